@@ -25,7 +25,7 @@ from fedlightning.engines.stacked.corrections import Correction
 from fedlightning.engines.stacked.hooks import Turn, stackable
 from fedlightning.engines.stacked.logs import StackedLogs
 from fedlightning.engines.stacked.optimizers import RULES, Settings, StackedOptimizer
-from fedlightning.engines.stacked.stack import Rows, Stack, laid_out_like, named_tensors, put, side_by_side
+from fedlightning.engines.stacked.stack import Rows, Stack, named_tensors, put, side_by_side
 from fedlightning.engines.stacked.step import NoLossError, StackedStep, StepResult, clip, gradients
 from fedlightning.engines.stacked.trainees import Trainee
 from fedlightning.hooks import FederatedCallback
@@ -96,10 +96,9 @@ class StackedFit:
         self._most = max(1, CACHE // bytes_of_step) if bytes_of_step and self.device.type == "cpu" else stack.size
         self.corrections = [Correction(callback, clients, self.names, phase, self.device) for callback in correctors]
         self.hooks = [callback.stack_hooks(self) for callback in callbacks if stackable(callback)]
-        self._settled = self._failed = False
+        self._failed = False
         self._steps = np.zeros(stack.size, dtype=np.int64)
         self._rates: dict[tuple[str, ...], np.ndarray] = {}
-        self._views: dict[tuple[int, int], tuple[list[Tensor], dict[str, Tensor]]] = {}
 
     def run(self) -> None:
         """Train all clients to the end of the phase. The results are in the trainees."""
@@ -220,8 +219,6 @@ class StackedFit:
             found = self._corrected(rows, numbers, training, found, settings)
         if self.clip_value:
             clip(found.values(), self.clip_value, self.clip_algorithm)
-        if not self._settled:
-            self._settle(found)
         with torch.no_grad():
             for name, gradient in found.items():
                 self.optimizer.step(name, rows, gradient, settings[self.group_of[name]])
@@ -245,28 +242,14 @@ class StackedFit:
             found = correction(rows, numbers, values, found, rates)
         return found
 
-    def _settle(self, found: Mapping[str, Tensor]) -> None:
-        """Lay the parameters out like their first gradients, before the optimizer has any state."""
-        self._settled = True
-        for name, gradient in found.items():
-            self.optimizer.parameters[name] = self.stack.tensors[name] = laid_out_like(
-                self.stack.tensors[name], gradient
-            )
-        self._views.clear()
-
     def _tensors(self, rows: Rows) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return the step's tensors, and those that train: views of the stack where the rows are a slice."""
-        key = (rows.start, rows.stop) if isinstance(rows, slice) else None
-        if key is not None and key in self._views:
-            return self._views[key]
         tensors, training = [], {}
         for name in (*self.stack.parameters, *self.stack.buffers):
             value = self.stack.tensors[name][rows].detach()
             if name in self.group_of:
                 training[name] = value.requires_grad_()
             tensors.append(value)
-        if key is not None:
-            self._views[key] = tensors, training
         return tensors, training
 
     def _settings(self, numbers: Sequence[int]) -> list[Settings]:
