@@ -22,13 +22,13 @@ from torch import Tensor
 
 from fedlightning.engines.stacked.batches import Gatherer
 from fedlightning.engines.stacked.corrections import Correction
-from fedlightning.engines.stacked.hooks import Turn, stackable
+from fedlightning.engines.stacked.hooks import StackHooks, Turn
 from fedlightning.engines.stacked.logs import StackedLogs
 from fedlightning.engines.stacked.optimizers import RULES, Settings, StackedOptimizer
 from fedlightning.engines.stacked.stack import Rows, Stack, named_tensors, put, side_by_side
 from fedlightning.engines.stacked.step import NoLossError, StackedStep, StepResult, clip, gradients
 from fedlightning.engines.stacked.trainees import Trainee
-from fedlightning.hooks import FederatedCallback
+from fedlightning.hooks import FederatedCallback, Stackable
 from fedlightning.visit.failing import client_failure
 
 CACHE = 2**24
@@ -95,7 +95,8 @@ class StackedFit:
         self.device = stack.tensors[stack.parameters[0]].device
         self._most = max(1, CACHE // bytes_of_step) if bytes_of_step and self.device.type == "cpu" else stack.size
         self.corrections = [Correction(callback, clients, self.names, phase, self.device) for callback in correctors]
-        self.hooks = [callback.stack_hooks(self) for callback in callbacks if stackable(callback)]
+        brought = [callback for callback in callbacks if isinstance(callback, Stackable) and callback.is_stackable]
+        self.hooks: list[StackHooks] = [callback.stack_hooks(self) for callback in brought]
         self._failed = False
         self._steps = np.zeros(stack.size, dtype=np.int64)
         self._rates: dict[tuple[str, ...], np.ndarray] = {}

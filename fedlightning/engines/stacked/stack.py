@@ -78,13 +78,6 @@ class Stack:
             for name, value in values.items():
                 value.copy_(self.tensors[name][row])
 
-    def clone(self) -> Stack:
-        """Return a stack that holds the same values."""
-        copy = object.__new__(Stack)
-        copy.size, copy.parameters, copy.buffers = self.size, self.parameters, self.buffers
-        copy.tensors = {name: value.clone() for name, value in self.tensors.items()}
-        return copy
-
 
 def side_by_side(rows: Sequence[int]) -> Rows:
     """Return ascending row numbers as a slice if they have no gap."""
