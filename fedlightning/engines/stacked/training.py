@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from fedlightning.compat.attached import on_device
 from fedlightning.compat.signatures import takes_index
 from fedlightning.engines.stacked.batches import Gatherer, LoaderSource, resident
 from fedlightning.engines.stacked.fit import StackedFit
@@ -23,21 +23,10 @@ from fedlightning.engines.stacked.vectorizable import Finding
 from fedlightning.hooks import Phase
 from fedlightning.visit.freezing import only_training
 from fedlightning.visit.limits import limited
-from fedlightning.visit.probes import move_batch
+from fedlightning.visit.probes import TRANSFERS, move_batch
 from fedlightning.visit.requests import Fit
 from fedlightning.visit.runner import LocalRunner
 from fedlightning.visit.visit_callback import acting, address_of
-
-
-@contextmanager
-def on_device(module: LightningModule, device: torch.device) -> Iterator[None]:
-    """Within the block, the module is on the stack's device, because a step may read `self.device`."""
-    home = module.device
-    module.to(device)
-    try:
-        yield
-    finally:
-        module.to(home)
 
 
 class StackedTraining:
@@ -135,5 +124,4 @@ class StackedTraining:
 
     @staticmethod
     def _plain_transfer(module: LightningModule) -> bool:
-        hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-        return not any(is_overridden(hook, module) for hook in hooks)
+        return not any(is_overridden(hook, module) for hook in TRANSFERS)

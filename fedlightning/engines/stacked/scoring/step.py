@@ -19,9 +19,8 @@ from torch.func import vmap
 from torchmetrics import Metric, MetricCollection
 
 from fedlightning.blueprint.evaluator import loss_of
-from fedlightning.compat.attached import trainer_of
 from fedlightning.compat.signatures import class_takes_index
-from fedlightning.engines.stacked.scoring.values import NoTrainer, NotStacked, plain_log
+from fedlightning.engines.stacked.scoring.values import NotStacked, evaluating, plain_log
 from fedlightning.engines.stacked.stack import join_tree, split_tree
 from fedlightning.engines.stacked.step import Slots
 from fedlightning.visit.evaluation_names import EvaluationNames
@@ -145,23 +144,15 @@ class ScoringStep:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Within the block, the module is in eval mode, and its calls of `self.log` and of metrics are noted."""
-        module, before = self._module, trainer_of(self._module)
-        modes = {child: child.training for child in module.modules()}
-        metrics = list(metrics_of(module))
-        module.eval()
-        module.trainer = NoTrainer()  # type: ignore[assignment]
-        vars(module)["log"] = self._log
-        for path, parent, name, metric in metrics:
-            setattr(parent, name, _MetricStandIn(path, self._feed if isinstance(metric, Metric) else None))
-        try:
-            yield
-        finally:
-            for _, parent, name, metric in metrics:
-                setattr(parent, name, metric)
-            vars(module).pop("log", None)
-            module.trainer = before
-            for child, mode in modes.items():
-                child.training = mode
+        metrics = list(metrics_of(self._module))
+        with evaluating(self._module, self._log):
+            for path, parent, name, metric in metrics:
+                setattr(parent, name, _MetricStandIn(path, self._feed if isinstance(metric, Metric) else None))
+            try:
+                yield
+            finally:
+                for _, parent, name, metric in metrics:
+                    setattr(parent, name, metric)
 
     def __call__(self, tensors: Sequence[Tensor], batch: Any, clients: int, index: int) -> Step:
         """Run the step."""
