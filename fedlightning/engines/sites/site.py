@@ -84,10 +84,8 @@ class Site:
         allow_other_code: Take part although the server has other code under the same names, if it allows that too.
 
     Attributes:
-        diary: Is told what happens here, for people.
+        diary: Is told what happens here, for people; at first it says nothing.
     """
-
-    diary: Diary | None = None
 
     def __init__(
         self,
@@ -102,6 +100,7 @@ class Site:
         allow_other_code: bool = False,
     ) -> None:
         self.name = name
+        self.diary = Diary(None, name, say=lambda line: None)
         self._code, self._allow_other_code = code.of_blueprint(blueprint), allow_other_code  # now: what was imported
         self._data_code, self._key = code.digest(code.of_objects([data, *_within(data)])), own_key(folder / "key")
         self.records = Records(folder / "records")
@@ -129,8 +128,7 @@ class Site:
             return work()
         except Exception as error:
             reason = self.texts.of_error(error)
-            if self.diary is not None:
-                self.diary.refused(reason)
+            self.diary.refused(reason)
             return write({"refused": reason})
 
     def _reply(self, request: bytes) -> bytes:
@@ -143,8 +141,7 @@ class Site:
             return write(self._hello(asked))
         if asked["do"] == "turned away":
             _refuse(fault_of_request("turned away", asked))
-            if self.diary is not None:
-                self.diary.turned_away(asked["why"])
+            self.diary.turned_away(asked["why"])
             return write({"answer": None})
         session = self._session
         if session is None or session.key != asked["session"]:
@@ -163,8 +160,7 @@ class Site:
         """Make what is needed for a run, or refuse it."""
         if self._session is None or self._session.key != asked["session"]:
             self._session = self._open(asked)
-            if self.diary is not None:
-                self.diary.joined(self._session.run, self._leaves(self._session.runner))
+            self.diary.joined(self._session.run, self._leaves(self._session.runner))
         session = self._session
         if session.told is None:
             session.told = self._told(session.runner.describe(parts=PARTS), session)
@@ -277,12 +273,10 @@ class Site:
             self._trained[client, version] += 1
             if self._trained[client, version] > REPEATS:
                 raise RefusedError(f"client '{client}' has trained {REPEATS} times from one version of its record.")
-        if self.diary is not None:
-            self.diary.began(task)
+        self.diary.began(task)
         with noting() as errors:
             answer, after = task.run(session.runner, record)
-        if self.diary is not None:
-            self.diary.ended(task, answer)
+        self.diary.ended(task, answer)
         of = [callback for callback in session.runner.callbacks if callback.key == getattr(task, "callback", "")]
         ours = all(type(callback).__module__.startswith("fedlightning.") for callback in of)
         answer = self.texts.of_answer(task, answer, errors, ours)
