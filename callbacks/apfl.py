@@ -23,6 +23,7 @@ from fedlightning.algorithm import (
     WeightingName,
 )
 from fedlightning.callbacks.shared.wide import wide
+from fedlightning.ranges import NonNegativeFloat, Share
 from fedlightning.wrappers import uses_forward
 
 if TYPE_CHECKING:
@@ -76,22 +77,14 @@ class APFL(Stackable):
 
     def __init__(
         self,
-        alpha: float = 0.5,
+        alpha: Share = 0.5,
         adaptive: bool = True,
-        alpha_lr: float | None = None,
-        alpha_decay: float = 0.0,
+        alpha_lr: NonNegativeFloat | None = None,
+        alpha_decay: NonNegativeFloat = 0.0,
         mix: Literal["params", "logits"] = "params",
         personal_model: LightningModule | None = None,
         weighting: WeightingName | None = None,
     ) -> None:
-        if not 0.0 <= alpha <= 1.0:
-            raise ValueError(f"APFL got alpha={alpha}; a share of the local model must be in [0, 1].")
-        if alpha_lr is not None and alpha_lr < 0:
-            raise ValueError(f"APFL got alpha_lr={alpha_lr}; the learning rate of the share must be at least 0.")
-        if alpha_decay < 0:
-            raise ValueError(f"APFL got alpha_decay={alpha_decay}; it must be at least 0.")
-        if mix not in ("params", "logits"):
-            raise ValueError(f"APFL got mix={mix!r}. Use 'params' (any module) or 'logits' (steps that call self(x)).")
         if personal_model is not None and mix != "logits":
             raise ValueError("APFL got a personal model of its own, whose parameters do not mix. Set mix='logits'.")
         if personal_model is not None and not isinstance(personal_model, LightningModule):

@@ -31,6 +31,7 @@ from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, 
 from fedlightning.callbacks.shared.server_models import (
     NO_SERVER_STEP,
 )
+from fedlightning.ranges import NonNegativeFloat, PositiveInt, ShareBelowOne
 from fedlightning.tensors import select, subtract, ties
 
 
@@ -90,20 +91,14 @@ class CFL(Clusters):
 
     def __init__(
         self,
-        eps1: float = 0.8,
-        eps2: float = 0.6,
+        eps1: NonNegativeFloat = 0.8,
+        eps2: NonNegativeFloat = 0.6,
         relative: bool = True,
-        gap: float = 0.6,
-        start_round: int = 2,
-        min_size: int = 2,
+        gap: ShareBelowOne = 0.6,
+        start_round: PositiveInt = 2,
+        min_size: PositiveInt = 2,
         weighting: WeightingName | None = "uniform",
     ) -> None:
-        if not (eps1 >= 0 and eps2 >= 0):
-            raise ValueError(f"CFL got eps1={eps1} and eps2={eps2}. Both are norms, or multiples of norms: 0 or more.")
-        if not 0 <= gap < 1:
-            raise ValueError(f"CFL got gap={gap}. The separation of two halves lies in [0, 1).")
-        if start_round < 1 or min_size < 1:
-            raise ValueError(f"CFL got start_round={start_round} and min_size={min_size}. Use 1 or more.")
         self.eps1, self.eps2, self.relative, self.gap = eps1, eps2, relative, gap
         self.start_round, self.min_size, self.weighting = start_round, min_size, weighting
 

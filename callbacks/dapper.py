@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fedlightning.algorithm import NEWCOMER, Client, Phase, Setup, move_batch, training_loss, warn
 from fedlightning.callbacks.local_adaptation import AdaptsAtEnd
+from fedlightning.ranges import PositiveFloat, PositiveInt, Share
 
 PHASE = "adapt"
 """Phase of whose batches every share sees the same again; that of :class:`LocalAdaptation`."""
@@ -62,24 +63,14 @@ class Dapper(AdaptsAtEnd):
 
     def __init__(
         self,
-        grid: Sequence[float] = (0.25, 0.5, 0.75, 1.0),
-        ratio: float = 1.0,
-        epochs: int = 1,
-        lr_factor: float = 1.0,
+        grid: Sequence[Share] = (0.25, 0.5, 0.75, 1.0),
+        ratio: PositiveFloat = 1.0,
+        epochs: PositiveInt = 1,
+        lr_factor: PositiveFloat = 1.0,
         choose_on: Literal["val", "train"] = "val",
     ) -> None:
-        if not grid or not all(0.0 <= lam <= 1.0 for lam in grid) or len(set(grid)) < len(grid):
-            raise ValueError(
-                f"Dapper got grid={grid!r}. Give different shares of the own data in [0, 1], one at least."
-            )
-        if not 0.0 < ratio < math.inf:
-            raise ValueError(f"Dapper got ratio={ratio}; the public samples of a client need a positive, finite ratio.")
-        if epochs < 1 or not 0.0 < lr_factor < math.inf:
-            raise ValueError(
-                f"Dapper got epochs={epochs} and lr_factor={lr_factor}. Use one epoch or more and a positive factor."
-            )
-        if choose_on not in ("val", "train"):
-            raise ValueError(f"Dapper got choose_on={choose_on!r}. Choose on 'val' or 'train'; never on test data.")
+        if not grid or len(set(grid)) < len(grid):
+            raise ValueError(f"Dapper got grid={grid!r}. Give different shares of the own data, one at least.")
         self.grid = grid
         self.ratio = ratio
         self.epochs = epochs

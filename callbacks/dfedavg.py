@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from fedlightning.callbacks.shared.gossip import Gossip
+from fedlightning.ranges import Range
 from fedlightning.topology import MixingWeights, Topology
 
 
@@ -55,12 +58,8 @@ class DFedAvg(Gossip):
         weights: MixingWeights = "metropolis",
         edge_probability: float = 0.5,
         graph_seed: int = 0,
-        mixings: int = 1,
+        mixings: Annotated[int, Range("[1, inf)", "Use Local for none.")] = 1,
     ) -> None:
-        if mixings < 1:
-            raise ValueError(
-                f"DFedAvg got mixings={mixings}; neighbours average once a round or more. Use Local for none."
-            )
         self.topology = topology
         self.weights = weights
         self.edge_probability = edge_probability

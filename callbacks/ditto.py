@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Annotated
 
 from torch import Tensor
 
 from fedlightning.algorithm import Client, GradientContext, Phase, Setup, WeightingName
 from fedlightning.callbacks.own_models import KeepsModel
 from fedlightning.callbacks.shared.steps import largest_lr
+from fedlightning.ranges import Range
 from fedlightning.tensors import clone, module_state
 
 
@@ -55,11 +57,12 @@ class Ditto(KeepsModel):
         tensor([3.])
     """
 
-    def __init__(self, lam: float = 1.0, work: int | None = None, weighting: WeightingName | None = None) -> None:
-        if not 0.0 <= lam < float("inf"):
-            raise ValueError(f"Ditto got lam={lam}; a strength is a finite number from 0. Use 0 for training alone.")
-        if work is not None and work < 0:
-            raise ValueError(f"Ditto got work={work}; use None for as much as the global model trains, or 0 for none.")
+    def __init__(
+        self,
+        lam: Annotated[float, Range("[0, inf)", "0 is training alone.")] = 1.0,
+        work: Annotated[int, Range("[0, inf)", "None: as much as the global model.")] | None = None,
+        weighting: WeightingName | None = None,
+    ) -> None:
         self.lam = lam
         self.work = work
         self.weighting = weighting

@@ -35,10 +35,10 @@ from fedlightning.callbacks.shared.distillation import (
     refuse_a_last_batch_of_one,
     refuse_other_predictions,
 )
-from fedlightning.callbacks.shared.fusion import check_numbers
 from fedlightning.callbacks.shared.server_models import (
     no_model,
 )
+from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from fedlightning.tensors import clone, module_state
 
 PREDICT, DISTIL = "predict", "distil"
@@ -109,25 +109,15 @@ class DSFL(ServerModels):
 
     def __init__(
         self,
-        public_samples: int = 1000,
-        temperature: float = 0.1,
+        public_samples: PositiveInt = 1000,
+        temperature: PositiveFloat = 0.1,
         aggregation: Literal["era", "mean"] = "era",
-        distil_epochs: int = 5,
-        distil_batch_size: int | None = 50,
-        distil_lr_factor: float = 1.0,
-        server_lr: float = 0.1,
+        distil_epochs: NonNegativeInt = 5,
+        distil_batch_size: PositiveInt | None = 50,
+        distil_lr_factor: NonNegativeFloat = 1.0,
+        server_lr: PositiveFloat = 0.1,
         weighting: Literal["uniform", "samples"] = "uniform",
     ) -> None:
-        numbers = {"public_samples": public_samples, "temperature": temperature, "server_lr": server_lr}
-        check_numbers("DSFL", **numbers, distil_batch_size=1 if distil_batch_size is None else distil_batch_size)
-        if distil_epochs < 0 or distil_lr_factor < 0:
-            raise ValueError(
-                f"DSFL got distil_epochs={distil_epochs} and distil_lr_factor={distil_lr_factor}; use 0 or more."
-            )
-        if aggregation not in ("era", "mean"):
-            raise ValueError(f"DSFL got aggregation={aggregation!r}. Use 'era' or 'mean'.")
-        if weighting not in ("uniform", "samples"):
-            raise ValueError(f"DSFL got weighting={weighting!r}. Use 'uniform' or 'samples'.")
         self.public_samples = public_samples
         self.temperature = temperature
         self.aggregation = aggregation

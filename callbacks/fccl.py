@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -38,6 +38,7 @@ from fedlightning.callbacks.shared.representations import head_path
 from fedlightning.callbacks.shared.server_models import (
     no_model,
 )
+from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range
 from fedlightning.wrappers import FeatureTap
 
 PREDICT, PRETRAIN, COLLABORATE = "predict", "pretrain", "collaborate"
@@ -104,30 +105,17 @@ class FCCL(FederatedCallback):
 
     def __init__(
         self,
-        public_samples: int = 5000,
-        public_batch_size: int | None = 256,
-        collaborate_epochs: int = 1,
-        collaborate_lr_factor: float = 0.1,
-        off_diagonal: float = 0.0051,
-        pretrain_epochs: int = 20,
-        inter: float = 1.0,
-        intra: float = 1.0,
+        public_samples: PositiveInt = 5000,
+        public_batch_size: Annotated[int, Range("[2, inf)")] | None = 256,
+        collaborate_epochs: NonNegativeInt = 1,
+        collaborate_lr_factor: NonNegativeFloat = 0.1,
+        off_diagonal: NonNegativeFloat = 0.0051,
+        pretrain_epochs: NonNegativeInt = 20,
+        inter: NonNegativeFloat = 1.0,
+        intra: NonNegativeFloat = 1.0,
         unbiased: bool = False,
         head: str | list[str] | None = None,
     ) -> None:
-        name = type(self).__name__
-        _at_least(name, 1, public_samples=public_samples)
-        _at_least(name, 2, public_batch_size=public_batch_size)
-        _at_least(
-            name,
-            0,
-            collaborate_epochs=collaborate_epochs,
-            collaborate_lr_factor=collaborate_lr_factor,
-            off_diagonal=off_diagonal,
-            pretrain_epochs=pretrain_epochs,
-            inter=inter,
-            intra=intra,
-        )
         self.public_samples = public_samples
         self.public_batch_size = public_batch_size
         self.collaborate_epochs = collaborate_epochs
@@ -306,10 +294,3 @@ def _standard(z: Tensor, unbiased: bool) -> Tensor:
     centred = z.float() - z.float().mean(0) if z.dtype != torch.float64 else z - z.mean(0)
     variance = centred.square().sum(0) / max(len(z) - unbiased, 1)
     return centred / variance.clamp_min(SMALLEST).sqrt()
-
-
-def _at_least(owner: str, least: float, **values: float | None) -> None:
-    """Refuse options below their least value."""
-    for name, value in values.items():
-        if value is not None and value < least:
-            raise ValueError(f"{owner} got {name}={value}; use {least} or more.")

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedlightning.algorithm import Client, Server, Setup, detached_copy, isolated, move_batch
-from fedlightning.callbacks.fccl import FCCL, _at_least, correlation_loss
+from fedlightning.callbacks.fccl import FCCL, correlation_loss
 from fedlightning.callbacks.shared.distillation import check_public_logits, logits_of
 from fedlightning.callbacks.shared.representations import head_path, labels_of, rows
+from fedlightning.ranges import NonNegativeFloat, PositiveFloat
 from fedlightning.wrappers import FeatureTap
 
 
@@ -64,10 +65,10 @@ class FCCLPlus(FCCL):
         collaborate_epochs: int = 1,
         collaborate_lr_factor: float = 0.1,
         off_diagonal: float = 0.0051,
-        similarity: float = 3.0,
-        temperature: float = 0.02,
+        similarity: NonNegativeFloat = 3.0,
+        temperature: PositiveFloat = 0.02,
         inter: float = 1.0,
-        non_target_temperature: float = 3.0,
+        non_target_temperature: PositiveFloat = 3.0,
         non_target: Literal["normalised", "code"] = "normalised",
         unbiased: bool = False,
         head: str | list[str] | None = None,
@@ -84,12 +85,6 @@ class FCCLPlus(FCCL):
             unbiased=unbiased,
             head=head,
         )
-        _at_least("FCCLPlus", 0, similarity=similarity)
-        for name, value in {"temperature": temperature, "non_target_temperature": non_target_temperature}.items():
-            if value <= 0:
-                raise ValueError(f"FCCLPlus got {name}={value}; use a positive number.")
-        if non_target not in ("normalised", "code"):
-            raise ValueError(f"FCCLPlus got non_target={non_target!r}. Use 'normalised' or 'code'.")
         self.similarity = similarity
         self.temperature = temperature
         self.non_target_temperature = non_target_temperature

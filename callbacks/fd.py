@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -35,6 +35,7 @@ from fedlightning.callbacks.shared.representations import (
 from fedlightning.callbacks.shared.server_models import (
     no_model,
 )
+from fedlightning.ranges import Range
 from fedlightning.wrappers import FeatureTap
 
 
@@ -90,23 +91,13 @@ class FD(FederatedCallback):
 
     def __init__(
         self,
-        gamma: float = 0.1,
+        gamma: Annotated[float, Range("[0, inf)", "0 is local training.")] = 0.1,
         loo: bool = True,
         exchange: Literal["probabilities", "logits"] = "probabilities",
         output_pass: Literal["during", "after"] = "during",
         head: str | list[str] | None = None,
         weighting: Literal["uniform", "samples"] = "uniform",
     ) -> None:
-        if gamma < 0:
-            raise ValueError(
-                f"FD got gamma={gamma}; the weight of a loss cannot be negative. Use 0 for local training."
-            )
-        if exchange not in ("probabilities", "logits"):
-            raise ValueError(f"FD got exchange={exchange!r}. Use 'probabilities' or 'logits'.")
-        if output_pass not in ("during", "after"):
-            raise ValueError(f"FD got output_pass={output_pass!r}. Use 'during' or 'after'.")
-        if weighting not in ("uniform", "samples"):
-            raise ValueError(f"FD got weighting={weighting!r}. Use 'uniform' or 'samples'.")
         self.gamma = gamma
         self.loo = loo
         self.exchange = exchange

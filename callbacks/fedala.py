@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
+from typing import Annotated
 
 import torch
 from lightning.pytorch import LightningModule
@@ -23,6 +24,7 @@ from fedlightning.algorithm import (
     warn,
 )
 from fedlightning.layers import head_names
+from fedlightning.ranges import NonNegativeFloat, PositiveInt, PositiveShare, Range, Share
 from fedlightning.tensors import clone, equal, load_state, module_state, select
 
 
@@ -73,21 +75,13 @@ class FedALA(FederatedCallback):
 
     def __init__(
         self,
-        num_layers: int = 1,
-        fraction: float = 0.8,
-        weight_lr: float = 1.0,
-        start: float = 1.0,
-        max_passes: int = 50,
+        num_layers: Annotated[int, Range("[1, inf)", "FedAvg() merges none.")] = 1,
+        fraction: PositiveShare = 0.8,
+        weight_lr: NonNegativeFloat = 1.0,
+        start: Share = 1.0,
+        max_passes: PositiveInt = 50,
         weighting: WeightingName | None = None,
     ) -> None:
-        if num_layers < 1:
-            raise ValueError(f"FedALA got num_layers={num_layers}. Merge at least the last layer, or use FedAvg().")
-        if not 0.0 < fraction <= 1.0:
-            raise ValueError(f"FedALA got fraction={fraction}; a share of the local data must be in (0, 1].")
-        if weight_lr < 0 or not 0.0 <= start <= 1.0:
-            raise ValueError(f"FedALA got weight_lr={weight_lr}, start={start}. Use a rate >= 0 and a start in [0, 1].")
-        if max_passes < 1:
-            raise ValueError(f"FedALA got max_passes={max_passes}. Learning W needs at least one pass.")
         self.num_layers = num_layers
         self.fraction = fraction
         self.weight_lr = weight_lr

@@ -6,7 +6,7 @@ import itertools
 import math
 import warnings
 from collections import defaultdict
-from typing import Literal
+from typing import Annotated, Literal
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from fedlightning.callbacks.shared.server_models import (
     parameter_names,
 )
 from fedlightning.callbacks.shared.steps import largest_lr
+from fedlightning.ranges import PositiveFloat, Range
 from fedlightning.tensors import clone, distance, load_state, module_state, select
 
 PAPER_ALPHA = 1e4
@@ -103,23 +104,12 @@ class FedAMP(KeepsClientModels):
 
     def __init__(
         self,
-        lam: float = 1.0,
-        alpha: float | None = None,
-        sigma: float | None = None,
-        alpha_decay: float = 1.0,
+        lam: Annotated[float, Range("[0, inf)", "0 is no pull.")] = 1.0,
+        alpha: PositiveFloat | None = None,
+        sigma: PositiveFloat | None = None,
+        alpha_decay: Annotated[float, Range("(0, 1]", "alpha must not grow.")] = 1.0,
         start: Literal["cloud", "own"] = "cloud",
     ) -> None:
-        given = {"alpha": alpha, "sigma": sigma, "alpha_decay": alpha_decay}
-        positive = {name: value for name, value in given.items() if value is not None}
-        for name, value in positive.items():
-            if not value > 0 or not math.isfinite(value):
-                raise ValueError(f"{self.key} got {name}={value}; it must be a positive number.")
-        if lam < 0:
-            raise ValueError(f"{self.key} got lam={lam}; a strength cannot be negative. Use 0 for no pull.")
-        if alpha_decay > 1:
-            raise ValueError(f"{self.key} got alpha_decay={alpha_decay}; alpha must not grow. Use a factor in (0, 1].")
-        if start not in ("cloud", "own"):
-            raise ValueError(f"{self.key} got start={start!r}. Use 'cloud' (from u_i) or 'own' (from w_i).")
         self.lam = lam
         self.alpha = alpha
         self.sigma = sigma

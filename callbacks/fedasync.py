@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from torch import Tensor
 
 from fedlightning.algorithm import (
@@ -12,7 +14,8 @@ from fedlightning.algorithm import (
     Setup,
     Update,
 )
-from fedlightning.callbacks.shared.staleness import StalenessName, check_staleness, staleness_weight
+from fedlightning.callbacks.shared.staleness import DecayRate, MaxStaleness, StalenessName, staleness_weight
+from fedlightning.ranges import PositiveInt, Range, Share
 
 
 class FedAsync(AsynchronousMethod):
@@ -54,24 +57,16 @@ class FedAsync(AsynchronousMethod):
 
     def __init__(
         self,
-        alpha: float = 0.6,
+        alpha: Share = 0.6,
         staleness: StalenessName = "polynomial",
-        a: float | None = None,
-        b: float = 4.0,
-        rho: float = 0.0,
-        max_staleness: int | None = None,
+        a: DecayRate | None = None,
+        b: DecayRate = 4.0,
+        rho: Annotated[float, Range("[0, inf)", "0 is no proximal term.")] = 0.0,
+        max_staleness: MaxStaleness | None = None,
         paper_index: bool = False,
-        decay: float = 0.5,
-        decay_at: int | None = None,
+        decay: Share = 0.5,
+        decay_at: PositiveInt | None = None,
     ) -> None:
-        if not 0.0 <= alpha <= 1.0:
-            raise ValueError(f"FedAsync got alpha={alpha}; the share of a model in a mixture is in [0, 1].")
-        if rho < 0.0:
-            raise ValueError(f"FedAsync got rho={rho}; a proximal strength cannot be negative. Use 0 for none.")
-        if not 0.0 <= decay <= 1.0 or (decay_at is not None and decay_at < 1):
-            raise ValueError(
-                f"FedAsync got decay={decay} and decay_at={decay_at}. Use a factor in [0, 1] and a round from 1."
-            )
         self.alpha = alpha
         self.staleness = staleness
         self.a = (10.0 if staleness == "hinge" else 0.5) if a is None else a
@@ -81,7 +76,6 @@ class FedAsync(AsynchronousMethod):
         self.paper_index = paper_index
         self.decay = decay
         self.decay_at = decay_at
-        check_staleness("FedAsync", staleness, self.a, b, max_staleness)
 
     @property
     def arrivals(self) -> Arrivals:  # type: ignore[override]

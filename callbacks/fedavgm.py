@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from fedlightning.algorithm import Facts, FederatedCallback, Newcomers, Server, State, WeightingName
 from fedlightning.callbacks.shared.steps import memory, remember
+from fedlightning.ranges import PositiveFloat, Range
 
 
 class FedAvgM(FederatedCallback):
@@ -51,11 +54,12 @@ class FedAvgM(FederatedCallback):
         mixes_architectures=True, asynchronous=True, newcomers=Newcomers(join=True)
     )  # a step of the server is a step, whoever's changes it takes
 
-    def __init__(self, beta: float = 0.9, server_lr: float = 1.0, weighting: WeightingName | None = None) -> None:
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"FedAvgM got beta={beta}; a momentum must be in [0, 1). Use 0 for FedAvg.")
-        if server_lr <= 0:
-            raise ValueError(f"FedAvgM got server_lr={server_lr}; it must be positive, or nothing is learned.")
+    def __init__(
+        self,
+        beta: Annotated[float, Range("[0, 1)", "0 is FedAvg.")] = 0.9,
+        server_lr: PositiveFloat = 1.0,
+        weighting: WeightingName | None = None,
+    ) -> None:
         self.beta = beta
         self.server_lr = server_lr
         self.weighting = weighting

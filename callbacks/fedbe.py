@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -16,7 +16,8 @@ from torch.optim.swa_utils import update_bn
 
 from fedlightning.algorithm import Server, State, WeightedMean, WeightingName, isolated
 from fedlightning.callbacks.shared.distillation import inputs_of
-from fedlightning.callbacks.shared.fusion import EnsembleFusion, Member, check_ensemble, check_numbers
+from fedlightning.callbacks.shared.fusion import EnsembleFusion, Member
+from fedlightning.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Range
 
 
 class FedBE(EnsembleFusion):
@@ -73,29 +74,18 @@ class FedBE(EnsembleFusion):
     def __init__(
         self,
         distribution: Literal["gaussian", "dirichlet"] = "gaussian",
-        samples: int = 10,
-        alpha: float = 1.0,
-        epochs: int = 20,
-        lr: float = 1e-3,
-        batch_size: int = 128,
-        swa_start: float = 0.25,
-        swa_every: int = 25,
+        samples: NonNegativeInt = 10,
+        alpha: PositiveFloat = 1.0,
+        epochs: NonNegativeInt = 20,
+        lr: PositiveFloat = 1e-3,
+        batch_size: PositiveInt = 128,
+        swa_start: Annotated[float, Range("[0, 1)", "A share of the steps.")] = 0.25,
+        swa_every: NonNegativeInt = 25,
         combine: Literal["logits", "probabilities"] = "probabilities",
-        temperature: float = 1.0,
+        temperature: PositiveFloat = 1.0,
         update_statistics: bool = True,
         weighting: WeightingName | None = None,
     ) -> None:
-        if distribution not in ("gaussian", "dirichlet"):
-            raise ValueError(f"FedBE got distribution={distribution!r}. Use 'gaussian' or 'dirichlet'.")
-        check_numbers(
-            "FedBE", samples=samples, alpha=alpha, epochs=epochs, lr=lr, batch_size=batch_size, temperature=temperature
-        )
-        check_ensemble("FedBE", combine)
-        if not 0.0 <= swa_start < 1.0 or swa_every < 0:
-            raise ValueError(
-                f"FedBE got swa_start={swa_start} and swa_every={swa_every}: use a share of the steps in [0, 1), and a "
-                "number of steps, 0 or more."
-            )
         self.distribution = distribution
         self.samples = samples
         self.alpha = alpha

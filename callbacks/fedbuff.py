@@ -12,7 +12,8 @@ from fedlightning.algorithm import (
     State,
     Update,
 )
-from fedlightning.callbacks.shared.staleness import StalenessName, check_staleness, staleness_weight
+from fedlightning.callbacks.shared.staleness import DecayRate, MaxStaleness, StalenessName, staleness_weight
+from fedlightning.ranges import PositiveFloat, PositiveInt
 
 
 class FedBuff(AsynchronousMethod):
@@ -54,24 +55,19 @@ class FedBuff(AsynchronousMethod):
 
     def __init__(
         self,
-        buffer_size: int = 10,
+        buffer_size: PositiveInt = 10,
         staleness: StalenessName = "polynomial",
-        a: float | None = None,
-        b: float = 4.0,
-        server_lr: float = 1.0,
-        max_staleness: int | None = None,
+        a: DecayRate | None = None,
+        b: DecayRate = 4.0,
+        server_lr: PositiveFloat = 1.0,
+        max_staleness: MaxStaleness | None = None,
     ) -> None:
-        if buffer_size < 1:
-            raise ValueError(f"FedBuff got buffer_size={buffer_size}; a step needs 1 change or more.")
-        if server_lr <= 0:
-            raise ValueError(f"FedBuff got server_lr={server_lr}; it must be positive, or nothing is learned.")
         self.buffer_size = buffer_size
         self.staleness = staleness
         self.a = (10.0 if staleness == "hinge" else 0.5) if a is None else a
         self.b = b
         self.server_lr = server_lr
         self.max_staleness = max_staleness
-        check_staleness("FedBuff", staleness, self.a, b, max_staleness)
 
     @property
     def facts(self) -> Facts:

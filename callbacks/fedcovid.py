@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -25,6 +25,7 @@ from fedlightning.algorithm import (
     Wire,
 )
 from fedlightning.callbacks.shared.representations import features_at_start, head_path, labels_of, rows
+from fedlightning.ranges import CountOrShare, NonNegativeFloat, PositiveFloat, PositiveInt, PositiveShare, Range
 from fedlightning.wrappers import FeatureTap
 
 LARGE, SMALL = "large", "small"
@@ -82,38 +83,22 @@ class FedCovid(FederatedCallback):
 
     def __init__(
         self,
-        lam_c: float = 1.0,
-        lam_m: float = 1.0,
-        lam_w: float = 1.0,
-        positive: int = 1,
-        copies: int = 4,
-        noise: float = 0.2,
-        margin: float = 0.2,
+        lam_c: NonNegativeFloat = 1.0,
+        lam_m: NonNegativeFloat = 1.0,
+        lam_w: NonNegativeFloat = 1.0,
+        positive: Annotated[int, Range("[0, inf)", "The number of a class.")] = 1,
+        copies: PositiveInt = 4,
+        noise: NonNegativeFloat = 0.2,
+        margin: NonNegativeFloat = 0.2,
         mining: Literal["random", "semi-hard"] = "random",
-        warmup: int | float = 0.5,
-        large: int | float = 0.5,
-        small_work: float = 0.5,
-        small_lr: float = 0.2,
+        warmup: CountOrShare = 0.5,
+        large: Annotated[int, Range("[1, inf)", strict=True)]
+        | Annotated[float, Range("(0, 1]", "One client at least is large; use warmup=0 for no order.")] = 0.5,
+        small_work: PositiveShare = 0.5,
+        small_lr: PositiveFloat = 0.2,
         head: str | list[str] | None = None,
         weighting: WeightingName | None = "log",
     ) -> None:
-        for name, value in {"lam_c": lam_c, "lam_m": lam_m, "lam_w": lam_w, "noise": noise, "margin": margin}.items():
-            if not 0 <= value < math.inf:
-                raise ValueError(f"FedCovid got {name}={value}. Use a finite number of 0 or more.")
-        if positive < 0 or copies < 1:
-            raise ValueError(f"FedCovid got positive={positive} and copies={copies}. Use a class and 1 copy or more.")
-        if mining not in ("random", "semi-hard"):
-            raise ValueError(f"FedCovid got mining={mining!r}. Use 'random' or 'semi-hard'.")
-        for name, amount in {"warmup": warmup, "large": large}.items():
-            if isinstance(amount, bool) or amount < 0 or (isinstance(amount, float) and amount > 1):
-                raise ValueError(f"FedCovid got {name}={amount}. Use a share in [0, 1] or a whole number.")
-        if large == 0:
-            raise ValueError(f"FedCovid got large={large}. At least one client is large; use warmup=0 for no order.")
-        if not (0 < small_work <= 1 and 0 < small_lr < math.inf):
-            raise ValueError(
-                f"FedCovid got small_work={small_work} and small_lr={small_lr}. The share of the work lies in (0, 1], the "
-                "factor of the learning rate is positive."
-            )
         self.lam_c, self.lam_m, self.lam_w = lam_c, lam_m, lam_w
         self.positive, self.copies, self.noise = positive, copies, noise
         self.margin, self.mining = margin, mining

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from lightning.pytorch import LightningModule
 from torch.optim import Adam
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from fedlightning.algorithm import Server, WeightingName
-from fedlightning.callbacks.shared.fusion import EnsembleFusion, Member, check_ensemble, check_numbers
+from fedlightning.callbacks.shared.fusion import EnsembleFusion, Member
+from fedlightning.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Range
 
 
 class FedDF(EnsembleFusion):
@@ -58,21 +59,19 @@ class FedDF(EnsembleFusion):
 
     def __init__(
         self,
-        steps: int = 1000,
-        lr: float = 1e-3,
-        batch_size: int = 128,
+        steps: NonNegativeInt = 1000,
+        lr: PositiveFloat = 1e-3,
+        batch_size: PositiveInt = 128,
         combine: Literal["logits", "probabilities"] = "logits",
-        temperature: float = 1.0,
+        temperature: PositiveFloat = 1.0,
         cosine: bool = True,
         gradient_clip_val: float | None = 5.0,
-        validation: float = 0.0,
-        patience: int = 1000,
+        validation: Annotated[float, Range("[0, 1)", "A share of the public data.")] = 0.0,
+        patience: PositiveInt = 1000,
         drop_worst: bool = False,
         update_statistics: bool = True,
         weighting: WeightingName | None = None,
     ) -> None:
-        check_numbers("FedDF", steps=steps, batch_size=batch_size, lr=lr, temperature=temperature, patience=patience)
-        check_ensemble("FedDF", combine, validation)
         if drop_worst and not validation:
             raise ValueError("FedDF(drop_worst=True) needs labelled public data to judge by. Set validation=0.2.")
         self.steps = steps

@@ -7,7 +7,6 @@ from typing import Literal
 
 from fedlightning.algorithm import State, WeightingName
 from fedlightning.callbacks.shared.partial_training import PartialTraining
-from fedlightning.wrappers.heads import check_choice
 from fedlightning.wrappers.slices import ElementMean
 from fedlightning.wrappers.submodel import Units
 from fedlightning.wrappers.units import random_units
@@ -69,7 +68,6 @@ class FederatedDropout(PartialTraining):
         weighting: WeightingName | None = "samples",
     ) -> None:
         super().__init__(rates, scaler=scaler, static_bn=static_bn, head=head, weighting=weighting)
-        check_choice("FederatedDropout's absent", absent, ("left_out", "zero_delta"))
         self.per_client = per_client
         self.absent = absent
 

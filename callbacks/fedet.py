@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -26,6 +26,7 @@ from fedlightning.algorithm import (
 )
 from fedlightning.callbacks.shared.distillation import check_public_logits, logits_of
 from fedlightning.layers import as_names, expand
+from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range
 from fedlightning.tensors import clone, module_state
 
 LARGE = "server"
@@ -88,22 +89,14 @@ class FedET(ServerModels):
 
     def __init__(
         self,
-        steps: int = 200,
-        lr: float = 1e-3,
-        batch_size: int = 128,
-        public_samples: int | None = None,
-        diversity: float = 0.05,
+        steps: NonNegativeInt = 200,
+        lr: Annotated[float, Range("(0, inf)", "steps=0 leaves the large model as it is.")] = 1e-3,
+        batch_size: PositiveInt = 128,
+        public_samples: NonNegativeInt | None = None,
+        diversity: NonNegativeFloat = 0.05,
         transfer: str | list[str] | None = None,
         weighting: WeightingName | None = None,
     ) -> None:
-        for name, value, least in (("steps", steps, 0), ("diversity", diversity, 0), ("batch_size", batch_size, 1),
-                                   ("public_samples", public_samples or 1, 1)):  # fmt: skip
-            if value < least:
-                raise ValueError(f"FedET got {name}={value}; use {least} or more.")
-        if lr <= 0:
-            raise ValueError(
-                f"FedET got lr={lr}; use a positive learning rate. steps=0 leaves the large model as it is."
-            )
         self.steps = steps
         self.lr = lr
         self.batch_size = batch_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from fedlightning.callbacks.shared.server_models import (
     combine,
     sent_models,
 )
+from fedlightning.ranges import NonNegativeFloat, Range, Share
 from fedlightning.tensors import clone, distance, module_state, select, ties
 
 ITSELF = "itself"
@@ -73,20 +74,11 @@ class FedFomo(KeepsClientModels):
 
     def __init__(
         self,
-        num_models: int = 5,
-        epsilon: float = 0.3,
-        epsilon_decay: float = 0.05,
+        num_models: Annotated[int, Range("[0, inf)", "0 is Local.")] = 5,
+        epsilon: Share = 0.3,
+        epsilon_decay: NonNegativeFloat = 0.05,
         baseline: Literal["own", "start"] = "own",
     ) -> None:
-        if num_models < 0:
-            raise ValueError(f"FedFomo got num_models={num_models}. Use 0 (Local) or more models to download.")
-        if not 0.0 <= epsilon <= 1.0 or epsilon_decay < 0:
-            raise ValueError(
-                f"FedFomo got epsilon={epsilon} and epsilon_decay={epsilon_decay}. "
-                "A share of random choices is in [0, 1] and does not grow."
-            )
-        if baseline not in ("own", "start"):
-            raise ValueError(f"FedFomo got baseline={baseline!r}. Use 'own' or 'start' (as in the authors' code).")
         self.num_models = num_models
         self.epsilon = epsilon
         self.epsilon_decay = epsilon_decay

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -42,6 +42,7 @@ from fedlightning.callbacks.shared.representations import (
 from fedlightning.callbacks.shared.server_models import (
     no_model,
 )
+from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range
 from fedlightning.tensors import module_state
 from fedlightning.wrappers import FeatureTap
 
@@ -95,24 +96,15 @@ class FedGH(FederatedCallback):
     def __init__(
         self,
         head: str | list[str] | None = None,
-        server_lr: float = 0.01,
-        server_momentum: float = 0.0,
-        server_weight_decay: float = 0.0,
-        server_batch_size: int = 1,
-        server_epochs: int = 1,
+        server_lr: NonNegativeFloat = 0.01,
+        server_momentum: NonNegativeFloat = 0.0,
+        server_weight_decay: NonNegativeFloat = 0.0,
+        server_batch_size: PositiveInt = 1,
+        server_epochs: Annotated[int, Range("[1, inf)", "server_lr=0 leaves the header as it began.")] = 1,
         shuffle: bool = False,
         means: Literal["samples", "batches"] = "samples",
-        warmup: int = 0,
+        warmup: NonNegativeInt = 0,
     ) -> None:
-        given = {"server_lr": server_lr, "server_momentum": server_momentum, "server_weight_decay": server_weight_decay}
-        for name, value in (given | {"warmup": warmup}).items():
-            if value < 0:
-                raise ValueError(f"FedGH got {name}={value}; it cannot be negative. Use 0 to do without.")
-        for name, value in {"server_batch_size": server_batch_size, "server_epochs": server_epochs}.items():
-            if value < 1:
-                raise ValueError(f"FedGH got {name}={value}. Use 1 or more; server_lr=0 leaves the header as it began.")
-        if means not in ("samples", "batches"):
-            raise ValueError(f"FedGH got means={means!r}. Use 'samples' or 'batches'.")
         self.head = head
         self.server_lr = server_lr
         self.server_momentum = server_momentum

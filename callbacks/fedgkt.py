@@ -47,6 +47,7 @@ from fedlightning.callbacks.shared.representations import (
 from fedlightning.callbacks.shared.server_models import (
     no_model,
 )
+from fedlightning.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
 from fedlightning.tensors import clone
 from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
 
@@ -111,32 +112,17 @@ class FedGKT(FederatedCallback):
 
     def __init__(
         self,
-        alpha: float = 1.0,
-        server_alpha: float = 1.0,
-        temperature: float = 3.0,
-        server_hidden: Sequence[int] = (256, 256),
-        server_lr: float = 1e-3,
-        server_epochs: int = 5,
-        server_batch_size: int = 64,
-        max_age: int | None = None,
+        alpha: NonNegativeFloat = 1.0,
+        server_alpha: NonNegativeFloat = 1.0,
+        temperature: PositiveFloat = 3.0,
+        server_hidden: Sequence[PositiveInt] = (256, 256),
+        server_lr: PositiveFloat = 1e-3,
+        server_epochs: PositiveInt = 5,
+        server_batch_size: PositiveInt = 64,
+        max_age: PositiveInt | None = None,
         deploy: Literal["server", "edge"] = "server",
         head: str | list[str] | None = None,
     ) -> None:
-        for name, value, least in (
-            ("alpha", alpha, 0),
-            ("server_alpha", server_alpha, 0),
-            ("server_epochs", server_epochs, 1),
-            ("server_batch_size", server_batch_size, 1),
-            ("max_age", 1 if max_age is None else max_age, 1),
-            ("server_hidden", min(server_hidden, default=1), 1),
-        ):
-            if value < least:
-                raise ValueError(f"FedGKT got {name}={value}; use {least} or more.")
-        for name, value in {"temperature": temperature, "server_lr": server_lr}.items():
-            if value <= 0:
-                raise ValueError(f"FedGKT got {name}={value}; use a positive number.")
-        if deploy not in ("server", "edge"):
-            raise ValueError(f"FedGKT got deploy={deploy!r}. Use 'server' or 'edge'.")
         self.alpha = alpha
         self.server_alpha = server_alpha
         self.temperature = temperature

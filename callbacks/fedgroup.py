@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -33,6 +32,7 @@ from fedlightning.callbacks.shared.server_models import (
     NO_SERVER_STEP,
     one_visit,
 )
+from fedlightning.ranges import PositiveInt, Range
 from fedlightning.tensors import select, subtract
 
 COLD_START = "cold start"
@@ -95,22 +95,14 @@ class FedGroup(Clusters):
 
     def __init__(
         self,
-        num_clusters: int = 2,
-        alpha: int = 20,
-        pretrain: int | None = None,
+        num_clusters: Annotated[int, Range("[1, inf)", "1 is FedAvg.")] = 2,
+        alpha: PositiveInt = 20,
+        pretrain: Annotated[int, Range("[1, inf)", "Who does not train has no direction.")] | None = None,
         unit: bool = True,
-        mix: float = 0.0,
+        mix: Annotated[float, Range("[0, inf)", "0 does not mix.")] = 0.0,
         mix_mean: bool = False,
         weighting: WeightingName | None = "samples",
     ) -> None:
-        if num_clusters < 1:
-            raise ValueError(f"FedGroup got num_clusters={num_clusters}. Use 1 (FedAvg) or more groups.")
-        if alpha < 1:
-            raise ValueError(f"FedGroup got alpha={alpha}. The cold start needs at least as many clients as groups: 1.")
-        if pretrain is not None and pretrain < 1:
-            raise ValueError(f"FedGroup got pretrain={pretrain}. Who does not train has no direction: use 1 or more.")
-        if not 0 <= mix < math.inf:
-            raise ValueError(f"FedGroup got mix={mix}. The rate at which groups mix is 0 (not at all) or more.")
         self.num_clusters, self.alpha, self.pretrain, self.unit = num_clusters, alpha, pretrain, unit
         self.mix, self.mix_mean, self.weighting = mix, mix_mean, weighting
 

@@ -26,6 +26,7 @@ from fedlightning.algorithm import (
     Wire,
 )
 from fedlightning.callbacks.shared.mutual import SharedPeer, divergence
+from fedlightning.ranges import NonNegativeFloat, PositiveShare
 from fedlightning.tensors import module_state
 from fedlightning.wrappers.pair import JointLoss, Side, shared_entries
 
@@ -96,20 +97,15 @@ class FedKD(SharedPeer):
     def __init__(
         self,
         shared: LightningModule | None = None,
-        strength: float = 1.0,
+        strength: NonNegativeFloat = 1.0,
         hidden: bool = True,
         detach: bool = False,
-        energy_start: float = 0.95,
-        energy_end: float = 0.98,
+        energy_start: PositiveShare = 0.95,
+        energy_end: PositiveShare = 0.98,
         head: str | None = None,
         shared_head: str | None = None,
         weighting: WeightingName | None = "uniform",
     ) -> None:
-        if not strength >= 0.0:
-            raise ValueError(f"FedKD got strength={strength}; the factor on a loss cannot be negative (paper: 1).")
-        for name, share in (("energy_start", energy_start), ("energy_end", energy_end)):
-            if not 0.0 < share <= 1.0:
-                raise ValueError(f"FedKD got {name}={share}; the share of the energy to keep is in (0, 1].")
         self.shared = self.checked(shared)
         self.strength = strength
         self.hidden = hidden

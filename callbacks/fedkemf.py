@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from fedlightning.algorithm import GLOBAL, Plan, Server, Setup, WeightingName
 from fedlightning.callbacks.shared.distillation import check_public_logits, logits_of
 from fedlightning.callbacks.shared.mutual import SharedPeer, divergence
+from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from fedlightning.tensors import clone, module_state
 from fedlightning.wrappers.pair import SHARED, JointLoss, Side, shared_of
 
@@ -68,25 +69,15 @@ class FedKEMF(SharedPeer):
         self,
         shared: LightningModule | None = None,
         ensemble: Ensemble = "max",
-        mutual: float = 1.0,
-        steps: int = 100,
-        server_lr: float = 1e-3,
-        temperature: float = 1.0,
-        batch_size: int | None = None,
+        mutual: NonNegativeFloat = 1.0,
+        steps: NonNegativeInt = 100,
+        server_lr: PositiveFloat = 1e-3,
+        temperature: PositiveFloat = 1.0,
+        batch_size: PositiveInt | None = None,
         head: str | None = None,
         shared_head: str | None = None,
         weighting: WeightingName | None = None,
     ) -> None:
-        if ensemble not in ("max", "mean", "vote"):
-            raise ValueError(f"FedKEMF got ensemble={ensemble!r}. Use 'max', 'mean' or 'vote'.")
-        for name, value, least in (("mutual", mutual, 0.0), ("steps", steps, 0)):
-            if not value >= least:
-                raise ValueError(f"FedKEMF got {name}={value}; it cannot be negative.")
-        for name, value in (("server_lr", server_lr), ("temperature", temperature)):
-            if not value > 0.0:
-                raise ValueError(f"FedKEMF got {name}={value}; it must be positive.")
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"FedKEMF got batch_size={batch_size}; a batch has one sample at least.")
         self.shared = self.checked(shared)
         self.ensemble = ensemble
         self.mutual = mutual

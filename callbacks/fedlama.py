@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -14,7 +14,10 @@ from fedlightning.callbacks.shared.server_models import (
     parameter_names,
 )
 from fedlightning.layers import partition
+from fedlightning.ranges import Range
 from fedlightning.tensors import distance, select, ties
+
+Interval = Annotated[int, Range("[1, inf)", "An interval in rounds.", strict=True)]
 
 
 class FedLAMA(ServerModels):
@@ -55,16 +58,11 @@ class FedLAMA(ServerModels):
 
     def __init__(
         self,
-        phi: int = 2,
-        tau: int = 1,
+        phi: Interval = 2,
+        tau: Interval = 1,
         cut: Literal["crossing", "nearest"] = "crossing",
         weighting: WeightingName | None = None,
     ) -> None:
-        for name, value in (("phi", phi), ("tau", tau)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"FedLAMA got {name}={value!r}; intervals are whole numbers of rounds from 1 on.")
-        if cut not in ("crossing", "nearest"):
-            raise ValueError(f"FedLAMA got cut={cut!r}. Use 'crossing' (the authors' code) or 'nearest'.")
         self.phi = phi
         self.tau = tau
         self.cut = cut

@@ -6,6 +6,7 @@ import torch
 
 from fedlightning.algorithm import POOLED, Change, Client, Facts, FederatedCallback, Setup, Update, WeightingName
 from fedlightning.layers import partition
+from fedlightning.ranges import Share
 
 
 class FedLP(FederatedCallback):
@@ -43,10 +44,7 @@ class FedLP(FederatedCallback):
 
     facts = Facts(changes={Change.PARTS})
 
-    def __init__(self, q: float | dict[str, float] = 0.7, weighting: WeightingName | None = None) -> None:
-        for value in q.values() if isinstance(q, dict) else [q]:
-            if not 0.0 <= value <= 1.0:
-                raise ValueError(f"FedLP got q={q}; the probability that a layer is sent must be in [0, 1].")
+    def __init__(self, q: Share | dict[str, Share] = 0.7, weighting: WeightingName | None = None) -> None:
         self.q = q
         self.weighting = weighting
 

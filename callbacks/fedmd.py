@@ -36,6 +36,7 @@ from fedlightning.callbacks.shared.distillation import (
 from fedlightning.callbacks.shared.server_models import (
     no_model,
 )
+from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 SCORES, TRANSFER, DIGEST = "scores", "transfer", "digest"
 ROUNDING = 1e-6
@@ -95,27 +96,14 @@ class FedMD(FederatedCallback):
 
     def __init__(
         self,
-        public_samples: int = 5000,
-        transfer_epochs: int = 20,
-        digest_epochs: int = 1,
-        digest_batch_size: int | None = 256,
-        digest_lr_factor: float = 1.0,
+        public_samples: PositiveInt = 5000,
+        transfer_epochs: NonNegativeInt = 20,
+        digest_epochs: NonNegativeInt = 1,
+        digest_batch_size: NonNegativeInt | None = 256,
+        digest_lr_factor: NonNegativeFloat = 1.0,
         digest_loss: Literal["mae", "mse", "kl"] = "mae",
         weighting: Literal["uniform", "samples"] = "uniform",
     ) -> None:
-        for name, value, least in (
-            ("public_samples", public_samples, 1),
-            ("transfer_epochs", transfer_epochs, 0),
-            ("digest_epochs", digest_epochs, 0),
-            ("digest_batch_size", digest_batch_size or 1, 1),
-            ("digest_lr_factor", digest_lr_factor, 0),
-        ):
-            if value < least:
-                raise ValueError(f"FedMD got {name}={value}; use {least} or more.")
-        if digest_loss not in ("mae", "mse", "kl"):
-            raise ValueError(f"FedMD got digest_loss={digest_loss!r}. Use 'mae', 'mse' or 'kl'.")
-        if weighting not in ("uniform", "samples"):
-            raise ValueError(f"FedMD got weighting={weighting!r}. Use 'uniform' or 'samples'.")
         self.public_samples = public_samples
         self.transfer_epochs = transfer_epochs
         self.digest_epochs = digest_epochs

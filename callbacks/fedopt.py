@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fedlightning.algorithm import Facts, FederatedCallback, Newcomers, Server, State, WeightingName
 from fedlightning.callbacks.shared.steps import memory, remember
+from fedlightning.ranges import NonNegativeFloat, PositiveFloat, ShareBelowOne
 
 
 class FedOpt(FederatedCallback):
@@ -59,21 +60,14 @@ class FedOpt(FederatedCallback):
 
     def __init__(
         self,
-        server_lr: float = 0.01,
-        beta1: float = 0.9,
-        beta2: float = 0.99,
-        tau: float = 1e-3,
+        server_lr: PositiveFloat = 0.01,
+        beta1: ShareBelowOne = 0.9,
+        beta2: ShareBelowOne = 0.99,
+        tau: PositiveFloat = 1e-3,
         bias_correction: bool = False,
-        v_init: float | None = None,
+        v_init: NonNegativeFloat | None = None,
         weighting: WeightingName | None = None,
     ) -> None:
-        for name, value in (("beta1", beta1), ("beta2", beta2)):
-            if not 0.0 <= value < 1.0:
-                raise ValueError(f"{self.key} got {name}={value}; a decay must be in [0, 1).")
-        if server_lr <= 0 or tau <= 0:
-            raise ValueError(f"{self.key} got server_lr={server_lr} and tau={tau}; both must be positive.")
-        if v_init is not None and v_init < 0:
-            raise ValueError(f"{self.key} got v_init={v_init}; a second moment must be at least 0.")
         self.server_lr = server_lr
         self.beta1 = beta1
         self.beta2 = beta2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -38,6 +38,7 @@ from fedlightning.callbacks.shared.representations import (
 from fedlightning.callbacks.shared.server_models import (
     no_model,
 )
+from fedlightning.ranges import Range
 from fedlightning.wrappers import FeatureTap
 
 
@@ -89,23 +90,13 @@ class FedProto(FederatedCallback):
 
     def __init__(
         self,
-        lam: float = 1.0,
+        lam: Annotated[float, Range("[0, inf)", "0 is local training.")] = 1.0,
         head: str | list[str] | None = None,
         proto_pass: Literal["after", "during"] = "after",
         predictor: Literal["head", "nearest"] = "head",
         restrict: bool = True,
         weighting: Literal["uniform", "samples"] = "uniform",
     ) -> None:
-        if lam < 0:
-            raise ValueError(
-                f"FedProto got lam={lam}; the weight of a loss cannot be negative. Use 0 for local training."
-            )
-        if proto_pass not in ("after", "during"):
-            raise ValueError(f"FedProto got proto_pass={proto_pass!r}. Use 'after' or 'during'.")
-        if predictor not in ("head", "nearest"):
-            raise ValueError(f"FedProto got predictor={predictor!r}. Use 'head' or 'nearest'.")
-        if weighting not in ("uniform", "samples"):
-            raise ValueError(f"FedProto got weighting={weighting!r}. Use 'uniform' or 'samples'.")
         self.lam = lam
         self.head = head
         self.proto_pass = proto_pass

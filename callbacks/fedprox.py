@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from torch import Tensor
 
 from fedlightning.algorithm import Facts, FederatedCallback, GradientContext, WeightingName
+from fedlightning.ranges import Range
 
 
 class FedProx(FederatedCallback):
@@ -41,9 +44,9 @@ class FedProx(FederatedCallback):
 
     facts = Facts(mixes_architectures=True)
 
-    def __init__(self, mu: float = 0.1, weighting: WeightingName | None = None) -> None:
-        if mu < 0:
-            raise ValueError(f"FedProx got mu={mu}; a proximal strength cannot be negative. Use 0 for FedAvg.")
+    def __init__(
+        self, mu: Annotated[float, Range("[0, inf)", "0 is FedAvg.")] = 0.1, weighting: WeightingName | None = None
+    ) -> None:
         self.mu = mu
         self.weighting = weighting
 

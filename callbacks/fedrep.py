@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Annotated
 
 from fedlightning.algorithm import NEWCOMER, Client, Job, Phase, Server, WeightingName
 from fedlightning.callbacks.partial import FedPer, other_names, part_names
+from fedlightning.ranges import NonNegativeInt, Range
 
 FINAL = "head"
 
@@ -54,17 +56,12 @@ class FedRep(FedPer):
         self,
         personal: str | list[str] | None = None,
         num_layers: int = 1,
-        head_epochs: int = 10,
-        body_epochs: int | None = None,
+        head_epochs: NonNegativeInt = 10,
+        body_epochs: Annotated[int, Range("[0, inf)", "None is the trainer's.")] | None = None,
         final_head: bool = True,
         weighting: WeightingName | None = "uniform",
     ) -> None:
         super().__init__(personal, num_layers, weighting)
-        if head_epochs < 0 or (body_epochs is not None and body_epochs < 0):
-            raise ValueError(
-                f"FedRep got head_epochs={head_epochs} and body_epochs={body_epochs}. Use epochs from 0 "
-                "(none), or body_epochs=None for the trainer's."
-            )
         self.head_epochs = head_epochs
         self.body_epochs = body_epochs
         self.final_head = final_head

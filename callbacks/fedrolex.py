@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from fedlightning.algorithm import WeightingName
 from fedlightning.callbacks.shared.partial_training import PartialTraining
+from fedlightning.ranges import NonNegativeInt
 from fedlightning.wrappers.submodel import Units
 from fedlightning.wrappers.units import rolling_units
 
@@ -61,7 +62,7 @@ class FedRolex(PartialTraining):
         self,
         rates: Sequence[float] | dict[str, float] = (1.0, 0.5, 0.25),
         dynamic: bool = False,
-        stride: int = 1,
+        stride: NonNegativeInt = 1,
         scaler: bool = False,
         masked_loss: bool = False,
         static_bn: bool = True,
@@ -69,10 +70,6 @@ class FedRolex(PartialTraining):
         weighting: WeightingName | None = "uniform",
     ) -> None:
         super().__init__(rates, dynamic, scaler, masked_loss, static_bn, head, weighting)
-        if stride < 0:
-            raise ValueError(
-                f"FedRolex got stride={stride}; the window moves on by 0 units or more in a round (paper: 1)."
-            )
         self.stride = stride
 
     def units(self, rate: float, round: int, client: str, seed: int) -> Units:

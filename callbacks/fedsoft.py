@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -35,6 +34,7 @@ from fedlightning.callbacks.shared.server_models import (
     check_starts,
     parameter_names,
 )
+from fedlightning.ranges import NonNegativeFloat, PositiveInt, Share
 from fedlightning.tensors import select, ties
 
 ESTIMATE = "estimate"
@@ -80,23 +80,13 @@ class FedSoft(Clusters):
 
     def __init__(
         self,
-        num_clusters: int = 2,
-        lam: float = 0.1,
-        selected: int | None = None,
-        interval: int = 2,
-        sigma: float = 1e-4,
-        init: float | Literal["random"] = "random",
+        num_clusters: PositiveInt = 2,
+        lam: NonNegativeFloat = 0.1,
+        selected: PositiveInt | None = None,
+        interval: PositiveInt = 2,
+        sigma: Share = 1e-4,
+        init: NonNegativeFloat | Literal["random"] = "random",
     ) -> None:
-        if num_clusters < 1:
-            raise ValueError(f"FedSoft got num_clusters={num_clusters}. Use 1 or more centres.")
-        if not (0 <= lam < math.inf and 0 <= sigma <= 1):
-            raise ValueError(f"FedSoft got lam={lam} and sigma={sigma}. The pull is 0 or more, a share lies in [0, 1].")
-        if selected is not None and selected < 1:
-            raise ValueError(f"FedSoft got selected={selected}. Draw 1 client a centre or more, or None for all.")
-        if interval < 1:
-            raise ValueError(f"FedSoft got interval={interval}. Estimate every round (1) or less often.")
-        if init != "random" and not (isinstance(init, int | float) and 0 <= init < math.inf):
-            raise ValueError(f"FedSoft got init={init!r}. Use 'random', or the standard deviation of noise.")
         self.num_clusters, self.lam, self.selected = num_clusters, lam, selected
         self.interval, self.sigma, self.init = interval, sigma, init
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -14,6 +14,7 @@ from fedlightning.algorithm import Client, Phase, Setup, Stage, WeightingName, g
 from fedlightning.callbacks.shared.conformal import PredictionSets, calibrate
 from fedlightning.callbacks.shared.mutual import SharedPeer, divergence
 from fedlightning.callbacks.shared.representations import labels_of
+from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, Range, Share
 from fedlightning.tensors import module_state
 from fedlightning.wrappers.pair import JointLoss, Side, minimise, shared_entries, shared_of, sides_of
 
@@ -81,38 +82,19 @@ class FedType(SharedPeer):
     def __init__(
         self,
         shared: LightningModule | None = None,
-        alpha: float = 0.1,
-        calibration: float = 0.2,
-        imitation: float = 1.0,
-        distillation: float = 1.0,
-        temperature: float = 1.0,
-        lambda_reg: float = 0.5,
-        private_lambda_reg: float = 1.0,
-        k_reg: int = 5,
+        alpha: Annotated[float, Range("(0, 1)")] = 0.1,
+        calibration: Annotated[float, Range("(0, 1)")] = 0.2,
+        imitation: NonNegativeFloat = 1.0,
+        distillation: NonNegativeFloat = 1.0,
+        temperature: PositiveFloat = 1.0,
+        lambda_reg: Share = 0.5,
+        private_lambda_reg: NonNegativeFloat = 1.0,
+        k_reg: NonNegativeInt = 5,
         deploy: Literal["private", "proxy"] = "private",
         head: str | None = None,
         shared_head: str | None = None,
         weighting: WeightingName | None = None,
     ) -> None:
-        for name, value in (("alpha", alpha), ("calibration", calibration)):
-            if not 0.0 < value < 1.0:
-                raise ValueError(f"FedType got {name}={value}; it is a share between 0 and 1, and neither of them.")
-        for name, value in (
-            ("imitation", imitation),
-            ("distillation", distillation),
-            ("private_lambda_reg", private_lambda_reg),
-            ("k_reg", k_reg),
-        ):
-            if not value >= 0:
-                raise ValueError(f"FedType got {name}={value}; it cannot be negative.")
-        if not 0.0 <= lambda_reg <= 1.0:
-            raise ValueError(
-                f"FedType got lambda_reg={lambda_reg}; it is in [0, 1], and grows towards 1 (authors: 0.5)."
-            )
-        if not temperature > 0.0:
-            raise ValueError(f"FedType got temperature={temperature}; it must be positive.")
-        if deploy not in ("private", "proxy"):
-            raise ValueError(f"FedType got deploy={deploy!r}. Use 'private' or 'proxy'.")
         self.shared = self.checked(shared)
         self.alpha = alpha
         self.calibration = calibration

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -33,6 +33,7 @@ from fedlightning.callbacks.shared.server_models import (
     combine,
 )
 from fedlightning.layers import expand
+from fedlightning.ranges import NonNegativeFloat, PositiveInt, Range
 from fedlightning.tensors import select, ties
 
 MIDDLE = "mean of the centres"
@@ -93,25 +94,14 @@ class FeSEM(Clusters):
 
     def __init__(
         self,
-        num_clusters: int = 2,
-        pull: float = 0.0,
+        num_clusters: Annotated[int, Range("[1, inf)", "1 is FedAvg.")] = 2,
+        pull: NonNegativeFloat = 0.0,
         layers: list[str] | None = None,
         stale: bool = False,
-        steps: int = 1,
+        steps: PositiveInt = 1,
         weighting: WeightingName | None = "uniform",
         late_start: Literal["centres", "first"] = "centres",
     ) -> None:
-        if late_start not in ("centres", "first"):
-            raise ValueError(
-                f"FeSEM got late_start={late_start!r}. Late clients train from the 'centres' (their mean) or the 'first' "
-                "model."
-            )
-        if num_clusters < 1:
-            raise ValueError(f"FeSEM got num_clusters={num_clusters}. Use 1 (FedAvg) or more centres.")
-        if not 0 <= pull < float("inf"):
-            raise ValueError(f"FeSEM got pull={pull}. The pull to the centre is 0 or more.")
-        if steps < 1:
-            raise ValueError(f"FeSEM got steps={steps}. A round takes one E- and M-step or more.")
         self.num_clusters, self.pull, self.layers = num_clusters, pull, layers
         self.stale, self.steps, self.weighting, self.late_start = stale, steps, weighting, late_start
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from fedlightning.algorithm import Change, Client, Facts, Message, Need, Setup, Stage, WeightingName, training_loss
 from fedlightning.callbacks.shared.partial_training import PartialTraining
 from fedlightning.callbacks.shared.representations import features_at_start, head_path
+from fedlightning.ranges import PositiveFloat, PositiveShare, Share
 from fedlightning.tensors import module_state
 from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
 from fedlightning.wrappers.submodel import Units, plan_cuts
@@ -72,26 +73,22 @@ class FjORD(PartialTraining):
 
     def __init__(
         self,
-        widths: Sequence[float] = (0.2, 0.4, 0.6, 0.8, 1.0),
+        widths: Sequence[PositiveShare] = (0.2, 0.4, 0.6, 0.8, 1.0),
         rates: Sequence[float] | dict[str, float] = (1.0, 0.8, 0.6, 0.4, 0.2),
         distillation: bool = True,
-        alpha: float = 1.0,
-        temperature: float = 1.0,
+        alpha: Share = 1.0,
+        temperature: PositiveFloat = 1.0,
         head: str | list[str] | None = None,
         weighting: WeightingName | None = "samples",
     ) -> None:
         super().__init__(rates, head=head, weighting=weighting)
-        if not widths or not all(0.0 < width <= 1.0 for width in widths):
-            raise ValueError(f"FjORD got widths={widths}; widths are shares of the full model in (0, 1].")
+        if not widths:
+            raise ValueError(f"FjORD got widths={widths}. Give one share of the full model at least.")
         for rate in rates.values() if isinstance(rates, dict) else rates:
             if rate not in widths:
                 raise ValueError(
                     f"FjORD got a client's largest width {rate}, which is none of widths={list(widths)}. Add it there."
                 )
-        if not 0.0 <= alpha <= 1.0:
-            raise ValueError(f"FjORD got alpha={alpha}; the share of the teacher is in [0, 1] (paper: 1).")
-        if not temperature > 0.0:
-            raise ValueError(f"FjORD got temperature={temperature}; it divides logits and must be positive (paper: 1).")
         self.widths = widths
         self.distillation = distillation
         self.alpha = alpha

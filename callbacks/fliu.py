@@ -19,6 +19,7 @@ from fedlightning.algorithm import (
     WeightingName,
     Wire,
 )
+from fedlightning.ranges import Share
 from fedlightning.tensors import clone, interpolate, module_state
 
 
@@ -55,10 +56,8 @@ class FLIU(FederatedCallback):
     facts = Facts(changes={Change.START})
 
     def __init__(
-        self, gamma: float | Literal["adaptive"] = "adaptive", weighting: WeightingName | None = "uniform"
+        self, gamma: Share | Literal["adaptive"] = "adaptive", weighting: WeightingName | None = "uniform"
     ) -> None:
-        if gamma != "adaptive" and not (isinstance(gamma, int | float) and 0.0 <= gamma <= 1.0):
-            raise ValueError(f"FLIU got gamma={gamma!r}. Use a number in [0, 1] or 'adaptive'.")
         self.gamma = gamma
         self.weighting = weighting
 

@@ -25,7 +25,8 @@ from fedlightning.algorithm import (
     WeightingName,
     Wire,
 )
-from fedlightning.callbacks.shared.low_rank import ClientRanks
+from fedlightning.callbacks.shared.low_rank import ClientRanks, Rank
+from fedlightning.ranges import PositiveFloat, ShareBelowOne
 from fedlightning.wrappers.adapters import adapted_layers, untie_adapted
 
 NEW_ADAPTERS = Need(
@@ -82,14 +83,14 @@ class FLoRA(ClientRanks):
 
     def __init__(
         self,
-        r: int | Sequence[int] | dict[str, int] = (16, 8, 4),
-        alpha: float | Sequence[float] | dict[str, float] | None = None,
-        dropout: float = 0.05,
+        r: Rank | Sequence[Rank] | dict[str, Rank] = (16, 8, 4),
+        alpha: PositiveFloat | Sequence[PositiveFloat] | dict[str, PositiveFloat] | None = None,
+        dropout: ShareBelowOne = 0.05,
         target_modules: list[str] | None = None,
         head: str | list[str] | None = None,
         weighting: WeightingName | None = None,
     ) -> None:
-        self.refuse_impossible(r, alpha, dropout)
+        self.refuse_empty(r=r, alpha=alpha)
         super().__init__(r, dropout, target_modules, head, weighting)
         self.alpha = alpha
 

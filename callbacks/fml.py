@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fedlightning.algorithm import Facts, WeightingName
 from fedlightning.callbacks.shared.mutual import SharedPeer, divergence
+from fedlightning.ranges import Share
 from fedlightning.wrappers.pair import JointLoss, Side
 
 
@@ -64,16 +65,13 @@ class FML(SharedPeer):
     def __init__(
         self,
         shared: LightningModule | None = None,
-        alpha: float = 0.5,
-        beta: float = 0.5,
+        alpha: Share = 0.5,
+        beta: Share = 0.5,
         detach: bool = True,
         head: str | None = None,
         shared_head: str | None = None,
         weighting: WeightingName | None = "uniform",
     ) -> None:
-        for name, share in (("alpha", alpha), ("beta", beta)):
-            if not 0.0 <= share <= 1.0:
-                raise ValueError(f"FML got {name}={share}; the share of the task's loss is in [0, 1] (paper: 0.5).")
         self.shared = self.checked(shared)
         self.alpha = alpha
         self.beta = beta

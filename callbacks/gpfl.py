@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -23,6 +23,7 @@ from fedlightning.algorithm import (
     WeightingName,
 )
 from fedlightning.callbacks.shared.representations import features_at_start, head_path, labels_of, rows
+from fedlightning.ranges import Range
 from fedlightning.wrappers import AddedParametersMixin, FeatureTap, Mixin, mix, mixins_of, user_class
 from fedlightning.wrappers.heads import find_submodule, output_width
 
@@ -85,25 +86,15 @@ class GPFL(FederatedCallback):
 
     def __init__(
         self,
-        lam: float = 0.01,
-        angle: float = 1.0,
-        mu: float = 0.0,
+        lam: Annotated[float, Range("[0, inf)", "0 turns it off.")] = 0.01,
+        angle: Annotated[float, Range("[0, inf)", "0 turns it off.")] = 1.0,
+        mu: Annotated[float, Range("[0, inf)", "0 turns it off.")] = 0.0,
         distance: Literal["samples", "batch"] = "samples",
         head: str | list[str] | None = None,
-        num_classes: int | None = None,
+        num_classes: Annotated[int, Range("[2, inf)")] | None = None,
         valve: Literal["open", "random"] = "open",
         weighting: WeightingName | None = None,
     ) -> None:
-        if not all(0.0 <= weight < float("inf") for weight in (lam, angle, mu)):
-            raise ValueError(
-                f"GPFL got lam={lam}, angle={angle}, mu={mu}; weights of losses are finite numbers from 0. 0 turns one off."
-            )
-        if distance not in ("samples", "batch"):
-            raise ValueError(f"GPFL got distance={distance!r}. Use 'samples' (paper) or 'batch' (authors' code).")
-        if num_classes is not None and num_classes < 2:
-            raise ValueError(f"GPFL got num_classes={num_classes}. There are two classes at least.")
-        if valve not in ("open", "random"):
-            raise ValueError(f"GPFL got valve={valve!r}. Use 'open' or 'random' (authors' code).")
         self.lam = lam
         self.angle = angle
         self.mu = mu

@@ -48,6 +48,7 @@ from fedlightning.callbacks.shared.modalities import (
 from fedlightning.callbacks.shared.server_models import (
     NO_SERVER_STEP,
 )
+from fedlightning.ranges import CountOrShare, PositiveInt
 from fedlightning.tensors import clone, select
 
 ASK, UNIMODAL, FUSION = "modalities", "unimodal", "fusion"
@@ -103,16 +104,12 @@ class Harmony(Clusters):
 
     def __init__(
         self,
-        stage1: int | float = 2 / 3,
-        num_clusters: int = 3,
+        stage1: CountOrShare = 2 / 3,
+        num_clusters: PositiveInt = 3,
         encoders: Parts | None = None,
         heads: Parts | None = None,
         weighting: WeightingName | None = "uniform",
     ) -> None:
-        if isinstance(stage1, bool) or stage1 < 0 or (isinstance(stage1, float) and stage1 > 1):
-            raise ValueError(f"Harmony got stage1={stage1}. Use a share of the rounds in [0, 1] or a number of rounds.")
-        if num_clusters < 1:
-            raise ValueError(f"Harmony got num_clusters={num_clusters}. Use 1 or more clusters.")
         self.stage1, self.num_clusters = stage1, num_clusters
         self.encoders, self.heads, self.weighting = encoders, heads, weighting
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -24,7 +24,8 @@ from fedlightning.algorithm import (
     WeightedMean,
     facts,
 )
-from fedlightning.callbacks.shared.low_rank import ClientRanks
+from fedlightning.callbacks.shared.low_rank import ClientRanks, Rank
+from fedlightning.ranges import NonNegativeFloat, PositiveFloat, Range, ShareBelowOne
 from fedlightning.wrappers.adapters import adapted_layers
 
 BOTH_FACTORS = Need("weighs a client by the product of both factors of its adapters", (Change.PARTS,))
@@ -80,21 +81,16 @@ class HetLoRA(ClientRanks):
 
     def __init__(
         self,
-        r: int | Sequence[int] | dict[str, int] = (16, 8, 4),
-        alpha: float = 16,
-        gamma: float = 0.99,
-        lam: float = 0.01,
-        dropout: float = 0.05,
+        r: Rank | Sequence[Rank] | dict[str, Rank] = (16, 8, 4),
+        alpha: PositiveFloat = 16,
+        gamma: Annotated[float, Range("(0, 1]", "1 prunes nothing.")] = 0.99,
+        lam: NonNegativeFloat = 0.01,
+        dropout: ShareBelowOne = 0.05,
         target_modules: list[str] | None = None,
         head: str | list[str] | None = None,
         weighting: Literal["norm", "samples", "uniform", "log"] = "norm",
     ) -> None:
-        self.refuse_impossible(r, alpha, dropout)
-        if not 0.0 < gamma <= 1.0 or lam < 0:
-            raise ValueError(
-                f"{self.key} got gamma={gamma}, lam={lam}. A client keeps a share gamma in (0, 1] of its rank when it prunes "
-                "(1: no pruning), and lam, the strength of a term in the loss, is not negative."
-            )
+        self.refuse_empty(r=r)
         super().__init__(r, dropout, target_modules, head, norm_of_change if weighting == "norm" else weighting)
         self.alpha = alpha
         self.gamma = gamma

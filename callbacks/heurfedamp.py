@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from typing import Literal
 
@@ -15,6 +14,7 @@ from fedlightning.callbacks.shared.server_models import (
     KeepsClientModels,
     parameter_names,
 )
+from fedlightning.ranges import NonNegativeFloat, Share
 
 ROUNDING = 1e-14
 """What ``1 - cos`` of a vector with itself may be in float64."""
@@ -58,15 +58,11 @@ class HeurFedAMP(FedAMP):
         self,
         lam: float = 1.0,
         alpha: float = PAPER_ALPHA,
-        sigma: float | None = None,
-        xi_self: float | None = None,
+        sigma: NonNegativeFloat | None = None,
+        xi_self: Share | None = None,
         alpha_decay: float = 1.0,
         start: Literal["cloud", "own"] = "cloud",
     ) -> None:
-        if xi_self is not None and not 0.0 <= xi_self <= 1.0:
-            raise ValueError(f"HeurFedAMP got xi_self={xi_self}; a client's weight on itself must be in [0, 1].")
-        if sigma is not None and not 0 <= sigma < math.inf:
-            raise ValueError(f"HeurFedAMP got sigma={sigma}; the sharpness of the softmax cannot be negative.")
         super().__init__(lam, alpha, sigma or None, alpha_decay, start)
         self.sigma = sigma
         self.xi_self = xi_self

@@ -70,8 +70,6 @@ class HeurpFedLA(pFedLA):
         keep_by: Literal["growth", "weight"] = "growth",
     ) -> None:
         super().__init__(hn_lr, embedding, hidden, normalise)
-        if keep_by not in ("growth", "weight"):
-            raise ValueError(f"HeurpFedLA got keep_by={keep_by!r}. Use 'growth' (since the start) or 'weight'.")
         self.keep_layers = keep_layers
         self.keep_by = keep_by
 

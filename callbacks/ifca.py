@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -31,6 +30,7 @@ from fedlightning.callbacks.shared.server_models import (
     another_start,
     check_starts,
 )
+from fedlightning.ranges import NonNegativeFloat, PositiveFloat, Range
 from fedlightning.tensors import add, first_nonfinite, select, ties
 
 GRADIENT = "gradient at the chosen centre"
@@ -87,23 +87,13 @@ class IFCA(Clusters):
 
     def __init__(
         self,
-        num_clusters: int = 2,
+        num_clusters: Annotated[int, Range("[1, inf)", "1 is FedAvg.")] = 2,
         option: Literal[1, 2] = 2,
-        server_lr: float = 0.1,
-        init: float | Literal["random"] = "random",
+        server_lr: PositiveFloat = 0.1,
+        init: NonNegativeFloat | Literal["random"] = "random",
         deploy_split: Literal["train", "val"] = "train",
         weighting: WeightingName | None = "uniform",
     ) -> None:
-        if num_clusters < 1:
-            raise ValueError(f"{self.key} got num_clusters={num_clusters}. Use 1 (FedAvg) or more centres.")
-        if option not in (1, 2):
-            raise ValueError(f"{self.key} got option={option!r}. Option 1 averages gradients, option 2 models.")
-        if server_lr <= 0:
-            raise ValueError(f"{self.key} got server_lr={server_lr}; the step of option 1 must be positive.")
-        if init != "random" and not (isinstance(init, int | float) and 0 <= init < math.inf):
-            raise ValueError(f"{self.key} got init={init!r}. Use 'random', or the standard deviation of noise.")
-        if deploy_split not in ("train", "val"):
-            raise ValueError(f"{self.key} got deploy_split={deploy_split!r}. Use 'train' or 'val', never test.")
         self.num_clusters = num_clusters
         self.option = option
         self.server_lr = server_lr

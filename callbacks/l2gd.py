@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from fedlightning.algorithm import (
     Wire,
 )
 from fedlightning.callbacks.shared.steps import is_plain_sgd, largest_lr
+from fedlightning.ranges import Range
 from fedlightning.tensors import entry_kinds, interpolate, select
 
 MEAN_MODEL = Need("pulls the clients towards the mean of their models", (Change.STEP, Change.REDUCED, Change.REDUCE))
@@ -81,11 +83,12 @@ class L2GD(FederatedCallback):
             newcomers=Newcomers(join=True),
         )
 
-    def __init__(self, lam: float = 1.0, p: float = 0.1, weighting: WeightingName | None = "uniform") -> None:
-        if lam < 0:
-            raise ValueError(f"L2GD got lam={lam}; a penalty cannot be negative. Use 0 for training alone.")
-        if not 0.0 < p < 1.0:
-            raise ValueError(f"L2GD got p={p}; a coin needs 0 < p < 1. Use Local() for p=0; p=1 trains nothing.")
+    def __init__(
+        self,
+        lam: Annotated[float, Range("[0, inf)", "0 is training alone.")] = 1.0,
+        p: Annotated[float, Range("(0, 1)", "Use Local() for p=0; p=1 trains nothing.")] = 0.1,
+        weighting: WeightingName | None = "uniform",
+    ) -> None:
         self.lam = lam
         self.p = p
         self.weighting = weighting

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from fedlightning.algorithm import Facts, Plan, Server, Setup, Update
 from fedlightning.callbacks.dsgd import warn_of_lost_momentum
 from fedlightning.callbacks.shared.gossip import Gossip
+from fedlightning.ranges import Range
 from fedlightning.topology import MixingWeights, Topology
 
 EARLIER = "mixing"
@@ -49,12 +52,8 @@ class LDSGD(Gossip):
         weights: MixingWeights = "metropolis",
         edge_probability: float = 0.5,
         graph_seed: int = 0,
-        i2: int = 2,
+        i2: Annotated[int, Range("[1, inf)", "Use Local for no average of neighbours.")] = 2,
     ) -> None:
-        if i2 < 1:
-            raise ValueError(
-                f"LDSGD got i2={i2}; a round ends in one average of neighbours or more. Use Local for none."
-            )
         self.topology = topology
         self.weights = weights
         self.edge_probability = edge_probability

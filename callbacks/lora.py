@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fedlightning.algorithm import WeightingName
-from fedlightning.callbacks.shared.low_rank import LowRank
+from fedlightning.callbacks.shared.low_rank import LowRank, Rank
+from fedlightning.ranges import PositiveFloat, ShareBelowOne
 
 
 class FedIT(LowRank):
@@ -47,14 +48,13 @@ class FedIT(LowRank):
 
     def __init__(
         self,
-        r: int = 16,
-        alpha: float = 16,
-        dropout: float = 0.05,
+        r: Rank = 16,
+        alpha: PositiveFloat = 16,
+        dropout: ShareBelowOne = 0.05,
         target_modules: list[str] | None = None,
         head: str | list[str] | None = None,
         weighting: WeightingName | None = None,
     ) -> None:
-        self.refuse_impossible(r, alpha, dropout)
         super().__init__(dropout, target_modules, head, weighting)
         self.r = r
         self.alpha = alpha

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from fedlightning.algorithm import Client, Phase, Setup, Stage, State, WeightingName
 from fedlightning.callbacks.own_models import KeepsModel
+from fedlightning.ranges import PositiveInt, Share
 from fedlightning.tensors import clone, entry_kinds, interpolate, load_state, module_state, select, ties
 
 
@@ -57,21 +58,13 @@ class MAPPER(KeepsModel):
 
     def __init__(
         self,
-        grid: Sequence[float] = (0.25, 0.5, 0.75),
-        global_steps: int | None = None,
-        choose_on: str = "train",
+        grid: Sequence[Share] = (0.25, 0.5, 0.75),
+        global_steps: PositiveInt | None = None,
+        choose_on: Literal["train", "val"] = "train",
         weighting: WeightingName | None = "uniform",
     ) -> None:
-        if not grid or not all(0.0 <= lam <= 1.0 for lam in grid) or len(set(grid)) < len(grid):
-            raise ValueError(
-                f"MAPPER got grid={grid!r}. Give different shares of the local model in [0, 1], one at least."
-            )
-        if global_steps is not None and global_steps < 1:
-            raise ValueError(
-                f"MAPPER got global_steps={global_steps}; h_c needs one step at least (None: as in FedAvg)."
-            )
-        if choose_on not in ("train", "val"):
-            raise ValueError(f"MAPPER got choose_on={choose_on!r}. Choose on 'train' or 'val'; never on test data.")
+        if not grid or len(set(grid)) < len(grid):
+            raise ValueError(f"MAPPER got grid={grid!r}. Give different shares of the local model, one at least.")
         self.grid = grid
         self.global_steps = global_steps
         self.choose_on = choose_on

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
+from typing import Annotated
 
 from torch import nn
 
@@ -29,6 +30,7 @@ from fedlightning.algorithm import (
 from fedlightning.callbacks.shared.server_models import (
     one_visit,
 )
+from fedlightning.ranges import NonNegativeFloat, Range
 from fedlightning.tensors import clone, interpolate, module_state, select
 
 ALONE = "alone"
@@ -80,13 +82,12 @@ class MaxFL(FederatedCallback):
         [0.25, 0.1966, 0.1966]
     """
 
-    def __init__(self, server_lr: float = 1.0, eps: float = 1e-6, alone: int | None = None) -> None:
-        if not 0 < server_lr < math.inf:
-            raise ValueError(f"MaxFL got server_lr={server_lr}. The server's rate is above 0; 1 takes the mean.")
-        if not 0 <= eps < math.inf:
-            raise ValueError(f"MaxFL got eps={eps}. It is added to a sum of weights: use 0 or a small number.")
-        if alone is not None and alone < 1:
-            raise ValueError(f"MaxFL got alone={alone}. A requirement comes from a model that has trained: 1 or more.")
+    def __init__(
+        self,
+        server_lr: Annotated[float, Range("(0, inf)", "1 takes the mean.")] = 1.0,
+        eps: NonNegativeFloat = 1e-6,
+        alone: Annotated[int, Range("[1, inf)", "A requirement comes from a model that has trained.")] | None = None,
+    ) -> None:
         self.server_lr, self.eps, self.alone = server_lr, eps, alone
 
     def weighting(self, server: Server, update: Update) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
@@ -16,6 +16,7 @@ from fedlightning.callbacks.shared.representations import (
     head_path,
     teacher_features,
 )
+from fedlightning.ranges import PositiveFloat, Range
 from fedlightning.wrappers import FeatureTap
 
 
@@ -64,17 +65,11 @@ class MOON(FederatedCallback):
 
     def __init__(
         self,
-        mu: float = 1.0,
-        temperature: float = 0.5,
+        mu: Annotated[float, Range("[0, inf)", "0 is FedAvg.")] = 1.0,
+        temperature: PositiveFloat = 0.5,
         head: str | list[str] | None = None,
         weighting: WeightingName | None = None,
     ) -> None:
-        if mu < 0:
-            raise ValueError(f"MOON got mu={mu}; the weight of a loss cannot be negative. Use 0 for FedAvg.")
-        if not temperature > 0:
-            raise ValueError(
-                f"MOON got temperature={temperature}; it divides cosines and must be positive (paper: 0.5)."
-            )
         self.mu = mu
         self.temperature = temperature
         self.head = head

@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
 from fedlightning.algorithm import Client, FederatedCallback, Setup, Stage, State, WeightingName, training_loss
+from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat
 from fedlightning.tensors import add, clone, load_state, module_state
 
 
@@ -63,19 +64,12 @@ class PerFedAvg(FederatedCallback):
 
     def __init__(
         self,
-        alpha: float = 0.01,
+        alpha: NonNegativeFloat = 0.01,
         variant: Literal["HF", "FO", "exact"] = "HF",
-        delta: float = 1e-3,
-        adaptation_steps: int = 1,
+        delta: PositiveFloat = 1e-3,
+        adaptation_steps: NonNegativeInt = 1,
         weighting: WeightingName | None = "uniform",
     ) -> None:
-        if variant not in ("HF", "FO", "exact"):
-            raise ValueError(f"PerFedAvg got variant={variant!r}. Use 'HF', 'FO' (first order) or 'exact'.")
-        if alpha < 0 or delta <= 0 or adaptation_steps < 0:
-            raise ValueError(
-                f"PerFedAvg got alpha={alpha}, delta={delta}, adaptation_steps={adaptation_steps}. Step sizes "
-                "cannot be negative, and delta must be positive."
-            )
         self.alpha = alpha
         self.variant = variant
         self.delta = delta

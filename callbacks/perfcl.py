@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from fedlightning.callbacks.shared.representations import (
     freeze_teachers,
     teacher_features,
 )
+from fedlightning.ranges import PositiveFloat, Range
 from fedlightning.tensors import clone, module_state
 from fedlightning.wrappers import FeatureTap, feature_taps, global_names
 
@@ -69,9 +70,9 @@ class PerFCL(FENDA):
 
     def __init__(
         self,
-        mu: float = 0.1,
-        gamma: float = 0.1,
-        temperature: float = 0.5,
+        mu: Annotated[float, Range("[0, inf)", "0 turns it off.")] = 0.1,
+        gamma: Annotated[float, Range("[0, inf)", "0 turns it off.")] = 0.1,
+        temperature: PositiveFloat = 0.5,
         head: str | list[str] | None = None,
         local_extractor: nn.Module | None = None,
         fusion: Literal["concat", "sum"] = "concat",
@@ -80,12 +81,6 @@ class PerFCL(FENDA):
         local_features: int | None = None,
         weighting: WeightingName | None = None,
     ) -> None:
-        if mu < 0 or gamma < 0:
-            raise ValueError(
-                f"PerFCL got mu={mu}, gamma={gamma}; weights of losses cannot be negative. 0 turns one off."
-            )
-        if not temperature > 0:
-            raise ValueError(f"PerFCL got temperature={temperature}; it divides cosines and must be positive.")
         super().__init__(head, local_extractor, fusion, order, init, local_features, weighting)
         self.mu = mu
         self.gamma = gamma

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -13,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from fedlightning.algorithm import Change, Client, Facts, Need, Phase, Server, Setup, State, WeightingName
+from fedlightning.algorithm import Change, Client, Need, Phase, Server, Setup, State, WeightingName
 from fedlightning.callbacks.own_models import KeepsModel
 from fedlightning.callbacks.shared.gaussians import kl_gradients
 from fedlightning.callbacks.shared.steps import largest_lr, step_to_mean
+from fedlightning.ranges import NonNegativeFloat, PositiveInt, Range
 from fedlightning.tensors import load_state
 from fedlightning.wrappers import AddedParametersMixin, mix, mixins_of
 
@@ -73,7 +73,7 @@ class pFedBayes(KeepsModel):
         ['net.fc1.weight', 'net.fc1.bias', 'net.fc1.weight_rho', 'net.fc1.bias_rho']
     """
 
-    facts = Facts(
+    facts = KeepsModel.facts.extend(
         needs=[
             Need("trains the model that travels without data of its own", (Change.GRADIENT,)),
             Need("adds a spread to every parameter of the module", (Change.MODULE,)),
@@ -82,25 +82,14 @@ class pFedBayes(KeepsModel):
 
     def __init__(
         self,
-        zeta: float = 0.1,
-        personal_steps: int = 1,
-        global_lr: float = 0.1,
-        server_lr: float = 1.0,
-        rho: float = -3.0,
-        noise: float = 1.0,
+        zeta: NonNegativeFloat = 0.1,
+        personal_steps: PositiveInt = 1,
+        global_lr: Annotated[float, Range("(0, inf)", "With 0 w would never move.")] = 0.1,
+        server_lr: NonNegativeFloat = 1.0,
+        rho: Annotated[float, Range("(-inf, inf)", "softplus(rho) is a standard deviation.")] = -3.0,
+        noise: NonNegativeFloat = 1.0,
         weighting: WeightingName | None = "uniform",
     ) -> None:
-        if not all(0.0 <= value < math.inf for value in (zeta, server_lr, noise)):
-            raise ValueError(
-                f"pFedBayes got zeta={zeta}, server_lr={server_lr}, noise={noise}; they are finite numbers from 0."
-            )
-        if personal_steps < 1 or not 0.0 < global_lr < math.inf:
-            raise ValueError(
-                f"pFedBayes got personal_steps={personal_steps} and global_lr={global_lr}. Use one step or more, and a "
-                "positive learning rate: w would never move."
-            )
-        if not math.isfinite(rho):
-            raise ValueError(f"pFedBayes got rho={rho}; it is a finite number, and softplus(rho) a standard deviation.")
         self.zeta = zeta
         self.personal_steps = personal_steps
         self.global_lr = global_lr

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -33,6 +33,7 @@ from fedlightning.callbacks.shared.server_models import (
     no_model,
 )
 from fedlightning.callbacks.shared.stitching import BLOCKS, Stitched, rebuild
+from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
 from fedlightning.tensors import first_nonfinite
 from fedlightning.wrappers import FeatureTap
 
@@ -107,45 +108,28 @@ class pFedHR(FederatedCallback):
 
     def __init__(
         self,
-        lam: float = 0.1,
-        num_groups: int = 2,
-        num_candidates: int = 4,
+        lam: NonNegativeFloat = 0.1,
+        num_groups: PositiveInt = 2,
+        num_candidates: PositiveInt = 4,
         depths: tuple[int, int] = (4, 6),
-        fine_tune_epochs: int = 3,
-        fine_tune_lr: float = 1e-3,
-        batch_size: int | None = 8,
+        fine_tune_epochs: NonNegativeInt = 3,
+        fine_tune_lr: PositiveFloat = 1e-3,
+        batch_size: Annotated[int, Range("[2, inf)")] | None = 8,
         labels: bool | None = None,
-        temperature: float = 0.5,
-        noise: float = 0.1,
+        temperature: PositiveFloat = 0.5,
+        noise: NonNegativeFloat = 0.1,
         grouping: Literal["medoids", "means"] = "medoids",
         relu: bool = True,
         tune_models: bool = False,
-        cka_samples: int = 128,
-        max_stitch: int = 10_000_000,
+        cka_samples: Annotated[int, Range("[2, inf)")] = 128,
+        max_stitch: PositiveInt = 10_000_000,
         head: str | None = None,
     ) -> None:
-        for name, value, least in (
-            ("lam", lam, 0),
-            ("num_groups", num_groups, 1),
-            ("num_candidates", num_candidates, 1),
-            ("fine_tune_epochs", fine_tune_epochs, 0),
-            ("batch_size", 2 if batch_size is None else batch_size, 2),
-            ("noise", noise, 0),
-            ("cka_samples", cka_samples, 2),
-            ("max_stitch", max_stitch, 1),
-        ):
-            if value < least:
-                raise ValueError(f"pFedHR got {name}={value}; use {least} or more.")
-        for name, number in (("fine_tune_lr", fine_tune_lr), ("temperature", temperature)):
-            if not number > 0:
-                raise ValueError(f"pFedHR got {name}={number}; use a number above 0.")
         if len(depths) != 2 or not 1 <= depths[0] <= depths[1] or depths[1] < num_groups:
             raise ValueError(
                 f"pFedHR got depths={depths} with num_groups={num_groups}. Give the least and the most blocks of a "
                 "candidate; it has one of every group at least."
             )
-        if grouping not in ("medoids", "means"):
-            raise ValueError(f"pFedHR got grouping={grouping!r}. Use 'medoids' or 'means'.")
         self.lam = lam
         self.num_groups = num_groups
         self.num_candidates = num_candidates

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +32,7 @@ from fedlightning.algorithm import (
 from fedlightning.callbacks.shared.dealt import refuse_new_deal
 from fedlightning.callbacks.shared.representations import features_at_start, head_path
 from fedlightning.layers import expand
+from fedlightning.ranges import NonNegativeFloat, Share, ShareBelowOne
 from fedlightning.tensors import module_state
 from fedlightning.wrappers import FeatureTap
 
@@ -89,20 +89,15 @@ class pFedKnow(FederatedCallback):
     def __init__(
         self,
         server: str | None = None,
-        prune: float | list[float] = 0.3,
-        threshold: float = 0.95,
+        prune: ShareBelowOne | list[ShareBelowOne] = 0.3,
+        threshold: Share = 0.95,
         guide: str | None = None,
-        lam: float = 1.0,
+        lam: NonNegativeFloat = 1.0,
         head: str | list[str] | None = None,
         weighting: WeightingName | None = "samples",
     ) -> None:
-        shares = prune if isinstance(prune, list) else [prune]
-        if not shares or not all(0 <= share < 1 for share in shares):
-            raise ValueError(f"pFedKnow got prune={prune}. Use shares of 0 or more, below 1.")
-        if not 0 <= threshold <= 1:
-            raise ValueError(f"pFedKnow got threshold={threshold}. A probability lies in [0, 1].")
-        if not 0 <= lam < math.inf:
-            raise ValueError(f"pFedKnow got lam={lam}. Use a finite weight of 0 or more.")
+        if prune == []:
+            raise ValueError("pFedKnow got prune=[]. Give one share at least.")
         self.server, self.prune, self.threshold = server, prune, threshold
         self.guide, self.lam, self.head, self.weighting = guide, lam, head, weighting
 

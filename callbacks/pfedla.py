@@ -17,6 +17,7 @@ from fedlightning.callbacks.shared.server_models import (
     parameter_names,
 )
 from fedlightning.layers import partition
+from fedlightning.ranges import NonNegativeFloat, PositiveInt
 from fedlightning.tensors import clone, module_state, select
 
 
@@ -72,18 +73,11 @@ class pFedLA(KeepsClientModels):
 
     def __init__(
         self,
-        hn_lr: float = 0.5,
-        embedding: int = 100,
-        hidden: int = 100,
+        hn_lr: NonNegativeFloat = 0.5,
+        embedding: PositiveInt = 100,
+        hidden: PositiveInt = 100,
         normalise: Literal["softmax", "relu"] = "softmax",
     ) -> None:
-        name = type(self).__name__
-        if hn_lr < 0:
-            raise ValueError(f"{name} got hn_lr={hn_lr}; the hypernetwork would climb. Use a positive rate, or 0.")
-        if embedding < 1 or hidden < 1:
-            raise ValueError(f"{name} got embedding={embedding} and hidden={hidden}; both are sizes of at least 1.")
-        if normalise not in ("softmax", "relu"):
-            raise ValueError(f"{name} got normalise={normalise!r}. Use 'softmax' or 'relu'.")
         self.hn_lr = hn_lr
         self.embedding = embedding
         self.hidden = hidden

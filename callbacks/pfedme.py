@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -22,6 +22,7 @@ from fedlightning.algorithm import (
     WeightingName,
 )
 from fedlightning.callbacks.shared.steps import is_plain_sgd, largest_lr, step_to_mean
+from fedlightning.ranges import NonNegativeFloat, PositiveInt, Range
 from fedlightning.tensors import clone, load_state, module_state
 
 
@@ -71,18 +72,13 @@ class pFedMe(FederatedCallback):
 
     def __init__(
         self,
-        lam: float = 15.0,
-        inner_steps: int = 5,
+        lam: Annotated[float, Range("(0, inf)", "With 0 w would never move.")] = 15.0,
+        inner_steps: PositiveInt = 5,
         personal_lr: float = 0.09,
-        server_lr: float = 1.0,
+        server_lr: NonNegativeFloat = 1.0,
         all_clients: bool = False,
         weighting: WeightingName | None = "uniform",
     ) -> None:
-        if lam <= 0 or inner_steps < 1 or server_lr < 0:
-            raise ValueError(
-                f"pFedMe got lam={lam}, inner_steps={inner_steps}, server_lr={server_lr}. It needs lam > 0 (or w "
-                "never moves), at least one inner step, and a server_lr that is not negative."
-            )
         if not 0.0 < personal_lr * lam < 2.0:
             raise ValueError(
                 f"pFedMe got personal_lr={personal_lr} and lam={lam}: theta diverges unless 0 < personal_lr * lam < 2. "

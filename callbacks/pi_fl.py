@@ -27,7 +27,6 @@ from fedlightning.algorithm import (
     Message,
     Newcomers,
     Plan,
-    Range,
     Server,
     Setup,
     State,
@@ -48,6 +47,7 @@ from fedlightning.callbacks.shared.server_models import (
     one_visit,
 )
 from fedlightning.callbacks.shared.tokens import Ledger, write_ledger
+from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range, Share
 from fedlightning.tensors import select, ties
 
 BID = "bid"
@@ -118,58 +118,35 @@ class PIFL(PIFLRound):
 
     def __init__(
         self,
-        num_clusters: int = 2,
-        performance_slots: int | None = 8,
-        random_slots: int = 2,
+        num_clusters: PositiveInt = 2,
+        performance_slots: PositiveInt | None = 8,
+        random_slots: NonNegativeInt = 2,
         importance: Literal["accuracy", "matching"] = "accuracy",
-        threshold: float | Literal["mean"] = "mean",
+        threshold: Annotated[float, Range("[-1, 1)")] | Literal["mean"] = "mean",
         normalize: bool = True,
         split: Literal["train", "val"] = "train",
-        price: float = 1.0,
-        tokens: float | None = None,
-        eta: float = 0.5,
+        price: NonNegativeFloat = 1.0,
+        tokens: NonNegativeFloat | None = None,
+        eta: Share = 0.5,
         gamma: Annotated[float, Range("(0, inf]")] = 0.1,
         utility: Literal["local", "pooled", "gradient"] = "local",
         monitor: str = "val_accuracy",
-        max_evaluations: int = 100,
+        max_evaluations: PositiveInt = 100,
         ledger: bool = True,
         incentive: bool = True,
         charge_first_round: bool = True,
-        pretrain_rounds: int = 0,
+        pretrain_rounds: NonNegativeInt = 0,
         head: str | None = None,
-        init: float | Literal["random"] = 0.0,
+        init: NonNegativeFloat | Literal["random"] = 0.0,
         weighting: WeightingName | None = "samples",
     ) -> None:
-        rules = {
-            "num_clusters": num_clusters >= 1,
-            "performance_slots": performance_slots is None or performance_slots >= 1,
-            "random_slots": random_slots >= 0,
-            "importance": importance in ("accuracy", "matching"),
-            "threshold": threshold == "mean" or (isinstance(threshold, int | float) and -1 <= threshold < 1),
-            "split": split in ("train", "val"),
-            "price": 0 <= price < inf,
-            "tokens": tokens is None or 0 <= tokens < inf,
-            "eta": 0 <= eta <= 1,
-            "gamma": gamma > 0,
-            "utility": utility in ("local", "pooled", "gradient"),
-            "max_evaluations": max_evaluations >= 1,
-            "pretrain_rounds": pretrain_rounds >= 0,
-            "init": init == "random" or (isinstance(init, int | float) and 0 <= init < inf),
-        }
-        given = locals()
-        for name, fits in rules.items():
-            if not fits:
-                raise ValueError(f"{self.key} got {name}={given[name]!r}, which is outside its range; see its Args.")
-            setattr(self, name, given[name])
-        self.normalize, self.ledger, self.incentive, self.monitor = normalize, ledger, incentive, monitor
+        self.num_clusters, self.performance_slots, self.random_slots = num_clusters, performance_slots, random_slots
+        self.importance, self.threshold, self.split, self.init = importance, threshold, split, init
+        self.price, self.tokens, self.eta, self.gamma = price, tokens, eta, gamma
+        self.utility, self.monitor, self.max_evaluations = utility, monitor, max_evaluations
+        self.normalize, self.ledger, self.incentive = normalize, ledger, incentive
+        self.pretrain_rounds = pretrain_rounds
         self.charge_first_round, self.head, self.weighting = charge_first_round, head, weighting
-
-    # The types of what the loop above sets.
-    importance: str
-    threshold: float | Literal["mean"]
-    split: str
-    tokens: float | None
-    init: float | Literal["random"]
 
     @property
     def facts(self) -> Facts:

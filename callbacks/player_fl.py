@@ -91,10 +91,6 @@ class PLayerFL(Stackable):
         order: list[str] | None = None,
         weighting: WeightingName | None = None,
     ) -> None:
-        if not threshold > 1.0:
-            raise ValueError(
-                f"{self.key} got threshold={threshold}. F is cumulative, so every ratio is at least 1: use t > 1."
-            )
         self.threshold = threshold
         self.split = split
         self.shift = shift

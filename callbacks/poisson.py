@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fedlightning.algorithm import ClientSelection, Facts, Server
+from fedlightning.ranges import PositiveShare
 
 
 class PoissonSampling(ClientSelection):
@@ -32,9 +33,7 @@ class PoissonSampling(ClientSelection):
 
     facts = Facts(mixes_architectures=True)
 
-    def __init__(self, rate: float = 0.1) -> None:
-        if not 0.0 < rate <= 1.0:
-            raise ValueError(f"PoissonSampling got rate={rate}; the probability of taking part is in (0, 1].")
+    def __init__(self, rate: PositiveShare = 0.1) -> None:
         self.rate = rate
 
     def participants(self, server: Server) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fedlightning.algorithm import FederatedCallback, Setup
+from fedlightning.ranges import Range
 
 
 class PrivateLR(FederatedCallback):
@@ -36,9 +37,7 @@ class PrivateLR(FederatedCallback):
         {'factor': 0.1}
     """
 
-    def __init__(self, factor: float) -> None:
-        if not 0.0 <= factor < float("inf"):
-            raise ValueError(f"PrivateLR got factor={factor}; a learning rate cannot be negative. 1 changes nothing.")
+    def __init__(self, factor: Annotated[float, Range("[0, inf)", "1 changes nothing.")]) -> None:
         self.factor = factor
 
     def check(self, setup: Setup) -> None:

@@ -27,6 +27,7 @@ from fedlightning.algorithm import (
     Wire,
 )
 from fedlightning.callbacks.shared.steps import step_to_mean
+from fedlightning.ranges import NonNegativeFloat
 from fedlightning.tensors import add, clone, module_state, select, zeros_like
 
 
@@ -78,14 +79,11 @@ class SCAFFOLD(FederatedCallback):
     """
 
     def __init__(
-        self, option: Literal[1, 2] = 2, server_lr: float = 1.0, weighting: WeightingName | None = "uniform"
+        self,
+        option: Literal[1, 2] = 2,
+        server_lr: NonNegativeFloat = 1.0,
+        weighting: WeightingName | None = "uniform",
     ) -> None:
-        if option not in (1, 2):
-            raise ValueError(
-                f"SCAFFOLD got option={option!r}. Option 1 is the gradient at x, option 2 re-uses the steps."
-            )
-        if server_lr < 0:
-            raise ValueError(f"SCAFFOLD got server_lr={server_lr}; a learning rate must be at least 0.")
         self.option = option
         self.server_lr = server_lr
         self.weighting = weighting

@@ -17,6 +17,7 @@ from fedlightning.algorithm import (
     Setup,
     generator,
 )
+from fedlightning.ranges import Share
 
 
 class Stragglers(ClientSelection):
@@ -45,11 +46,7 @@ class Stragglers(ClientSelection):
         Stragglers(share=0.9, keep=False, epochs='paper')
     """
 
-    def __init__(self, share: float = 0.5, keep: bool = True, epochs: Literal["paper", "code"] = "paper") -> None:
-        if not 0.0 <= share <= 1.0:
-            raise ValueError(f"Stragglers got share={share}; a share of the participants is in [0, 1].")
-        if epochs not in ("paper", "code"):
-            raise ValueError(f"Stragglers got epochs={epochs!r}. Choose 'paper' (1 to E) or 'code' (1 to E - 1).")
+    def __init__(self, share: Share = 0.5, keep: bool = True, epochs: Literal["paper", "code"] = "paper") -> None:
         self.share = share
         self.keep = keep
         self.epochs = epochs

@@ -8,6 +8,7 @@ import torch
 
 from fedlightning.algorithm import Change, Facts, Need, Server, Setup, State, Update
 from fedlightning.callbacks.shared.gossip import Gossip, mixed
+from fedlightning.ranges import NonNegativeInt
 from fedlightning.topology import MixingWeights, Topology
 
 OWN_PACE = Need(
@@ -70,11 +71,9 @@ class SWIFT(Gossip):
         weights: MixingWeights = "swift",
         edge_probability: float = 0.5,
         graph_seed: int = 0,
-        s: int = 0,
+        s: NonNegativeInt = 0,
         fresh_only: bool = False,
     ) -> None:
-        if s < 0:
-            raise ValueError(f"SWIFT got s={s}; a number of steps between averages is 0 or more.")
         self.topology = topology
         self.weights = weights
         self.edge_probability = edge_probability

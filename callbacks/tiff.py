@@ -70,10 +70,6 @@ class TIFF(PIFL):
         max_evaluations: int = 100,
         weighting: WeightingName | None = "samples",
     ) -> None:
-        if utility not in ("pooled", "gradient"):
-            raise ValueError(
-                f"TIFF got utility={utility!r}. The server scores on its own data ('pooled') or not ('gradient')."
-            )
         super().__init__(
             num_clusters=1,
             performance_slots=performance_slots,

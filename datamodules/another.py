@@ -36,6 +36,8 @@ def share_of(owner: Any, public: Any, fraction: float) -> float:
         given = public if is_number else type(public).__name__
         raise ValueError(f"{name} got public={given} and public_fraction={fraction}; give one of them.")
     if is_number:
+        if not 0 <= public < 1:
+            raise ValueError(f"{name} got public={public}. Use a share of every client's training samples in [0, 1).")
         return float(public)
     is_set = isinstance(public, LightningDataModule) or (hasattr(public, "__getitem__") and hasattr(public, "__len__"))
     if isinstance(public, type | str | bool) or not is_set:

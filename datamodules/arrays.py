@@ -8,12 +8,13 @@ from collections.abc import Mapping
 import numpy as np
 
 from fedlightning.datamodules.another import Public, share_of
-from fedlightning.datamodules.federate import check_limits, federate, given_groups, keys_for, some_rows, suited
+from fedlightning.datamodules.federate import federate, given_groups, keys_for, some_rows, suited
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.labels import as_classes, encode
-from fedlightning.datamodules.partition import Partitioner, check_fraction
+from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.skew import DirichletPartitioner
 from fedlightning.datamodules.views import ArrayDataset
+from fedlightning.ranges import PositiveInt, ShareBelowOne, checked
 
 
 class ArrayFederatedDataModule(IndexedFederatedDataModule):
@@ -58,19 +59,20 @@ class ArrayFederatedDataModule(IndexedFederatedDataModule):
         [8, 2, 2]
     """
 
+    @checked
     def __init__(
         self,
         partitioner: Partitioner | None = None,
         batch_size: int = 32,
-        val_fraction: float = 0.2,
+        val_fraction: ShareBelowOne = 0.2,
         seed: int = 0,
         num_workers: int = 0,
         pin_memory: bool = False,
         drop_last: bool = False,
-        max_train: int | None = None,
-        max_test: int | None = None,
+        max_train: PositiveInt | None = None,
+        max_test: PositiveInt | None = None,
         val_seed: int | None = None,
-        public_fraction: float = 0.0,
+        public_fraction: ShareBelowOne = 0.0,
         public: Public = None,
         public_labels: bool = True,
     ) -> None:
@@ -78,8 +80,6 @@ class ArrayFederatedDataModule(IndexedFederatedDataModule):
             batch_size, seed, num_workers, pin_memory, drop_last, public=public, public_labels=public_labels
         )
         self.public_fraction = share_of(self, public, public_fraction)
-        check_fraction(self, val_fraction=val_fraction, public_fraction=self.public_fraction)
-        check_limits(self, max_train=max_train, max_test=max_test)
         self.partitioner = partitioner if partitioner is not None else DirichletPartitioner(10, 0.5)
         self.val_fraction, self.max_train, self.max_test = val_fraction, max_train, max_test
         self.val_seed = val_seed

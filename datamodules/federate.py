@@ -46,13 +46,6 @@ def suited(partitioner: Partitioner, labels: Mapping[str, np.ndarray | None], ow
     return other
 
 
-def check_limits(owner: object, **limits: int | None) -> None:
-    """Check numbers of samples to use."""
-    for name, value in limits.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{type(owner).__name__} got {name}={value}; use 1 or more, or None for all samples.")
-
-
 def some_rows(size: int, limit: int | None, seed: int, split: str) -> Tensor | None:
     """Return the rows to use of a dataset, at random; `None` if all are used."""
     if limit is None or limit >= size:

@@ -11,8 +11,9 @@ import torch
 from fedlightning.datamodules.another import Public
 from fedlightning.datamodules.download import missing
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
-from fedlightning.datamodules.partition import check_fraction, cut
+from fedlightning.datamodules.partition import cut
 from fedlightning.datamodules.views import ArrayDataset
+from fedlightning.ranges import ShareBelowOne, checked
 from fedlightning.seeding import generator
 
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
@@ -71,11 +72,12 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
         (4, 43)
     """
 
+    @checked
     def __init__(
         self,
         root: str = "data/heart_disease",
         batch_size: int = 4,
-        val_fraction: float = 0.2,
+        val_fraction: ShareBelowOne = 0.2,
         seed: int = 0,
         split_seed: int = 43,
         binary_float: bool = False,
@@ -90,7 +92,6 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
         super().__init__(
             batch_size, seed, num_workers, pin_memory, drop_last, public=public, public_labels=public_labels
         )
-        check_fraction(self, val_fraction=val_fraction)
         self.root, self.val_fraction = Path(root), val_fraction
         self.split_seed, self.binary_float = int(split_seed), binary_float
         self.val_seed = self.seed if val_seed is None else val_seed

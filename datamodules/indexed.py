@@ -14,10 +14,11 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from fedlightning.datamodules.another import Another, Public, another, share_of
 from fedlightning.datamodules.base import SPLITS, FederatedDataModule, in_order
-from fedlightning.datamodules.partition import check_fraction, cut
+from fedlightning.datamodules.partition import cut
 from fedlightning.datamodules.public import Unlabelled
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.views import IndexView, Indices, collate_rows
+from fedlightning.ranges import NonNegativeInt, PositiveInt, checked
 from fedlightning.seeding import generator
 
 
@@ -90,11 +91,12 @@ class IndexedFederatedDataModule(FederatedDataModule):
 
     public_fraction: float = 0.0
 
+    @checked
     def __init__(
         self,
-        batch_size: int = 32,
+        batch_size: PositiveInt = 32,
         seed: int = 0,
-        num_workers: int = 0,
+        num_workers: NonNegativeInt = 0,
         pin_memory: bool = False,
         drop_last: bool = False,
         collate_fn: Callable[[Any], Any] | None = None,
@@ -102,12 +104,6 @@ class IndexedFederatedDataModule(FederatedDataModule):
         public_labels: bool = True,
     ) -> None:
         super().__init__()
-        if batch_size < 1:
-            raise ValueError(f"{type(self).__name__} got batch_size={batch_size}; use 1 or more.")
-        if num_workers < 0:
-            raise ValueError(
-                f"{type(self).__name__} got num_workers={num_workers}; use 0 (no worker processes) or more."
-            )
         self.batch_size, self.seed, self.num_workers = int(batch_size), int(seed), int(num_workers)
         self.pin_memory, self.drop_last, self.collate_fn = pin_memory, drop_last, collate_fn
         self._client_ids: list[str] | None = None
@@ -136,7 +132,10 @@ class IndexedFederatedDataModule(FederatedDataModule):
             self._check_split(name)
             if len(split.indices) != len(client_ids):
                 raise ValueError(f"Split {name!r} has {len(split.indices)} index lists for {len(client_ids)} clients.")
-        check_fraction(self, public_fraction=self.public_fraction)
+        if not 0 <= self.public_fraction < 1:
+            raise ValueError(
+                f"{type(self).__name__} got public_fraction={self.public_fraction}. Use a share of the samples in [0, 1)."
+            )
         if self.public_fraction > 0 and "train" in splits:
             splits = {**splits, "train": self._without_public(client_ids, splits)}
         if not isinstance(self._public_given, int | float | None):

@@ -8,13 +8,14 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 from torch.utils.data import DataLoader, Dataset
 
 from fedlightning.datamodules.base import SPLITS, FederatedDataModule
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.views import IndexView, collate_rows
+from fedlightning.ranges import Range, checked
 from fedlightning.seeding import generator
 
 Sizes = int | Sequence[int]
@@ -66,25 +67,22 @@ class LazyClients(FederatedDataModule):
         (2, 20, None)
     """
 
+    @checked
     def __init__(
         self,
-        num_clients: int,
+        num_clients: Annotated[int, Range("[1, inf)", strict=True)],
         make: Callable[[int], Mapping[str, Dataset[Any]]] | None = None,
         sizes: Mapping[str, Sizes] | None = None,
-        batch_size: int = 32,
+        batch_size: Annotated[int, Range("[1, inf)", strict=True)] = 32,
         seed: int = 0,
         drop_last: bool = False,
         collate_fn: Callable[[Any], Any] | None = None,
-        num_workers: int = 0,
-        keep: int = 16,
+        num_workers: Annotated[int, Range("[0, inf)", strict=True)] = 0,
+        keep: Annotated[int, Range("[1, inf)", strict=True)] = 16,
         name: str | None = None,
     ) -> None:
         super().__init__()
         kind = type(self).__name__
-        numbers = (("num_clients", num_clients, 1), ("batch_size", batch_size, 1), ("keep", keep, 1))
-        for what, value, least in (*numbers, ("num_workers", num_workers, 0)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{kind} got {what}={value!r}; use a whole number of at least {least}.")
         if make is None and type(self).client is LazyClients.client:
             raise ValueError(
                 f"{kind} does not know its clients' data. Give make=..., a function of a client's number that returns its "

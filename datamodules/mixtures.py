@@ -11,9 +11,10 @@ from torch.utils.data import DataLoader
 
 from fedlightning.datamodules.arrays import ArrayFederatedDataModule
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
-from fedlightning.datamodules.partition import check_num_clients, cut
+from fedlightning.datamodules.partition import cut
 from fedlightning.datamodules.rounding import apportion
 from fedlightning.datamodules.views import ArrayDataset, IndexView, Indices, collate_rows
+from fedlightning.ranges import PositiveInt, checked
 from fedlightning.seeding import generator
 
 
@@ -55,10 +56,11 @@ class MixtureDataModule(IndexedFederatedDataModule):
         0.9
     """
 
+    @checked
     def __init__(
         self,
         source: ArrayFederatedDataModule,
-        num_clients: int = 10,
+        num_clients: PositiveInt = 10,
         groups: Literal["rotation"] | list[list[int]] = "rotation",
         mixture: str | list[list[float]] = "10:90",
         shift: bool = False,
@@ -75,9 +77,7 @@ class MixtureDataModule(IndexedFederatedDataModule):
         )
         if not isinstance(source, ArrayFederatedDataModule):
             raise ValueError(f"MixtureDataModule mixes samples in memory; {type(source).__name__} has none.")
-        self.num_clients = check_num_clients(self, num_clients)
-        if label_space not in ("joint", "shared"):
-            raise ValueError(f"MixtureDataModule got label_space={label_space!r}; use 'joint' or 'shared'.")
+        self.num_clients = int(num_clients)
         if groups != "rotation" and (isinstance(groups, str) or len(groups) < 2 or not all(groups)):
             raise ValueError(
                 f"MixtureDataModule got groups={groups!r}; use 'rotation', or two or more lists of classes."

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from fedlightning.datamodules.federate import check_limits, federate, given_groups, keys_for, some_rows
+from fedlightning.datamodules.federate import federate, given_groups, keys_for, some_rows
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.modalities import ModalityDataset, transition_matrix
-from fedlightning.datamodules.partition import Partitioner, check_fraction
+from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.skew import DirichletPartitioner
 from fedlightning.datamodules.views import Indices
+from fedlightning.ranges import PositiveInt, Share, ShareBelowOne, checked
 from fedlightning.seeding import generator
 
 SPARSITY = 0.4
@@ -66,32 +67,29 @@ class MultimodalDataModule(IndexedFederatedDataModule):
         True
     """
 
+    @checked
     def __init__(
         self,
         partitioner: Partitioner | None = None,
         batch_size: int = 32,
-        val_fraction: float = 0.2,
+        val_fraction: ShareBelowOne = 0.2,
         seed: int = 0,
         modalities: list[str] | None = None,
         sensors: dict[str, int] | None = None,
-        missing: float = 0.0,
-        missing_labels: float = 0.0,
-        wrong_labels: float = 0.0,
+        missing: ShareBelowOne = 0.0,
+        missing_labels: ShareBelowOne = 0.0,
+        wrong_labels: Share = 0.0,
         num_workers: int = 0,
         pin_memory: bool = False,
         drop_last: bool = False,
-        max_train: int | None = None,
-        max_test: int | None = None,
+        max_train: PositiveInt | None = None,
+        max_test: PositiveInt | None = None,
         val_seed: int | None = None,
     ) -> None:
         super().__init__(batch_size, seed, num_workers, pin_memory, drop_last)
         own = type(self).__name__
-        check_fraction(self, val_fraction=val_fraction, missing=missing, missing_labels=missing_labels)
-        if not 0 <= wrong_labels <= 1:
-            raise ValueError(f"{own} got wrong_labels={wrong_labels}; a share lies in [0, 1].")
         if sensors is not None and missing > 0:
             raise ValueError(f"{own} got sensors and missing={missing}; either say who has what, or draw it.")
-        check_limits(self, max_train=max_train, max_test=max_test)
         self.partitioner = partitioner if partitioner is not None else DirichletPartitioner(10, 0.5)
         self.val_fraction, self.val_seed = val_fraction, val_seed
         self.modalities, self.sensors = modalities, sensors

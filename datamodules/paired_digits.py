@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 
 from fedlightning.datamodules.digits import DigitsDataModule
 from fedlightning.datamodules.modalities import ModalityDataset, pair_by_class
 from fedlightning.datamodules.multimodal import MultimodalDataModule
 from fedlightning.datamodules.partition import Partitioner
+from fedlightning.ranges import NonNegativeFloat, Range, checked
 from fedlightning.seeding import generator
 
 
@@ -52,6 +55,7 @@ class PairedDigitsDataModule(MultimodalDataModule):
         {'A': (1, 3, 8), 'D': (1, 2, 8), 'R': (1, 3, 8)}
     """
 
+    @checked
     def __init__(
         self,
         partitioner: Partitioner | None = None,
@@ -64,8 +68,8 @@ class PairedDigitsDataModule(MultimodalDataModule):
         missing_labels: float = 0.0,
         wrong_labels: float = 0.0,
         names: list[str] | None = None,
-        noise: float = 0.1,
-        positive: int | None = None,
+        noise: NonNegativeFloat = 0.1,
+        positive: Annotated[int, Range("[0, 9]", "A digit; None is ten classes.")] | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -80,10 +84,6 @@ class PairedDigitsDataModule(MultimodalDataModule):
         self.names = ["upper", "lower"] if names is None else list(names)
         if len(self.names) not in HEIGHTS or len(set(self.names)) < len(self.names):
             raise ValueError(f"PairedDigitsDataModule got names={self.names}; give 2, 3, 4 or 8 different names.")
-        if not 0 <= noise < float("inf"):
-            raise ValueError(f"PairedDigitsDataModule got noise={noise}; a standard deviation is 0 or more.")
-        if positive is not None and positive not in range(10):
-            raise ValueError(f"PairedDigitsDataModule got positive={positive}; name a digit, or None for ten classes.")
         self.noise, self.positive = noise, positive
 
     def load(self) -> tuple[ModalityDataset, ModalityDataset]:

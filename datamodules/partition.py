@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 
 from fedlightning.datamodules.rounding import apportion, round_table
 from fedlightning.datamodules.views import Indices
+from fedlightning.ranges import Range, check_on_creation
+
+Concentration = Annotated[
+    float, Range("(0, inf)", "It is a Dirichlet concentration: 0.1 is very skewed, 100 nearly even.")
+]
 
 
 class Plan(ABC):
@@ -144,6 +149,11 @@ class Partitioner(ABC):
 
     needs: Literal["labels", "groups", "nothing"] = "labels"
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let arguments be checked by their annotations."""
+        super().__init_subclass__(**options)
+        check_on_creation(cls)
+
     def describe(self) -> str:
         """Return the partitioner with its options, as in `DirichletPartitioner(num_clients=10, alpha=0.5)`."""
         options = {name: value for name, value in vars(self).items() if name != "needs" and not name.startswith("_")}
@@ -247,48 +257,3 @@ def numpy_generator(generator: torch.Generator) -> np.random.Generator:
         True
     """
     return np.random.default_rng(int(torch.randint(2**62, (1,), generator=generator).item()))
-
-
-def check_num_clients(owner: object, num_clients: int) -> int:
-    """Return `num_clients` if it is a whole number of at least 1.
-
-    Example:
-        >>> from fedlightning.datamodules import IIDPartitioner
-        >>> IIDPartitioner(num_clients=0)
-        Traceback (most recent call last):
-        ValueError: IIDPartitioner got num_clients=0; use a whole number of 1 or more.
-    """
-    if isinstance(num_clients, bool) or int(num_clients) != num_clients or num_clients < 1:
-        raise ValueError(f"{type(owner).__name__} got num_clients={num_clients!r}; use a whole number of 1 or more.")
-    return int(num_clients)
-
-
-def check_alpha(owner: object, **values: float) -> None:
-    """Check that Dirichlet concentrations are positive and finite.
-
-    Example:
-        >>> from fedlightning.datamodules import DirichletPartitioner
-        >>> DirichletPartitioner(10, alpha=0.0)
-        Traceback (most recent call last):
-        ValueError: DirichletPartitioner got alpha=0.0; a Dirichlet concentration must be positive and finite ...
-    """
-    for name, value in values.items():
-        if not (np.isfinite(value) and value > 0):
-            raise ValueError(
-                f"{type(owner).__name__} got {name}={value!r}; a Dirichlet concentration must be positive and finite "
-                "(0.1 is very skewed, 100 nearly even)."
-            )
-
-
-def check_fraction(owner: object, **values: float) -> None:
-    """Check that fractions lie in `[0, 1)`.
-
-    Example:
-        >>> from fedlightning.datamodules import DigitsDataModule
-        >>> DigitsDataModule(val_fraction=1.0)
-        Traceback (most recent call last):
-        ValueError: DigitsDataModule got val_fraction=1.0; use a share of at least 0 and below 1.
-    """
-    for name, value in values.items():
-        if not 0 <= value < 1:
-            raise ValueError(f"{type(owner).__name__} got {name}={value!r}; use a share of at least 0 and below 1.")

@@ -21,8 +21,9 @@ from fedlightning.datamodules.another import Public, share_of
 from fedlightning.datamodules.federate import federate, keys_for, suited
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.labels import encode, read_keys
-from fedlightning.datamodules.partition import Partitioner, check_fraction
+from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.partitioners import NaturalPartitioner
+from fedlightning.ranges import ShareBelowOne, checked
 from fedlightning.seeding import isolated
 
 _LOADER_HOOKS = {"train": "train_dataloader", "val": "val_dataloader", "test": "test_dataloader"}
@@ -76,18 +77,19 @@ class Partitioned(IndexedFederatedDataModule):
         (4, [6, 2, 2])
     """
 
+    @checked
     def __init__(
         self,
         datamodule: LightningDataModule,
         partitioner: Partitioner,
-        val_fraction: float = 0.2,
-        test_fraction: float = 0.2,
+        val_fraction: ShareBelowOne = 0.2,
+        test_fraction: ShareBelowOne = 0.2,
         labels: Any = None,
         seed: int = 0,
         batch_size: int | None = None,
         val_seed: int | None = None,
         sampler: Callable[[Any], Any] | None = None,
-        public_fraction: float = 0.0,
+        public_fraction: ShareBelowOne = 0.0,
         public: Public = None,
         public_labels: bool = True,
     ) -> None:
@@ -99,9 +101,6 @@ class Partitioned(IndexedFederatedDataModule):
                 given = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
                 raise ValueError(f"Partitioned got {given} for its {kind}. Pass an instance.")
         self.public_fraction = share_of(self, public, public_fraction)
-        check_fraction(
-            self, val_fraction=val_fraction, test_fraction=test_fraction, public_fraction=self.public_fraction
-        )
         self.datamodule, self.partitioner, self.labels = datamodule, partitioner, labels
         self.val_fraction, self.test_fraction = val_fraction, test_fraction
         self._override, self.val_seed = batch_size, val_seed

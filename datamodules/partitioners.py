@@ -14,10 +14,10 @@ from fedlightning.datamodules.partition import (
     Plan,
     SharePlan,
     as_labels,
-    check_num_clients,
     numpy_generator,
 )
 from fedlightning.datamodules.views import Indices
+from fedlightning.ranges import PositiveInt
 
 
 class IIDPartitioner(Partitioner):
@@ -42,8 +42,8 @@ class IIDPartitioner(Partitioner):
         array([100, 100, 100])
     """
 
-    def __init__(self, num_clients: int, stratified: bool = True) -> None:
-        self.num_clients, self.stratified = check_num_clients(self, num_clients), stratified
+    def __init__(self, num_clients: PositiveInt, stratified: bool = True) -> None:
+        self.num_clients, self.stratified = int(num_clients), stratified
         self.needs = "labels" if stratified else "nothing"
 
     def without_labels(self) -> IIDPartitioner:
@@ -84,13 +84,12 @@ class PathologicalPartitioner(Partitioner):
     """
 
     def __init__(
-        self, num_clients: int, classes_per_client: int = 2, scheme: Literal["classes", "shards"] = "classes"
+        self,
+        num_clients: PositiveInt,
+        classes_per_client: PositiveInt = 2,
+        scheme: Literal["classes", "shards"] = "classes",
     ) -> None:
-        self.num_clients = check_num_clients(self, num_clients)
-        if classes_per_client < 1:
-            raise ValueError(f"PathologicalPartitioner got classes_per_client={classes_per_client}; use 1 or more.")
-        if scheme not in ("classes", "shards"):
-            raise ValueError(f"PathologicalPartitioner got scheme={scheme!r}; use 'classes' or 'shards'.")
+        self.num_clients = int(num_clients)
         self.classes_per_client, self.scheme = int(classes_per_client), scheme
 
     def plan(self, labels: Any, generator: torch.Generator) -> SharePlan:

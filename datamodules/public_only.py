@@ -14,6 +14,7 @@ from fedlightning.datamodules.overlap import content_hash
 from fedlightning.datamodules.public import Unlabelled, is_iterable
 from fedlightning.datamodules.views import IndexView, collate_rows
 from fedlightning.datamodules.without_clients import WithoutClients
+from fedlightning.ranges import PositiveInt, checked
 from fedlightning.seeding import generator
 
 
@@ -42,10 +43,11 @@ class PublicDataModule(WithoutClients):
         <PublicDataModule: 5 public samples>
     """
 
+    @checked
     def __init__(
         self,
         public: Dataset[Any] | LightningDataModule,
-        batch_size: int = 32,
+        batch_size: PositiveInt = 32,
         seed: int = 0,
         public_labels: bool = True,
         collate_fn: Callable[[Any], Any] | None = None,
@@ -57,8 +59,6 @@ class PublicDataModule(WithoutClients):
         )
         if not is_set or isinstance(public, str):
             raise ValueError(f"{name} got public={public!r:.60}; give a map-style Dataset or a LightningDataModule.")
-        if batch_size < 1:
-            raise ValueError(f"{name} got batch_size={batch_size}; use 1 or more.")
         self.public, self.batch_size, self.seed = public, int(batch_size), int(seed)
         self.public_labels, self.collate_fn = bool(public_labels), collate_fn
         self._found: Another | None = None

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch.utils.data import Sampler
 
+from fedlightning.ranges import NonNegativeInt, checked
 from fedlightning.seeding import address, generator
 
 
@@ -39,9 +40,8 @@ class AddressedSampler(Sampler[int]):
         True
     """
 
-    def __init__(self, size: int, client: str, shuffle: bool = True, seed: int = 0) -> None:
-        if size < 0:
-            raise ValueError(f"AddressedSampler got size={size}; a number of samples cannot be negative.")
+    @checked
+    def __init__(self, size: NonNegativeInt, client: str, shuffle: bool = True, seed: int = 0) -> None:
         self.size, self.client, self.shuffle = int(size), str(client), bool(shuffle)
         self.generator = torch.Generator()
         self.start(seed=seed, round=0)

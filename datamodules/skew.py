@@ -7,8 +7,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from fedlightning.datamodules.partition import Partitioner, SharePlan, check_alpha, check_num_clients, numpy_generator
+from fedlightning.datamodules.partition import Concentration, Partitioner, SharePlan, numpy_generator
 from fedlightning.datamodules.rounding import apportion, round_table, sinkhorn
+from fedlightning.ranges import NonNegativeInt, PositiveInt
 
 _REDRAWS = 100
 
@@ -47,20 +48,17 @@ class DirichletPartitioner(Partitioner):
 
     def __init__(
         self,
-        num_clients: int,
-        alpha: float = 0.5,
+        num_clients: PositiveInt,
+        alpha: Concentration = 0.5,
         by: Literal["class", "client"] = "class",
-        min_samples: int | None = None,
+        min_samples: NonNegativeInt | None = None,
         balance: bool = False,
     ) -> None:
-        self.num_clients = check_num_clients(self, num_clients)
-        check_alpha(self, alpha=alpha)
-        if by not in ("class", "client"):
-            raise ValueError(f"DirichletPartitioner got by={by!r}; use 'class' or 'client', two different schemes.")
+        self.num_clients = int(num_clients)
         if balance and by == "client":
             raise ValueError("DirichletPartitioner: balance=True is for by='class'; by='client' is balanced.")
         self.alpha, self.by, self.balance = float(alpha), by, balance
-        self.min_samples = _check_min_samples(self, min_samples)
+        self.min_samples = min_samples
 
     def plan(self, labels: Any, generator: torch.Generator) -> SharePlan:
         classes, counts = self._tally(labels, self.num_clients)
@@ -127,9 +125,8 @@ class LabelSkewPartitioner(Partitioner):
         [200, 200, 200, 200, 200]
     """
 
-    def __init__(self, num_clients: int, alpha: float = 1.0, max_iterations: int = 10_000) -> None:
-        self.num_clients, self.max_iterations = check_num_clients(self, num_clients), int(max_iterations)
-        check_alpha(self, alpha=alpha)
+    def __init__(self, num_clients: PositiveInt, alpha: Concentration = 1.0, max_iterations: int = 10_000) -> None:
+        self.num_clients, self.max_iterations = int(num_clients), int(max_iterations)
         self.alpha = float(alpha)
 
     def plan(self, labels: Any, generator: torch.Generator) -> SharePlan:
@@ -171,12 +168,15 @@ class QuantitySkewPartitioner(Partitioner):
     """
 
     def __init__(
-        self, num_clients: int, alpha: float = 1.0, min_samples: int | None = None, stratified: bool = True
+        self,
+        num_clients: PositiveInt,
+        alpha: Concentration = 1.0,
+        min_samples: NonNegativeInt | None = None,
+        stratified: bool = True,
     ) -> None:
-        self.num_clients = check_num_clients(self, num_clients)
-        check_alpha(self, alpha=alpha)
+        self.num_clients = int(num_clients)
         self.alpha, self.stratified = float(alpha), stratified
-        self.min_samples = _check_min_samples(self, min_samples)
+        self.min_samples = min_samples
         self.needs = "labels" if stratified else "nothing"
 
     def without_labels(self) -> QuantitySkewPartitioner:
@@ -217,14 +217,13 @@ class LabelQuantitySkewPartitioner(LabelSkewPartitioner):
         self,
         num_clients: int,
         alpha: float = 1.0,
-        alpha_size: float | None = None,
-        min_samples: int | None = None,
+        alpha_size: Concentration | None = None,
+        min_samples: NonNegativeInt | None = None,
         max_iterations: int = 10_000,
     ) -> None:
         super().__init__(num_clients, alpha, max_iterations)
         self.alpha_size = self.alpha if alpha_size is None else float(alpha_size)
-        check_alpha(self, alpha_size=self.alpha_size)
-        self.min_samples = _check_min_samples(self, min_samples)
+        self.min_samples = min_samples
 
     def plan(self, labels: Any, generator: torch.Generator) -> SharePlan:
         classes, counts = self._tally(labels, self.num_clients)
@@ -287,10 +286,4 @@ def _minimum(owner: object, min_samples: int | None, default: int, num_clients: 
             f"{type(owner).__name__} got min_samples={min_samples} for {num_clients} clients out of {total} "
             f"samples; use min_samples <= {total // num_clients} or fewer clients."
         )
-    return min_samples
-
-
-def _check_min_samples(owner: object, min_samples: int | None) -> int | None:
-    if min_samples is not None and min_samples < 0:
-        raise ValueError(f"{type(owner).__name__} got min_samples={min_samples}; use 0 or more.")
     return min_samples

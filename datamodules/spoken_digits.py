@@ -19,6 +19,7 @@ from fedlightning.datamodules.digits import DigitsDataModule
 from fedlightning.datamodules.modalities import ModalityDataset, pair_by_class
 from fedlightning.datamodules.multimodal import MultimodalDataModule
 from fedlightning.datamodules.partition import Partitioner
+from fedlightning.ranges import checked
 from fedlightning.seeding import generator
 
 NAME = re.compile(r"(\d)_([a-z]+)_(\d+)\.wav")
@@ -71,6 +72,7 @@ class SpokenDigitsDataModule(MultimodalDataModule):
         'recordings'
     """
 
+    @checked
     def __init__(
         self,
         root: str = "data/fsdd",
@@ -97,8 +99,6 @@ class SpokenDigitsDataModule(MultimodalDataModule):
             partitioner, batch_size, val_fraction, seed, modalities, sensors, missing, missing_labels, wrong_labels,
             num_workers, pin_memory, drop_last, max_train, max_test, val_seed,
         )  # fmt: skip
-        if split not in ("recordings", "speakers"):
-            raise ValueError(f"SpokenDigitsDataModule got split={split!r}; use 'recordings' or 'speakers'.")
         if test_speakers is not None and split != "speakers":
             raise ValueError("SpokenDigitsDataModule got test_speakers, which split='speakers' uses; set both.")
         if images is not None and not isinstance(images, ArrayFederatedDataModule):

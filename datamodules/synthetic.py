@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from fedlightning.datamodules.base import SPLITS
 from fedlightning.datamodules.lazy import LazyClients
 from fedlightning.datamodules.views import ArrayDataset
+from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, checked
 from fedlightning.seeding import generator
 
 
@@ -56,28 +57,21 @@ class SyntheticDataModule(LazyClients):
     features = 60
     """Numbers of a point."""
 
+    @checked
     def __init__(
         self,
         num_clients: int = 1000,
-        alpha: float = 0.5,
-        beta: float = 0.5,
+        alpha: NonNegativeFloat = 0.5,
+        beta: NonNegativeFloat = 0.5,
         labels: Literal["common", "own"] = "common",
         iid: bool = False,
-        samples: int = 20,
-        val_samples: int = 5,
-        test_samples: int = 5,
+        samples: PositiveInt = 20,
+        val_samples: NonNegativeInt = 5,
+        test_samples: NonNegativeInt = 5,
         batch_size: int = 10,
         seed: int = 0,
     ) -> None:
         counts = {"train": samples, "val": val_samples, "test": test_samples}
-        for what, value, least in (
-            ("alpha", alpha, 0), ("beta", beta, 0), ("samples", samples, 1), ("val_samples", val_samples, 0),
-            ("test_samples", test_samples, 0),
-        ):  # fmt: skip
-            if value < least:
-                raise ValueError(f"SyntheticDataModule got {what}={value}; use {least} or more.")
-        if labels not in ("common", "own"):
-            raise ValueError(f"SyntheticDataModule got labels={labels!r}; use 'common' or 'own'.")
         name = "Synthetic(iid)" if iid else f"Synthetic({alpha:g}, {beta:g}), {labels} labels"
         super().__init__(num_clients, sizes=counts, batch_size=batch_size, seed=seed, name=name)
         self.alpha, self.beta, self.labels, self.iid, self.counts = alpha, beta, labels, iid, counts

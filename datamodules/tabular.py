@@ -13,10 +13,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 from fedlightning.datamodules.another import Public, share_of
 from fedlightning.datamodules.federate import federate, suited
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
-from fedlightning.datamodules.partition import Partitioner, check_fraction
+from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.partitioners import NaturalPartitioner
 from fedlightning.datamodules.tables import Column, column_of, levels_of, read_table
 from fedlightning.datamodules.views import ArrayDataset
+from fedlightning.ranges import ShareBelowOne, checked
 
 MOST_CLASSES = 20
 """A target of whole numbers with more different values than this is a measurement."""
@@ -84,6 +85,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         (['Oslo', 'Rome'], ['age', 'sex=f', 'sex=m'], ['0', '1'])
     """
 
+    @checked
     def __init__(
         self,
         path: str | Path,
@@ -97,15 +99,15 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         target_statistics: Sequence[float] | None = None,
         scaling: bool = True,
         batch_size: int = 32,
-        val_fraction: float = 0.2,
-        test_fraction: float = 0.2,
+        val_fraction: ShareBelowOne = 0.2,
+        test_fraction: ShareBelowOne = 0.2,
         seed: int = 0,
         val_seed: int | None = None,
         delimiter: str = ",",
         num_workers: int = 0,
         pin_memory: bool = False,
         drop_last: bool = False,
-        public_fraction: float = 0.0,
+        public_fraction: ShareBelowOne = 0.0,
         public: Public = None,
         public_labels: bool = True,
     ) -> None:
@@ -113,15 +115,10 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
             batch_size, seed, num_workers, pin_memory, drop_last, public=public, public_labels=public_labels
         )
         self.public_fraction = share_of(self, public, public_fraction)
-        check_fraction(
-            self, val_fraction=val_fraction, test_fraction=test_fraction, public_fraction=self.public_fraction
-        )
         name = type(self).__name__
         if (client is None) == (partitioner is None):
             got = "neither client nor partitioner" if client is None else "both client and partitioner"
             raise ValueError(f"{name} got {got}; give the column that names the client, or what divides the rows.")
-        if task not in ("auto", "classification", "regression"):
-            raise ValueError(f"{name} got task={task!r}; use 'auto', 'classification' or 'regression'.")
         given = dict(statistics or {}) | ({} if target_statistics is None else {target: target_statistics})
         for column, pair in given.items():
             if len(pair) != 2 or not np.isfinite(pair).all() or pair[1] <= 0:

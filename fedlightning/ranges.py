@@ -1,17 +1,19 @@
-"""Ranges of arguments, declared beside them, and checked when a class is made: :class:`Range`, :func:`checked`."""
+"""Ranges of arguments, declared beside them, and checked when an object is made: :class:`Range`, :func:`checked`."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import math
-import sys
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
+from fedlightning.errors import ConfigurationError
+
+Kind = TypeVar("Kind", bound=type)
 Init = TypeVar("Init", bound=Callable[..., None])
 NUMBERS = {int: "a whole number", float: "a number"}
 
@@ -25,6 +27,7 @@ class Range:
     Args:
         interval: Such as `"[0, 1)"`: both ends, and which of them count.
         note: What the number is, or another way to what such a value would mean, as a sentence for the error message.
+        strict: Whether `3.0` is refused where the number is an `int`.
 
     Raises:
         ValueError: If the interval cannot be read.
@@ -40,6 +43,7 @@ class Range:
 
     interval: str
     note: str = ""
+    strict: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -57,6 +61,17 @@ class Range:
         return above and below
 
 
+PositiveInt = Annotated[int, Range("[1, inf)")]
+NonNegativeInt = Annotated[int, Range("[0, inf)")]
+PositiveFloat = Annotated[float, Range("(0, inf)")]
+NonNegativeFloat = Annotated[float, Range("[0, inf)")]
+Share = Annotated[float, Range("[0, 1]")]
+PositiveShare = Annotated[float, Range("(0, 1]")]
+ShareBelowOne = Annotated[float, Range("[0, 1)")]
+CountOrShare = Annotated[int, Range("[0, inf)", strict=True)] | Share
+"""A whole number is a number of things, and 1.0 all of them."""
+
+
 def checked(init: Init) -> Init:
     """Refuse arguments that their annotations rule out: numbers outside their :class:`Range`, words outside a `Literal`.
 
@@ -66,7 +81,7 @@ def checked(init: Init) -> Init:
         init: The `__init__` of a class, for which this is a decorator.
 
     Raises:
-        ValueError: When an object is made; the sentence names class, argument, value and range.
+        ConfigurationError: When an object is made; the sentence names class, argument, value and range.
 
     Example:
         >>> from typing import Annotated
@@ -78,7 +93,8 @@ def checked(init: Init) -> Init:
         (0.1, None)
         >>> Noise(-1)
         Traceback (most recent call last):
-        ValueError: Noise got sigma=-1. Use a number in [0, inf), or None. 0 adds none.
+            ...
+        fedlightning.errors.ConfigurationError: Noise got sigma=-1. Use a number in [0, inf), or None. 0 adds none.
     """
     signature = inspect.signature(init)
 
@@ -88,30 +104,59 @@ def checked(init: Init) -> Init:
             arguments = signature.bind(self, *args, **given).arguments
         except TypeError:
             arguments = {}  # the call below says what is wrong
-        for name, value in arguments.items():
-            annotation = _annotations(init).get(name)
-            if annotation is not None and not allows(annotation, value):
-                notes = "".join(f" {note}" for note in dict.fromkeys(_notes(annotation)))
-                raise ValueError(f"{type(self).__name__} got {name}={value!r}. Use {described(annotation)}.{notes}")
+        check_arguments(self, init, arguments)
         init(self, *args, **given)
 
     return checking  # type: ignore[return-value]
 
 
-def ranges_of(init: Callable[..., None]) -> dict[str, str]:
-    """Return in words what the arguments of an `__init__` may be, of those that are checked.
+def check_on_creation(kind: Kind) -> Kind:
+    """Make the `__init__` that a class itself defines a :func:`checked` one: a decorator, also of dataclasses.
+
+    A base class calls it in `__init_subclass__` for all of its family.
+    """
+    if "__init__" in vars(kind):
+        kind.__init__ = checked(kind.__init__)  # type: ignore[misc]
+    return kind
+
+
+def check_arguments(owner: object, init: Callable[..., None], arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments of an `__init__` that its annotations rule out.
+
+    For classes whose `__init__` calls `save_hyperparameters`, which reads the frames of the constructors: a decorator would
+    stand between them.
+
+    Args:
+        owner: The object being made.
+        init: The `__init__`.
+        arguments: The values by name; other names do not matter, so that `locals()` will do.
+
+    Raises:
+        ConfigurationError: If a value is ruled out; the sentence names class, argument, value and range.
+    """
+    for name, annotation in _annotations(inspect.unwrap(init)).items():
+        if name in arguments and not allows(annotation, arguments[name]):
+            notes = "".join(f" {note}" for note in dict.fromkeys(_notes(annotation)))
+            raise ConfigurationError(
+                f"{type(owner).__name__} got {name}={arguments[name]!r}. Use {described(annotation)}.{notes}"
+            )
+
+
+def ranges_of(kind: type) -> dict[str, str]:
+    """Return in words what the arguments of a class may be, of those that it or a base of it checks.
 
     Example:
         >>> from fedlightning.callbacks import FedProx
-        >>> ranges_of(FedProx.__init__)["mu"]
+        >>> ranges_of(FedProx)["mu"]
         'a number in [0, inf)'
     """
-    return {name: described(annotation) for name, annotation in _annotations(inspect.unwrap(init)).items()}
+    checked_ones = _annotations_of(kind)
+    return {name: described(checked_ones[name]) for name in inspect.signature(kind).parameters if name in checked_ones}
 
 
-def may_be_infinite(init: Callable[..., None], name: str) -> bool:
-    """Return True if an argument has a range that is closed at infinity."""
-    annotation = _annotations(inspect.unwrap(init)).get(name)
+def may_be_infinite(kind: type, name: str) -> bool:
+    """Return True if an argument of a class has a range that is closed at infinity."""
+    annotation = _annotations_of(kind).get(name)
     return annotation is not None and any(math.inf in found for found in _ranges(annotation))
 
 
@@ -124,11 +169,12 @@ def allows(annotation: Any, value: Any) -> bool:
         found = [one for one in annotation.__metadata__ if isinstance(one, Range)]
         if not found or not allows(inner[0], value):
             return not found
-        if not isinstance(value, Real) or isinstance(value, bool):
+        if not isinstance(value, Real) or isinstance(value, bool) or not all(float(value) in one for one in found):
             return False
-        return all(float(value) in one for one in found) and not (inner[0] is int and not float(value).is_integer())
+        strict = any(one.strict for one in found)
+        return inner[0] is not int or isinstance(value, Integral) or (not strict and float(value).is_integer())
     if origin is Literal:
-        return any(value == one and type(value) is type(one) for one in inner)
+        return any(_is_word(value, one) for one in inner)
     if not _is_checked(annotation):
         return True
     if isinstance(value, str) or not hasattr(value, "__iter__") or isinstance(value, Mapping) != _is_table(origin):
@@ -166,6 +212,12 @@ def _is_such(annotation: Any, value: Any) -> bool:
     return isinstance(value, (int, float)) if kind is float else isinstance(value, kind)
 
 
+def _is_word(value: Any, word: Any) -> bool:
+    """Return whether a value is one of a `Literal`; True is not 1."""
+    kind = Real if isinstance(word, int) else type(word)
+    return isinstance(value, kind) and isinstance(value, bool) == isinstance(word, bool) and bool(value == word)
+
+
 def _is_table(origin: Any) -> bool:
     return isinstance(origin, type) and issubclass(origin, Mapping)
 
@@ -183,16 +235,22 @@ def _notes(annotation: Any) -> list[str]:
     return [found.note for found in _ranges(annotation) if found.note]
 
 
+def _annotations_of(kind: type) -> dict[str, Any]:
+    """Return the annotations with something to check of a class and its bases, each argument's from where it is nearest."""
+    found: dict[str, Any] = {}
+    for one in reversed(kind.__mro__):
+        if "__init__" in vars(one):
+            found |= _annotations(inspect.unwrap(vars(one)["__init__"]))
+    return found
+
+
 @functools.cache
 def _annotations(init: Callable[..., None]) -> dict[str, Any]:
     """Return the annotations with something to check. Names that exist for type checkers only are left out."""
-    names = vars(sys.modules[init.__module__])
     found = {}
-    for name, annotation in inspect.get_annotations(init).items():
-        try:
-            value = (
-                eval(annotation, names) if isinstance(annotation, str) else annotation
-            )  # as typing.get_type_hints does
+    for name, annotation in inspect.get_annotations(init).items() if inspect.isfunction(init) else ():
+        try:  # as typing.get_type_hints does
+            value = eval(annotation, init.__globals__) if isinstance(annotation, str) else annotation
         except NameError:
             continue
         if name != "return" and _is_checked(value):

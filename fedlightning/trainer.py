@@ -297,8 +297,7 @@ class FederatedTrainer(Assembly):
             if self.config is not None and self.recorder.run is not None and self.recorder.writes:
                 self.recorder.run.write_config(self.config)
             if is_new:
-                federation.remember_decisions()
-                self.callbacks.event("on_federation_start", federation.server)
+                federation.begin()
             stack.enter_context(federation.engine.at_work())
             stack.push(lambda kind, *_: self.recorder.close("failed") if kind is not None else None)
             with self._progress() as progress:

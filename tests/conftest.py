@@ -10,15 +10,19 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ["MPLBACKEND"] = "Agg"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import gc
 import ipaddress
 import logging
 import random
+import re
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from functools import cache
 from importlib.metadata import entry_points
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 if "FEDLIGHTNING_TEST_CLOCK" in os.environ:  # make test-anywhere; before anything reads the clock
@@ -26,31 +30,50 @@ if "FEDLIGHTNING_TEST_CLOCK" in os.environ:  # make test-anywhere; before anythi
 
     time_machine.travel(datetime.fromisoformat(os.environ["FEDLIGHTNING_TEST_CLOCK"]).astimezone(), tick=True).start()
 
-import hypothesis
-import numpy as np
 import pytest
-import torch
-
-import fedlightning  # noqa: F401  before lightning: repairs torchvision beside a CPU build of torch
-
-# isort: split
-import lightning.pytorch
 
 SEED = 20260
-
-torch.set_num_threads(1)
-
-# After the import of lightning, which sets its own levels. The level of quiet(), which then has nothing to change.
-for name in ("lightning", "lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
-    logging.getLogger(name).setLevel(logging.ERROR)
-del lightning
-
-hypothesis.settings.register_profile("fedlightning", deadline=None, derandomize=True, print_blob=True)
-hypothesis.settings.load_profile("fedlightning")
+SLOW_MODULE = re.compile(r"^pytestmark = pytest\.mark\.slow$", re.MULTILINE)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Import what the tests import; the process that only hands tests to workers (xdist) needs none of it."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        return
+    import hypothesis
+    import torch
+
+    import fedlightning  # noqa: F401  before lightning: repairs torchvision beside a CPU build of torch
+
+    # isort: split
+    import lightning.pytorch  # noqa: F401
+
+    torch.set_num_threads(1)
+    # After the import of lightning, which sets its own levels. The level of quiet(), which then has nothing to change.
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    hypothesis.settings.register_profile("fedlightning", deadline=None, derandomize=True, print_blob=True)
+    hypothesis.settings.load_profile("fedlightning")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import modules of slow tests where these are deselected."""
+    if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
+        return None
+    return True if SLOW_MODULE.search(collection_path.read_text()) else None
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector out of what lives to the end: modules and thousands of tests."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)  # before the slow ones are deselected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give slow tests a longer time limit than `timeout` in pyproject.toml; refuse names that differ between processes."""
+    """Run products of parameters in part; give slow tests more time; refuse names that differ between processes."""
+    for item in beyond_every_value_once(items):
+        item.add_marker(pytest.mark.slow)
     for item in items:
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"{item.nodeid} is named by an address: give its parameters ids")
@@ -58,9 +81,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(1500))
 
 
+def beyond_every_value_once(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield the cases of tests with several `parametrize` that have no parameter which other cases do not have.
+
+    A test over 4 precisions and 5 plans so runs 5 times, with each of the 9, and the other 15 times among the slow ones.
+    """
+    cases: dict[tuple[Path, str], dict[pytest.Item, set[Any]]] = {}
+    for item in items:
+        marks = [mark.args[0] for mark in item.iter_markers("parametrize")]
+        if len(marks) > 1 and isinstance(item, pytest.Function) and not item.get_closest_marker("slow"):
+            groups = [names.replace(" ", "").split(",") if isinstance(names, str) else names for names in marks]
+            values = {(*group, *(id(item.callspec.params[name]) for name in group)) for group in groups}
+            cases.setdefault((item.path, item.nodeid.partition("[")[0]), {})[item] = values
+    for product in cases.values():
+        missing = set().union(*product.values())
+        while missing:
+            chosen = max(product, key=lambda case: len(missing & product[case]))
+            missing -= product.pop(chosen)
+        yield from product
+
+
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
     """Seed the global generators before each test and undo the global switches that tests like to flip."""
+    import numpy as np
+    import torch
+
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)
@@ -131,6 +177,25 @@ def _nobody_pulls_the_plug() -> Iterator[None]:
     """Do not wait for the disk: a killed process loses nothing that it has written, and no test loses the machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def timelines_are_drawn() -> Iterator[Callable[..., None]]:
+    """Leave out the picture at the end of a run with a clock. Gives the function that draws it."""
+    from fedlightning.federation import federation
+
+    with pytest.MonkeyPatch.context() as patch:
+        real = federation.draw_timeline
+        patch.setattr(federation, "draw_timeline", lambda folder, rounds: None)
+        yield real
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _nobody_scripts() -> Iterator[None]:
+    """Spare `load_from_checkpoint` the look at all source files by which Lightning finds out whether TorchScript calls."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning.pytorch.utilities.model_helpers.inspect", SimpleNamespace(stack=lambda: ()))
         yield
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -28,6 +29,22 @@ from fedlightning.tensors import State, clone, module_state
 from fedlightning.visit.record import ClientRecord
 
 FEATURES, CLASSES = 6, 3
+
+
+# -- cases ---------------------------------------------------------------------------------------------------------
+
+
+def mostly_slow(values: Iterable[Any], always: Container[Any]) -> list[Any]:
+    """Parameters of a test of which few run always, and the others, which say the same of another case, if asked for.
+
+    Args:
+        values: One parameter each.
+        always: Those that run always; for paths, their stems.
+    """
+    return [
+        value if getattr(value, "stem", value) in always else pytest.param(value, marks=pytest.mark.slow)
+        for value in values
+    ]
 
 
 # -- modules -------------------------------------------------------------------------------------------------------

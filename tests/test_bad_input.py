@@ -12,7 +12,14 @@ from fedlightning import FederatedTrainer, load
 from fedlightning.callbacks import FedAdam, FedBN, FedPer, FedProx
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.failures import FederationError
+from fedlightning.hooks import FederatedCallback
 from tests.helpers import Toy, federate, make_trainer, toy_data
+
+
+class WithoutRange(FederatedCallback):
+    def __init__(self, share: float) -> None:
+        self.share = share
+
 
 ARGUMENTS = [
     ({"local_epochs": 2, "local_steps": 5}, "local_epochs=2 and local_steps=5 are both set.*remove one"),
@@ -53,7 +60,8 @@ ARGUMENTS = [
     ({"fast_dev_run": "yes"}, "fast_dev_run='yes' must be True or False"),
     ({"callbacks": "fedprox"}, "callbacks='fedprox' must be a list of callbacks"),
     ({"callbacks": FedProx}, "callbacks=<class .* must be a list of callbacks"),
-    ({"callbacks": [FedAdam(server_lr=float("nan"))]}, "FedAdam has server_lr=nan; it must be finite"),
+    ({"callbacks": [WithoutRange(float("nan"))]}, "WithoutRange has share=nan; it must be finite"),
+    ({"callbacks": [WithoutRange(float("inf"))]}, "WithoutRange has share=inf; it must be finite"),
     ({"num_nodes": 2}, "num_nodes=2, but this process was not started on several machines"),
     ({"limit_val_batches": -1}, "limit_val_batches=-1 must be a number of batches"),
 ]

@@ -14,6 +14,7 @@ from fedlightning.cli import main
 from fedlightning.commands.run import Commands
 from fedlightning.config.values import check_values
 from fedlightning.trainer import FederatedTrainer
+from tests.helpers import mostly_slow
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 ALGORITHMS = sorted(CONFIGS.glob("algorithms/*.yaml"))
@@ -21,7 +22,7 @@ DATA = sorted(CONFIGS.glob("data/*.yaml"))
 MODELS = sorted(CONFIGS.glob("models/*.yaml"))
 MODALITIES = [f"--config={CONFIGS / kind / 'paired_digits.yaml'}" for kind in ("data", "models")]
 NEEDS = {"fedbn": ["--model.net.norm=batch"], "fedmultimodal": MODALITIES, "harmony": MODALITIES}
-RUN = ("apfl", "fedavg", "fenda", "harmony", "ifca")  # one of each kind; the others run in `make test-all`
+RUN = ("fenda", "ifca")
 FITS = {
     "heart_disease": "heart_tiny",
     "mnist": "mnist_cnn",
@@ -72,9 +73,7 @@ def test_algorithms_stack_on_the_quickstart(path: Path, quickstart: Commands, tm
     assert path.stem in [type(callback).__name__.lower() for callback in callbacks]
 
 
-@pytest.mark.parametrize(
-    "path", [pytest.param(path, marks=() if path.stem in RUN else pytest.mark.slow) for path in ALGORITHMS], ids=ids
-)
+@pytest.mark.parametrize("path", mostly_slow(ALGORITHMS, RUN), ids=ids)
 def test_algorithms_run_on_the_quickstart(path: Path, tmp_path: Path) -> None:
     assert main(["fit", *stacked(path, tmp_path)]) == 0
     summary = json.loads((tmp_path / "quickstart/version_0/summary.json").read_text())
@@ -89,7 +88,7 @@ def test_the_quickstart_runs_as_it_is(tmp_path: Path) -> None:
     assert checkpoints == {"latest", "best_global", "best_local"}
 
 
-@pytest.mark.parametrize("name", ["digits_cnn_bn", "digits_mlp"])
+@pytest.mark.parametrize("name", mostly_slow(["digits_cnn_bn", "digits_mlp"], ["digits_mlp"]))
 def test_digits_from_three_files(name: str, tmp_path: Path) -> None:
     files = [CONFIGS / "data/digits.yaml", CONFIGS / f"models/{name}.yaml", CONFIGS / "algorithms/fedprox.yaml"]
     words = [word for file in files for word in ("--config", str(file))]
@@ -122,7 +121,7 @@ def test_a_table_of_hospitals_runs(then: str, tmp_path: Path) -> None:
         assert main(["partition", "--config", str(files[0]), options[0], f"--out={tmp_path / 'partition'}"]) == 0
 
 
-@pytest.mark.parametrize("name", sorted(FITS))
+@pytest.mark.parametrize("name", mostly_slow(sorted(FITS), ("heart_disease", "tabular", "spoken_digits")))
 def test_other_data_parse_with_their_model(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     files = [CONFIGS / f"data/{name}.yaml", CONFIGS / f"models/{FITS[name]}.yaml", CONFIGS / "algorithms/fedavg.yaml"]
     words = [word for file in files for word in ("--config", str(file))]
@@ -162,15 +161,7 @@ def test_pi_fl_on_mixtures_of_digits(name: str, tmp_path: Path) -> None:
     assert (run / "clusters.csv").exists() == (name != "no_incentive")
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(
-            path, marks=pytest.mark.slow if path.stem in ("harmony_set1", "harmony_set2") else (), id=path.stem
-        )
-        for path in sorted(CONFIGS.glob("multimodal/*.yaml"))
-    ],
-)
+@pytest.mark.parametrize("path", mostly_slow(sorted(CONFIGS.glob("multimodal/*.yaml")), ["fedcovid"]), ids=ids)
 def test_several_modalities(path: Path, tmp_path: Path) -> None:
     """Few rounds and few samples of what the file says, both stages of Harmony among them."""
     words = ["fit", "--config", str(path), f"--trainer.default_root_dir={tmp_path}", "--trainer.max_rounds=2"]
@@ -191,9 +182,7 @@ def test_several_modalities(path: Path, tmp_path: Path) -> None:
 PI_FL_FIGURES = {"figure2g": [], "figure3": ["pi_fl/digits"], "figure4": ["pi_fl/digits"]}
 
 
-@pytest.mark.parametrize(
-    "name", ["figure2g", *(pytest.param(name, marks=pytest.mark.slow) for name in ("figure3", "figure4"))]
-)
+@pytest.mark.parametrize("name", mostly_slow(["figure2g", "figure3", "figure4"], []))
 def test_figures_of_pi_fl(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A dry run of the reduced form, and the paper's size of those that have one parses."""
     files = [CONFIGS / f"{stem}.yaml" for stem in [*PI_FL_FIGURES[name], f"pi_fl/{name}"]]
@@ -227,9 +216,9 @@ def test_pi_fl_on_cifar10_parses(name: str, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     "files",
     [
-        ("clusters/digits", "algorithms/fedgroup"),
+        pytest.param(("clusters/digits", "algorithms/fedgroup"), marks=pytest.mark.slow),
         ("clusters/digits", "clusters/classes", "algorithms/fesemma"),
-        ("clusters/fesem_digits", "clusters/fesem/fesem_3"),
+        pytest.param(("clusters/fesem_digits", "clusters/fesem/fesem_3"), marks=pytest.mark.slow),
     ],
     ids="-".join,
 )
@@ -254,7 +243,7 @@ def test_the_experiment_with_stragglers(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["torus", "stragglers"])
+@pytest.mark.parametrize("name", mostly_slow(["torus", "stragglers"], ["torus"]))
 def test_digits_without_a_server(name: str, tmp_path: Path) -> None:
     files = [CONFIGS / "quickstart.yaml", CONFIGS / f"decentralised/{name}.yaml"]
     words = [word for file in files for word in ("--config", str(file))] + small(tmp_path)
@@ -268,7 +257,7 @@ def test_digits_without_a_server(name: str, tmp_path: Path) -> None:
     assert summary["per_round"][0]["bytes_down"] == 0 < summary["per_round"][0]["bytes_up"]
 
 
-@pytest.mark.parametrize("hospitals", [["cleveland"], None], ids=["one site's", "all"])
+@pytest.mark.parametrize("hospitals", mostly_slow([["cleveland"], None], [["cleveland"]]), ids=["one site's", "all"])
 def test_sites_in_one_process(hospitals: list[str] | None, tmp_path: Path) -> None:
     """The two files of a site run on its own file alone, and on the four."""
     rng = np.random.default_rng(0)
@@ -286,14 +275,16 @@ def test_sites_in_one_process(hospitals: list[str] | None, tmp_path: Path) -> No
     assert {path.stem for path in (CONFIGS / "sites").iterdir()} == {"run", "data"}
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("clusters/fesem/*.yaml")), ids=ids)
+@pytest.mark.parametrize("path", mostly_slow(sorted(CONFIGS.glob("clusters/fesem/*.yaml")), ["fesem_3"]), ids=ids)
 def test_the_comparison_of_fesem_parses(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "-c", str(CONFIGS / "clusters/fesem_emnist.yaml"), "-c", str(path), "--print_config"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
     assert printed["trainer"]["participation"] == 9 and len(printed["trainer"]["callbacks"]) == 2
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("heterogeneous/overrides/*.yaml")), ids=ids)
+@pytest.mark.parametrize(
+    "path", mostly_slow(sorted(CONFIGS.glob("heterogeneous/overrides/*.yaml")), ["heterofl"]), ids=ids
+)
 def test_submodels_of_digits(path: Path, tmp_path: Path) -> None:
     files = [CONFIGS / "heterogeneous/digits_submodels.yaml", path]
     words = [word for file in files for word in ("--config", str(file))]
@@ -303,14 +294,7 @@ def test_submodels_of_digits(path: Path, tmp_path: Path) -> None:
     assert any(row["stage"] == "G" and row["split"] == "test" for row in read_results(run))
 
 
-MODEL_OVERRIDES = [
-    pytest.param(path, marks=() if path.stem in ("fedmd", "lgfedavg") else pytest.mark.slow)
-    for path in sorted(CONFIGS.glob("heterogeneous/models/*.yaml"))
-]
-"""Of the methods for models that differ, one with public data and one without run always."""
-
-
-@pytest.mark.parametrize("path", MODEL_OVERRIDES, ids=ids)
+@pytest.mark.parametrize("path", mostly_slow(sorted(CONFIGS.glob("heterogeneous/models/*.yaml")), ["fedmd"]), ids=ids)
 def test_models_of_digits(path: Path, tmp_path: Path) -> None:
     files = [CONFIGS / "heterogeneous/digits_models.yaml", path]
     words = [word for file in files for word in ("--config", str(file))]
@@ -321,7 +305,10 @@ def test_models_of_digits(path: Path, tmp_path: Path) -> None:
     assert any(row["stage"] == "L1" and row["split"] == "test" for row in read_results(run))
 
 
-@pytest.mark.parametrize("name", ["mnist_models", "cifar10_submodels", "cifar10_fedgh", "fashion_mnist_fedtype"])
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(["mnist_models", "cifar10_submodels", "cifar10_fedgh", "fashion_mnist_fedtype"], ["cifar10_submodels"]),
+)
 def test_heterogeneous_settings_of_papers_parse(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "-c", str(CONFIGS / f"heterogeneous/{name}.yaml"), "--print_config"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["trainer"]["name"] == name
@@ -332,20 +319,10 @@ def test_every_data_file_is_covered() -> None:
     assert {FITS[name] for name in FITS} <= {path.stem for path in MODELS}
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        *ALGORITHMS,
-        *DATA,
-        *MODELS,
-        *CONFIGS.glob("heterogeneous/**/*.yaml"),
-        *CONFIGS.glob("sites/*.yaml"),
-        CONFIGS / "quickstart.yaml",
-    ],
-    ids=ids,
-)
-def test_files_say_what_they_are(path: Path) -> None:
-    assert path.read_text().startswith("# ")
+def test_files_say_what_they_are() -> None:
+    others = [*CONFIGS.glob("heterogeneous/**/*.yaml"), *CONFIGS.glob("sites/*.yaml"), CONFIGS / "quickstart.yaml"]
+    silent = [path for path in [*ALGORITHMS, *DATA, *MODELS, *others] if not path.read_text().startswith("# ")]
+    assert not silent
 
 
 def read_results(run: Path) -> list[dict[str, object]]:
@@ -365,6 +342,7 @@ def test_unseen_clients(tmp_path: Path) -> None:
     assert all(len(row["per_client"]) == 1 for row in unseen)
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_clients(tmp_path: Path) -> None:
     words = ["--trainer.max_rounds=2", "--trainer.participation=3", "--trainer.evaluate_clients=5"]
     words += [f"--trainer.default_root_dir={tmp_path}", "--trainer.enable_progress_bar=false"]

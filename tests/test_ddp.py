@@ -2,49 +2,60 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import socket
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.ddp_script import RUNS
 from tests.helpers import close
-from tests.processes import script
+from tests.processes import fork, script, wait
 
 ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "tests" / "ddp_script.py"
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """``{(devices, name, rank): what the process knew}``"""
-    root = tmp_path_factory.mktemp("ddp")
-    env = {k: v for k, v in os.environ.items() if "RANK" not in k and k != "FEDLIGHTNING_RUN_FOLDER"}
-    env |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    two = subprocess.Popen(
-        [sys.executable, str(ROOT / "tests" / "ddp_script.py"), str(root / "2"), "2"],
-        cwd=ROOT,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    one = script(ROOT / "tests" / "ddp_script.py", [str(root / "1"), "1"], ROOT)
-    assert one.returncode == 0, one.stderr[-4000:]
-    output, _ = two.communicate(timeout=400)
-    assert two.returncode == 0, output[-4000:]
-    return {
-        (devices, name, rank): torch.load(root / f"{devices}-{name}-{rank}.pt", weights_only=False)
-        for devices in (1, 2)
-        for name in ("scaffold", "keep", "fails", "fenda")
-        for rank in range(devices)
-    }
+def process(rank: int, port: int, root: Path) -> int:
+    """One of two, started from outside: by LOCAL_RANK Lightning knows that it need not start the other one."""
+    env = {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    first = {"FEDLIGHTNING_RUN_FOLDER": str(root / "2" / "scaffold" / "version_0")} if rank else {}
+    return alone(root, 2, env | first, f"rank-{rank}.log")
 
 
-@pytest.mark.parametrize("name", ["scaffold", "keep", "fails", "fenda"])
-def test_two_processes_are_one_with_the_doubled_batch(runs, name):
-    one, two = runs[1, name, 0], runs[2, name, 0]
+def alone(root: Path, devices: int, env: Mapping[str, str], log: str) -> int:
+    done = script(SCRIPT, [str(root / str(devices)), str(devices)], ROOT, env)
+    (root / log).write_text(done.stdout + done.stderr)
+    return done.returncode
+
+
+@pytest.mark.parametrize("starts", ["test", pytest.param("Lightning", marks=pytest.mark.slow)])
+def test_two_processes_are_one_with_the_doubled_batch(tmp_path, starts):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    if starts == "test":
+        two = [fork(partial(process, rank, port, tmp_path)) for rank in range(2)]
+    else:
+        two = [fork(partial(alone, tmp_path, 2, {"PYTHONPATH": str(ROOT)}, "rank-0.log"))]
+    assert alone(tmp_path, 1, {}, "alone.log") == 0, (tmp_path / "alone.log").read_text()[-4000:]
+    for rank, pid in enumerate(two):
+        assert wait(pid) == 0, (tmp_path / f"rank-{rank}.log").read_text()[-4000:]
+
+    def known(devices, name, rank=0):
+        return torch.load(tmp_path / f"{devices}-{name}-{rank}.pt", weights_only=False)
+
+    for name in RUNS:
+        one, first, second = known(1, name), known(2, name), known(2, name, 1)
+        are_one(one, first, name)
+        agree(first, second)
+        assert first["written"] and second["written"] == []
+    assert known(2, "fails")["visits"] == {"0": 2, "1": 0, "2": 2}, "a client that fails everywhere does not stop them"
+
+
+def are_one(one, two, name):
     close(one["model"], two["model"], atol=1e-5)
     assert one["steps"] == two["steps"]
     assert one["visits"] == two["visits"]
@@ -57,20 +68,8 @@ def test_two_processes_are_one_with_the_doubled_batch(runs, name):
         close(one["state"]["SCAFFOLD"]["c"], two["state"]["SCAFFOLD"]["c"], atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["scaffold", "keep", "fails", "fenda"])
-def test_both_processes_agree(runs, name):
-    first, second = runs[2, name, 0], runs[2, name, 1]
+def agree(first, second):
     close(first["model"], second["model"], atol=0, rtol=0)
     assert first["run"] == second["run"]
     assert first["rows"] == second["rows"]  # also what training logged: the second process takes the first one's word
     assert first["steps"] == second["steps"] and first["visits"] == second["visits"]
-
-
-def test_the_second_process_writes_nothing(runs):
-    for name in ("scaffold", "keep", "fails", "fenda"):
-        assert runs[2, name, 1]["written"] == []
-        assert runs[2, name, 0]["written"]
-
-
-def test_a_client_that_fails_everywhere_does_not_stop_them(runs):
-    assert runs[2, "fails", 0]["visits"] == {"0": 2, "1": 0, "2": 2}

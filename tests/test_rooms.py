@@ -8,7 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ORDER = (
-    ("errors", "ranges", "seeding", "tensors", "compat"),
+    ("errors", "seeding", "tensors", "compat"),
+    ("ranges",),
     ("layers", "messages", "datamodules", "clock", "topology"),
     ("wrappers", "models"),
     ("hooks",),
@@ -34,7 +35,7 @@ RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 ALONE = {
     "datamodules": {"seeding", "ranges"},
     "clock": {"seeding", "errors", "ranges"},
-    "callbacks": {"algorithm", "layers", "tensors", "topology", "wrappers"},
+    "callbacks": {"algorithm", "ranges", "layers", "tensors", "topology", "wrappers"},
     "models": {"ranges"},
 }
 """Rooms that stand on less than what is above them."""

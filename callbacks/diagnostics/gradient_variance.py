@@ -24,6 +24,7 @@ from fedlightning.callbacks.diagnostics.layer_values import (
 from fedlightning.callbacks.diagnostics.sensitivity_terms import counted_parameters, counts_of
 from fedlightning.callbacks.shared.wide import wide
 from fedlightning.layers import Layer, ordered_layers
+from fedlightning.ranges import checked
 
 Definition = Literal["grad_var_samples", "grad_var_params"]
 
@@ -63,6 +64,7 @@ class GradientVariance(LayerRecorder):
         [0.0]
     """
 
+    @checked
     def __init__(
         self,
         definition: Definition = "grad_var_samples",
@@ -73,8 +75,6 @@ class GradientVariance(LayerRecorder):
         seed: int = 0,
     ) -> None:
         super().__init__(num_batches, every_n_epochs, weights_only, seed)
-        if definition not in ("grad_var_samples", "grad_var_params"):
-            raise ValueError(f"definition={definition!r} is unknown. Use 'grad_var_samples' or 'grad_var_params'.")
         self.definition: Definition = definition
         self.per_parameter = per_parameter
 

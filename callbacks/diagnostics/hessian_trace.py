@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -25,6 +25,7 @@ from fedlightning.callbacks.diagnostics.layer_values import (
 from fedlightning.callbacks.diagnostics.sensitivity_terms import counted_parameters, counts_of
 from fedlightning.callbacks.shared.wide import wide
 from fedlightning.layers import Layer, ordered_layers
+from fedlightning.ranges import Range, checked
 
 
 class HessianTrace(LayerRecorder):
@@ -61,9 +62,10 @@ class HessianTrace(LayerRecorder):
         [2.0]
     """
 
+    @checked
     def __init__(
         self,
-        num_probes: int = 10,
+        num_probes: Annotated[int, Range("[2, inf)", "Two make a standard error.")] = 10,
         num_batches: int | None = 1,
         per_parameter: bool = False,
         weights_only: bool = False,
@@ -71,8 +73,6 @@ class HessianTrace(LayerRecorder):
         seed: int = 0,
     ) -> None:
         super().__init__(num_batches, every_n_epochs, weights_only, seed)
-        if num_probes < 2:
-            raise ValueError(f"HessianTrace got num_probes={num_probes}; a standard error needs 2 or more.")
         self.num_probes = num_probes
         self.per_parameter = per_parameter
 

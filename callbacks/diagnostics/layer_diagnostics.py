@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -18,6 +18,7 @@ from fedlightning.callbacks.diagnostics.layer_tables import METHODS, StageTable,
 from fedlightning.callbacks.diagnostics.layer_values import refuse_module
 from fedlightning.callbacks.diagnostics.sensitivity import SensitivityAccumulator, scale_of
 from fedlightning.callbacks.diagnostics.sensitivity_terms import layers_sent, order_to_send
+from fedlightning.ranges import PositiveInt, Range
 
 MeasuredStage = Literal["L1", "L2"]
 
@@ -68,21 +69,22 @@ class LayerDiagnostics(FederatedCallback):
         self,
         quantities: list[Quantity] | None = None,
         stages: list[MeasuredStage] | None = None,
-        every_n_rounds: int = 1,
-        num_batches: int | None = 10,
-        hessian_probes: int = 10,
-        hessian_batches: int = 1,
-        cka_samples: int = 256,
+        every_n_rounds: PositiveInt = 1,
+        num_batches: Annotated[int, Range("[1, inf)", "None is a whole epoch.")] | None = 10,
+        hessian_probes: Annotated[int, Range("[2, inf)")] = 10,
+        hessian_batches: PositiveInt = 1,
+        cka_samples: Annotated[int, Range("[4, inf)")] = 256,
         cka_debiased: bool = False,
         weights_only: bool = False,
-        threshold: float = 1.05,
+        threshold: Annotated[float, Range("(1, inf)", "F is cumulative, so every ratio is at least 1.")] = 1.05,
     ) -> None:
         self.quantities = list(QUANTITIES) if quantities is None else list(quantities)
         self.stages = ["L2"] if stages is None else list(stages)
-        for name, given, known in (("quantities", self.quantities, QUANTITIES), ("stages", self.stages, ("L1", "L2"))):
-            unknown = [entry for entry in given if entry not in known]
-            if unknown or not given:
-                raise ValueError(f"{self.key} got {name}={given}. Choose from {', '.join(known)}.")
+        if not self.quantities or not self.stages:
+            raise ValueError(
+                f"{self.key} got quantities={self.quantities} and stages={self.stages}. Give one of each at least, or leave "
+                "them out."
+            )
         self.every_n_rounds = every_n_rounds
         self.num_batches = num_batches
         self.hessian_probes = hessian_probes
@@ -91,14 +93,6 @@ class LayerDiagnostics(FederatedCallback):
         self.cka_debiased = cka_debiased
         self.weights_only = weights_only
         self.threshold = threshold
-        least = {"every_n_rounds": 1, "hessian_probes": 2, "hessian_batches": 1, "cka_samples": 4}
-        for name, low in least.items():
-            if getattr(self, name) < low:
-                raise ValueError(f"{self.key} got {name}={getattr(self, name)}; use {low} or more.")
-        if num_batches is not None and num_batches < 1:
-            raise ValueError(f"{self.key} got num_batches={num_batches}; use 1 or more, or null for an epoch.")
-        if not threshold > 1.0:
-            raise ValueError(f"{self.key} got threshold={threshold}. F is cumulative: use a threshold above 1.")
         if not self._has_passes and "L1" in self.stages:
             raise ValueError(f"{self.key} got stages={self.stages}, but 'sensitivity_online' is of stage L2 alone.")
 

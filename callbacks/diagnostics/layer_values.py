@@ -21,6 +21,7 @@ from fedlightning.algorithm import isolated, probes
 from fedlightning.callbacks.diagnostics.layer_rows import LayerRow
 from fedlightning.callbacks.diagnostics.sensitivity_terms import counted_parameters
 from fedlightning.layers import ForwardOrder
+from fedlightning.ranges import PositiveInt, checked
 
 Reduce = Callable[[Tensor], Tensor]
 """Mean of a tensor over the processes that share the batches."""
@@ -101,10 +102,10 @@ class LayerRecorder(Callback):
         ValueError: If a number is below 1.
     """
 
-    def __init__(self, num_batches: int | None, every_n_epochs: int, weights_only: bool, seed: int) -> None:
-        for name, value in (("num_batches", num_batches), ("every_n_epochs", every_n_epochs)):
-            if value is not None and value < 1:
-                raise ValueError(f"{type(self).__name__} got {name}={value}; use 1 or more.")
+    @checked
+    def __init__(
+        self, num_batches: PositiveInt | None, every_n_epochs: PositiveInt, weights_only: bool, seed: int
+    ) -> None:
         self.num_batches = num_batches
         self.every_n_epochs = every_n_epochs
         self.weights_only = weights_only

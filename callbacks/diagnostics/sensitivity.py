@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from fedlightning.algorithm import State, probes
 from fedlightning.callbacks.diagnostics.layer_values import loader_batches
 from fedlightning.callbacks.diagnostics.sensitivity_terms import Sensitivity, SensitivityAccumulator, counted_parameters
+from fedlightning.ranges import checked
 
 Method = Literal["online", "mean_gradient", "one_batch"]
 
@@ -41,9 +42,8 @@ class FederationSensitivity(Callback):
         'FederationSensitivity(method=one_batch, weights_only=False, epoch=2)'
     """
 
+    @checked
     def __init__(self, method: Method = "online", weights_only: bool = False, epoch: int = 0) -> None:
-        if method not in ("online", "mean_gradient", "one_batch"):
-            raise ValueError(f"method={method!r} is unknown. Use 'online', 'mean_gradient' or 'one_batch'.")
         self.method = method
         self.weights_only = weights_only
         self.epoch = epoch

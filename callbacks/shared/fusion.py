@@ -206,22 +206,3 @@ class EnsembleFusion(ServerModels):
 def _held(size: int, validation: float) -> int:
     """Return the number of public samples that are held out."""
     return min(max(1, round(validation * size)), size - 1) if validation else 0
-
-
-def check_numbers(owner: str, **numbers: float) -> None:
-    """Refuse numbers of work below 0, and others that are not positive.
-
-    Example:
-        >>> check_numbers("FedDF", steps=0, lr=0.1)
-    """
-    for name, value in numbers.items():
-        if value < 0 or (value == 0 and name not in ("steps", "epochs", "samples")):
-            raise ValueError(f"{owner} got {name}={value}; use a {'larger' if value == 0 else 'positive'} number.")
-
-
-def check_ensemble(owner: str, combine: str, validation: float = 0.0) -> None:
-    """Refuse an unknown way to combine teachers, and shares outside [0, 1)."""
-    if combine not in ("logits", "probabilities"):
-        raise ValueError(f"{owner} got combine={combine!r}. Use 'logits' or 'probabilities'.")
-    if not 0.0 <= validation < 1.0:
-        raise ValueError(f"{owner} got validation={validation}; it is a share of the public data in [0, 1).")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from lightning.pytorch import LightningModule
 from torch import nn
@@ -23,8 +23,12 @@ from fedlightning.algorithm import (
 )
 from fedlightning.callbacks.shared.dealt import dealt_to, refuse_new_deal
 from fedlightning.layers import as_names, expand
+from fedlightning.ranges import Range
 from fedlightning.wrappers import DualByHeadMixin
 from fedlightning.wrappers.adapters import adapter_names, add_adapters, resize_adapters
+
+Rank = Annotated[int, Range("[1, inf)", strict=True)]
+"""The rank of adapters."""
 
 
 class LowRank(ServerModels):
@@ -60,16 +64,11 @@ class LowRank(ServerModels):
         """Return rank and alpha of the adapters that every module is built with."""
         raise NotImplementedError
 
-    def refuse_impossible(self, r: Any, alpha: Any, dropout: float) -> None:
-        """Refuse arguments that make no adapter."""
-        ranks, scales = _values(r), [] if alpha is None else _values(alpha)
-        whole = ranks and all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1 for rank in ranks)
-        positive = (scales or alpha is None) and all(scale > 0 for scale in scales)
-        if not whole or not positive or not 0.0 <= dropout < 1.0:
-            raise ValueError(
-                f"{self.key} got r={r}, alpha={alpha}, dropout={dropout}. An adapter needs a rank of at least 1, a "
-                "positive scale and a dropout in [0, 1)."
-            )
+    def refuse_empty(self, **given: Any) -> None:
+        """Refuse lists and tables without an entry."""
+        for name, value in given.items():
+            if isinstance(value, Sequence | Mapping) and not value:
+                raise ValueError(f"{self.key} got {name}={value}. Give one number at least.")
 
     def wrap_module(self, module: LightningModule, owner: str) -> LightningModule:
         """Freeze everything but the head and add adapters; they start with the same bits for every owner."""

@@ -53,6 +53,7 @@ from fedlightning.callbacks.shared.representations import (
 )
 from fedlightning.callbacks.shared.submodels import limit_labels, narrow_to_labels, scale_in_training
 from fedlightning.layers import as_names
+from fedlightning.ranges import PositiveShare
 from fedlightning.tensors import load_state, module_state
 from fedlightning.wrappers.slices import ElementMean, Slices, take
 from fedlightning.wrappers.submodel import Units, entry_slices, plan_cuts, shrink
@@ -89,7 +90,7 @@ class PartialTraining(SubModels):
 
     def __init__(
         self,
-        rates: Sequence[float] | dict[str, float],
+        rates: Sequence[PositiveShare] | dict[str, PositiveShare],
         dynamic: bool = False,
         scaler: bool = False,
         masked_loss: bool = False,
@@ -98,9 +99,8 @@ class PartialTraining(SubModels):
         weighting: WeightingName | None = "uniform",
     ) -> None:
         name = type(self).__name__
-        values = list(rates.values()) if isinstance(rates, dict) else list(rates)
-        if not values or not all(0.0 < rate <= 1.0 for rate in values):
-            raise ValueError(f"{name} got rates={rates}; widths are shares of the full model in (0, 1].")
+        if not rates:
+            raise ValueError(f"{name} got rates={rates}. Give one share of the full model at least.")
         if dynamic and isinstance(rates, dict):
             raise ValueError(f"{name}(dynamic=True) draws widths from a list, but rates is a table by client.")
         if len(as_names(head)) > 1:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Annotated, Literal
+
+from fedlightning.ranges import Range
 
 StalenessName = Literal["constant", "polynomial", "hinge"]
-STALENESS = get_args(StalenessName)
+DecayRate = Annotated[float, Range("[0, inf)", "An older update must not count more.")]
+MaxStaleness = Annotated[int, Range("[0, inf)", "None is no limit.", strict=True)]
 
 
 def staleness_weight(kind: StalenessName, staleness: float, a: float, b: float) -> float:
@@ -25,15 +28,3 @@ def staleness_weight(kind: StalenessName, staleness: float, a: float, b: float) 
     if kind == "hinge" and staleness > b:
         return 1.0 / (a * (staleness - b) + 1.0)
     return 1.0
-
-
-def check_staleness(owner: str, kind: str, a: float, b: float, max_staleness: int | None) -> None:
-    """Refuse options that are out of range."""
-    if kind not in STALENESS:
-        raise ValueError(f"{owner} got staleness={kind!r}. Choose one of {list(STALENESS)}.")
-    if a < 0 or b < 0:
-        raise ValueError(f"{owner} got a={a} and b={b}. An older update must not count more: use numbers from 0.")
-    if max_staleness is not None and (not isinstance(max_staleness, int) or max_staleness < 0):
-        raise ValueError(
-            f"{owner} got max_staleness={max_staleness!r}. Give a whole number from 0, or None for no limit."
-        )

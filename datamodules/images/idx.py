@@ -16,6 +16,7 @@ from fedlightning.datamodules.download import fetch, find, missing
 from fedlightning.datamodules.images.base import ImageFederatedDataModule
 from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.readers import read_idx
+from fedlightning.ranges import checked
 
 
 class _IdxDataModule(ImageFederatedDataModule):
@@ -159,6 +160,7 @@ class EMNISTDataModule(_IdxDataModule):
     checksum = "fb9bb67e33772a9cc0b895e4ecf36d2cf35be8b709693c3564cea2a019fcda8e"
     split_classes = {"balanced": 47, "byclass": 62, "bymerge": 47, "letters": 26, "digits": 10, "mnist": 10}
 
+    @checked
     def __init__(
         self,
         root: str = "data",
@@ -183,8 +185,6 @@ class EMNISTDataModule(_IdxDataModule):
             root, partitioner, batch_size, val_fraction, seed, download, normalize, num_workers, pin_memory, drop_last,
             max_train, max_test, val_seed, public_fraction, public, public_labels,
         )  # fmt: skip
-        if split not in self.split_classes:
-            raise ValueError(f"EMNISTDataModule got split={split!r}; use one of {', '.join(self.split_classes)}.")
         self.split, self.classes = split, self.split_classes[split]
 
     def _names(self, train: bool) -> list[str]:

@@ -55,7 +55,7 @@ def _check_numbers(callback: FederatedCallback) -> None:
         for number in value if isinstance(value, list | tuple) else [value]:
             if not isinstance(number, float) or math.isfinite(number):
                 continue
-            if math.isnan(number) or not may_be_infinite(type(callback).__init__, name):
+            if math.isnan(number) or not may_be_infinite(type(callback), name):
                 raise ConfigurationError(f"{callback.key} has {name}={value}; it must be finite.")
 
 

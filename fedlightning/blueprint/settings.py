@@ -50,6 +50,10 @@ class LocalSettings:
         """Return True if the logs of a client are kept."""
         return self.log_clients if isinstance(self.log_clients, bool) else client in self.log_clients
 
+    def train_batches(self, batches: int) -> int:
+        """Return how many of an epoch's training batches Lightning's `limit_train_batches` leaves."""
+        return limited(batches, self.trainer_arguments.get("limit_train_batches"))
+
     @property
     def unit(self) -> Literal["epochs", "steps"]:
         """The unit in which work is counted."""
@@ -59,3 +63,15 @@ class LocalSettings:
     def work(self) -> int:
         """Default work of a visit, in :attr:`unit`."""
         return self.local_steps if self.local_steps is not None else int(self.local_epochs or 0)
+
+
+def limited(batches: int, limit: int | float | None) -> int:
+    """Return the number of batches that a limit leaves, as in Lightning's `limit_*_batches`.
+
+    Example:
+        >>> limited(10, 3), limited(10, 0.25), limited(10, None)
+        (3, 2, 10)
+    """
+    if limit is None:
+        return batches
+    return min(batches, limit) if isinstance(limit, int) else int(batches * limit)

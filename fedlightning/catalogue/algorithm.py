@@ -7,6 +7,8 @@ import inspect
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from fedlightning.ranges import ranges_of
+
 if TYPE_CHECKING:
     from fedlightning.hooks import FederatedCallback
 
@@ -38,12 +40,14 @@ class Option:
         name: Its name.
         type: Its type, as text.
         default: Its default, as text; `"required"` if there is none.
+        values: What it may be, in words; empty if that is not checked.
         help: What it means, from the docstring of the class.
     """
 
     name: str
     type: str
     default: str
+    values: str
     help: str
 
 
@@ -116,9 +120,15 @@ class Algorithm:
     def options(self) -> list[Option]:
         """Return the arguments: names, types and defaults from the signature, texts from the docstring."""
         cls = self.load()
-        texts = _argument_texts(cls)
+        texts, values = _argument_texts(cls), ranges_of(cls)
         return [
-            Option(name, _type_name(parameter.annotation), _default(parameter.default), texts.get(name, ""))
+            Option(
+                name,
+                _type_name(parameter.annotation),
+                _default(parameter.default),
+                values.get(name, ""),
+                texts.get(name, ""),
+            )
             for name, parameter in inspect.signature(cls).parameters.items()
         ]
 

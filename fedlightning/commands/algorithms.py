@@ -89,8 +89,8 @@ def show_algorithm(console: Console, row: Algorithm) -> None:
         console.print("It has no options.\n")
         return
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for column in ("option", "default", "meaning"):
-        table.add_column(column, no_wrap=column != "meaning")
+    for column in ("option", "default", "values", "meaning"):
+        table.add_column(column, no_wrap=column in ("option", "default"))
     for option in options:
-        table.add_row(option.name, escape(option.default), escape(option.help))
+        table.add_row(option.name, escape(option.default), escape(option.values), escape(option.help))
     print_whole(console, table)

@@ -107,7 +107,7 @@ def check_values(config: Mapping[str, Any], trainer: type) -> None:
                         f"{path}: null is no value for it; it must be {needed}. Leave it out for its default."
                     )
             if package in CHECKED:
-                ours = package == "fedlightning" and not (kind is not None and may_be_infinite(kind.__init__, key))
+                ours = package == "fedlightning" and not (kind is not None and may_be_infinite(kind, key))
                 _refuse_not_finite(path, value, infinity_too=ours or "optim" in kind.__module__)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import TypeVar
 
 from fedlightning.engines.watchdog import Watchdog
@@ -32,7 +33,7 @@ class SequentialEngine(Engine):
             settled: tuple[Answer, ClientRecord | None] | None = attempt.left_out_answer()
             before = ClientRecord() if task.client is None else self.store.get(task.client)
             while settled is None:
-                with self.watchdog.watching([task.address[2]]):
+                with self.watchdog.watching([task.address[2]]) if self.attempts.policy.timeout else nullcontext():
                     answer, after = task.run(self.runner, before)
                 settled = attempt.settle(answer, after)
             answer, after = settled

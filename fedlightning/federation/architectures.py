@@ -28,6 +28,7 @@ class Architecture:
         name: Its name in :class:`~fedlightning.models.ClientModels`; empty where everybody has the same.
         module: A module as the federation began, for names and layers.
         kinds: Kind of every entry, fixed before anything is frozen.
+        trainable: Names of the trainable parameters.
         shapes: Shape of every entry.
         tied: By entry, all names under which it is tied.
         metric_bounds: What metrics can be, by their names without the split.
@@ -36,20 +37,18 @@ class Architecture:
     name: str
     module: LightningModule
     kinds: dict[str, EntryKind] = field(init=False)
+    trainable: list[str] = field(init=False)
     shapes: dict[str, torch.Size] = field(init=False)
     tied: dict[str, frozenset[str]] = field(init=False)
     metric_bounds: dict[str, tuple[float, float]] = field(init=False)
 
     def __post_init__(self) -> None:
         shapes = {name: value.shape for name, value in module_state(self.module).items()}
-        found = {"kinds": entry_kinds(self.module), "shapes": shapes, "tied": tied_names(self.module)}
+        kinds = entry_kinds(self.module)
+        found = {"kinds": kinds, "shapes": shapes, "tied": tied_names(self.module)}
+        found["trainable"] = [name for name, kind in kinds.items() if kind == "trainable"]
         for name, value in (found | {"metric_bounds": bounds_of(self.module.modules())}).items():
             object.__setattr__(self, name, value)
-
-    @property
-    def trainable(self) -> list[str]:
-        """Names of the trainable parameters."""
-        return [name for name, kind in self.kinds.items() if kind == "trainable"]
 
     def first_difference(self, other: Architecture, names: tuple[str, ...]) -> str | None:
         """Return the first of some entries of `other` that is not here in the same kind and shape; `None` if all are."""

@@ -209,6 +209,18 @@ class Federation:
         if changes.joined:
             self.check()
 
+    def begin(self) -> None:
+        """Begin a new federation: tell the callbacks, and find out what must not change when the run is resumed."""
+        self.remember_decisions()
+        self.server.callbacks.event("on_federation_start", self.server)
+        if self._saves:
+            assert self.lasting is not None  # found before round 1, not in its time
+
+    @property
+    def _saves(self) -> bool:
+        """Whether this process saves states."""
+        return self.recorder.run is not None and self.recorder.writes and self.save_every > 0
+
     def remember_decisions(self) -> None:
         """Keep decisions that the machine forces on the run in its folder, and read those that are there."""
         run = self.recorder.run
@@ -303,8 +315,9 @@ class Federation:
 
     def save(self) -> None:
         """Write the complete state, if this round is one to write."""
-        if self.recorder.run is None or not self.recorder.writes or self.save_every == 0:
+        if not self._saves:
             return
+        assert self.recorder.run is not None
         server = self.server
         if self.rounds_done % self.save_every == 0 or self.rounds_done == server.max_rounds:
             extra = {

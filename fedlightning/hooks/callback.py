@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fedlightning.hooks.facts import Facts
 from fedlightning.hooks.words import GradientContext, Job, Owner, Phase, Plan, Setup, Stage, Weighting
 from fedlightning.messages import Message, Update, Wire
-from fedlightning.ranges import checked
+from fedlightning.ranges import check_on_creation
 from fedlightning.tensors import State
 from fedlightning.wrappers.features import FeatureTap
 
@@ -98,8 +98,7 @@ class FederatedCallback(Callback):
     def __init_subclass__(cls, **options: Any) -> None:
         """Let arguments be checked by their annotations; refuse a method of a family on a class that is not of it."""
         super().__init_subclass__(**options)
-        if "__init__" in vars(cls):
-            cls.__init__ = checked(cls.__init__)  # type: ignore[method-assign]
+        check_on_creation(cls)
         for name, family in FAMILIES.items():
             if name in vars(cls) and family not in (kind.__name__ for kind in cls.__mro__):
                 raise TypeError(

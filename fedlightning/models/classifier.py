@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from fedlightning.models.labels import check_labels
 from fedlightning.models.metrics import ClassificationMetrics
 from fedlightning.models.supervised import SupervisedModule
+from fedlightning.ranges import NonNegativeFloat, PositiveInt, Range, ShareBelowOne, check_arguments
 
 DEFAULT_LR = 0.1
 """Learning rate of the default optimizer."""
@@ -71,17 +71,18 @@ class Classifier(SupervisedModule):
     def __init__(
         self,
         net: nn.Module,
-        num_classes: int,
+        num_classes: PositiveInt,
         optimizer: OptimizerCallable | None = None,
         scheduler: LRSchedulerCallable | None = None,
-        lr: float | None = None,
-        label_smoothing: float = 0.0,
+        lr: NonNegativeFloat | None = None,
+        label_smoothing: ShareBelowOne = 0.0,
         scheduler_interval: Literal["epoch", "step"] = "epoch",
-        focal_gamma: float | None = None,
-        class_weights: Sequence[float] | None = None,
+        focal_gamma: Annotated[float, Range("[0, inf)", "None is cross entropy.")] | None = None,
+        class_weights: Sequence[NonNegativeFloat] | None = None,
         more_metrics: Sequence[Literal["kappa", "pr_auc"]] = (),
     ) -> None:
         super().__init__()
+        check_arguments(self, Classifier.__init__, locals())
         if optimizer is not None and lr is not None:
             raise ValueError(
                 f"Classifier got lr={lr} and an optimizer. lr belongs to the default SGD only: leave it out and set "
@@ -91,14 +92,6 @@ class Classifier(SupervisedModule):
             raise ValueError(
                 f"Classifier got a {type(net).__name__} as net. Pass a torch.nn.Module that returns logits."
             )
-        if num_classes < 1:
-            raise ValueError(f"Classifier(num_classes={num_classes}): there must be at least 1 class.")
-        if lr is not None and not 0.0 <= lr < math.inf:
-            raise ValueError(f"Classifier(lr={lr}): a learning rate must be a finite number of at least 0.")
-        if not 0.0 <= label_smoothing < 1.0:
-            raise ValueError(f"Classifier(label_smoothing={label_smoothing}): it must lie in [0, 1).")
-        if focal_gamma is not None and not (0.0 <= focal_gamma < math.inf):
-            raise ValueError(f"Classifier(focal_gamma={focal_gamma}): it must be 0 or more; None is cross entropy.")
         if focal_gamma is not None and label_smoothing:
             raise ValueError(
                 "Classifier got focal_gamma and label_smoothing; focal loss has no smoothing. Use one of them."
@@ -108,10 +101,8 @@ class Classifier(SupervisedModule):
                 raise ValueError(
                     f"Classifier got {len(class_weights)} class_weights for {max(2, num_classes)} classes; give one each."
                 )
-            if not all(0.0 <= weight < math.inf for weight in class_weights) or not any(class_weights):
-                raise ValueError(
-                    f"Classifier got class_weights={list(class_weights)}; they must be finite, 0 or more and not all 0."
-                )
+            if not any(class_weights):
+                raise ValueError(f"Classifier got class_weights={list(class_weights)}; they must not all be 0.")
         self.save_hyperparameters(ignore=["net", "optimizer", "scheduler"])
         self.num_classes = num_classes
         self.label_smoothing, self.focal_gamma = label_smoothing, focal_gamma

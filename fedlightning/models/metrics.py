@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torchmetrics.functional.classification import (
 from torchmetrics.utilities import dim_zero_cat
 
 from fedlightning.models.few import FEW, calibration_gap, counted_scores, scores_of_few
+from fedlightning.ranges import checked
 
 
 class ClassificationMetrics(Metric):
@@ -83,13 +85,9 @@ class ClassificationMetrics(Metric):
     logits: list[Tensor]
     target: list[Tensor]
 
-    def __init__(self, num_classes: int, more: Sequence[str] = ()) -> None:
+    @checked
+    def __init__(self, num_classes: int, more: Sequence[Literal["kappa", "pr_auc"]] = ()) -> None:
         super().__init__()
-        unknown = [name for name in more if name not in MORE]
-        if unknown or isinstance(more, str):
-            raise ValueError(
-                f"There is no score {unknown[0] if unknown else more!r} to add; list some of {list(MORE)}."
-            )
         self.num_classes = num_classes
         self.more = tuple(more)
         for name in ("losses", "logits", "target"):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fedlightning.models.recipes import module_recipe
 from fedlightning.models.sizes import check_sizes
+from fedlightning.ranges import checked
 
 Fusion = Literal["concat", "attention", "gate"]
 
@@ -49,6 +50,7 @@ class MultimodalNet(nn.Module):
 
     head_name = "classifier"
 
+    @checked
     def __init__(
         self,
         encoders: dict[str, nn.Module],
@@ -62,8 +64,6 @@ class MultimodalNet(nn.Module):
         check_sizes(self, num_classes=num_classes, width=width, num_heads=num_heads)
         if not encoders:
             raise ValueError("MultimodalNet got no encoders; give one for each modality.")
-        if fusion not in ("concat", "attention", "gate"):
-            raise ValueError(f"MultimodalNet got fusion={fusion!r}; use 'concat', 'attention' or 'gate'.")
         recipes = {name: module_recipe(encoder) for name, encoder in encoders.items()}
         if None not in recipes.values():
             self.init_args: dict[str, Any] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import torch.nn.functional as F
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from fedlightning.models.regression_metrics import RegressionMetrics
 from fedlightning.models.supervised import SupervisedModule
+from fedlightning.ranges import PositiveFloat, check_arguments
 
 DEFAULT_LR = 0.01
 """Learning rate of the default optimizer: squared errors have steeper gradients than cross entropy."""
@@ -57,19 +57,16 @@ class Regressor(SupervisedModule):
         scheduler: LRSchedulerCallable | None = None,
         lr: float | None = None,
         loss: Literal["mse", "l1", "huber"] = "mse",
-        huber_delta: float = 1.0,
+        huber_delta: PositiveFloat = 1.0,
         scheduler_interval: Literal["epoch", "step"] = "epoch",
     ) -> None:
         super().__init__()
+        check_arguments(self, Regressor.__init__, locals())
         if optimizer is not None and lr is not None:
             raise ValueError(
                 f"Regressor got lr={lr} and an optimizer. lr belongs to the default SGD only: leave it out and set "
                 "the learning rate in the optimizer (optimizer.init_args.lr)."
             )
-        if loss not in ("mse", "l1", "huber"):
-            raise ValueError(f"Regressor got loss={loss!r}; use 'mse', 'l1' or 'huber'.")
-        if not 0.0 < huber_delta < math.inf:
-            raise ValueError(f"Regressor(huber_delta={huber_delta}): it must be positive and finite.")
         self.save_hyperparameters(ignore=["net", "optimizer", "scheduler"])
         self.loss_name, self.huber_delta = loss, huber_delta
         self.take_over(net, optimizer, scheduler, DEFAULT_LR if lr is None else lr, scheduler_interval)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fedlightning.models.heads import head_name
+from fedlightning.ranges import PositiveInt, checked
 
 
 class TimmNet(nn.Module):
@@ -35,17 +36,16 @@ class TimmNet(nn.Module):
         'model.fc'
     """
 
+    @checked
     def __init__(
         self,
         model_name: str,
-        num_classes: int,
+        num_classes: PositiveInt,
         in_chans: int = 3,
         pretrained: bool = False,
         model_args: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        if num_classes < 1:
-            raise ValueError(f"TimmNet(num_classes={num_classes}): a classifier needs at least 1 output.")
         timm = _timm()
         if ":" not in model_name and not timm.is_model(model_name.partition(".")[0]):  # timm checks "hf-hub:..."
             close = difflib.get_close_matches(model_name, timm.list_models(), n=5)

@@ -43,7 +43,8 @@ Check = Callable[..., None]
 """Function of an algorithm, a folder and arguments of the trainer that raises AssertionError."""
 
 _PARTIAL: dict[str, Any] = {"max_rounds": 4, "evaluate_every": 2, "participation": 3}
-_FULL: dict[str, Any] = {"full": True, "max_rounds": 4}
+_FOUR: dict[str, Any] = {"max_rounds": 4}
+_FULL: dict[str, Any] = {"full": True}
 _TWO: dict[str, Any] = {"max_rounds": 2}  # one that goes wrong, and one that begins with what it has left
 
 
@@ -170,7 +171,7 @@ def check_absent_clients(algorithm: FederatedCallback, root: Path, **given: Any)
 
 def check_wire(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
     """Check that clients send what may leave, was asked for and is not private, bytes are counted, and `keeps` is set."""
-    trainer, visits, _ = plain_run(algorithm, given | _FULL, written=True)
+    trainer, visits, _ = plain_run(algorithm, _FOUR | given | _FULL, written=True)
     server = server_of(trainer)
     assert server.bytes_up == sum(update.num_bytes for _, update, _ in visits.all), "Bytes up are not what was sent."
     assert server.bytes_down == sum(message.num_bytes for message, _, _ in visits.all), (
@@ -217,7 +218,7 @@ def _trained(server: Server, record: ClientRecord) -> State:
 
 def check_every_kind_of_entry(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
     """Check that variances stay positive, frozen and integer entries stay the same, and tied parameters stay tied."""
-    trainer = plain_run(algorithm, given | _FULL, written=True).trainer
+    trainer = plain_run(algorithm, _FOUR | given | _FULL, written=True).trainer
     server = server_of(trainer)
     for label, module in deployed(trainer):
         state = module_state(module)

@@ -14,11 +14,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from fedlightning.blueprint.settings import limited
 from fedlightning.datamodules.base import SPLITS, FederatedDataModule, in_order
 from fedlightning.datamodules.held_out import without
 from fedlightning.datamodules.overlap import content_hash, look
 from fedlightning.datamodules.public import is_iterable
-from fedlightning.visit.limits import limited
 
 Part = Literal["classes", "splits", "loaders", "batches", "pooled", "public", "public content"]
 """What is looked up only where it is asked for: it may take time where clients or samples are many."""

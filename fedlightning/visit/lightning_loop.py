@@ -10,12 +10,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import CheckpointIO
 
-from fedlightning.blueprint.settings import LocalSettings
+from fedlightning.blueprint.settings import LocalSettings, limited
 from fedlightning.compat.quiet import quiet
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.hooks import Phase
 from fedlightning.visit.client import Client
-from fedlightning.visit.limits import limited
 from fedlightning.visit.lost_batches import refuse_lost_batches
 from fedlightning.visit.surroundings import Surroundings
 from fedlightning.visit.visit_callback import VisitCallback

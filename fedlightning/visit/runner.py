@@ -34,7 +34,6 @@ from fedlightning.visit.client import Client
 from fedlightning.visit.description import Description, Part, describe
 from fedlightning.visit.freezing import only_training
 from fedlightning.visit.leaving import Leaving, leaving_of
-from fedlightning.visit.limits import limited
 from fedlightning.visit.loop_choice import LoopChoice
 from fedlightning.visit.monitors import Monitor
 from fedlightning.visit.record import ClientRecord
@@ -135,7 +134,7 @@ class LocalRunner:
         return self.data.pooled_dataloader(split)
 
     def _make_scorer(self) -> None:
-        source = user_data(self.data)
+        self._source = source = user_data(self.data)  # the data module that the user wrote
         self.scorer = Scorer(self.blueprint, None if source is None else ClientData(source))
 
     def leaving(self, client: str) -> Leaving:
@@ -191,7 +190,7 @@ class LocalRunner:
             return 0
         samples = len(loader.dataset)  # type: ignore[arg-type]
         size = loader.batch_size or math.ceil(samples / len(loader))
-        batches = limited(len(loader), self.settings.trainer_arguments.get("limit_train_batches"))
+        batches = self.settings.train_batches(len(loader))
         return min(samples, batches * size)
 
     def start_sampler(
@@ -241,7 +240,7 @@ class LocalRunner:
     def num_batches(self, client: str) -> int:
         """Return the training batches in an epoch of a client, after `limit_train_batches`."""
         loader = self.data.client_dataloader(client, "train")
-        return 0 if loader is None else limited(len(loader), self.settings.trainer_arguments.get("limit_train_batches"))
+        return 0 if loader is None else self.settings.train_batches(len(loader))
 
     def has_pooled(self, split: str) -> bool:
         """Return True if there is a loader over the union of the clients' data of a split."""
@@ -281,7 +280,7 @@ class LocalRunner:
 
     def surroundings(self, client: Client, phase: Phase) -> Surroundings:
         """Return what the Trainer of a fit shows to the module and its callbacks."""
-        settings, source = self.settings, user_data(self.data)
+        settings, source = self.settings, self._source
         folder = settings.folder_of(client.id)
         logs = client.logs if settings.logs(client.id) else None
         before = client.record.lightning.get(phase.name, {}).get("logged_steps", 0)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from fedlightning.ranges import checked
 from fedlightning.wrappers.heads import find_submodule
 from fedlightning.wrappers.mixing import user_class
 
@@ -40,11 +41,10 @@ class FeatureTap:
         torch.Size([5, 3])
     """
 
+    @checked
     def __init__(
         self, module: nn.Module, name: str, at: Literal["input", "output"] = "input", several: bool = False
     ) -> None:
-        if at not in ("input", "output"):
-            raise ValueError(f"at={at!r} is unknown; choose 'input' or 'output'.")
         self._target: nn.Module | None = find_submodule(module, name)
         self._where = f"`{name}` of {user_class(module).__name__}"
         self._at, self._several = at, several

@@ -504,7 +504,7 @@ def test_a_module_whose_hooks_hold_state():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"alpha": 1.5}, r"alpha=1\.5; a share of the local model must be in \[0, 1\]"),
+        ({"alpha": 1.5}, r"APFL got alpha=1\.5\. Use a number in \[0, 1\]"),
         ({"mix": "weights"}, "mix='weights'. Use 'params'"),
         ({"personal_model": Toy()}, "Set mix='logits'"),
         (

@@ -214,7 +214,7 @@ def test_other_precision():
 
 
 def test_wrong_use():
-    with pytest.raises(ValueError, match=r"Ditto got lam=-1.*Use 0 for training alone"):
+    with pytest.raises(ValueError, match=r"Ditto got lam=-1\. Use a number in \[0, inf\)\. 0 is training alone"):
         Ditto(lam=-1)
     with pytest.raises(ValueError, match=r"Ditto got work=-2"):
         Ditto(work=-2)

@@ -310,5 +310,5 @@ def test_a_momentum_that_goes_on_is_counted_on(how):
 
 
 def test_training_that_starts_elsewhere_is_refused():
-    with pytest.raises(ValueError, match=r"under FLIU training starts elsewhere than from w\^t"):
+    with pytest.raises(ValueError, match=r"steps from w\^t, and FLIU makes"):
         federate(Toy(), toy_data([8]), [FedNova(), FLIU()])

@@ -121,5 +121,5 @@ def test_only_trainable_parameters_that_travel_are_pulled():
 
 
 def test_a_negative_strength_is_refused():
-    with pytest.raises(ValueError, match=r"FedProx got mu=-1.*Use 0 for FedAvg"):
+    with pytest.raises(ValueError, match=r"FedProx got mu=-1\. Use a number in \[0, inf\)\. 0 is FedAvg"):
         FedProx(mu=-1)

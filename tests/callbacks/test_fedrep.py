@@ -241,7 +241,8 @@ def test_it_is_not_fedper():
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: FedRep(head_epochs=-1), r"FedRep got head_epochs=-1.*body_epochs=None"),
+        (lambda: FedRep(head_epochs=-1), r"FedRep got head_epochs=-1\. Use a whole number in \[0, inf\)"),
+        (lambda: FedRep(body_epochs=-1), r"FedRep got body_epochs=-1\. Use .*or None\. None is the trainer's"),
         (lambda: FedRep(num_layers=2), r"FedRep leaves nothing to share: Toy has 2 layer.*use Local"),
         (lambda: FedRep(personal=["head"]), r"'head' is neither a name"),
     ],

@@ -226,11 +226,11 @@ def test_the_fast_loop_and_the_trainer_train_the_same():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"widths": []}, r"widths=\[\]; widths are shares"),
-        ({"widths": [0.5, 1.2]}, r"widths are shares of the full model in \(0, 1\]"),
+        ({"widths": []}, r"widths=\[\]\. Give one share"),
+        ({"widths": [0.5, 1.2]}, r"widths=\[0.5, 1.2\]. Use a list, each a number in \(0, 1\]"),
         ({"rates": [0.5]}, r"largest width 0.5, which is none of widths=.*Add it there"),
-        ({"alpha": 1.5}, r"alpha=1.5; the share of the teacher"),
-        ({"temperature": 0.0}, r"temperature=0.0; it divides logits"),
+        ({"alpha": 1.5}, r"alpha=1.5. Use a number in \[0, 1\]"),
+        ({"temperature": 0.0}, r"temperature=0.0. Use a number in \(0, inf\)"),
     ],
 )
 def test_wrong_use_is_refused(arguments, words):

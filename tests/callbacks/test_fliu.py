@@ -169,5 +169,5 @@ def test_composes_with_a_personal_head():
 
 @pytest.mark.parametrize("gamma", [-0.1, 1.5, "half"])
 def test_a_senseless_share_is_refused(gamma):
-    with pytest.raises(ValueError, match=r"FLIU got gamma=.*\[0, 1\] or 'adaptive'"):
+    with pytest.raises(ValueError, match=rf"FLIU got gamma={gamma!r}. Use a number in \[0, 1\], or 'adaptive'"):
         FLIU(gamma=gamma)

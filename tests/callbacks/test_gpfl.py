@@ -158,11 +158,11 @@ class NoHead(PiecesStyle):
 
 
 def test_wrong_use():
-    with pytest.raises(ValueError, match="weights of losses are finite numbers"):
+    with pytest.raises(ValueError, match=r"GPFL got lam=-1.0. Use a number in \[0, inf\). 0 turns it off"):
         GPFL(lam=-1.0)
     with pytest.raises(ValueError, match="distance='mean'"):
         GPFL(distance="mean")
-    with pytest.raises(ValueError, match="two classes at least"):
+    with pytest.raises(ValueError, match=r"num_classes=1. Use a whole number in \[2, inf\), or None"):
         GPFL(num_classes=1)
     with pytest.raises(ValueError, match=r"valve=.shut.\. Use .open. or"):
         GPFL(valve="shut")

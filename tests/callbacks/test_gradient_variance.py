@@ -271,7 +271,7 @@ def test_what_cannot_be_measured_is_refused():
         fit(Manual(), [GradientVariance()])
     with pytest.raises(ValueError, match=r"'last.weight' of Plain is torch.bfloat16"):
         fit(Plain(), [GradientVariance()], precision="bf16-true")
-    with pytest.raises(ValueError, match="definition='variance' is unknown"):
+    with pytest.raises(ValueError, match=r"definition='variance'. Use 'grad_var_samples' or"):
         GradientVariance("variance")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="num_batches=0"):
         GradientVariance(num_batches=0)

@@ -311,7 +311,7 @@ def test_the_proximal_anchor_is_the_slice():
             [HeteroFL(static_bn=False), PLayerFL()],
             r"HeteroFL gives clients parts.*, and PLayerFL plans rounds of its own",
         ),
-        ([HeteroFL(dynamic=True), LocalCheckpoint()], r"dynamic=True\), and LocalCheckpoint keeps"),
+        ([HeteroFL(dynamic=True), LocalCheckpoint()], r"dynamic=True\)\), and LocalCheckpoint keeps"),
         ([HeteroFL(rates={"0": 1.0})], r"no rate for client '1'"),
     ],
 )
@@ -330,7 +330,9 @@ def test_the_head_by_name_or_in_a_list(head):
 def test_wrong_use_is_refused():
     with pytest.raises(ValueError, match=r"HeteroFL got head=\['net.0', 'net.3'\], but one layer gives the logits"):
         HeteroFL(head=["net.0", "net.3"])
-    for arguments in ({"rates": []}, {"rates": [0.0]}, {"rates": [1.5]}, {"rates": {"0": -1.0}}):
+    with pytest.raises(ValueError, match=r"HeteroFL got rates=\[\]. Give one share"):
+        HeteroFL(rates=[])
+    for arguments in ({"rates": [0.0]}, {"rates": [1.5]}, {"rates": {"0": -1.0}}):
         with pytest.raises(ValueError, match=r"HeteroFL got rates=.*\(0, 1\]"):
             HeteroFL(**arguments)
     with pytest.raises(ValueError, match="draws widths from a list"):

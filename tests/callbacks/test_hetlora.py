@@ -265,9 +265,16 @@ def test_kept_optimizers_are_refused_only_with_pruning():
     federate(Toy("momentum"), toy_data(), [HetLoRA(gamma=1.0)], optimizer_state="keep", max_rounds=1)
 
 
-@pytest.mark.parametrize("bad", [{"gamma": 0.0}, {"gamma": 1.5}, {"lam": -1.0}])
-def test_impossible_pruning_is_refused(bad):
-    with pytest.raises(ValueError, match=r"HetLoRA got gamma=.*share gamma in \(0, 1\]"):
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"gamma": 0.0}, r"gamma=0.0. Use a number in \(0, 1\]. 1 prunes nothing"),
+        ({"gamma": 1.5}, r"gamma=1.5. Use a number in \(0, 1\]"),
+        ({"lam": -1.0}, r"lam=-1.0. Use a number in \[0, inf\)"),
+    ],
+)
+def test_impossible_pruning_is_refused(bad, words):
+    with pytest.raises(ValueError, match=f"HetLoRA got {words}"):
         HetLoRA(**bad)
 
 

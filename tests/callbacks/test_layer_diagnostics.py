@@ -289,7 +289,7 @@ def test_bad_options_are_refused():
         ({"quantities": ["hessian"]}, r"quantities=\['hessian'\]"),
         ({"quantities": []}, "quantities"),
         ({"stages": ["G"]}, r"stages=\['G'\]"),
-        ({"hessian_probes": 1}, "hessian_probes=1; use 2 or more"),
+        ({"hessian_probes": 1}, r"hessian_probes=1. Use a whole number in \[2, inf\)"),
         ({"num_batches": 0}, "num_batches=0"),
         ({"threshold": 1.0}, "threshold=1.0"),
         ({"quantities": ["sensitivity_online"], "stages": ["L1", "L2"]}, "'sensitivity_online' is of stage L2 alone"),

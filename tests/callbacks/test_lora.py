@@ -426,9 +426,17 @@ def test_an_export_is_pickled_when_its_entries_are_not_the_class_s_own(injected,
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [{"r": 0}, {"alpha": 0}, {"dropout": 1.0}])
-def test_impossible_adapters_are_refused(bad):
-    with pytest.raises(ValueError, match=r"FFALoRA got r=.*rank of at least 1"):
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"r": 0}, r"r=0. Use a whole number in \[1, inf\)"),
+        ({"r": 2.0}, r"r=2.0. Use a whole number in \[1, inf\)"),
+        ({"alpha": 0}, r"alpha=0. Use a number in \(0, inf\)"),
+        ({"dropout": 1.0}, r"dropout=1.0. Use a number in \[0, 1\)"),
+    ],
+)
+def test_impossible_adapters_are_refused(bad, words):
+    with pytest.raises(ValueError, match=f"FFALoRA got {words}"):
         FFALoRA(**bad)
 
 

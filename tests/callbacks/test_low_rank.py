@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -29,7 +31,9 @@ def test_a_list_is_dealt_in_turn_and_a_table_names_clients(method):
 @BOTH
 @pytest.mark.parametrize("bad", [{"r": 0}, {"r": []}, {"r": [4, 0]}, {"r": {"0": -1}}, {"r": 2.5}, {"alpha": 0.0}])
 def test_impossible_ranks_are_refused(method, bad):
-    with pytest.raises(ValueError, match=rf"{method.__name__} got r=.*rank of at least 1"):
+    ((name, value),) = bad.items()
+    words = "Give one number at least" if value == [] else "Use a (whole )?number in "
+    with pytest.raises(ValueError, match=rf"{method.__name__} got {name}={re.escape(str(value))}\. {words}"):
         method(**bad)
 
 

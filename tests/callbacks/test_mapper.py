@@ -252,10 +252,10 @@ class Manual(Toy):
     ("make", "sentence"),
     [
         (lambda: MAPPER([]), r"MAPPER got grid=\[\]"),
-        (lambda: MAPPER([0.5, 1.5]), r"grid=\[0.5, 1.5\]. Give different shares"),
+        (lambda: MAPPER([0.5, 1.5]), r"grid=\[0.5, 1.5\]. Use a list, each a number in \[0, 1\]"),
         (lambda: MAPPER([0.5, 0.5]), "Give different shares"),
-        (lambda: MAPPER(global_steps=0), "global_steps=0.*one step at least"),
-        (lambda: MAPPER(choose_on="test"), "choose_on='test'.*never on test data"),
+        (lambda: MAPPER(global_steps=0), r"global_steps=0. Use a whole number in \[1, inf\), or None"),
+        (lambda: MAPPER(choose_on="test"), "choose_on='test'. Use 'train' or 'val'"),
     ],
 )
 def test_wrong_use(make, sentence):

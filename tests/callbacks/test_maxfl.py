@@ -189,8 +189,8 @@ class Reducing(FederatedCallback):
     [
         (FedPer(), "MaxFL asks whether one model for all satisfies each client, but here 'net.3.weight' stays"),
         (FedBN(), "but here 'net.1.weight' stays with the clients"),
-        (Merging(), "and Merging makes training start elsewhere than from w"),
-        (Reducing(), "and Reducing combines the updates otherwise"),
+        (Merging(), "and Merging makes the model that training starts from"),
+        (Reducing(), "and Reducing combines updates in a way of its own"),
         (FedAdam(), "both claim 'server_step'"),
         (FedAvg(), "ask for different weightings"),
     ],

@@ -216,9 +216,9 @@ def test_the_wrapper_comes_off():
 def test_wrong_use():
     for make, sentence in (
         (lambda: pFedBayes(zeta=-1.0), "zeta=-1.0"),
-        (lambda: pFedBayes(noise=math.inf), "finite numbers from 0"),
-        (lambda: pFedBayes(personal_steps=0), "one step or more"),
-        (lambda: pFedBayes(global_lr=0.0), "w would never move"),
+        (lambda: pFedBayes(noise=math.inf), r"noise=inf. Use a number in \[0, inf\)"),
+        (lambda: pFedBayes(personal_steps=0), r"personal_steps=0. Use a whole number in \[1, inf\)"),
+        (lambda: pFedBayes(global_lr=0.0), r"global_lr=0.0. Use a number in \(0, inf\). With 0 w would never move"),
         (lambda: pFedBayes(rho=math.nan), "rho=nan"),
     ):
         with pytest.raises(ValueError, match=sentence):

@@ -370,10 +370,10 @@ def test_teachers_of_the_same_round_do_not_depend_on_the_global_generators():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"lam": -1.0}, "lam=-1.0; use 0 or more"),
-        ({"num_groups": 0}, "num_groups=0; use 1 or more"),
-        ({"batch_size": 1}, "batch_size=1; use 2 or more"),
-        ({"temperature": 0.0}, "temperature=0.0; use a number above 0"),
+        ({"lam": -1.0}, r"lam=-1.0. Use a number in \[0, inf\)"),
+        ({"num_groups": 0}, r"num_groups=0. Use a whole number in \[1, inf\)"),
+        ({"batch_size": 1}, r"batch_size=1. Use a whole number in \[2, inf\), or None"),
+        ({"temperature": 0.0}, r"temperature=0.0. Use a number in \(0, inf\)"),
         ({"depths": (5, 4)}, r"depths=\(5, 4\)"),
         ({"depths": (1, 2), "num_groups": 3}, "has one of every group at least"),
         ({"grouping": "soft"}, "Use 'medoids' or 'means'"),

@@ -533,7 +533,9 @@ def test_a_global_model_may_be_selected_where_there_is_one(tmp_path):
 
 @pytest.mark.parametrize("threshold", [1.0, 0.3, math.nan])
 def test_thresholds_that_mean_nothing(threshold):
-    with pytest.raises(ValueError, match=r"F is cumulative, so every ratio is at least 1: use t > 1"):
+    with pytest.raises(
+        ValueError, match=rf"PLayerFL got threshold={threshold}. Use a number in \(1, inf\]. F is cumulative"
+    ):
         PLayerFL(threshold)
 
 

@@ -406,8 +406,10 @@ def test_an_optimizer_that_only_training_shows_is_refused_by_the_client():
 
 
 def test_a_weighting_that_says_nothing_of_absent_clients_is_refused():
+    method = SCAFFOLD()
+    method.weighting = lambda server, update: 1.0
     with pytest.raises(ValueError, match="says nothing of absent clients"):
-        federate(Toy("sgd"), toy_data([8]), [SCAFFOLD(weighting=lambda server, update: 1.0)], max_rounds=1)
+        federate(Toy("sgd"), toy_data([8]), [method], max_rounds=1)
 
 
 def test_unequal_numbers_of_steps_are_warned_of_once():

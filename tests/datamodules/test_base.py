@@ -226,7 +226,7 @@ def test_public_samples_are_taken_from_the_clients_training_samples_alone(make):
             assert shared.indices(client, split).tolist() == plain.indices(client, split).tolist()
     assert public == taken
     assert sum(len(batch[-1]) for batch in shared.public_dataloader()) == len(public)
-    with pytest.raises(ValueError, match=r"public_fraction=1\.0; use a share"):
+    with pytest.raises(ValueError, match=r"public_fraction=1\.0\. Use a number in \[0, 1\)"):
         make(1.0)
 
 
@@ -269,7 +269,7 @@ def test_a_share_of_an_own_data_module_is_checked(share):
     class Own(Toy):
         public_fraction = share
 
-    with pytest.raises(ValueError, match=rf"Own got public_fraction={share}; use a share"):
+    with pytest.raises(ValueError, match=rf"Own got public_fraction={share}\. Use a share of the samples in \[0, 1\)"):
         Own().setup()
 
 

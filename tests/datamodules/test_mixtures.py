@@ -121,7 +121,7 @@ def test_each_groups_hold_out_data():
         ({"groups": [[0], [11]]}, "class 11, which no train sample has"),
         ({"groups": [[0]]}, "two or more lists"),
         ({"groups": [[0], [1], [2]]}, "for 3 groups"),
-        ({"label_space": "both"}, "use 'joint' or 'shared'"),
+        ({"label_space": "both"}, "label_space='both'. Use 'joint' or 'shared'"),
         ({"groups": "rotation", "flatten": True}, "these samples are none"),
         ({"num_clients": 900}, "cannot give 900 clients a sample each"),
     ],

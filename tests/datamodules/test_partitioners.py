@@ -234,7 +234,7 @@ def test_natural_groups():
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: IIDPartitioner(0), "num_clients=0; use a whole number of 1 or more"),
+        (lambda: IIDPartitioner(0), r"IIDPartitioner got num_clients=0\. Use a whole number in \[1, inf\)"),
         (lambda: IIDPartitioner(2.5), "num_clients=2.5"),
         (lambda: DirichletPartitioner(3, 0.0), "alpha=0.0"),
         (lambda: DirichletPartitioner(3, float("nan")), "alpha=nan"),

@@ -84,7 +84,7 @@ def test_two_answers_and_no_data_are_refused() -> None:
     for wrong in ("digits", DigitsDataModule, object(), True):
         with pytest.raises(ValueError, match="give a share of every client's training samples"):
             share_of("data", wrong, 0.0)
-    with pytest.raises(ValueError, match=r"public_fraction=1.0; use a share"):
+    with pytest.raises(ValueError, match=r"public=1.0. Use a share of every client.s training samples in \[0, 1\)"):
         made(public=1.0)
 
 

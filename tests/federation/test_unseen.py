@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from fedlightning.algorithm import NEWCOMER, ModelSelection
+from fedlightning.blueprint.settings import limited  # noqa: F401
 from fedlightning.callbacks import (
     APFL,
     CFL,
@@ -33,7 +34,6 @@ from fedlightning.testing.runs import StopAfter, Stopped, assert_same
 from fedlightning.testing.toys import ToyData as CheckData
 from fedlightning.testing.toys import ToyModule
 from fedlightning.testing.toys import federate as checked
-from fedlightning.visit.limits import limited  # noqa: F401
 from tests.federation.test_stages import score_by_hand
 from tests.helpers import Toy, federate, make_trainer, toy_data
 

@@ -196,7 +196,7 @@ def test_bad_arguments_and_batches() -> None:
     net = MLP(4, [], 3)
     with pytest.raises(ValueError, match=r"lr=0\.5 and an optimizer.*optimizer\.init_args\.lr"):
         Classifier(net, 3, optimizer=torch.optim.Adam, lr=0.5)
-    with pytest.raises(ValueError, match="at least 1 class"):
+    with pytest.raises(ValueError, match=r"Classifier got num_classes=0. Use a whole number in \[1, inf\)"):
         Classifier(net, 0)
     with pytest.raises(ValueError, match=r"label_smoothing=1\.0"):
         Classifier(net, 3, label_smoothing=1.0)

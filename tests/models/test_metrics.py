@@ -172,7 +172,7 @@ def test_clients_of_one_class_and_sure_predictions() -> None:
 
 def test_a_further_score_that_there_is_not_is_refused() -> None:
     for words in (["mcc"], "kappa"):
-        with pytest.raises(ValueError, match=r"list some of \['kappa', 'pr_auc'\]"):
+        with pytest.raises(ValueError, match=r"ClassificationMetrics got more=.*Use a list, each 'kappa' or 'pr_auc'"):
             ClassificationMetrics(3, more=words)
 
 

@@ -119,7 +119,7 @@ def test_what_cannot_work_is_refused():
             module(given)
     with pytest.raises(ValueError, match=r"The encoder of 'a' returns \(5, 4\), but MultimodalNet\(width=6\)"):
         MultimodalNet({"a": MLP(4, [], 4)}, 3, width=6)({"a": x["a"]})
-    with pytest.raises(ValueError, match="use 'concat', 'attention' or 'gate'"):
+    with pytest.raises(ValueError, match=r"fusion='sum'. Use 'concat', 'attention' or 'gate'"):
         net("sum")
     with pytest.raises(ValueError, match="got no encoders"):
         MultimodalNet({}, 3)

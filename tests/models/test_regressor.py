@@ -70,8 +70,8 @@ def test_wrong_shapes_and_values_are_refused():
     with pytest.raises(ValueError, match="Regressor needs batches"):
         module._predicted(torch.zeros(3, 4))
     for options, sentence in (
-        ({"loss": "hinge"}, "use 'mse', 'l1' or 'huber'"),
-        ({"huber_delta": 0.0}, "must be positive"),
+        ({"loss": "hinge"}, "loss='hinge'. Use 'mse', 'l1' or 'huber'"),
+        ({"huber_delta": 0.0}, r"huber_delta=0.0. Use a number in \(0, inf\)"),
         ({"lr": 0.1, "optimizer": torch.optim.Adam}, "and an optimizer"),
     ):
         with pytest.raises(ValueError, match=sentence):
@@ -135,8 +135,11 @@ def test_the_focal_loss_of_several_classes_is_the_formula():
         ({"focal_gamma": -1.0}, "focal_gamma=-1.0"),
         ({"focal_gamma": 2.0, "label_smoothing": 0.1}, "no smoothing"),
         ({"class_weights": [1.0]}, "1 class_weights for 3 classes"),
-        ({"class_weights": [1.0, float("nan"), 1.0]}, "must be finite"),
-        ({"class_weights": [0.0, 0.0, 0.0]}, "not all 0"),
+        (
+            {"class_weights": [1.0, float("nan"), 1.0]},
+            r"class_weights=\[1.0, nan, 1.0\]. Use a list, each a number in \[0, inf\)",
+        ),
+        ({"class_weights": [0.0, 0.0, 0.0]}, "must not all be 0"),
     ],
 )
 def test_options_of_the_training_loss_are_checked(options, sentence):

@@ -78,7 +78,7 @@ def test_unknown_name_several_heads_no_classes() -> None:
         TimmNet("%%%", 2)
     with pytest.raises(ValueError, match="VisionTransformerDistilled has several heads: head, head_dist"):
         timm_model("deit_tiny_distilled_patch16_224", 2, img_size=32, depth=1)
-    with pytest.raises(ValueError, match="at least 1 output"):
+    with pytest.raises(ValueError, match=r"TimmNet got num_classes=0. Use a whole number in \[1, inf\)"):
         TimmNet("resnet18", 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import subprocess
@@ -34,6 +35,7 @@ from fedlightning.run import persistence
 from fedlightning.run.folder import find_last
 from fedlightning.tensors import module_state
 from tests.helpers import NormNet, Toy, make_trainer, same, toy_data
+from tests.processes import forked
 
 ROUNDS, STOPPED_IN = 4, 2
 
@@ -157,7 +159,10 @@ FAST = ("fedavg_keep", "lr_decay", "fp16", "scaffold_2", "fedper", "checkpoints"
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory, request):
-    """The runs asked for, uninterrupted under ``whole`` and cut under ``cut``; one new process has resumed the latter."""
+    """The runs asked for, uninterrupted under ``whole`` and cut under ``cut``; one new process has resumed the latter.
+
+    Among the slow tests that process is started, so that not even its hashes are those of this one.
+    """
     root = tmp_path_factory.mktemp("resume")
     torch.set_num_threads(1)
     ours = [item for item in request.session.items if item.path == request.path and "root" in item.fixturenames]
@@ -167,6 +172,11 @@ def root(tmp_path_factory, request):
         trainer, module, data = trainer_of(name, root / "cut", [Stop(STOPPED_IN)])
         with pytest.raises(KeyboardInterrupt):
             trainer.fit(module, datamodule=data)
+    if {*names} <= {*FAST}:
+        done = forked(functools.partial(resume_all, str(root / "cut"), *names), Path(__file__).parents[2])
+        assert done.returncode == 0, done.stderr
+        finish(root, names)
+        return root
     command = "import sys, fedlightning; from tests.run.test_resume import resume_all; resume_all(*sys.argv[1:])"
     env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     done = subprocess.Popen(
@@ -177,14 +187,19 @@ def root(tmp_path_factory, request):
         stderr=subprocess.STDOUT,
         text=True,
     )
+    finish(root, names)
+    output, _ = done.communicate(timeout=400)
+    assert done.returncode == 0, output
+    return root
+
+
+def finish(root, names):
+    """The same runs without interruption."""
     for name in names:
         trainer, module, data = trainer_of(name, root / "whole")
         trainer.fit(module, datamodule=data)
         trainer.test()
         torch.save(everything(trainer), root / "whole" / f"{name}.pt")
-    output, _ = done.communicate(timeout=400)
-    assert done.returncode == 0, output
-    return root
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from fedlightning.commands.run import Commands
+from tests.helpers import mostly_slow
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 HEART, MNIST, FASHION = (CONFIGS / name for name in ("heart_disease", "mnist_fliu", "fashion_mnist_player"))
@@ -92,17 +93,17 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # -- what the files say ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("path", METHODS, ids=name_of)
-def test_files_stand_alone_and_say_what_they_are(path: Path) -> None:
-    text = path.read_text()
-    assert text.startswith("# ") and f"--config configs/{name_of(path)}.yaml" in text
-    config = yaml.safe_load(text)
-    assert set(config) == {"trainer", "model", "data"}
-    assert config["trainer"]["name"] == path.stem
-    assert config["trainer"]["default_root_dir"] == f"runs/{path.relative_to(CONFIGS).parts[0]}"
+def test_files_stand_alone_and_say_what_they_are() -> None:
+    for path in METHODS:
+        text, name = path.read_text(), name_of(path)
+        assert text.startswith("# ") and f"--config configs/{name}.yaml" in text, name
+        config = yaml.safe_load(text)
+        assert set(config) == {"trainer", "model", "data"}, name
+        assert config["trainer"]["name"] == path.stem
+        assert config["trainer"]["default_root_dir"] == f"runs/{path.relative_to(CONFIGS).parts[0]}", name
 
 
-@pytest.mark.parametrize("name", HEART_RATES)
+@pytest.mark.parametrize("name", mostly_slow(HEART_RATES, ("fedadam", "scaffold", "apfl", "local")))
 def test_heart_disease_is_the_papers_preset(name: str) -> None:
     cli = built(HEART / f"{name}.yaml")
     optimizer = cli.model.configure_optimizers()
@@ -132,7 +133,7 @@ def test_equal_steps() -> None:
         assert given["max_rounds"] * given["local_steps"] == 1500
 
 
-@pytest.mark.parametrize("name", ["fedadam", "scaffold", "equal_steps/central_1500"])
+@pytest.mark.parametrize("name", mostly_slow(["fedadam", "scaffold", "equal_steps/central_1500"], ["scaffold"]))
 def test_equal_parameters_change_the_network_only(name: str) -> None:
     plain, wide = built(HEART / f"{name}.yaml"), built(HEART / f"{name}.yaml", HEART / "equal_parameters/network.yaml")
     assert [sum(p.numel() for p in cli.model.parameters()) for cli in (plain, wide)] == [14, 151]
@@ -142,7 +143,9 @@ def test_equal_parameters_change_the_network_only(name: str) -> None:
     assert configs[0] == configs[1]
 
 
-@pytest.mark.parametrize("path", sorted(MNIST.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", mostly_slow(sorted(MNIST.glob("*.yaml")), ("apfl", "fliu_025")), ids=lambda path: path.stem
+)
 def test_mnist_is_the_papers_setting(path: Path) -> None:
     cli = built(path)
     optimizer, given = cli.model.configure_optimizers(), cli.trainer.arguments
@@ -158,7 +161,7 @@ def test_mnist_is_the_papers_setting(path: Path) -> None:
         assert [callback.weighting for callback in cli.trainer.callbacks] == ["uniform"]
 
 
-@pytest.mark.parametrize("name", ["iid", "ls", "qs", "lsqs"])
+@pytest.mark.parametrize("name", mostly_slow(["iid", "ls", "qs", "lsqs"], ["lsqs"]))
 def test_mnist_partitions_replace_path(name: str) -> None:
     partitioner = built(MNIST / "fedavg.yaml", MNIST / f"overrides/{name}.yaml").datamodule.partitioner
     kinds = {"iid": "IID", "ls": "LabelSkew", "qs": "QuantitySkew", "lsqs": "LabelQuantitySkew"}
@@ -166,7 +169,7 @@ def test_mnist_partitions_replace_path(name: str) -> None:
     assert partitioner.num_clients == 100 and getattr(partitioner, "alpha", 1.0) == 1.0
 
 
-@pytest.mark.parametrize("name", FASHION_RATES)
+@pytest.mark.parametrize("name", mostly_slow(FASHION_RATES, ("pfedme", "playerfl")))
 def test_fashion_mnist_is_the_papers_setting(name: str) -> None:
     cli = built(FASHION / f"{name}.yaml")
     optimizer, given = cli.model.configure_optimizers(), cli.trainer.arguments
@@ -178,7 +181,7 @@ def test_fashion_mnist_is_the_papers_setting(name: str) -> None:
     assert sum(p.numel() for p in cli.model.parameters()) == 1_052_758
 
 
-@pytest.mark.parametrize("folder", [MNIST, FASHION], ids=name_of)
+@pytest.mark.parametrize("folder", mostly_slow([MNIST, FASHION], ["mnist_fliu"]), ids=name_of)
 def test_reduced_is_the_same_with_less(folder: Path) -> None:
     full, less = built(folder / "fedavg.yaml"), built(folder / "fedavg.yaml", folder / "overrides/reduced.yaml")
     assert less.trainer.arguments["max_rounds"] < full.trainer.arguments["max_rounds"]
@@ -197,7 +200,11 @@ def test_every_file_is_covered() -> None:
 
 
 # -- and that they run -------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("path", [path for path in METHODS if HEART in path.parents], ids=name_of)
+@pytest.mark.parametrize(
+    "path",
+    mostly_slow([path for path in METHODS if HEART in path.parents], ("scaffold", "fenda", "central_1500")),
+    ids=name_of,
+)
 def test_heart_disease_runs(path: Path, heart: Path, tmp_path: Path) -> None:
     work = "local_epochs" if "local_epochs" in path.read_text() else "local_steps"
     cli = run(path, tmp_path, [f"--data.init_args.root={heart}", f"--trainer.{work}=1"])
@@ -209,7 +216,7 @@ def test_heart_disease_runs(path: Path, heart: Path, tmp_path: Path) -> None:
     assert sum(p.numel() for p in deployed.parameters()) == wanted
 
 
-@pytest.mark.parametrize("name", ["iid", "ls", "qs", "lsqs"])
+@pytest.mark.parametrize("name", mostly_slow(["iid", "ls", "qs", "lsqs"], ["ls"]))
 def test_reduced_stacks_on_the_partitions(name: str) -> None:
     files = [MNIST / "fedavg.yaml", *(MNIST / f"overrides/{file}.yaml" for file in (name, "reduced"))]
     assert built(*files).datamodule.partitioner.num_clients == 50

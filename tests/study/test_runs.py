@@ -146,6 +146,8 @@ def test_scores_that_are_not_what_the_run_wrote_are_a_problem(tmp_path, how, has
     if not has_mark and how not in ("empty", "gone"):  # without a mark only what is gone is seen
         return
     assert "is not the file that the run has written" in found["metrics.csv"]
+    if (how, has_mark) != ("changed", True):
+        return
     assert main(["report", str(path), "--out", str(tmp_path / "out")]) == 0
     assert "metrics.csv" in capsys.readouterr().err
     kinds = [entry["kind"] for entry in json.loads((tmp_path / "out/comparison.json").read_text())["problems"]]

@@ -19,7 +19,6 @@ from fedlightning.engines.stacked.trainees import Recipe, Trainee
 from fedlightning.engines.stacked.vectorizable import Finding
 from fedlightning.hooks import Phase
 from fedlightning.visit.freezing import only_training
-from fedlightning.visit.limits import limited
 from fedlightning.visit.probes import TRANSFERS, move_batch
 from fedlightning.visit.requests import Fit
 from fedlightning.visit.runner import LocalRunner
@@ -92,7 +91,7 @@ class StackedTraining:
 
     def _batches(self, loader: Any) -> int:
         """Return the batches of an epoch, as Lightning counts them under `limit_train_batches`."""
-        return limited(len(loader), self.runner.settings.trainer_arguments.get("limit_train_batches"))
+        return self.runner.settings.train_batches(len(loader))
 
     def _seed(self, fit: Fit, epoch: int) -> tuple[object, ...]:
         return self.runner.settings.seed, fit.client.visit, fit.client.id, address_of(fit.phase), epoch

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 
@@ -22,6 +22,7 @@ from fedlightning.federation.server import Server
 from fedlightning.federation.update_checks import checked
 from fedlightning.hooks import Arrivals, AsynchronousMethod
 from fedlightning.messages import Update
+from fedlightning.ranges import PositiveShare, Range
 from fedlightning.run.timeline import Outcome
 from fedlightning.seeding import generator
 from fedlightning.visit.requests import Evaluate
@@ -70,25 +71,13 @@ class Asynchronous(Loop):
     def __init__(
         self,
         clock: VirtualClock | None = None,
-        concurrency: int | float = 1.0,
-        arrivals: int | None = None,
-        max_staleness: int | None = None,
-        at_end: str = "drop",
+        concurrency: Annotated[int, Range("[1, inf)", "It counts clients, or is a share.", strict=True)]
+        | PositiveShare = 1.0,
+        arrivals: Annotated[int, Range("[1, inf)", strict=True)] | None = None,
+        max_staleness: Annotated[int, Range("[0, inf)", strict=True)] | None = None,
+        at_end: Literal["drop", "flush"] = "drop",
     ) -> None:
         self.clock: VirtualClock = VirtualClock() if clock is None else clock
-        is_share = isinstance(concurrency, float) and 0 < concurrency <= 1
-        if not is_share and (not isinstance(concurrency, int) or isinstance(concurrency, bool) or concurrency < 1):
-            raise ConfigurationError(
-                f"Asynchronous got concurrency={concurrency!r}. Give the number of clients at work at a time, or a share in "
-                "(0, 1]."
-            )
-        for name, value, least in (("arrivals", arrivals, 1), ("max_staleness", max_staleness, 0)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise ConfigurationError(
-                    f"Asynchronous got {name}={value!r}. Give a whole number from {least}, or leave it out."
-                )
-        if at_end not in ("drop", "flush"):
-            raise ConfigurationError(f"Asynchronous got at_end={at_end!r}. Choose 'drop' or 'flush'.")
         self.concurrency = concurrency
         self.arrivals = arrivals
         self.max_staleness = max_staleness

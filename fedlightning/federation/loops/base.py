@@ -14,6 +14,7 @@ from fedlightning.federation.engine import Engine
 from fedlightning.federation.server import Server
 from fedlightning.hooks import POOLED, Change, ClientSelection, Job
 from fedlightning.messages import Update
+from fedlightning.ranges import check_on_creation
 from fedlightning.run.timeline import Trip
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Evaluate
@@ -34,6 +35,11 @@ class Loop(ABC):
     """Whether clients' records are put into the store later than the visits that made them: they must be here then."""
     trips: Sequence[Trip] = ()
     """The jobs that came back in the last round, where there is a clock."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let arguments be checked by their annotations."""
+        super().__init_subclass__(**options)
+        check_on_creation(cls)
 
     def check(self, server: Server) -> None:  # noqa: B027 - most loops take everything
         """Refuse before round 1, with ``ValueError`` and a sentence, callbacks that this loop cannot run."""

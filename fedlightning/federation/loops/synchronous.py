@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Annotated
 
 from fedlightning.clock import AlwaysAvailable, VirtualClock
 from fedlightning.errors import ConfigurationError
@@ -18,6 +18,7 @@ from fedlightning.federation.server import Server
 from fedlightning.federation.update_checks import checked
 from fedlightning.hooks import AsynchronousMethod, Job, Plan
 from fedlightning.messages import Message, Update
+from fedlightning.ranges import Range
 from fedlightning.visit.requests import Evaluate
 
 ROUNDS = 2**32
@@ -62,20 +63,10 @@ class Synchronous(Loop):
     def __init__(
         self,
         clock: VirtualClock | None = None,
-        deadline: float | None = None,
+        deadline: Annotated[float, Range("(0, inf)", "In virtual seconds.")] | None = None,
         late: Late = "drop",
-        first: int | None = None,
+        first: Annotated[int, Range("[1, inf)", "The number of updates that suffice.", strict=True)] | None = None,
     ) -> None:
-        if late not in ("drop", "partial"):
-            raise ConfigurationError(f"Synchronous got late={late!r}. Choose 'drop' or 'partial'.")
-        if deadline is not None and (isinstance(deadline, bool) or not 0 < deadline < math.inf):
-            raise ConfigurationError(
-                f"Synchronous got deadline={deadline!r}. Give positive virtual seconds, or leave it out."
-            )
-        if first is not None and (not isinstance(first, int) or isinstance(first, bool) or first < 1):
-            raise ConfigurationError(
-                f"Synchronous got first={first!r}. Give the number of updates that suffice, from 1."
-            )
         given = next((name for name, value in (("deadline", deadline), ("first", first)) if value is not None), None)
         if clock is None and given is not None:
             raise ConfigurationError(

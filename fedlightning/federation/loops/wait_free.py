@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from fedlightning.clock import VirtualClock
 from fedlightning.errors import ConfigurationError
@@ -18,6 +18,7 @@ from fedlightning.federation.server import Server
 from fedlightning.federation.update_checks import checked
 from fedlightning.hooks import Decentralised
 from fedlightning.messages import Message, Update
+from fedlightning.ranges import Range
 from fedlightning.run.timeline import Outcome, Trip
 from fedlightning.tensors import State
 from fedlightning.visit.requests import Evaluate
@@ -62,12 +63,11 @@ class WaitFree(Loop):
     clock: VirtualClock
 
     def __init__(
-        self, clock: VirtualClock | None = None, steps: int | None = None, period: float | None = None
+        self,
+        clock: VirtualClock | None = None,
+        steps: Annotated[int, Range("[1, inf)", strict=True)] | None = None,
+        period: Annotated[float, Range("(0, inf)", "The virtual seconds of a round.")] | None = None,
     ) -> None:
-        if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
-            raise ConfigurationError(f"WaitFree got steps={steps!r}. Give a whole number from 1.")
-        if period is not None and not 0.0 < period < math.inf:
-            raise ConfigurationError(f"WaitFree got period={period!r}. Give the virtual seconds of a round.")
         if steps is not None and period is not None:
             raise ConfigurationError(
                 f"WaitFree got steps={steps} and period={period}: a round is a number of steps or a time. Leave out one."

@@ -17,9 +17,9 @@ from lightning.pytorch.utilities.parsing import is_picklable
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader, IterableDataset
 
+from fedlightning.blueprint.settings import limited
 from fedlightning.blueprint.trainer_arguments import FORWARDED
 from fedlightning.visit.fast.hooks import of_module, per_class
-from fedlightning.visit.limits import limited
 
 KNOWN_ARGUMENTS = frozenset((*FORWARDED, "default_root_dir"))
 PRECISIONS = (Precision, MixedPrecision, DoublePrecision, HalfPrecision)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,10 @@ def test_a_plan_that_visits_whom_it_likes_gets_nobody_who_is_away(tmp_path: Path
     assert [error is None for error in plan.errors[0]] == [True, False, True]
 
 
-def test_resume_and_the_timeline(tmp_path: Path):
+def test_resume_and_the_timeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timelines_are_drawn: Callable[..., None]
+):
+    monkeypatch.setattr("fedlightning.federation.federation.draw_timeline", timelines_are_drawn)
     clock = VirtualClock(SampleSpeed(0.1, overhead=0.5), availability=BernoulliAvailability(0.5, slot=2.0))
     loop, module = Synchronous(clock, deadline=3.0), Toy("momentum")
 
@@ -183,6 +187,7 @@ def test_resume_and_the_timeline(tmp_path: Path):
     rows = [read_trips(tmp_path / folder / "federation" / "run") for folder in "ab"]
     assert rows[0] == rows[1] and {row["round"] for row in rows[0]} == {1, 2, 3, 4}
     assert {row["outcome"] for row in rows[0]} == {"taken", "late"}
+    assert (tmp_path / "b/federation/run/figures/timeline.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize(

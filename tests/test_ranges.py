@@ -1,0 +1,240 @@
+"""Ranges of arguments: what they hold, how sentences say it, and that every declared one is enforced."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from fedlightning import callbacks, datamodules
+from fedlightning.errors import ConfigurationError
+from fedlightning.federation import loops
+from fedlightning.models import Classifier, Regressor
+from fedlightning.ranges import (
+    CountOrShare,
+    NonNegativeFloat,
+    PositiveInt,
+    Range,
+    Share,
+    _annotations_of,
+    allows,
+    check_on_creation,
+    checked,
+    described,
+    may_be_infinite,
+    ranges_of,
+)
+
+if TYPE_CHECKING:
+    from collections import Counter as Unknown
+
+INF, NAN = math.inf, math.nan
+
+
+@pytest.mark.parametrize(
+    ("interval", "inside", "outside"),
+    [
+        ("[0, 1]", [0, 1, 0.5, np.float32(0.5), np.int64(1)], [-1e-9, 1.1, NAN, INF, -INF]),
+        ("(0, 1)", [1e-300, 0.999], [0, 1, NAN]),
+        ("[0, inf)", [0, 1e300], [INF, NAN, -1]),
+        ("(0, inf]", [INF, 3], [0, NAN, -INF]),
+        ("(-inf, inf)", [-1e300, 0], [INF, -INF, NAN]),
+    ],
+)
+def test_an_interval(interval, inside, outside):
+    assert all(value in Range(interval) for value in inside)
+    assert not any(value in Range(interval) for value in outside)
+
+
+@pytest.mark.parametrize("interval", ["", "0, 1", "[0, 1", "[0; 1]", "[1, 0]", "[0, 1, 2]", "[a, b]", "[nan, 1]"])
+def test_what_is_no_interval(interval):
+    with pytest.raises(ValueError, match="is no interval"):
+        Range(interval)
+
+
+STRICT = Annotated[int, Range("[1, inf)", strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("annotation", "allowed", "refused"),
+    [
+        (Share, [0, 1, 0.3, np.float64(0.3)], [True, "0.3", None, [0.3], 1.1, np.bool_(True)]),
+        (PositiveInt, [1, 3.0, np.int32(4)], [0, 2.5, True, "3", None, NAN, INF]),
+        (STRICT, [1, np.int64(2)], [3.0, 0, True, "1"]),
+        (CountOrShare, [0, 7, 0.5, 1.0], [-1, 2.0, 1.5, True, INF]),
+        (Share | None, [None, 0.5], [2, "none"]),
+        (NonNegativeFloat | Literal["random"], ["random", 0.1, 1], ["Random", -1, True, INF]),
+        (Share | dict[str, Share], [0.5, {}, {"a": 1}], [2, {"a": 2}, [0.5], {"a": "b"}]),
+        (list[Share] | dict[str, Share], [[], [0, 1], (0.5,), {"a": 0}], ["0", 0.5, [2], {"a": NAN}]),
+        (Literal[1, 2], [1, 2, 1.0, np.int64(2)], [True, "1", 3, None]),
+        (Literal["a", "b"], ["a", np.str_("b")], ["c", 1, None, ["a"]]),
+        (Literal[True, "b"], [True, "b"], [1, "a"]),
+        (list[Literal["a", "b"]] | None, [None, ["a"], ()], ["a", ["c"]]),
+        (int | str, [1, "a"], []),  # nothing is declared
+    ],
+)
+def test_annotations(annotation, allowed, refused):
+    assert [value for value in allowed if not allows(annotation, value)] == []
+    assert [value for value in refused if allows(annotation, value)] == []
+
+
+def test_words():
+    assert described(Share | None) == "a number in [0, 1], or None"
+    assert described(CountOrShare) == "a whole number in [0, inf), or a number in [0, 1]"
+    assert described(Literal["a", "b"] | PositiveInt) == "'a' or 'b', or a whole number in [1, inf)"
+    assert (
+        described(list[Share] | dict[str, Share])
+        == "a list, each a number in [0, 1], or a table, each a number in [0, 1]"
+    )
+
+
+class Base:
+    @checked
+    def __init__(
+        self, share: Share = 0.5, limit: Annotated[float, Range("(0, inf]", "No limit is inf.")] = 1.0
+    ) -> None:
+        self.share, self.limit = share, limit
+
+
+class Child(Base):
+    def __init__(self, kind: Literal["a", "b"] = "a", unknown: Unknown | None = None, **rest: Any) -> None:
+        super().__init__(**rest)
+
+
+def test_the_sentence_names_class_argument_value_and_range():
+    with pytest.raises(ConfigurationError) as caught:
+        Child(limit=0)
+    assert str(caught.value) == "Child got limit=0. Use a number in (0, inf]. No limit is inf."
+    with pytest.raises(TypeError, match="unexpected keyword argument 'limits'"):
+        Base(limits=2)
+
+
+def test_a_subclass_has_the_ranges_of_its_base():
+    assert may_be_infinite(Child, "limit") and not may_be_infinite(Child, "share")
+    assert ranges_of(Base) == {"share": "a number in [0, 1]", "limit": "a number in (0, inf]"}
+    assert ranges_of(Child) == {"kind": "'a' or 'b'"}
+    assert may_be_infinite(callbacks.TIFF, "gamma")
+    assert callbacks.TIFF(gamma=INF).gamma == INF
+
+
+def test_a_dataclass_can_be_checked():
+    @check_on_creation
+    @dataclass
+    class Options:
+        share: Share = 0.5
+
+    assert Options(1).share == 1
+    with pytest.raises(ConfigurationError, match=r"Options got share=2\. Use a number in \[0, 1\]\."):
+        Options(2)
+
+
+def test_ranges_leave_hyperparameters_as_they_are():
+    """Lightning reads them from the frames of the constructors."""
+
+    class Wider(Classifier):
+        def __init__(self, width: int = 4) -> None:
+            super().__init__(nn.Linear(width, 2), num_classes=2, lr=0.1)
+
+    class Wrapping(Regressor):
+        def __init__(self, width: int = 4) -> None:
+            super().__init__(nn.Linear(width, 1), huber_delta=2.0)
+
+    assert Wider(8).hparams["width"] == 8 and Wider().hparams["lr"] == 0.1
+    assert Wrapping(8).hparams["width"] == 8
+    for wrong, sentence in (({"num_classes": 0}, "num_classes=0"), ({"class_weights": [1, NAN]}, "class_weights=")):
+        with pytest.raises(ConfigurationError, match=f"Classifier got {sentence}"):
+            Classifier(nn.Linear(4, 2), **{"num_classes": 2, **wrong})
+    assert issubclass(Wider, LightningModule)
+
+
+# -- every declared range --------------------------------------------------------------------------------------------
+def _samples() -> TensorDataset:
+    return TensorDataset(torch.zeros(4, 2), torch.zeros(4).long())
+
+
+NEEDED = {
+    "PrivateLR": lambda: {"factor": 1.0},
+    "LazyClients": lambda: {"num_clients": 2, "make": lambda number: {}, "sizes": {"train": 2}},
+    "MixtureDataModule": lambda: {"source": datamodules.DigitsDataModule()},
+    "Partitioned": lambda: {"datamodule": datamodules.DigitsDataModule(), "partitioner": datamodules.IIDPartitioner(2)},
+    "PublicDataModule": lambda: {"public": _samples()},
+    "TabularFederatedDataModule": lambda: {"path": "table.csv", "target": "y", "client": "who"},
+    "AddressedSampler": lambda: {"size": 4, "client": "a"},
+}
+
+
+def _classes() -> Iterator[type]:
+    for package in (callbacks, datamodules, loops):
+        for name in package.__all__:
+            kind = getattr(package, name)
+            if isinstance(kind, type) and not inspect.isabstract(kind) and ranges_of(kind):
+                yield kind
+
+
+def _numbers(annotation: Any) -> Iterator[tuple[type, Range, Any]]:
+    """Yield every range in an annotation, its type, and a function that puts a number where it belongs."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        yield from ((inner[0], one, lambda value: value) for one in annotation.__metadata__ if isinstance(one, Range))
+    elif origin is dict:
+        yield from ((kind, one, lambda value: {"a": value}) for kind, one, _ in _numbers(inner[1]))
+    elif inner and origin is not Literal:
+        one_of = isinstance(origin, type) and hasattr(origin, "__iter__")
+        for each in inner:
+            for kind, one, put in _numbers(each):
+                yield kind, one, (lambda value: [value]) if one_of else put
+
+
+def _ends(kind: type, one: Range) -> tuple[list[float], list[float]]:
+    """Return the numbers just inside a range and those just outside."""
+    inside, outside = [], [NAN]
+    for end, closed, away in zip(
+        map(float, one.interval[1:-1].split(",")),
+        (one.interval[0] == "[", one.interval[-1] == "]"),
+        (-1, 1),
+        strict=True,
+    ):
+        if math.isinf(end):
+            (inside if closed else outside).append(end)
+            continue
+        end = int(end) if kind is int else end
+        beyond = end + away if kind is int else math.nextafter(end, away * INF)
+        within = end - away if kind is int else math.nextafter(end, -away * INF)
+        inside.append(end if closed else within)
+        outside.append(beyond if closed else end)
+    return inside, outside
+
+
+@pytest.mark.parametrize("kind", list(_classes()), ids=lambda kind: kind.__name__)
+def test_every_declared_range_is_enforced(kind):
+    parameters = inspect.signature(kind).parameters
+    needed = NEEDED.get(kind.__name__, dict)()
+    if "num_clients" in parameters and "num_clients" not in needed:
+        needed["num_clients"] = 2
+    for name, annotation in _annotations_of(kind).items():
+        if name not in parameters:
+            continue
+        refusal = rf"{kind.__name__} got {name}="
+        found = [(put, one, *_ends(of, one)) for of, one, put in _numbers(annotation)]
+        for put, _, inside, outside in found:
+            for value in outside:
+                if not any(value in other for _, other, *_ in found):
+                    with pytest.raises(ConfigurationError, match=refusal):
+                        kind(**{**needed, name: put(value)})
+            for value in inside:
+                try:
+                    kind(**{**needed, name: put(value)})
+                except ValueError as error:  # another argument may not go with it
+                    assert not str(error).startswith(f"{kind.__name__} got {name}={put(value)!r}. Use a"), error
+        if not found:
+            with pytest.raises(ConfigurationError, match=refusal):
+                kind(**{**needed, name: "no such word"})
