@@ -15,9 +15,9 @@ from fedlightning.algorithm import (
     Change,
     Client,
     Facts,
-    FederatedCallback,
     Need,
     Setup,
+    Stackable,
     Stage,
     Update,
     WeightingName,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fedlightning.callbacks.apfl_stacked import StackedMixtures
 
 
-class APFL(FederatedCallback):
+class APFL(Stackable):
     r"""Adaptive personalized federated learning: each client deploys a mixture of a local and the global model.
 
     Deng, Kamani, Mahdavi, "Adaptive personalized federated learning", 2020.

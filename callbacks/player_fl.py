@@ -16,13 +16,13 @@ from fedlightning.algorithm import (
     Change,
     Client,
     Extra,
-    FederatedCallback,
     Job,
     Message,
     Plan,
     Range,
     Server,
     Setup,
+    Stackable,
     Update,
     WeightingName,
     Wire,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 PROBE, COLLECT = "sensitivity", "federated layers"
 
 
-class PLayerFL(FederatedCallback):
+class PLayerFL(Stackable):
     r"""Layer-wise federation: the layers before the sensitivity's jump are shared, the others are personal.
 
     Elhussein, Gürsoy, "PLayer-FL: a principled approach to personalized layer-wise cross-silo federated learning",
@@ -221,11 +221,6 @@ class PLayerFL(FederatedCallback):
         """Stop watching: the order of the layers is known."""
         if self.key in self.client.scratch:
             self.client.scratch[self.key].stop_watching()
-
-    @property
-    def is_stackable(self) -> bool:
-        """Whether clients can train in a stack: they can, and are measured there as elsewhere."""
-        return True
 
     def stack_hooks(self, fit: Any) -> StackedSensitivities:
         """Return the same measurement for a stack of clients."""

@@ -36,6 +36,7 @@ from fedlightning.hooks import (
     Plan,
     ServerModels,
     Setup,
+    Stackable,
     Stage,
     SubModels,
     Weighting,
@@ -67,6 +68,7 @@ __all__ = [
     "Decentralised",
     "ModelSelection",
     "ServerModels",
+    "Stackable",
     "SubModels",
     # words of the contract
     "Arrivals",

@@ -112,7 +112,6 @@ def one_client(data: Any, name: str) -> Any:
 def take_part(site: Site, home: Path, server: str, own: Path | None) -> None:
     """Take part for ever: a SuperNode ends where the SuperLink does not know it yet, or no more."""
     diary, authority = site.diary, None if own is None else own / files.CA
-    assert diary is not None
     log = programs.Log(home / "supernode.log")
 
     def lives() -> bool:

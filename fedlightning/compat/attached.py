@@ -28,6 +28,19 @@ def attached(module: LightningModule, trainer: Any) -> Iterator[None]:
         module.trainer = before
 
 
+@contextmanager
+def on_device(module: LightningModule, device: torch.device) -> Iterator[None]:
+    """A block in which the module is on a device: a step may read ``self.device``."""
+    home = module.device
+    if home != device:
+        module.to(device)
+    try:
+        yield
+    finally:
+        if home != device:
+            module.to(home)
+
+
 def detached(module: LightningModule) -> LightningModule:
     """The module itself, without a trainer from now on (to set it takes 5 us, so not where there is none)."""
     if trainer_of(module) is not None:

@@ -26,14 +26,18 @@ Slot = tuple[int, int]
 """Place of an object in an arena: offset and size in bytes."""
 
 
-class Memory(Protocol):
-    """Memory that :func:`pack` writes to and :func:`unpack` reads from."""
+class Sink(Protocol):
+    """Memory that :func:`pack` writes to."""
 
     def append(self, data: memoryview) -> Slot:
         """Write `data` behind the present content and return its place."""
 
     def clear(self) -> None:
         """Start anew at offset 0."""
+
+
+class Memory(Protocol):
+    """Memory that :func:`unpack` reads from."""
 
     def view(self, slot: Slot) -> memoryview:
         """Return the memory of a slot, without copying."""
@@ -99,7 +103,7 @@ def anonymous_file() -> int:
         return os.dup(file.fileno())
 
 
-Shared = TypeVar("Shared", bound=Memory)
+Shared = TypeVar("Shared", bound=Sink)
 
 
 class Broadcast(Generic[Shared]):
@@ -135,7 +139,7 @@ class Broadcast(Generic[Shared]):
         self.arena.clear()
 
 
-def pack(value: Any, arena: Memory, broadcast: Broadcast[Any] | None = None, packer: type[Any] | None = None) -> bytes:
+def pack(value: Any, arena: Sink, broadcast: Broadcast[Any] | None = None, packer: type[Any] | None = None) -> bytes:
     """Lay the tensors and arrays of `value` out in `arena`, over its former content, and pickle the rest."""
     arena.clear()
     file = io.BytesIO()
@@ -156,7 +160,7 @@ def unpack(header: bytes, arena: Memory, broadcast: Memory | None = None, copy: 
 class Packing:
     """The part of a pickler that lays tensors and arrays out in memory; stands before a pickler among its bases."""
 
-    def __init__(self, file: io.BytesIO, arena: Memory, broadcast: Broadcast[Any] | None, slots: list[Slot]) -> None:
+    def __init__(self, file: io.BytesIO, arena: Sink, broadcast: Broadcast[Any] | None, slots: list[Slot]) -> None:
         def lay_out(buffer: pickle.PickleBuffer) -> None:
             slots.append(arena.append(buffer.raw()))
 

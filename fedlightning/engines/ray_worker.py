@@ -101,10 +101,6 @@ class Pieces:
         self._next.clear()
         self._start, self.references = 0, []
 
-    def view(self, slot: Slot) -> memoryview:
-        """Refuse: the driver does not read what it has sent."""
-        raise NotImplementedError
-
     def put(self) -> list[tuple[int, Any]]:
         """Put what is new into the object store; return offset and reference of all pieces."""
         if self._next.end:
@@ -127,14 +123,6 @@ class Received:
 
     starts: Sequence[int]
     pieces: Sequence[memoryview]
-
-    def append(self, data: memoryview) -> Slot:
-        """Refuse: a worker reads only."""
-        raise NotImplementedError
-
-    def clear(self) -> None:
-        """Refuse: a worker reads only."""
-        raise NotImplementedError
 
     def view(self, slot: Slot) -> memoryview:
         """Return the memory of a slot."""

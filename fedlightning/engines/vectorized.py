@@ -15,14 +15,14 @@ from typing import Any, TypeVar, cast
 
 from lightning.pytorch import LightningModule
 
+from fedlightning.engines.sequential import SequentialEngine
 from fedlightning.engines.stacked.evaluation import StackedEvaluation
 from fedlightning.engines.stacked.planning import chunk_size
 from fedlightning.engines.stacked.stack import named_tensors
 from fedlightning.engines.stacked.training import StackedTraining
 from fedlightning.engines.stacked.vectorizable import Finding, examine
-from fedlightning.engines.watchdog import Watchdog
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.engine import Engine, Task, Visit
+from fedlightning.federation.engine import Task, Visit
 from fedlightning.federation.store import ClientStore
 from fedlightning.messages import Update
 from fedlightning.visit import visit as visits
@@ -78,7 +78,7 @@ def _architecture(module: LightningModule) -> Any:
     return type(module), tuple(tensors), tuple(plain)
 
 
-class VectorizedEngine(Engine):
+class VectorizedEngine(SequentialEngine):
     """Trains clients in stacks.
 
     Args:
@@ -94,7 +94,6 @@ class VectorizedEngine(Engine):
         self._found: Finding | None = None
         self.device = runner.blueprint.device
         self._evaluation = StackedEvaluation(runner)
-        self.watchdog = Watchdog(lambda: self.attempts)
         self._training = StackedTraining(runner, self.watchdog.watching)
 
     def check(self) -> None:
@@ -117,23 +116,9 @@ class VectorizedEngine(Engine):
                 do = together
                 chunk.append(task)
                 continue
-            yield from self._alone(task)
+            yield from super().map([task])
         if chunk:
             yield from do(chunk)
-
-    def _alone(self, task: Task[Answer]) -> Iterator[Answer]:
-        attempt = self.attempts.of(task)
-        settled: tuple[Answer, ClientRecord | None] | None = attempt.left_out_answer()
-        while settled is None:
-            with self.watchdog.watching([task.address[2]]):
-                answer, after = task.run(self.runner, self._record(task.client))
-            settled = attempt.settle(answer, after)
-        yield self._keep(task, *settled)
-
-    def _keep(self, task: Task[Answer], answer: Answer, record: ClientRecord | None) -> Answer:
-        if record is not None and task.client is not None:
-            self.store.put(task.client, record)
-        return answer
 
     def _together_until_settled(
         self, tasks: Sequence[Any], do: Callable[[Sequence[Any]], Iterator[tuple[Any, ClientRecord | None]]]
@@ -163,7 +148,10 @@ class VectorizedEngine(Engine):
                     settled[place] = done
             waiting = again
         for place, task in enumerate(tasks):
-            yield self._keep(task, *settled[place])
+            answer, record = settled[place]
+            if record is not None and task.client is not None:
+                self.store.put(task.client, record)
+            yield answer
 
     def _together(self, task: Task[Any]) -> Callable[[Sequence[Any]], Iterator[Any]] | None:
         """Return the method that carries out several tasks of this kind at once, if there is one."""
@@ -178,10 +166,6 @@ class VectorizedEngine(Engine):
         scorings = [task.scoring(self.runner, self._record(task.client)) for task in tasks]
         own = any(task.client is not None for task in tasks)
         yield from self._evaluation.answers(scorings, self.size, own)
-
-    def close(self) -> None:
-        """End the watchdog."""
-        self.watchdog.close()
 
     def _record(self, client: str | None) -> ClientRecord:
         return ClientRecord() if client is None else self.store.get(client)

@@ -22,7 +22,7 @@ import torch._dynamo  # the first optimizer of a process imports it, for a secon
 
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.compat.pytorch_lightning import adapt, use_lightning_if_possible
-from fedlightning.engines.arena import Arena, Memory, pack, unpack
+from fedlightning.engines.arena import Arena, Sink, pack, unpack
 from fedlightning.run.signals import ignore_stop_requests
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.runner import LocalRunner
@@ -143,7 +143,7 @@ def answered(
     runner: LocalRunner,
     given: Callable[[], tuple[Any, ClientRecord]],
     caught: list[Caught],
-    outbox: Memory,
+    outbox: Sink,
     packer: type[Any] | None = None,
 ) -> bytes:
     """Carry out a task and lay its reply out in `outbox`; return the header that belongs to it."""

@@ -16,6 +16,7 @@ from fedlightning.hooks.families import (
     Decentralised,
     ModelSelection,
     ServerModels,
+    Stackable,
     SubModels,
 )
 from fedlightning.hooks.words import (
@@ -51,6 +52,7 @@ __all__ = [
     "Need",
     "Newcomers",
     "ServerModels",
+    "Stackable",
     "SubModels",
     "changes_in",
     "changes_of",

@@ -31,6 +31,8 @@ FAMILIES = {
     "arrivals": "AsynchronousMethod",
     "on_build": "SubModels",
     "on_client_evaluated": "ModelSelection",
+    "is_stackable": "Stackable",
+    "stack_hooks": "Stackable",
 }
 """Methods that only one kind of callbacks has, and the base class of that kind (:mod:`fedlightning.hooks.families`)."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
 
@@ -95,3 +95,19 @@ class ModelSelection(FederatedCallback):
         self, client: Client, stage: Stage, split: str, metrics: Mapping[str, float], module: LightningModule
     ) -> None:
         """See the scores of the client's model on its own `split` data at `stage`. May write `client.checkpoints`."""
+
+
+class Stackable(FederatedCallback):
+    """Base of callbacks that work in Lightning's hooks inside a fit, and bring the same work for a stack of clients.
+
+    Without it `engine="vectorized"` refuses a callback with such hooks.
+    """
+
+    @property
+    def is_stackable(self) -> bool:
+        """Whether the callback, with its options, can work on a stack."""
+        return True
+
+    def stack_hooks(self, fit: Any) -> Any:
+        """Return the callback's work in one phase of a stack, as `fedlightning.engines.stacked.hooks.StackHooks`."""
+        raise NotImplementedError

@@ -13,13 +13,14 @@ from torch import Tensor
 from fedlightning.datamodules.public import PairedBatch
 from fedlightning.hooks import Phase
 from fedlightning.visit.client import Client
+from fedlightning.visit.probes import TRANSFERS
 from fedlightning.wrappers.mixing import Mixin, mix, user_class
 
 
 class PairedBatchMixin(Mixin):
     """Lets the module's own batch transfer hooks see the plain batch of a pair; the targets follow it."""
 
-    wraps = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    wraps = TRANSFERS
 
     def around(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the hook makes of the batch, with the targets on its device."""

@@ -24,6 +24,9 @@ from fedlightning.seeding import isolated
 from fedlightning.tensors import State
 from fedlightning.wrappers.muting import frozen_buffers, muted
 
+TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+"""Hooks that a batch goes through on its way to the device."""
+
 
 class NoLossError(ValueError):
     """A `training_step` returned no loss."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
 from fedlightning.engines.sites.window import MOST
+from fedlightning.wire.fields import check_of
 
 TEXT = 256
 """Characters of a name in a request, such as a tag or a model's key."""
@@ -50,25 +51,30 @@ def is_text(value: Any) -> bool:
     return type(value) is str and len(value) <= TEXT
 
 
-A_TEXT = when(lambda here, value: is_text(value), f"it is a text of at most {TEXT} characters")
-TEXTS = when(
-    lambda here, value: type(value) in (list, tuple) and len(value) <= NAMES and all(map(is_text, value)),
-    f"it is a list of at most {NAMES} names of at most {TEXT} characters",
-)
-YES_OR_NO = when(lambda here, value: type(value) is bool, "it is yes or no")
-PLAIN_VALUES = when(
-    lambda here, value: (
-        len(value) <= NAMES and all(is_text(k) and (not isinstance(v, str) or is_text(v)) for k, v in value.items())
-    ),
-    "it holds plain values by name",
-)
+def is_small(value: Any) -> bool:
+    """Return whether texts in a value are of ordinary length, and its lists and dicts too."""
+    if isinstance(value, dict):
+        return len(value) <= NAMES and all(is_small(one) for pair in value.items() for one in pair)
+    if isinstance(value, list | tuple):
+        return len(value) <= NAMES and all(map(is_small, value))
+    return not isinstance(value, str) or len(value) <= TEXT
+
+
+def small(kind: Any, what: str) -> Rule:
+    """Return the rule of a value that is what an annotation says, and small."""
+    check = check_of(kind)
+    return when(lambda here, value: check(value) and is_small(value), what)
+
+
+A_TEXT = small(str, f"it is a text of at most {TEXT} characters")
+TEXTS = small(Sequence[str], f"it is a list of at most {NAMES} names of at most {TEXT} characters")
+YES_OR_NO = small(bool, "it is yes or no")
 
 
 def _is_word(value: Any) -> bool:
     return isinstance(value, str) and value.isascii() and value.isalnum() and len(value) <= TEXT
 
 
-_NUMBER = when(lambda here, value: _is_word(value), "it is a name of letters and digits")
 ENVELOPES: dict[str, dict[str, Rule]] = {
     "hello": {
         "run": when(
@@ -76,14 +82,7 @@ ENVELOPES: dict[str, dict[str, Rule]] = {
             "the name of a run is 32 of the digits 0-9 and a-f",
         ),
         "agreement": when(lambda here, value: isinstance(value, dict), "it says how the server is configured"),
-        "assigned": when(
-            lambda here, value: (
-                isinstance(value, dict)
-                and len(value) <= NAMES
-                and all(is_text(word) for pair in value.items() for word in pair)
-            ),
-            "it says who has which model",
-        ),
+        "assigned": small(dict[str, str], "it says who has which model"),
         "stage": one_of("fit", "test"),
         "left_out": TEXTS,
         "public": when(
@@ -94,17 +93,7 @@ ENVELOPES: dict[str, dict[str, Rule]] = {
         ),
         "export": YES_OR_NO,
         "template": when(lambda here, value: isinstance(value, dict), "it holds the weights that the run begins with"),
-        "code": when(
-            lambda here, value: (
-                isinstance(value, dict)
-                and len(value) <= NAMES
-                and all(
-                    is_text(top) and isinstance(files, dict) and len(files) <= NAMES for top, files in value.items()
-                )
-                and all(is_text(word) for files in value.values() for pair in files.items() for word in pair)
-            ),
-            "it says which files the code of the server has",
-        ),
+        "code": small(dict[str, dict[str, str]], "it says which files the code of the server has"),
     },
     "turned away": {"why": when(lambda here, value: type(value) is str, "it is a sentence")},
     "tasks": {
@@ -119,7 +108,7 @@ ENVELOPES: dict[str, dict[str, Rule]] = {
     "ping": {},
     "task": {
         "task": lambda here, value: None,  # the site looks at its kind, and RULES at the rest
-        "number": _NUMBER,
+        "number": when(lambda here, value: _is_word(value), "it is a name of letters and digits"),
         "version": when(
             lambda here, value: value == "" or _is_word(value), "such are no names of a run or of a version"
         ),

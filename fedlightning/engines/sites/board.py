@@ -111,7 +111,7 @@ class Board:
             why = printable(meeting.why(node))
             old = self._refused.get(node)
             if old is None or old.reason != why:
-                name = meeting.owner(node) or "?"
+                name = meeting.link.owner(node) or "?"
                 self._refused[node] = SiteStatus(_name(name), [], "refused", self._clock(), why)
 
     def _here(self, site: SiteStatus, meeting: Meeting, since: float) -> None:

@@ -16,15 +16,16 @@ from torch import Tensor
 from fedlightning.engines.sites.asked import (
     A_TEXT,
     NAMES,
-    PLAIN_VALUES,
+    TEXT,
     TEXTS,
     YES_OR_NO,
     Rule,
     all_in,
     count,
     first_fault,
-    is_text,
+    is_small,
     one_of,
+    small,
     when,
 )
 from fedlightning.federation.checks import PLAIN, CheckThere
@@ -46,6 +47,7 @@ REPEATS = 1000
 """Trainings from one version of a client's record: each is a try of a visit whose answer the server has not kept."""
 A_ROUND = 100
 """Trainings of a client in a round, at most, in a method that plans its rounds."""
+AT_HOME = "models of clients do not leave this site"
 SPLITS, STAGES, MODELS = ("val", "test"), ("G", "L1", "L2"), ("global", "personal", UNSEEN)
 
 
@@ -84,6 +86,11 @@ class Here:
         blueprint = self.runner.blueprint
         architecture, path = owner or (blueprint.architecture_of(self.client), "")
         return module_state(blueprint.reference(architecture).get_submodule(path))
+
+
+SMALL = when(
+    lambda here, value: is_small(value), f"its texts have at most {TEXT} characters, and its lists {NAMES} entries"
+)
 
 
 def _within(here: Here, value: Any) -> str | None:
@@ -222,11 +229,11 @@ RULES: dict[type, dict[str, Rule]] = {
         "message": _within,
         "kept": A_TEXT,
         "stage": one_of(*STAGES),
-        "write": one_of(True),
-        "folder": one_of(None),
-        "about": PLAIN_VALUES,
-        "shared": one_of(None),
-        "bring": when(lambda here, value: not value or here.exports, "models of clients do not leave this site"),
+        "write": when(lambda here, value: value, AT_HOME),
+        "folder": when(lambda here, value: value is None, AT_HOME),
+        "about": small(dict[str, Any], "it holds plain values by name"),
+        "shared": when(lambda here, value: value is None, AT_HOME),
+        "bring": when(lambda here, value: not value or here.exports, AT_HOME),
     },
     CheckThere: {
         "callback": when(
@@ -237,13 +244,8 @@ RULES: dict[type, dict[str, Rule]] = {
         ),
         "client": _OWN,
         "facts": all_in(lambda here: PLAIN, "it holds other facts than a check is told"),
-        "shared": when(
-            lambda here, value: (
-                all(map(is_text, value)) and all(TEXTS(here, names) is None for names in value.values())
-            ),
-            "it holds names by callback",
-        ),
-        "batches": PLAIN_VALUES,
+        "shared": SMALL,
+        "batches": SMALL,
         "pooled": all_in(lambda here: ("train", *SPLITS), "there is no such split"),
         "splits": all_in(lambda here: ("train", *SPLITS), "there is no such split"),
         "is_mixed": YES_OR_NO,

@@ -1,10 +1,8 @@
-"""What the server needs of a connection to its sites, and one inside this process."""
+"""What the server needs of a connection to its sites."""
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -43,50 +41,6 @@ class Link(Protocol):
 
         Of a request or a reply that got lost on the way, `write({"lost": ""})` is the reply, where the connection knows it.
         """
-
-
-class Loopback:
-    """Sites in this process. Each reply is worked out when it is waited for.
-
-    Args:
-        sites: By name.
-
-    Attributes:
-        sites: The same; one that is taken out has lost its connection, and what was sent to it is lost.
-        sent: Bytes of all requests.
-        received: Bytes of all replies.
-    """
-
-    def __init__(self, sites: Mapping[str, Answer]) -> None:
-        self.sites = dict(sites)
-        self.expected = len(sites)
-        self.sent = self.received = 0
-        self._numbers = itertools.count()
-        self._pending: deque[tuple[str, str, bytes]] = deque()
-
-    def nodes(self) -> list[str]:
-        return list(self.sites)
-
-    def owner(self, node: str) -> str | None:
-        return None
-
-    def missing(self) -> list[str]:
-        return []
-
-    def send(self, node: str, request: bytes) -> str:
-        name = str(next(self._numbers))
-        self.sent += len(request)
-        self._pending.append((name, node, request))
-        return name
-
-    def receive(self, waiting: Collection[str], timeout: float) -> list[tuple[str, bytes]]:
-        while self._pending:
-            name, node, request = self._pending.popleft()
-            if node in self.sites and name in waiting:
-                reply = self.sites[node](request)
-                self.received += len(reply)
-                return [(name, reply)]
-        return []
 
 
 _current: list[tuple[Link, bool, bool]] = []

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from fedlightning.engines.sites.agreement import versions
 from fedlightning.engines.sites.greeting import CODE
@@ -38,6 +38,21 @@ class Reply:
     node: str
     number: str
     content: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request whose reply is waited for.
+
+    Attributes:
+        node: Where it was sent.
+        what: A greeting, a question whether the node knows the run, what a node is told that is refused, or a task.
+        session: The session that a greeting offers.
+    """
+
+    node: str
+    what: Literal["hello", "ping", "notice", "task"]
+    session: str = ""
 
 
 @dataclass
@@ -83,11 +98,7 @@ class Meeting:
     _replaced: dict[str, str] = field(default_factory=dict)  # by node: a site that is here by another node now
     _lost: list[Reply] = field(default_factory=list)  # to return with the next ones
     _greeted: dict[str, str] = field(default_factory=dict)  # the session that a node knows
-    _hellos: dict[str, str] = field(default_factory=dict)  # node by number
-    _offered: dict[str, str] = field(default_factory=dict)  # the session of a hello, by number
-    _pings: dict[str, str] = field(default_factory=dict)
-    _sent: dict[str, str] = field(default_factory=dict)  # other requests
-    _notices: dict[str, str] = field(default_factory=dict)  # what sites that are refused are told
+    _requests: dict[str, Request] = field(default_factory=dict)  # by the name of the reply
     _heard: dict[str, float] = field(default_factory=dict)  # when something was last sent to or came from a node
 
     def is_ready(self, node: str | None) -> bool:
@@ -113,93 +124,104 @@ class Meeting:
         self.refused = {node: why for node, why in self.refused.items() if node in nodes}  # it may come back mended
         here = set(self.names.values())
         self._replaced = {node: name for node, name in self._replaced.items() if name in here}
-        self._notices = {number: node for number, node in self._notices.items() if node in nodes}
-        for number, node in list(self._hellos.items()):
-            if node not in nodes:
-                del self._hellos[number], self._offered[number]
-        before = len(self._hellos)
+        self._requests = {
+            number: one
+            for number, one in self._requests.items()
+            if one.node in nodes or one.what not in ("hello", "notice")
+        }
+        greeted = self._asked("hello")
         for node in sorted(nodes - set(self._replaced)):
-            waits = node in self._hellos.values() or self.refused.get(node, "").startswith(session)
+            waits = node in greeted or self.refused.get(node, "").startswith(session)
             if self._greeted.get(node) != session and not waits:
                 self._greeted.pop(node, None)
-                number = self._post(node, self.hello())
-                self._hellos[number], self._offered[number] = node, session
-        return len(self._hellos) - before
+                self._post(node, self.hello(), "hello", session)
+        return len(self._asked("hello")) - len(greeted)
+
+    def _asked(self, what: str) -> list[str]:
+        """Return the nodes that have not replied to a kind of request yet."""
+        return [one.node for one in self._requests.values() if one.what == what]
 
     def send(self, node: str, request: Mapping[str, Any]) -> str:
         """Send a request to a node that is ready, and return the name of its reply."""
-        number = self._post(node, {**request, "session": self.session()})
-        self._sent[number] = node
-        return number
+        return self._post(node, {**request, "session": self.session()}, "task")
 
     def ping(self, absent: Iterable[str] = ()) -> None:
         """Ask nodes that are silent for a while whether they still know the run: one that has started anew does not."""
         now = self.clock()
         for node in absent:
             if now - self._heard.get(node, now) > LOST:
-                self._pings = {number: of for number, of in self._pings.items() if of != node}
-            if node not in self._pings.values() and self.is_ready(node):
-                self._pings[self._post(node, {"do": "ping", "session": self.session()})] = node
-        for node in set(self._sent.values()):
-            if node not in self._pings.values() and now - self._heard.get(node, now) > PING and self.is_ready(node):
-                self._pings[self._post(node, {"do": "ping", "session": self.session()})] = node
+                self._drop(node, "ping")
+            self._ask(node)
+        for node in set(self._asked("task")):
+            if now - self._heard.get(node, now) > PING:
+                self._ask(node)
+
+    def _ask(self, node: str) -> None:
+        if node not in self._asked("ping") and self.is_ready(node):
+            self._post(node, {"do": "ping", "session": self.session()}, "ping")
+
+    def _drop(self, node: str, what: str) -> list[str]:
+        """Wait no more for the replies of a node to a kind of request; return their names."""
+        dropped = [number for number, one in self._requests.items() if (one.node, one.what) == (node, what)]
+        for number in dropped:
+            del self._requests[number]
+        return dropped
 
     def receive(self, timeout: float) -> list[Reply]:
         """Return replies to :meth:`send`. A node that does not know the run answers all that it was sent with `unknown`."""
         found: list[Reply] = []
-        for number, data in self.link.receive({*self._hellos, *self._pings, *self._sent, *self._notices}, timeout):
-            if self._notices.pop(number, None) is not None:
+        for number, data in self.link.receive(set(self._requests), timeout):
+            request = self._requests.get(number)
+            if request is None or request.what == "notice":
+                self.forget(number)
                 continue
-            node = self._hellos.get(number) or self._pings.get(number) or self._sent.get(number)
-            if node is None:
-                continue
+            node, content = request.node, self.read(data)
             self._heard[node] = self.clock()
-            content = self.read(data)
-            if node in self.names and "lost" not in content:
+            is_lost = "lost" in content  # this one only, on the way
+            if node in self.names and not is_lost:
                 self.heard[self.names[node]] = time.time()
                 self.answers[self.names[node]] += 1
-            if number in self._hellos:
-                del self._hellos[number]
-                session = self._offered.pop(number)
-                if "lost" not in content:
-                    self._welcome(node, session, content)
+            if request.what == "task" and "unknown" in content and not is_lost:
+                found += self._forgotten(node)
                 continue
-            is_ping = self._pings.pop(number, None) is not None
-            if "lost" in content:  # this one only, on the way
-                if not is_ping:
-                    del self._sent[number]
-                    found.append(Reply(node, number, {"unknown": ""}))
-            elif "unknown" in content:
-                self._greeted.pop(node, None)
-                self.since.pop(self.names.get(node, ""), None)
-                found += self.lose(node)
-            elif not is_ping:
-                del self._sent[number]
-                found.append(Reply(node, number, content))
+            self.forget(number)
+            if request.what == "task":
+                found.append(Reply(node, number, {"unknown": ""} if is_lost else content))
+            elif request.what == "hello" and not is_lost:
+                self._welcome(node, request.session, content)
+            elif "unknown" in content and not is_lost:
+                found += self._forgotten(node)
         found, self._lost = [*found, *self._lost], []
         return found
 
-    def lose(self, node: str) -> list[Reply]:
+    def _forgotten(self, node: str) -> list[Reply]:
+        """Note that a node does not know the run: it is greeted again."""
+        self._greeted.pop(node, None)
+        self.since.pop(self.names.get(node, ""), None)
+        return self._lose(node)
+
+    def _lose(self, node: str) -> list[Reply]:
         """Answer all that a node was sent with `unknown`."""
-        lost = [number for number, of in self._sent.items() if of == node]
-        for number in lost:
-            del self._sent[number]
-        return [Reply(node, number, {"unknown": ""}) for number in lost]
+        return [Reply(node, number, {"unknown": ""}) for number in self._drop(node, "task")]
 
     def tell(self, timeout: float) -> None:
         """Wait until sites that are refused have been told why."""
         ends = self.clock() + timeout
-        while self._notices and self.clock() < ends:
+        while self._asked("notice") and self.clock() < ends:
             self.greet()
             self.receive(min(timeout, 1.0))
 
     def forget(self, number: str) -> None:
         """Wait for a reply no more."""
-        self._sent.pop(number, None)
+        self._requests.pop(number, None)
 
-    def _post(self, node: str, request: Mapping[str, Any]) -> str:
+    def _post(
+        self, node: str, request: Mapping[str, Any], what: Literal["hello", "ping", "notice", "task"], session: str = ""
+    ) -> str:
         self._heard[node] = self.clock()
-        return self.link.send(node, write(dict(request)))
+        number = self.link.send(node, write(dict(request)))
+        self._requests[number] = Request(node, what, session)
+        return number
 
     def read(self, data: bytes) -> dict[str, Any]:
         """Return what a reply, or the part of one that answers one task, says; of nonsense, a refusal."""
@@ -234,7 +256,7 @@ class Meeting:
         self.refused[node] = f"{session} {reason or 'it does not say who it is'}"
         if "refused" not in content:  # else it knows
             asked = {"do": "turned away", "session": session, "why": self.why(node)}
-            self._notices[self._post(node, asked)] = node
+            self._post(node, asked, "notice")
         warn(f"A site does not take part: {self.why(node)}")
 
     def _compare_versions(self, name: str, theirs: Any) -> None:
@@ -301,17 +323,13 @@ class Meeting:
             del self.names[old]
             self._greeted.pop(old, None)
             self._replaced[old] = name
-            self._lost += self.lose(old)
+            self._lost += self._lose(old)
             self.since.pop(name, None)
         self._replaced.pop(node, None)
         self.names[node] = name
         self.heard[name] = time.time()
         self.answers[name] += 1
         self.since.setdefault(name, self.heard[name])
-
-    def owner(self, node: str) -> str | None:
-        """Return the name of the site whose key a node has proved, where the connection knows keys."""
-        return self.link.owner(node)
 
     def _leave(self, name: str) -> None:
         if name not in self.names.values():

@@ -84,10 +84,8 @@ class Site:
         allow_other_code: Take part although the server has other code under the same names, if it allows that too.
 
     Attributes:
-        diary: Is told what happens here, for people.
+        diary: Is told what happens here, for people; at first it says nothing.
     """
-
-    diary: Diary | None = None
 
     def __init__(
         self,
@@ -102,6 +100,7 @@ class Site:
         allow_other_code: bool = False,
     ) -> None:
         self.name = name
+        self.diary = Diary(None, name, say=lambda line: None)
         self._code, self._allow_other_code = code.of_blueprint(blueprint), allow_other_code  # now: what was imported
         self._data_code, self._key = code.digest(code.of_objects([data, *_within(data)])), own_key(folder / "key")
         self.records = Records(folder / "records")
@@ -129,8 +128,7 @@ class Site:
             return work()
         except Exception as error:
             reason = self.texts.of_error(error)
-            if self.diary is not None:
-                self.diary.refused(reason)
+            self.diary.refused(reason)
             return write({"refused": reason})
 
     def _reply(self, request: bytes) -> bytes:
@@ -143,8 +141,7 @@ class Site:
             return write(self._hello(asked))
         if asked["do"] == "turned away":
             _refuse(fault_of_request("turned away", asked))
-            if self.diary is not None:
-                self.diary.turned_away(asked["why"])
+            self.diary.turned_away(asked["why"])
             return write({"answer": None})
         session = self._session
         if session is None or session.key != asked["session"]:
@@ -154,7 +151,7 @@ class Site:
         if asked["do"] == "describe":
             _refuse(fault_of_request("describe", asked))
             here = {*session.runner.data.client_ids}  # others are left out where they are
-            leave_out = [client for client in _texts(asked, "leave_out") if client in here]
+            leave_out = [client for client in asked["leave_out"] if client in here]
             return write({"answer": self._told(session.runner.describe(leave_out, PARTS), session)})
         return write({"answer": None})
 
@@ -163,8 +160,7 @@ class Site:
         """Make what is needed for a run, or refuse it."""
         if self._session is None or self._session.key != asked["session"]:
             self._session = self._open(asked)
-            if self.diary is not None:
-                self.diary.joined(self._session.run, self._leaves(self._session.runner))
+            self.diary.joined(self._session.run, self._leaves(self._session.runner))
         session = self._session
         if session.told is None:
             session.told = self._told(session.runner.describe(parts=PARTS), session)
@@ -189,10 +185,7 @@ class Site:
 
     def _open(self, asked: Mapping[str, Any]) -> Session:
         theirs, own = asked.get("agreement"), agreement(self._blueprint)
-        if not isinstance(theirs, dict):
-            raise RefusedError("it does not say how it is configured.")
-        found = differences(theirs, own)
-        if found:
+        if isinstance(theirs, dict) and differences(theirs, own):  # of another version, which may ask otherwise
             found = differences(theirs, _without_paths(own, theirs))
             raise RefusedError(
                 f"the server's configuration is not that of site '{self.name}' (the server's first): "
@@ -226,7 +219,7 @@ class Site:
             self._stages.add(stage)
         self._compare_public(asked.get("public"))
         known = set(runner.data.client_ids)
-        runner.leave_out([client for client in _texts(asked, "left_out") if client in known])
+        runner.leave_out([client for client in asked["left_out"] if client in known])
         self._given.clear()
         self._trained.clear()
         return Session(asked["session"], asked["run"], runner, asked.get("public") is not None, other)
@@ -238,7 +231,7 @@ class Site:
         if self._public is None:
             self._public = public_facts(self._data)
         own = self._public
-        if own == theirs and isinstance(own, dict):
+        if own == theirs:
             return
         has = "has none" if own is None else f"has {_samples(own)}"
         raise RefusedError(
@@ -280,12 +273,10 @@ class Site:
             self._trained[client, version] += 1
             if self._trained[client, version] > REPEATS:
                 raise RefusedError(f"client '{client}' has trained {REPEATS} times from one version of its record.")
-        if self.diary is not None:
-            self.diary.began(task)
+        self.diary.began(task)
         with noting() as errors:
             answer, after = task.run(session.runner, record)
-        if self.diary is not None:
-            self.diary.ended(task, answer)
+        self.diary.ended(task, answer)
         of = [callback for callback in session.runner.callbacks if callback.key == getattr(task, "callback", "")]
         ours = all(type(callback).__module__.startswith("fedlightning.") for callback in of)
         answer = self.texts.of_answer(task, answer, errors, ours)
@@ -309,14 +300,11 @@ class Site:
         return written
 
     def _check(self, session: Session, task: Any) -> None:
-        """Refuse what this site must not do, or cannot do."""
+        """Refuse a task about a client that is not here."""
         own = {*session.runner.data.client_ids, *session.runner.left_out}
         for client in [task.client] if task.client is not None else task.clients:
             if client not in own:
                 raise RefusedError(f"site '{self.name}' has no client '{client}'.")
-        leaves = isinstance(task, Deploy) and (not task.write or (task.bring and not self._export))
-        if leaves or (isinstance(task, Deploy) and (task.folder is not None or task.shared is not None)):
-            raise RefusedError(f"models of clients do not leave site '{self.name}'.")
 
 
 def _refuse(reason: str | None) -> None:
@@ -332,13 +320,6 @@ def _within(data: Any) -> Iterator[Any]:
             yield from _within(value)
 
 
-def _texts(asked: Mapping[str, Any], name: str) -> Collection[Any]:
-    found = asked.get(name, [])
-    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
-        raise RefusedError(f"its '{name}' is no list of names.")
-    return found
-
-
 def _without_paths(own: Any, theirs: Any) -> Any:
     """Return a configuration without the paths in it that are this site's alone."""
     if own == theirs:
@@ -351,9 +332,7 @@ def _without_paths(own: Any, theirs: Any) -> Any:
     return "(a path there)" if isinstance(own, str) and ("/" in own or "\\" in own) else own
 
 
-def _samples(facts: Any) -> str:
-    if not isinstance(facts, dict) or set(facts) != {"samples", "batch_size", "content"}:
-        raise RefusedError("it does not say which public data it has.")
+def _samples(facts: Mapping[str, Any]) -> str:
     return f"{facts['samples']} samples in batches of {facts['batch_size']} (hash {facts['content']})"
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from fedlightning.errors import warn
 from fedlightning.run.files import UnreadableError, UnwritableError, read_json, readable_json, write_text_atomically
+from fedlightning.wire.fields import check_of
 
 FILE = "status.json"
 EVERY = 1.0
@@ -195,31 +195,15 @@ def read(folder: Path) -> Status:
 
 def _made(kind: type[Made], found: Mapping[str, Any]) -> Made:
     """Return an object of one of the classes above from plain values, each of which must be what it should be."""
-    wanted, values = get_type_hints(kind), {}
-    for one in fields(kind):  # type: ignore[arg-type]
-        if one.name not in found:
-            raise UnreadableError(f"it has no '{one.name}'")
-        values[one.name] = _value(one.name, wanted[one.name], found[one.name])
+    hints, values = get_type_hints(kind), {one.name: found.get(one.name, MISSING) for one in fields(kind)}  # type: ignore[arg-type]
+    for name, value in values.items():
+        if value is MISSING:
+            raise UnreadableError(f"it has no '{name}'")
+        if name == "sites" and isinstance(value, list) and all(isinstance(site, dict) for site in value):
+            values[name] = [_made(SiteStatus, site) for site in value]
+        elif not check_of(hints[name])(value) or value != value:
+            raise UnreadableError(f"its '{name}' is {printable(repr(value), 40)}")
     return kind(**values)
-
-
-def _value(name: str, kind: Any, value: Any) -> Any:
-    inner = get_args(kind)
-    if isinstance(kind, UnionType):
-        return None if value is None and NoneType in inner else _value(name, inner[0], value)
-    if inner:
-        if not isinstance(value, list):
-            raise UnreadableError(f"its '{name}' is no list")
-        return [_value(name, inner[0], one) for one in value]
-    if kind is SiteStatus:
-        if not isinstance(value, dict):
-            raise UnreadableError(f"its '{name}' are no sites")
-        return _made(SiteStatus, value)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if type(value) is not kind or value != value:
-        raise UnreadableError(f"its '{name}' is {printable(repr(value), 40)}")
-    return value
 
 
 class StatusFile:

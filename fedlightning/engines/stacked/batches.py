@@ -23,6 +23,7 @@ from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.views import ArrayDataset, collate_rows
 from fedlightning.engines.stacked.stack import NotATreeError, join_tree, skeleton_key, split_tree
 from fedlightning.seeding import address, seed_all
+from fedlightning.visit.fast.fit import set_epoch
 
 Shape = tuple[Any, ...]
 """A key: clients with equal keys can step together. Its first entry is the number of samples."""
@@ -148,10 +149,7 @@ class LoaderSource:
         self._batch: Any = None
 
     def start_epoch(self, epoch: int) -> None:
-        for sampler in (self.loader.sampler, getattr(self.loader.batch_sampler, "sampler", None)):
-            set_epoch = getattr(sampler, "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(epoch)
+        set_epoch(self.loader, epoch)
         with self._own_generators():
             if epoch == 0:  # Lightning makes the first epoch's iterator before it is seeded
                 self._batches = iter(self.loader)

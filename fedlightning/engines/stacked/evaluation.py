@@ -20,6 +20,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics import Metric
 
+from fedlightning.compat.attached import on_device
 from fedlightning.compat.quiet import without_warnings
 from fedlightning.engines.stacked.scoring.clients import Feed, hooks_of, scores_of
 from fedlightning.engines.stacked.scoring.models import Models, Signature
@@ -43,6 +44,7 @@ from fedlightning.visit.failing import client_failure
 from fedlightning.visit.fast import refusals as fast_refusals
 from fedlightning.visit.fast.evaluation import refusal
 from fedlightning.visit.fast.hooks import of_module
+from fedlightning.visit.probes import TRANSFERS
 from fedlightning.visit.requests import ScoreRequest, Scores, Scoring, finish, score_in_turn, score_one
 from fedlightning.visit.runner import LocalRunner
 
@@ -62,9 +64,8 @@ measured in seconds, because a resumed run must decide as before.
 TOGETHER = 2**28
 """Limit of floating-point operations in a step of a stack."""
 REFUSED = frozenset(
-    ("setup", "teardown", "configure_model", "on_before_batch_transfer", "transfer_batch_to_device",
-     "on_after_batch_transfer", "on_validation_batch_start", "on_validation_batch_end", "on_test_batch_start",
-     "on_test_batch_end")
+    ("setup", "teardown", "configure_model", *TRANSFERS, "on_validation_batch_start", "on_validation_batch_end",
+     "on_test_batch_start", "on_test_batch_end")
 )  # fmt: skip
 """Hooks of modules that are scored one by one."""
 
@@ -229,7 +230,7 @@ class StackedEvaluation:
         step = ScoringStep(stack.template, names_of(testing), precision, stack.names, stack.shared)
         sums, held = Sums(len(sources)), 0
         feeds: list[Feed] = [[] for _ in sources]
-        with stack.on_device(), step.attached():
+        with on_device(stack.template, device), step.attached():
             for index in range(max(source.count for source in sources)):
                 turns: dict[Any, list[int]] = {}
                 for row, source in enumerate(sources):

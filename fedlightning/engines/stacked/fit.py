@@ -11,8 +11,8 @@ next. A model so large that this is one client is stepped without a map, by the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
 from typing import Any
 
 import numpy as np
@@ -20,16 +20,21 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from fedlightning.compat.signatures import takes_index
 from fedlightning.engines.stacked.batches import Gatherer
 from fedlightning.engines.stacked.corrections import Correction
-from fedlightning.engines.stacked.hooks import Turn, stackable
+from fedlightning.engines.stacked.hooks import StackHooks, Turn
 from fedlightning.engines.stacked.logs import StackedLogs
 from fedlightning.engines.stacked.optimizers import RULES, Settings, StackedOptimizer
-from fedlightning.engines.stacked.stack import Rows, Stack, laid_out_like, named_tensors, put, side_by_side
+from fedlightning.engines.stacked.random import ClientDraws
+from fedlightning.engines.stacked.stack import Rows, Stack, named_tensors, put, side_by_side
 from fedlightning.engines.stacked.step import NoLossError, StackedStep, StepResult, clip, gradients
 from fedlightning.engines.stacked.trainees import Trainee
-from fedlightning.hooks import FederatedCallback
+from fedlightning.engines.stacked.vectorizable import Finding
+from fedlightning.hooks import Phase, Stackable
 from fedlightning.visit.failing import client_failure
+from fedlightning.visit.runner import LocalRunner
+from fedlightning.visit.visit_callback import acting
 
 CACHE = 2**24
 """Bytes that a step on a CPU may touch.
@@ -43,43 +48,38 @@ class StackedFit:
     """Trains the clients of a stack through one phase, in place.
 
     Args:
+        runner: The client side of the federation: its settings and callbacks, some of which work inside a fit.
+        phase: The phase.
+        found: What the check has found out about a step.
         module: Module of one of the clients; its code runs.
         stack: The clients' tensors.
         trainees: The clients, in the order of the rows.
-        step: The module's step on the stack.
         optimizer: Optimizer that `configure_optimizers` made for `module`: the parameters that it moves, in their
             groups.
-        callbacks: All federated callbacks; some work inside a fit.
-        correctors: Callbacks whose gradient corrections act in this phase.
-        phase: Name of the phase.
         gatherer: Stacks batches.
-        clip_value: `gradient_clip_val`.
-        clip_algorithm: `gradient_clip_algorithm`.
-        bytes_of_step: Memory of a step for each client. 0 if it is not known.
         watching: Watches what is done for one client alone.
     """
 
     def __init__(
         self,
+        runner: LocalRunner,
+        phase: Phase,
+        found: Finding,
         module: LightningModule,
         stack: Stack,
         trainees: Sequence[Trainee],
-        step: StackedStep,
         optimizer: torch.optim.Optimizer,
-        *,
-        callbacks: Iterable[FederatedCallback] = (),
-        correctors: Sequence[FederatedCallback] = (),
-        phase: str = "fit",
         gatherer: Gatherer,
-        clip_value: float | None = None,
-        clip_algorithm: str = "norm",
-        bytes_of_step: int = 0,
-        watching: Callable[[list[str]], AbstractContextManager[None]] = lambda clients: nullcontext(),
+        watching: Callable[[list[str]], AbstractContextManager[None]],
     ) -> None:
-        self.module = module
-        self.watching = watching
-        self.stack, self.trainees, self.step = stack, trainees, step
-        self.gatherer, self.clip_value, self.clip_algorithm = gatherer, clip_value, clip_algorithm
+        arguments, callbacks = runner.settings.trainer_arguments, runner.callbacks
+        self.module, self.stack, self.trainees = module, stack, trainees
+        self.gatherer, self.watching = gatherer, watching
+        self.clip_value = arguments.get("gradient_clip_val")
+        self.clip_algorithm = arguments.get("gradient_clip_algorithm") or "norm"
+        context, draws = runner.blueprint.precision.train_step_context, ClientDraws() if found.draws else None
+        self.step = StackedStep(module, context, takes_index(module.training_step), draws)
+        self.step.watch.looked = found.uses_index
         self.logs = StackedLogs(stack.size)
         parameters, _ = named_tensors(module)
         by_id = {id(parameter): name for name, parameter in parameters.items()}
@@ -93,13 +93,17 @@ class StackedFit:
         self.shared_recipe = all(trainee.recipe is trainees[0].recipe for trainee in trainees)
         clients = [trainee.client for trainee in trainees]
         self.device = stack.tensors[stack.parameters[0]].device
-        self._most = max(1, CACHE // bytes_of_step) if bytes_of_step and self.device.type == "cpu" else stack.size
-        self.corrections = [Correction(callback, clients, self.names, phase, self.device) for callback in correctors]
-        self.hooks = [callback.stack_hooks(self) for callback in callbacks if stackable(callback)]
-        self._settled = self._failed = False
+        limited = found.bytes_of_step and self.device.type == "cpu"
+        self._most = max(1, CACHE // found.bytes_of_step) if limited else stack.size
+        self.corrections = [
+            Correction(callback, clients, self.names, phase.name, self.device)
+            for callback in acting(callbacks.correctors(), phase)
+        ]
+        brought = [callback for callback in callbacks if isinstance(callback, Stackable) and callback.is_stackable]
+        self.hooks: list[StackHooks] = [callback.stack_hooks(self) for callback in brought]
+        self._failed = False
         self._steps = np.zeros(stack.size, dtype=np.int64)
         self._rates: dict[tuple[str, ...], np.ndarray] = {}
-        self._views: dict[tuple[int, int], tuple[list[Tensor], dict[str, Tensor]]] = {}
 
     def run(self) -> None:
         """Train all clients to the end of the phase. The results are in the trainees."""
@@ -220,8 +224,6 @@ class StackedFit:
             found = self._corrected(rows, numbers, training, found, settings)
         if self.clip_value:
             clip(found.values(), self.clip_value, self.clip_algorithm)
-        if not self._settled:
-            self._settle(found)
         with torch.no_grad():
             for name, gradient in found.items():
                 self.optimizer.step(name, rows, gradient, settings[self.group_of[name]])
@@ -245,28 +247,14 @@ class StackedFit:
             found = correction(rows, numbers, values, found, rates)
         return found
 
-    def _settle(self, found: Mapping[str, Tensor]) -> None:
-        """Lay the parameters out like their first gradients, before the optimizer has any state."""
-        self._settled = True
-        for name, gradient in found.items():
-            self.optimizer.parameters[name] = self.stack.tensors[name] = laid_out_like(
-                self.stack.tensors[name], gradient
-            )
-        self._views.clear()
-
     def _tensors(self, rows: Rows) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return the step's tensors, and those that train: views of the stack where the rows are a slice."""
-        key = (rows.start, rows.stop) if isinstance(rows, slice) else None
-        if key is not None and key in self._views:
-            return self._views[key]
         tensors, training = [], {}
         for name in (*self.stack.parameters, *self.stack.buffers):
             value = self.stack.tensors[name][rows].detach()
             if name in self.group_of:
                 training[name] = value.requires_grad_()
             tensors.append(value)
-        if key is not None:
-            self._views[key] = tensors, training
         return tensors, training
 
     def _settings(self, numbers: Sequence[int]) -> list[Settings]:

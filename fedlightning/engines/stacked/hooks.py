@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any
 
 from torch import Tensor
 
 from fedlightning.engines.stacked.optimizers import Settings
 from fedlightning.engines.stacked.stack import join_tree, split_tree
 from fedlightning.engines.stacked.step import Place
-
-if TYPE_CHECKING:
-    from fedlightning.engines.stacked.fit import StackedFit
 
 
 @dataclass
@@ -57,26 +54,6 @@ class Turn:
         """Return the learning rates of a parameter group for some of these clients."""
         settings = self.settings_of(group, chosen)
         return [float(one["lr"]) for one in ([settings] * len(chosen) if isinstance(settings, Mapping) else settings)]
-
-
-@runtime_checkable
-class Stackable(Protocol):
-    """A callback that brings the counterpart of its Lightning hooks for a stack of clients.
-
-    Without it `engine="vectorized"` refuses a callback that has Lightning hooks inside a fit.
-    """
-
-    @property
-    def is_stackable(self) -> bool:
-        """Whether the callback, with its options, can work on a stack."""
-
-    def stack_hooks(self, fit: StackedFit) -> StackHooks:
-        """Return the callback's work in one phase of a stack."""
-
-
-def stackable(callback: object) -> TypeGuard[Stackable]:
-    """Return True if a callback can work on a stack of clients."""
-    return isinstance(callback, Stackable) and callback.is_stackable
 
 
 class StackHooks:

@@ -1,10 +1,9 @@
-"""Linear layers, convolutions and losses of a whole stack, by the kernels that are fast for it.
+"""Linear layers and losses of a whole stack, by the kernels that are fast for it.
 
-Under :func:`torch.func.vmap` a loss such as cross entropy is decomposed into many small operations, a linear layer
-becomes a batched product in an arbitrary layout, and a convolution gets a group for each client. Within
-:class:`StackKernels` these functions step out of the map, work on the stacked tensors `(clients, batch, ...)`, and step
-back in. Values and gradients are those of the plain functions up to the rounding of sums in another order. Cases
-without a rule are left to `vmap`.
+Under :func:`torch.func.vmap` a loss such as cross entropy is decomposed into many small operations, and a linear layer
+becomes a batched product in an arbitrary layout. Within :class:`StackKernels` these functions step out of the map, work
+on the stacked tensors `(clients, batch, ...)`, and step back in. Values and gradients are those of the plain functions
+up to the rounding of sums in another order. Cases without a rule are left to `vmap`.
 """
 
 from __future__ import annotations
@@ -21,11 +20,6 @@ from fedlightning.engines.stacked.map import on_stack
 
 REGISTER = 16
 """Single-precision numbers in a CPU's widest register. Kernels fill registers along the last axis of their result."""
-LARGE = 2**22
-"""Multiplications in a client's convolution above which a CPU does one client after another.
-
-Measured: with 2.4 million the map takes half the time of that, with 6 million twice the time.
-"""
 
 
 def padding(length: int) -> float:
@@ -207,31 +201,9 @@ def embedding(
     return found.where((input != padding_idx % weight.shape[0]).unsqueeze(-1), found.detach())
 
 
-def convolution(function: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
-    """Return the rule of :func:`torch.nn.functional.conv2d` and its like: if they are large, one client after another.
-
-    A map would make one convolution of them with a group for each client, for which the kernels of a CPU are not made.
-    """
-
-    def rule(input: Tensor, weight: Tensor, bias: Tensor | None = None, *others: Any, **options: Any) -> Tensor | None:
-        positions = input.numel() // max(input.shape[1 - weight.dim()], 1)  # of all samples; a stride leaves some out
-        if input.device.type != "cpu" or weight.numel() * positions < LARGE:
-            return None
-
-        def act(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            biases = [None] * len(x) if bias is None else bias.unbind()
-            each = zip(x.unbind(), weight.unbind(), biases, strict=True)
-            return torch.stack([function(*own, *others, **options) for own in each])
-
-        return on_stack(act, (input, weight) if bias is None else (input, weight, bias))
-
-    return rule
-
-
 RULES: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
     F.linear: linear,
     F.embedding: embedding,
-    **{function: convolution(function) for function in (F.conv1d, F.conv2d, F.conv3d)},
     F.cross_entropy: cross_entropy,
     F.nll_loss: nll_loss,
     F.binary_cross_entropy_with_logits: binary_cross_entropy_with_logits,

@@ -78,34 +78,6 @@ class Stack:
             for name, value in values.items():
                 value.copy_(self.tensors[name][row])
 
-    def clone(self) -> Stack:
-        """Return a stack that holds the same values."""
-        copy = object.__new__(Stack)
-        copy.size, copy.parameters, copy.buffers = self.size, self.parameters, self.buffers
-        copy.tensors = {name: value.clone() for name, value in self.tensors.items()}
-        return copy
-
-
-LARGE = 2**14
-"""Numbers in a parameter above which its update is limited by memory, not by calls."""
-
-
-def laid_out_like(tensor: Tensor, gradient: Tensor) -> Tensor:
-    """Return `tensor` in the memory order of its gradient, where that pays.
-
-    Both are then read and written in one sweep. A batched product gives the gradient of a linear layer transposed, and
-    adding it to a weight in the usual order takes seven times as long as the same addition in step.
-    """
-    inner, size = gradient.stride()[1:], tensor[0].numel()
-    if size < LARGE or inner == tensor.stride()[1:] or gradient.stride(0) != size:
-        return tensor
-    expected = 1
-    for stride, length in sorted(zip(inner, gradient.shape[1:], strict=True)):
-        if stride != expected:
-            return tensor
-        expected *= length
-    return torch.empty_strided(tensor.shape, (size, *inner), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
 
 def side_by_side(rows: Sequence[int]) -> Rows:
     """Return ascending row numbers as a slice if they have no gap."""

@@ -91,7 +91,7 @@ class StepClock:
         raise AttributeError(f"self.trainer.{name} is not there when many clients train in one stack")
 
 
-class _Slots:
+class Slots:
     """The places of named tensors in a module, which `torch.func.functional_call` looks up anew at every call.
 
     They are entries of the dicts in which :class:`torch.nn.Module` keeps parameters and buffers. An assignment by name
@@ -171,7 +171,7 @@ class StackedStep:
         self.draws = draws is not None
         self.watch = Watch()
         self._clock = StepClock(self.watch)
-        self._slots = _Slots(module, self.names)
+        self._slots = Slots(module, self.names)
         self._log = StepLog(module)
         self._kernels = StackKernels()
         self._skeleton: Any = None

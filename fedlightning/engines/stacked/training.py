@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from fedlightning.compat.signatures import takes_index
+from fedlightning.compat.attached import on_device
 from fedlightning.engines.stacked.batches import Gatherer, LoaderSource, resident
 from fedlightning.engines.stacked.fit import StackedFit
 from fedlightning.engines.stacked.planning import Clock, configure
-from fedlightning.engines.stacked.random import ClientDraws
 from fedlightning.engines.stacked.stack import Stack
-from fedlightning.engines.stacked.step import StackedStep
 from fedlightning.engines.stacked.trainees import Recipe, Trainee
 from fedlightning.engines.stacked.vectorizable import Finding
 from fedlightning.hooks import Phase
 from fedlightning.visit.freezing import only_training
-from fedlightning.visit.probes import move_batch
+from fedlightning.visit.probes import TRANSFERS, move_batch
 from fedlightning.visit.requests import Fit
 from fedlightning.visit.runner import LocalRunner
-from fedlightning.visit.visit_callback import acting, address_of
-
-
-@contextmanager
-def on_device(module: LightningModule, device: torch.device) -> Iterator[None]:
-    """Within the block, the module is on the stack's device, because a step may read `self.device`."""
-    home = module.device
-    module.to(device)
-    try:
-        yield
-    finally:
-        module.to(home)
+from fedlightning.visit.visit_callback import address_of
 
 
 class StackedTraining:
@@ -94,31 +80,12 @@ class StackedTraining:
         else:
             for row, trainee in enumerate(trainees):
                 stack.pull(row, trainee.client.module)
-        clip = runner.settings.trainer_arguments.get("gradient_clip_val")
-        algorithm = runner.settings.trainer_arguments.get("gradient_clip_algorithm") or "norm"
         with (
             nullcontext() if phase.train is None else only_training(module, phase.train),
             on_device(module, self._device),
         ):
-            context = runner.blueprint.precision.train_step_context
-            step = StackedStep(
-                module, context, takes_index(module.training_step), ClientDraws() if found.draws else None
-            )
-            step.watch.looked = found.uses_index
             StackedFit(
-                module,
-                stack,
-                trainees,
-                step,
-                recipe.optimizer,
-                callbacks=runner.callbacks,
-                correctors=acting(runner.callbacks.correctors(), phase),
-                phase=phase.name,
-                gatherer=self._gatherer,
-                clip_value=clip,
-                clip_algorithm=algorithm,
-                bytes_of_step=found.bytes_of_step,
-                watching=self._watching,
+                runner, phase, found, module, stack, trainees, recipe.optimizer, self._gatherer, self._watching
             ).run()
         return stack
 
@@ -134,5 +101,4 @@ class StackedTraining:
 
     @staticmethod
     def _plain_transfer(module: LightningModule) -> bool:
-        hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-        return not any(is_overridden(hook, module) for hook in hooks)
+        return not any(is_overridden(hook, module) for hook in TRANSFERS)

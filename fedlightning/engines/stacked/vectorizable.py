@@ -19,13 +19,12 @@ from torchmetrics import Metric
 from fedlightning.blueprint.optimizers import optimizers_in
 from fedlightning.compat.signatures import takes_index
 from fedlightning.engines.stacked import optimizers as stacked_optimizers
-from fedlightning.engines.stacked.hooks import stackable
 from fedlightning.engines.stacked.planning import Clock, quietly_attached, schedules_in
 from fedlightning.engines.stacked.random import ClientDraws
 from fedlightning.engines.stacked.stack import NotATreeError, Stack, join_tree, skeleton_key, split_tree
 from fedlightning.engines.stacked.step import NoLossError, Place, StackedStep, gradients
 from fedlightning.errors import ConfigurationError
-from fedlightning.hooks import FederatedCallback
+from fedlightning.hooks import FederatedCallback, Stackable
 from fedlightning.seeding import isolated
 from fedlightning.tensors import module_state
 from fedlightning.visit.probes import move_batch
@@ -132,7 +131,7 @@ def _of_callbacks(runner: LocalRunner) -> str | None:
             return f"{type(callback).__name__}.{hook} is a Lightning hook inside each client's own fit"
     for callback in runner.callbacks:
         hook = _first_of(FIT_HOOKS, callback, FederatedCallback)
-        if hook is not None and not stackable(callback):
+        if hook is not None and not (isinstance(callback, Stackable) and callback.is_stackable):
             return f"{callback.key}.{hook} works inside each client's own fit"
         if callback.claims("training_loss"):
             return f"{callback.key} adds a term to the loss, from features of one client's model"

@@ -23,6 +23,7 @@ from fedlightning.visit.fast.hooks import Hooks, of_module, per_class
 from fedlightning.visit.fast.log import LogCollector
 from fedlightning.visit.fast.trainer import FastTrainer
 from fedlightning.visit.fast.values import Value
+from fedlightning.visit.probes import TRANSFERS
 
 SPECIAL = frozenset(
     f"on_{name}_{what}" for name in ("validation", "test") for what in ("model_eval", "model_train")
@@ -48,10 +49,6 @@ ONCE_FOR_EACH = frozenset(
     ]
 )
 """Methods of a module that see every evaluation begin or end when the module overrides them."""
-
-
-TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-"""Hooks that a batch goes through on its way to the device."""
 
 
 class Listener(Protocol):

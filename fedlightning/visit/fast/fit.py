@@ -31,6 +31,7 @@ from fedlightning.visit.fast.log import LogCollector
 from fedlightning.visit.fast.refusals import num_batches
 from fedlightning.visit.fast.step import FastStep
 from fedlightning.visit.fast.trainer import FastTrainer
+from fedlightning.visit.probes import TRANSFERS
 from fedlightning.visit.surroundings import Surroundings
 from fedlightning.visit.visit_callback import VisitCallback
 
@@ -164,10 +165,7 @@ class FastFit:
         """Look up once what every batch needs."""
         module, hooks, trainer = self.module, self.hooks, self.trainer
         self.batch_start, self.batch_end = hooks.find("on_train_batch_start"), hooks.find("on_train_batch_end")
-        self.moves = not self.is_resident or any(
-            hooks.overridden(name)
-            for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-        )
+        self.moves = not self.is_resident or any(map(hooks.overridden, TRANSFERS))
         self.converts = type(self.precision).convert_input is not Precision.convert_input
         self.schedules = bool(trainer.lr_scheduler_configs) and module.automatic_optimization
         self.one_step = FastStep(trainer, self.collector, hooks, reports=self.batch_end is not None)

@@ -11,7 +11,6 @@ import math
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 
@@ -156,35 +155,17 @@ class FastTrainer:
         """Metrics that a logger gets."""
         return self._collector.logged_metrics
 
-    @property
-    def early_stopping_callbacks(self) -> list[EarlyStopping]:
-        """All callbacks that stop early."""
-        return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
-
-    @property
-    def early_stopping_callback(self) -> EarlyStopping | None:
-        """The first of them, or `None`."""
-        return next(iter(self.early_stopping_callbacks), None)
-
-    @property
-    def training(self) -> bool:
-        """Whether a fit is running."""
-        return self.state.stage == RunningStage.TRAINING
-
-    @property
-    def validating(self) -> bool:
-        """Whether validation data are being scored."""
-        return self.state.stage == RunningStage.VALIDATING
-
-    @property
-    def testing(self) -> bool:
-        """Whether test data are being scored."""
-        return self.state.stage == RunningStage.TESTING
-
-    @property
-    def evaluating(self) -> bool:
-        """Whether validation or test data are being scored."""
-        return self.validating or self.testing
+    # Lightning's own, of what is above
+    early_stopping_callbacks, early_stopping_callback = (
+        Trainer.early_stopping_callbacks,
+        Trainer.early_stopping_callback,
+    )
+    training, validating, testing, evaluating = (
+        Trainer.training,
+        Trainer.validating,
+        Trainer.testing,
+        Trainer.evaluating,
+    )
 
 
 FUNCTION_OF = {

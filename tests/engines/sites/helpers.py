@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from fedlightning.datamodules.held_out import without
 from fedlightning.datamodules.public_only import PublicDataModule
 from fedlightning.engines.sites.elsewhere import DataElsewhere
 from fedlightning.engines.sites.engine import SitesEngine
-from fedlightning.engines.sites.link import Loopback, connected
+from fedlightning.engines.sites.link import Answer, connected
 from fedlightning.engines.sites.site import Site
 from fedlightning.testing.toys import ToyData, ToyModule, federate
 from fedlightning.trainer import FederatedTrainer
@@ -69,6 +71,50 @@ def a_site(
 def sites(root: Path, algorithm: Any = None, **arguments: Any) -> dict[str, Site]:
     """Return both sites, by the node that the connection knows them as."""
     return {str(number): a_site(root / str(number), SHARES[number], algorithm, **arguments) for number in range(2)}
+
+
+class Loopback:
+    """Sites in this process. Each reply is worked out when it is waited for.
+
+    Args:
+        sites: By name.
+
+    Attributes:
+        sites: The same; one that is taken out has lost its connection, and what was sent to it is lost.
+        sent: Bytes of all requests.
+        received: Bytes of all replies.
+    """
+
+    def __init__(self, sites: Mapping[str, Answer]) -> None:
+        self.sites = dict(sites)
+        self.expected = len(sites)
+        self.sent = self.received = 0
+        self._numbers = itertools.count()
+        self._pending: deque[tuple[str, str, bytes]] = deque()
+
+    def nodes(self) -> list[str]:
+        return list(self.sites)
+
+    def owner(self, node: str) -> str | None:
+        return None
+
+    def missing(self) -> list[str]:
+        return []
+
+    def send(self, node: str, request: bytes) -> str:
+        name = str(next(self._numbers))
+        self.sent += len(request)
+        self._pending.append((name, node, request))
+        return name
+
+    def receive(self, waiting: Collection[str], timeout: float) -> list[tuple[str, bytes]]:
+        while self._pending:
+            name, node, request = self._pending.popleft()
+            if node in self.sites and name in waiting:
+                reply = self.sites[node](request)
+                self.received += len(reply)
+                return [(name, reply)]
+        return []
 
 
 class Line(Loopback):

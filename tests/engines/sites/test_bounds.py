@@ -381,7 +381,7 @@ def test_what_a_method_declares_is_allowed(tmp_path):
     name = sorted(lora.runner.leaving("site0").private)[0]
     sent = replace(message, state={name: lora.state()[name]})
     assert fault(lora, Visit(sent, Evaluate())) is None
-    lora.runner.callbacks.callbacks[0].sends_private = False
+    lora.runner.callbacks.making = lambda change: []
     assert "is the client's own" in fault(lora, Visit(sent, Evaluate()))
 
 

@@ -56,7 +56,7 @@ def test_a_site_that_does_not_allow_it_sends_no_model(tmp_path):
 
     line.watch, line.reply = ask, lambda name, data: (said.extend(_parts(data)), data)[1]
     at_sites(line, tmp_path / "other")
-    assert sum("do not leave site" in read(part).get("refused", "") for part in said) == 4
+    assert sum("do not leave this site" in read(part).get("refused", "") for part in said) == 4
     assert not any(getattr(read(part).get("answer"), "content", None) for part in said)
 
 

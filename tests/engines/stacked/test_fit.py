@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,8 +42,8 @@ def room_for(clients: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the cache have room for so many."""
     plain = Watched.__init__
 
-    def small(self: Watched, *args: Any, **kwargs: Any) -> None:
-        plain(self, *args, **(kwargs | {"bytes_of_step": stacked_fit.CACHE // clients}))
+    def small(self: Watched, runner: Any, phase: Any, found: Any, *others: Any) -> None:
+        plain(self, runner, phase, replace(found, bytes_of_step=stacked_fit.CACHE // clients), *others)
 
     monkeypatch.setattr(Watched, "__init__", small)
 

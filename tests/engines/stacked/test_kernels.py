@@ -1,4 +1,4 @@
-"""Linear layers, convolutions and losses of a stack are those of each client alone, whatever their options."""
+"""Linear layers and losses of a stack are those of each client alone, whatever their options."""
 
 from __future__ import annotations
 
@@ -99,23 +99,6 @@ def test_a_linear_layer_on_data_takes_no_gradient_of_the_data(used: list[Functio
     torch.testing.assert_close(gradient, x.sum(1, keepdim=True).expand_as(gradient))
     assert gradient.is_contiguous(), "the gradient lies in memory as the weight does"
     assert used == [F.linear]
-
-
-@pytest.mark.parametrize("options", [{}, {"stride": 2, "padding": 1}, {"padding": "same", "dilation": 2}], ids=str)
-@pytest.mark.parametrize("bias", [True, False])
-def test_convolutions(
-    options: dict[str, Any], bias: bool, used: list[Function], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Large ones, by whatever is called large."""
-    monkeypatch.setattr(stacked_kernels, "LARGE", 4 * 6 * 5 * 2 * 3 * 9)
-    tensors = [numbers(4, 3, 6, 5), numbers(2, 3, 3, 3, seed=1), numbers(2, seed=2)]
-    assert_same(lambda *own: F.conv2d(*own, **options), *tensors[: 3 if bias else 2])
-    assert used == [F.conv2d]
-    assert_same(lambda x, w: F.conv2d(x, w, **options), numbers(3, 3, 6, 5), numbers(2, 3, 3, 3, seed=1))
-    assert used == [F.conv2d], "a smaller one is left to the map"
-    monkeypatch.setattr(stacked_kernels, "LARGE", 0)
-    assert_same(lambda x, w: F.conv1d(x, w, None, 1, 1), numbers(4, 3, 6), numbers(2, 3, 3, seed=1))
-    assert used == [F.conv2d, F.conv1d]
 
 
 WEIGHT = torch.tensor([0.5, 2.0, 1.0, 0.0, 3.0], dtype=torch.float64)

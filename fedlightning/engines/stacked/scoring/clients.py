@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +11,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
-from fedlightning.compat.attached import trainer_of
+from fedlightning.compat.attached import on_device
 from fedlightning.engines.stacked.scoring.step import MetricUpdate, Step
-from fedlightning.engines.stacked.scoring.values import NoTrainer, NotStacked, plain_log
+from fedlightning.engines.stacked.scoring.values import NotStacked, evaluating, plain_log
 from fedlightning.engines.stacked.stack import join_tree
 from fedlightning.visit.evaluation_names import names_of
 from fedlightning.visit.fast.hooks import of_module
@@ -53,7 +52,8 @@ def scores_of(
     device: torch.device,
 ) -> dict[str, float]:
     """Return what a client's module has logged at the end of the epoch."""
-    with _evaluating(module, device) as noted:
+    noted = _Noted()
+    with on_device(module, device), evaluating(module, noted.log):
         for hook in hooks.before:
             getattr(module, hook)()
         metrics = _feed(module, feed)
@@ -108,24 +108,3 @@ class _Noted:
             raise NotStacked(f"self.log({name!r}) is called before the epoch, or twice after it")
         if plain_log(self.hook, name, *args, **kwargs).rule.logger:
             self.values[name] = float(scalar(name, value, NotStacked))
-
-
-@contextmanager
-def _evaluating(module: LightningModule, device: torch.device) -> Iterator[_Noted]:
-    """Within the block, the module is on the stack's device and in eval mode, and what it logs is collected."""
-    noted, home, attached = _Noted(), module.device, trainer_of(module)
-    modes = [(vars(child), child.training) for child in module.modules()]
-    module.eval()
-    if home != device:
-        module.to(device)
-    module.trainer = NoTrainer()  # type: ignore[assignment]
-    vars(module)["log"] = noted.log
-    try:
-        yield noted
-    finally:
-        vars(module).pop("log", None)
-        module.trainer = attached
-        if home != device:
-            module.to(home)
-        for own, mode in modes:  # not by __setattr__, which is slow in a torchmetrics object
-            own["training"] = mode

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -114,15 +113,3 @@ class Models:
             raise NotStacked("a buffer is changed")
         if Signature(self.template).key != self._signature.key:
             raise NotStacked("an attribute of the module is changed")
-
-    @contextmanager
-    def on_device(self) -> Iterator[None]:
-        """Within the block, the template is on the stack's device, because a step may read `self.device`."""
-        home = self.template.device
-        if home != self._device:
-            self.template.to(self._device)
-        try:
-            yield
-        finally:
-            if home != self._device:
-                self.template.to(home)

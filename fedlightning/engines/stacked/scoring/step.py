@@ -15,14 +15,14 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import vmap
 from torchmetrics import Metric, MetricCollection
 
 from fedlightning.blueprint.evaluator import loss_of
-from fedlightning.compat.attached import trainer_of
 from fedlightning.compat.signatures import class_takes_index
-from fedlightning.engines.stacked.scoring.values import NoTrainer, NotStacked, plain_log
+from fedlightning.engines.stacked.scoring.values import NotStacked, evaluating, plain_log
 from fedlightning.engines.stacked.stack import join_tree, split_tree
+from fedlightning.engines.stacked.step import Slots
 from fedlightning.visit.evaluation_names import EvaluationNames
 from fedlightning.visit.log_rules import LogRule, scalar
 
@@ -113,17 +113,6 @@ def metrics_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mo
             yield from metrics_of(child, f"{prefix}{name}.")
 
 
-class _Caller(nn.Module):
-    """Calls a step of a module, so that `functional_call` can put a client's tensors into it."""
-
-    def __init__(self, module: LightningModule, step: str) -> None:
-        super().__init__()
-        self.module, self.step = module, step
-
-    def forward(self, *args: Any) -> Any:
-        return getattr(self.module, self.step)(*args)
-
-
 class ScoringStep:
     """`validation_step` or `test_step` for many clients at once.
 
@@ -146,8 +135,7 @@ class ScoringStep:
         self._module, self._context, self._shared = module, evaluation.context(precision), shared
         self._hook = evaluation.step
         self._indexed = class_takes_index(type(module), evaluation.step)
-        self._caller = _Caller(module, evaluation.step)
-        self._names = tuple(f"module.{name}" for name in names)
+        self._slots = Slots(module, names)
         self._index, self._skeleton = 0, None
         self._outputs: list[Tensor] = []
         self._step = Step()
@@ -156,23 +144,15 @@ class ScoringStep:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Within the block, the module is in eval mode, and its calls of `self.log` and of metrics are noted."""
-        module, before = self._module, trainer_of(self._module)
-        modes = {child: child.training for child in module.modules()}
-        metrics = list(metrics_of(module))
-        module.eval()
-        module.trainer = NoTrainer()  # type: ignore[assignment]
-        vars(module)["log"] = self._log
-        for path, parent, name, metric in metrics:
-            setattr(parent, name, _MetricStandIn(path, self._feed if isinstance(metric, Metric) else None))
-        try:
-            yield
-        finally:
-            for _, parent, name, metric in metrics:
-                setattr(parent, name, metric)
-            vars(module).pop("log", None)
-            module.trainer = before
-            for child, mode in modes.items():
-                child.training = mode
+        metrics = list(metrics_of(self._module))
+        with evaluating(self._module, self._log):
+            for path, parent, name, metric in metrics:
+                setattr(parent, name, _MetricStandIn(path, self._feed if isinstance(metric, Metric) else None))
+            try:
+                yield
+            finally:
+                for _, parent, name, metric in metrics:
+                    setattr(parent, name, metric)
 
     def __call__(self, tensors: Sequence[Tensor], batch: Any, clients: int, index: int) -> Step:
         """Run the step."""
@@ -190,11 +170,12 @@ class ScoringStep:
 
     def _one(self, tensors: tuple[Tensor, ...], leaves: list[Tensor]) -> tuple[Tensor, ...]:
         self._step, self._outputs = Step(), []
-        state, batch = dict(zip(self._names, tensors, strict=True)), join_tree(self._skeleton, leaves)
+        batch = join_tree(self._skeleton, leaves)
         self._step.size = extract_batch_size(batch)
-        output = functional_call(self._caller, state, (batch, self._index) if self._indexed else (batch,))
-        if any(state[name] is not own for name, own in zip(self._names, tensors, strict=True)):
-            raise NotStacked("a buffer is replaced")
+        with self._slots.filled(tensors):
+            output = getattr(self._module, self._hook)(batch, *((self._index,) if self._indexed else ()))
+            if any(self._slots.now(place) is not own for place, own in enumerate(tensors)):
+                raise NotStacked("a buffer is replaced")
         loss = loss_of(output)
         if loss is not None:
             self._step.loss = self._add(loss.reshape(()))

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from lightning.pytorch import LightningModule
+
+from fedlightning.compat.attached import attached
 from fedlightning.errors import ControlFlow
 from fedlightning.visit.log_rules import LogCall, log_call
 
@@ -17,6 +22,21 @@ class NoTrainer:
 
     def __getattr__(self, name: str) -> Any:
         raise NotStacked(f"self.trainer.{name} is used")
+
+
+@contextmanager
+def evaluating(module: LightningModule, log: Callable[..., None]) -> Iterator[None]:
+    """Within the block, the module is in eval mode, has no trainer, and what it logs goes to a function."""
+    modes = [(vars(child), child.training) for child in module.modules()]
+    module.eval()
+    vars(module)["log"] = log
+    try:
+        with attached(module, NoTrainer()):
+            yield
+    finally:
+        vars(module).pop("log", None)
+        for own, mode in modes:  # not by __setattr__, which is slow in a torchmetrics object
+            own["training"] = mode
 
 
 def plain_log(hook: str, name: str, *args: Any, **kwargs: Any) -> LogCall:
