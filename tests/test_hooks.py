@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from fedlightning import FederatedCallback
+from fedlightning import FederatedCallback, algorithm
 from fedlightning.callbacks import (
     FLIU,
     SCAFFOLD,
@@ -25,12 +25,20 @@ from fedlightning.callbacks import (
 )
 from fedlightning.federation.failures import FederationError
 from fedlightning.hooks import ROLES, CallbackList, Job, Phase
+from fedlightning.hooks.callback import FAMILIES
 from fedlightning.tensors import module_state
 from tests.helpers import NormNet, Toy, federate, make_trainer, same, spied, toy_data
 
 
 def claiming(role, name):
-    return type(name, (FederatedCallback,), {role: lambda self, *args: None})()
+    base = getattr(algorithm, FAMILIES.get(role, "FederatedCallback"))
+    return type(name, (base,), {role: lambda self, *args: None})()
+
+
+@pytest.mark.parametrize(("method", "family"), FAMILIES.items())
+def test_a_method_of_a_family_is_refused_on_a_class_of_another(method, family):
+    with pytest.raises(TypeError, match=f"Stray defines {method}, .* Derive Stray from {family}"):
+        type("Stray", (FederatedCallback,), {method: lambda self, *args: None})
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -51,7 +59,9 @@ def test_weightings_must_agree():
     with pytest.raises(ValueError, match=r"different weightings: \{'FLIU': 'uniform', 'FedProx': 'samples'\}"):
         make_trainer(None, [FLIU(), FedProx(weighting="samples")])
     with pytest.raises(ValueError, match=r"FedAvg has weighting='size'. Known weightings: .*'uniform'"):
-        make_trainer(None, [FedAvg(weighting="size")])
+        method = FedAvg()
+        method.weighting = "size"
+        make_trainer(None, [method])
 
 
 class Log(FederatedCallback):

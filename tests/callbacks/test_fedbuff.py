@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -76,6 +78,17 @@ def test_every_step_by_hand(options):
             rate = 1.0 if is_buffer else options.get("server_lr", 1.0)
             expected[name] = value.double() + rate / 2 * change
         close({name: versions[number + 1][name] for name in expected}, expected, atol=1e-6)
+
+
+def test_each_of_several_models_makes_a_step_from_itself():
+    """Where the server has a model for each group, ``w`` is the one whose changes are combined."""
+    models = {name: {"w": torch.full((2,), start), "n": torch.tensor(7)} for name, start in (("a", 1.0), ("b", 5.0))}
+    for name, expected in (("a", 1.0 + 0.5 * 2.0), ("b", 5.0 + 0.5 * -2.0)):
+        server = SimpleNamespace(models=models, model=models["a"], combining=name, trainable=["w"], state={})
+        mean = {"w": torch.full((2,), 3.0), "n": torch.tensor(9)}
+        found = FedBuff(2, server_lr=0.5).on_reduced(server, mean)
+        assert found["w"].tolist() == [expected] * 2 and int(found["n"]) == 9
+        assert server.state == {"FedBuff": {"count": 0}}
 
 
 def test_the_last_buffer_is_divided_by_what_it_holds():

@@ -233,7 +233,9 @@ def test_what_cannot_work_is_refused(tmp_path):
                         "server_batch_size": 0, "max_age": 0, "deploy": "x"}.items():  # fmt: skip
         with pytest.raises(ValueError, match=rf"FedGKT got {name}="):
             FedGKT(**{name: value})
-    with pytest.raises(ValueError, match=r"FedGKT got server_hidden=\[0\]. Use a list, each a whole number in \[1, inf\)"):
+    with pytest.raises(
+        ValueError, match=r"FedGKT got server_hidden=\[0\]. Use a list, each a whole number in \[1, inf\)"
+    ):
         FedGKT(server_hidden=[0])
 
 

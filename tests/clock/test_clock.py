@@ -77,6 +77,15 @@ def test_log_normal_links_share_a_clients_factor():
     )
 
 
+def test_the_two_messages_of_a_visit_are_drawn_apart():
+    link = LogNormalLink(down=100, up=100, sigma=0.0, visit_sigma=1.0)
+    both = [[link.seconds(0, client, 0, 100, way) for way in ("down", "up")] for client in CLIENTS]
+    assert all(down != up for down, up in both)
+    logs = [[math.log(seconds) for seconds in way] for way in zip(*both, strict=True)]
+    assert abs(statistics.correlation(*logs)) < 4 / 20
+    assert all(statistics.stdev(way) == pytest.approx(1.0, rel=0.15) for way in logs)
+
+
 def availabilities(folder: Path) -> list[Availability]:
     return [
         AlwaysAvailable(),
@@ -105,6 +114,19 @@ def test_next_available_is_the_first_time(model: int, tmp_path: Path):
             else:
                 assert model == 5  # a trace without a period ends
     assert waits or model == 0
+
+
+def test_the_end_of_a_window_is_outside(tmp_path: Path):
+    hours = DayNightAvailability(length=4.0, start=2.0, spread=0.0, period=10.0)
+    once = TraceAvailability(trace(tmp_path, "a,2,6"))
+    again = TraceAvailability(trace(tmp_path, "a,2,6"), period=10.0)
+    for model in (hours, once, again):
+        assert model.available(0, "a", 2.0) and model.available(0, "a", math.nextafter(6.0, 0.0))
+        assert not model.available(0, "a", 6.0) and not model.available(0, "a", math.nextafter(2.0, 0.0))
+    assert [model.next_available(0, "a", 6.0) for model in (hours, once, again)] == [12.0, math.inf, 12.0]
+    slots = BernoulliAvailability(0.5, slot=10.0)
+    ends = [client for client in CLIENTS if slots.available(0, client, 9.0) and not slots.available(0, client, 11.0)]
+    assert ends and not any(slots.available(0, client, 10.0) for client in ends)
 
 
 def test_shares_of_time():

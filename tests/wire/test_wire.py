@@ -21,7 +21,7 @@ from fedlightning.scoring.rows import Gap, Row
 from fedlightning.scoring.tasks import Lost, ScoreClient, ScoredModel
 from fedlightning.visit.requests import Evaluate
 from fedlightning.wire import KINDS, Limits, WireError, read, write
-from fedlightning.wire.container import DTYPES
+from fedlightning.wire.container import DTYPES, pack
 from fedlightning.wire.fields import Whole, check_of
 
 NAN = float("nan")
@@ -164,6 +164,17 @@ def test_a_field_is_what_its_annotation_says(hint, good, bad):
 def test_the_exception_behind_an_update_stays():
     update = Update(1, "a", error="it broke", cause=ValueError("secret"))
     assert read(write(update)).cause is None and b"secret" not in write(update)
+
+
+def test_wide_tensors_lie_first_and_each_at_a_multiple_of_its_size():
+    """So a reader may map the bytes. Of one width the first comes first."""
+    sizes = [(torch.uint8, 3), (torch.float64, 1), (torch.bfloat16, 3), (torch.int64, 2), (torch.bool, 1)]
+    data = pack("", [torch.ones(count, dtype=dtype) for dtype, count in sizes])
+    length = int.from_bytes(data[:8], "little")
+    places = {name: of["data_offsets"] for name, of in json.loads(data[8 : 8 + length]).items() if name.isdecimal()}
+    assert length % 8 == 0
+    assert all(places[str(number)][0] % dtype.itemsize == 0 for number, (dtype, _) in enumerate(sizes))
+    assert sorted(places, key=lambda name: places[name]) == [*places] == ["1", "3", "2", "0", "4"]
 
 
 def test_any_reader_of_safetensors_opens_a_message(tmp_path):
