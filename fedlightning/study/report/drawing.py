@@ -8,50 +8,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from fedlightning.study.report.styles import GRID, INK, MUTED
-
 WIDTH, HEIGHT = 5.0, 3.2
 """Size of a panel in inches: a column of a page on paper, 360 points on a screen."""
 
-_LOOK: dict[str, Any] = {
-    "axes.axisbelow": True,
-    "axes.edgecolor": MUTED,
-    "axes.grid": True,
-    "axes.labelcolor": INK,
-    "axes.labelsize": 11,
-    "axes.linewidth": 0.8,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 11,
-    "figure.dpi": 100,
-    "font.family": "DejaVu Sans",
-    "font.size": 11,
-    "grid.color": GRID,
-    "grid.linewidth": 0.7,
-    "legend.fontsize": 10,
-    "legend.frameon": False,
-    "lines.linewidth": 1.6,
-    "lines.markersize": 5,
-    "pdf.fonttype": 42,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "fedlightning",
-    "text.color": INK,
-    "text.parse_math": False,  # a method may be called "$x$"
-    "xtick.color": MUTED,
-    "xtick.labelcolor": INK,
-    "xtick.labelsize": 10,
-    "ytick.color": MUTED,
-    "ytick.labelcolor": INK,
-    "ytick.labelsize": 10,
-}
+_LOOK = mpl.rc_params_from_file(Path(__file__).with_name("figures.mplstyle"), use_default_template=False)
 
 
 @contextmanager
@@ -59,7 +25,7 @@ def look() -> Iterator[None]:
     """Use the report's settings of matplotlib, whatever the user's are, and restore those afterwards."""
     with mpl.rc_context():
         mpl.rcdefaults()
-        mpl.rcParams.update(_LOOK)  # type: ignore[arg-type]
+        mpl.rcParams.update(_LOOK)
         yield
 
 

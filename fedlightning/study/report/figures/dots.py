@@ -107,7 +107,7 @@ def common_limits(lines: Sequence[Line], room: float = 0.05) -> tuple[float, flo
     for line in lines:
         values += [value for value in line.runs if is_number(value)]
         for dot in line.dots:
-            values += [v for v in (dot.mean, *(dot.interval or ())) if is_number(v) and v is not None]
+            values += [v for v in (dot.mean, *(dot.interval or ())) if is_number(v)]
     if not values:
         return None
     low, high = float(np.min(values)), float(np.max(values))
