@@ -120,10 +120,7 @@ def show_overview(runs: Sequence[Path], metric: str | None, checkpoint: str, scr
     from fedlightning.study.study import Study
 
     study = Study(load_study(runs), metric=metric, checkpoint=checkpoint)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("method", overflow="fold", min_width=12)
-    for column in ("own data", "worst", "all data", "global", "to the best", "MB", "seeds"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = _by_method("own data", "worst", "all data", "global", "to the best", "MB", "seeds")
     for line in study.overview():
         table.add_row(
             escape(line["method"]),
@@ -156,10 +153,7 @@ def show_unseen(lines: Sequence[Mapping[str, Any]], screen: Console) -> None:
     """Print the scores of clients that took no part in training, if there are any."""
     if not lines:
         return
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("method", overflow="fold", min_width=12)
-    for column in ("unseen clients", "worst", "global model", "minus trained"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = _by_method("unseen clients", "worst", "global model", "minus trained")
     for line in lines:
         cells = (line["mean"], line["ci95"]), (line["worst"],), (line["global"],), (line["gap"], line["gap_ci95"], "+")
         table.add_row(escape(line["method"]), *(_cell(*cell) for cell in cells))
@@ -167,6 +161,14 @@ def show_unseen(lines: Sequence[Mapping[str, Any]], screen: Console) -> None:
     print_whole(screen, table)
     for text in dict.fromkeys(line["refused"] for line in lines if line["refused"]):
         screen.print(f"  - {text}", markup=False, highlight=False)
+
+
+def _by_method(*columns: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("method", overflow="fold", min_width=12)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
 
 
 def _cell(value: float | None, interval: Sequence[float] | None = None, sign: str = "") -> str:
