@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,7 +59,7 @@ class Commands(FederatedCLI):
             self._rehearse(as_json=dry_run == "json")
             return
         screen = console()
-        try:
+        with self._in_words():
             self.trainer.fit(
                 self.model,
                 self.datamodule,
@@ -66,10 +67,6 @@ class Commands(FederatedCLI):
                 allow_config_change=allow_config_change,
                 allow_new_clients=allow_new_clients,
             )
-        except Exception as error:
-            if explain(error) is not None:
-                leave_nothing(self.trainer)
-            raise self._with_path(error) from error.__cause__
         results = self.trainer.results
         stopped = self.trainer.stopped_by
         has_tests = any(self.datamodule.num_samples(client, "test") for client in self.datamodule.client_ids)
@@ -149,16 +146,21 @@ class Commands(FederatedCLI):
                 console().print(f"\n{line}", soft_wrap=True, highlight=False, markup=False)
             console().print(f"\nOnboarding: {shown(folder / SUMMARY)}", soft_wrap=True, highlight=False)
 
-    def _with_path(self, error: Exception) -> Exception:
-        """Return an error about an argument of the trainer with the full path of its key; others as they are."""
-        named = isinstance(error, ConfigurationError) and str(error).partition("=")[0] in self.trainer.arguments
-        return InputError(f"trainer.{error}") if named else error
+    @contextmanager
+    def _in_words(self) -> Iterator[None]:
+        """Let nothing lie there after bad input; tell an argument of the trainer by the full path of its key."""
+        try:
+            yield
+        except Exception as error:
+            if explain(error) is not None:
+                leave_nothing(self.trainer)
+            if isinstance(error, ConfigurationError) and str(error).partition("=")[0] in self.trainer.arguments:
+                raise InputError(f"trainer.{error}") from error.__cause__
+            raise
 
     def _rehearse(self, as_json: bool) -> None:
-        try:
+        with self._in_words():
             found = self.trainer.dry_run(self.model, self.datamodule)
-        except ConfigurationError as error:
-            raise self._with_path(error) from error.__cause__
         if is_writer():
             print(json.dumps(found.as_dict(), indent=2) if as_json else found)
         if found.problems:

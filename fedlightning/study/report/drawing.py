@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+
+from fedlightning.study.report.styles import BAD
 
 WIDTH, HEIGHT = 5.0, 3.2
 """Size of a panel in inches: a column of a page on paper, 360 points on a screen."""
@@ -35,6 +38,28 @@ def panel(height: float = HEIGHT, width: float = WIDTH) -> tuple[Figure, Axes]:
     figure.get_layout_engine().set(w_pad=0.04, h_pad=0.04)  # type: ignore[union-attr, call-arg]
     FigureCanvasAgg(figure)
     return figure, figure.add_subplot()
+
+
+def rows_of(axes: Axes, names: Sequence[str]) -> None:
+    """Name the lines of a figure that stand below each other, the first on top."""
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.grid(axis="y", visible=False)
+
+
+def no_value(axes: Axes, place: int) -> None:
+    """Say in red that a line has no number."""
+    axes.text(0.01, place, "no value", transform=axes.get_yaxis_transform(), color=BAD, va="center", fontsize=9)
+
+
+def clients_below(axes: Axes, names: Sequence[str], count: int, order: str, upright: bool) -> None:
+    """Name the clients below their bars; without names say how many there are, and in which order they stand."""
+    axes.set_xticks(np.arange(len(names)), names, rotation=90 if upright else 0)
+    axes.set_xlabel("client" if names else f"{count} clients, {order} first")
+    axes.set_xlim(-0.7, count - 0.3)
+    axes.grid(axis="x", visible=False)
 
 
 def legend_below(figure: Figure, axes: Axes, columns: int = 3) -> None:
