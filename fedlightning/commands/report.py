@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedlightning.commands.study import Parser
-from fedlightning.commands.terminal import console, shown
+from fedlightning.commands.terminal import console, say, shown
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.config.errors import InputError, explain
 from fedlightning.errors import warn
@@ -66,7 +66,7 @@ def report(words: Sequence[str]) -> int:
         checkpoint=options.checkpoint or known.get("checkpoint", "deployed"),
         title=options.title,
     )
-    console().print(f"Report: {shown(page)}", soft_wrap=True, highlight=False)
+    say(console(), f"Report: {shown(page)}")
     return 0
 
 
@@ -77,18 +77,17 @@ def write_report(out: Path, runs: Sequence[Path], metric: str | None, checkpoint
         from fedlightning.study.report.build import build_report
 
         page = build_report(out, runs, metric=metric, checkpoint=checkpoint)
-        screen.print(f"\nReport: {shown(page)}", soft_wrap=True, highlight=False)
+        say(screen, f"\nReport: {shown(page)}")
     except Exception as error:
         sentence = explain(error)
         if sentence is None:
             traceback.print_exception(error)
-        screen.print(
+        say(
+            screen,
             f"The report could not be written: {sentence or repr(error)}\nThe runs are there. Try again: "
             f"fedlightning report {shown(out)}",
             style="yellow",
             markup=False,
-            soft_wrap=True,
-            highlight=False,
         )
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from fedlightning.commands.folders import find_run, leave_nothing, to_resume, with_run_config
 from fedlightning.commands.partition import PartitionCommand
-from fedlightning.commands.terminal import console, shown
+from fedlightning.commands.terminal import console, say, shown
 from fedlightning.config.errors import InputError, explain
 from fedlightning.config.parsing import FederatedCLI
 from fedlightning.errors import ConfigurationError
@@ -86,9 +86,9 @@ class Commands(FederatedCLI):
         line = failures_line(summary.get("failures", []), len(self.datamodule.client_ids), sites=summary.get("sites"))
         for text in (line, evaluation_line(self.trainer.summary)):
             if text is not None:
-                screen.print(f"\n{text}", soft_wrap=True, highlight=False, markup=False)
+                say(screen, f"\n{text}", markup=False)
         if self.trainer.run is not None:
-            screen.print(f"\nRun: {shown(self.trainer.run.path)}", soft_wrap=True, highlight=False)
+            say(screen, f"\nRun: {shown(self.trainer.run.path)}")
 
     def validate(self, run: str, checkpoint: str = "all") -> None:
         """Score a finished or interrupted run on validation data."""
@@ -118,7 +118,7 @@ class Commands(FederatedCLI):
             Path(out).parent.mkdir(parents=True, exist_ok=True)
             save_tensors(batches, Path(out))
         shape = f" of shape {tuple(batches.shape)}" if isinstance(batches, torch.Tensor) else ""
-        console().print(f"Predictions{shape}: {out}", soft_wrap=True, highlight=False)
+        say(console(), f"Predictions{shape}: {out}")
 
     def onboard(
         self,
@@ -143,8 +143,8 @@ class Commands(FederatedCLI):
             found = read_json(folder / SUMMARY)
             line = failures_line(found.get("failures", []), len(found["clients"]), SUMMARY)
             if line is not None:
-                console().print(f"\n{line}", soft_wrap=True, highlight=False, markup=False)
-            console().print(f"\nOnboarding: {shown(folder / SUMMARY)}", soft_wrap=True, highlight=False)
+                say(console(), f"\n{line}", markup=False)
+            say(console(), f"\nOnboarding: {shown(folder / SUMMARY)}")
 
     @contextmanager
     def _in_words(self) -> Iterator[None]:
@@ -175,4 +175,4 @@ class Commands(FederatedCLI):
             screen = console()
             print_results(results, split, screen)
             rounds = f"after {self.trainer.rounds_done} of {self.trainer.max_rounds} rounds"
-            screen.print(f"\nRun: {shown(folder)} ({rounds})", soft_wrap=True, highlight=False)
+            say(screen, f"\nRun: {shown(folder)} ({rounds})")
