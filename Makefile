@@ -98,7 +98,7 @@ format: $(STAMP) ## mend style and formatting where ruff can
 types: $(STAMP) ## check types (mypy)
 	$(BIN)/mypy
 
-registry: $(STAMP) ## write the imports of callbacks/ and the README's table of methods from the catalogue
+registry: $(STAMP) ## write the names of callbacks/ and the README's table of methods from the catalogue
 	$(BIN)/python -m tools.registry
 
 bench: $(STAMP) ## measure speed and memory against a bare PyTorch loop (an idle machine, please)

@@ -64,10 +64,10 @@ def test_what_follows_from_the_catalogue_is_up_to_date() -> None:
 
 
 def test_a_variant_names_its_own_file() -> None:
-    row = Algorithm("One", "global", "A sentence.", "A paper", module="several", class_path="acme.One")
-    assert (row.module, row.class_path, row.config) == ("several", "acme.One", "")
+    row = Algorithm("One", "global", "A sentence.", "A paper", class_path="acme.One")
+    assert (row.class_path, row.config) == ("acme.One", "")
     other = row.variant("Other", "Another sentence.")
-    assert (other.module, other.class_path) == ("other", "fedlightning.callbacks.Other")
+    assert other.class_path == "fedlightning.callbacks.Other"
     assert other.config == "configs/algorithms/other.yaml"
 
 

@@ -1,4 +1,4 @@
-"""Write what follows from the catalogue: the imports of `callbacks/__init__.py` and the README's table of methods.
+"""Write what follows from the catalogue: the stub of `callbacks/` and the README's table of methods.
 
 Run it after a change of the catalogue, or of the list below: ``make registry``.
 """
@@ -6,28 +6,28 @@ Run it after a change of the catalogue, or of the list below: ``make registry``.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from pathlib import Path
 
 from fedlightning.catalogue import ALGORITHMS, KINDS
 
 ROOT = Path(__file__).resolve().parents[1]
-EXPORTS = ROOT / "callbacks" / "__init__.py"
+CALLBACKS = ROOT / "callbacks"
+EXPORTS = CALLBACKS / "__init__.pyi"
 README = ROOT / "README.md"
-OTHERS = {
-    "GlobalCheckpoint": "checkpoints",
-    "PrivateLR": "private_lr",
-    "LocalCheckpoint": "checkpoints",
-    "PoissonSampling": "poisson",
-    "Stragglers": "stragglers",
-    "GradientVariance": "diagnostics.gradient_variance",
-    "HessianTrace": "diagnostics.hessian_trace",
-    "LayerDiagnostics": "diagnostics.layer_diagnostics",
-    "LayerValues": "diagnostics.layer_values",
-    "FederationSensitivity": "diagnostics.sensitivity",
-    "Sensitivity": "diagnostics.sensitivity_terms",
-}
-"""What `fedlightning.callbacks` exports beside the algorithms: name of the class, module."""
+OTHERS = (
+    "GlobalCheckpoint",
+    "PrivateLR",
+    "LocalCheckpoint",
+    "PoissonSampling",
+    "Stragglers",
+    "GradientVariance",
+    "HessianTrace",
+    "LayerDiagnostics",
+    "LayerValues",
+    "FederationSensitivity",
+    "Sensitivity",
+)
+"""What `fedlightning.callbacks` exports beside the algorithms."""
 TEMPLATE = '''"""Algorithms, checkpointing and diagnostics: one file per algorithm.
 
 Written by `make registry` from the rows in fedlightning/catalogue. Do not edit it.
@@ -35,42 +35,30 @@ Written by `make registry` from the rows in fedlightning/catalogue. Do not edit 
 
 {imports}
 
-__all__ = [
-{names}
-]
+__all__: list[str]
 
-
-def __dir__() -> list[str]:
-    """Return the public names."""
-    return list(__all__)
+def __dir__() -> list[str]: ...
 '''
 TABLE = re.compile(r"(<!-- methods: .*? -->\n).*?(<!-- end of methods -->)", re.DOTALL)
 
 
 def exports() -> str:
-    """Return the text of `callbacks/__init__.py`.
+    """Return the text of `callbacks/__init__.pyi`: each public class with the module that defines it.
 
     Raises:
-        ValueError: If the class of a row is not in the file that the row names.
+        ValueError: If no file defines the class of a row, or several do.
     """
-    modules = defaultdict(list)
-    for name, module in (OTHERS | {row.name: row.module for row in ALGORITHMS}).items():
-        path = EXPORTS.parent / f"{module.replace('.', '/')}.py"
-        if not (path.exists() and re.search(rf"^class {name}\b", path.read_text(), re.MULTILINE)):
-            where = path.relative_to(ROOT)
-            raise ValueError(f"There is no class {name} in {where}. Name its file in its row: module='...'.")
-        modules[module].append(name)
-    imports = [_import(f"fedlightning.callbacks.{module}", names) for module, names in sorted(modules.items())]
-    names = sorted((name for names in modules.values() for name in names), key=str.casefold)
-    return TEMPLATE.format(imports="\n".join(imports), names="\n".join(f'    "{name}",' for name in names))
-
-
-def _import(module: str, names: list[str]) -> str:
-    """Return an import as the formatter writes it: constants, classes, others; wrapped where it is too long."""
-    names = sorted(names, key=lambda name: (not name.isupper(), name[0].islower(), name.casefold()))
-    line = f"from {module} import {', '.join(names)}"
-    wrapped = "".join(f"    {name},\n" for name in names)
-    return line if len(line) <= 120 else f"from {module} import (\n{wrapped})"
+    wanted = {*OTHERS, *(row.name for row in ALGORITHMS)}
+    places: dict[str, list[str]] = {name: [] for name in wanted}
+    for path in sorted(CALLBACKS.rglob("*.py")):
+        module = ".".join(("fedlightning", *path.relative_to(ROOT).with_suffix("").parts))
+        for name in wanted.intersection(re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)):
+            places[name].append(module)
+    wrong = next((name for name, found in places.items() if len(found) != 1), None)
+    if wrong is not None:
+        raise ValueError(f"{' and '.join(places[wrong]) or 'No file in callbacks/'} defines a class {wrong}.")
+    found = sorted((module, not name.isupper(), name.casefold(), name) for name, (module,) in places.items())
+    return TEMPLATE.format(imports="\n".join(f"from {module} import {name} as {name}" for module, *_, name in found))
 
 
 def readme(text: str) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 ALL = "all"
 """In the column of clients: all clients together."""
@@ -42,6 +43,7 @@ class LayerRow:
 
 
 COLUMNS = [field.name for field in fields(LayerRow)]
+_NUMBERS: dict[str, Callable[[str], Any]] = {"round": int, "layer_index": int, "value": float, "std_error": float}
 
 
 def write_layers(path: Path, rows: Iterable[LayerRow], append: bool = True) -> None:
@@ -81,16 +83,7 @@ def read_layers(path: str | Path) -> list[LayerRow]:
         text = path.read_text()
         complete = text[: text.rfind("\n") + 1]
         return [
-            LayerRow(
-                round=int(line["round"]),
-                stage=line["stage"],
-                client=line["client"],
-                layer_index=int(line["layer_index"]),
-                layer=line["layer"],
-                quantity=line["quantity"],
-                value=float(line["value"]),
-                std_error=float(line["std_error"]),
-            )
+            LayerRow(**{name: _NUMBERS.get(name, str)(line[name]) for name in COLUMNS})
             for line in csv.DictReader(complete.splitlines())
         ]
     except (KeyError, TypeError, ValueError, csv.Error) as error:

@@ -6,7 +6,8 @@
 >>> create("fedprox", mu=0.01)
 FedProx(mu=0.01, weighting=None)
 
-A new algorithm's row goes into the file of its kind:
+A new algorithm's row goes into the file of its kind, `fedlightning/catalogue/KIND.toml`; `like` names the row from which
+one differs only in what it says itself.
 
 ================== =====================================================
 ``global_models``  one model for all clients
@@ -20,8 +21,8 @@ A new algorithm's row goes into the file of its kind:
 ``baselines``      what federations are compared with
 ================== =====================================================
 
-The imports of `fedlightning.callbacks` and the README's table are written from the rows by ``make registry``. Rows of
-other packages are found in :mod:`fedlightning.catalogue.installed`.
+What `fedlightning.callbacks` exports and the README's table are written from the rows by ``make registry``. Rows of other
+packages are found in :mod:`fedlightning.catalogue.installed`.
 """
 
 from __future__ import annotations
@@ -29,20 +30,11 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import inspect
+import tomllib
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedlightning.catalogue import (
-    baselines,
-    clusters,
-    distillation,
-    from_others,
-    global_models,
-    multimodal,
-    neighbours,
-    own_model,
-    shared_part,
-)
 from fedlightning.catalogue.algorithm import FAMILIES, Algorithm, Option
 from fedlightning.catalogue.installed import installed_rows, plain
 
@@ -51,16 +43,26 @@ if TYPE_CHECKING:
 
 __all__ = ["ALGORITHMS", "FAMILIES", "Algorithm", "Option", "create", "find", "installed", "list_algorithms", "rows"]
 
+
+def _rows_of(kind: str) -> tuple[Algorithm, ...]:
+    """Return the rows of a kind's file."""
+    found: dict[str, Algorithm] = {}
+    for name, row in tomllib.loads(Path(__file__).with_name(f"{kind}.toml").read_text("utf-8")).items():
+        base = row.pop("like", None)
+        found[name] = found[base].variant(name, **row) if base else Algorithm(name, **row)
+    return tuple(found.values())
+
+
 KINDS: dict[str, tuple[Algorithm, ...]] = {
-    "one model for all clients": global_models.ROWS,
-    "a model of each client's own": own_model.ROWS,
-    "a shared part of the model": shared_part.ROWS,
-    "a model from other clients' models": from_others.ROWS,
-    "shared predictions": distillation.ROWS,
-    "a model for each cluster of clients": clusters.ROWS,
-    "rare labels, several modalities, no labels": multimodal.ROWS,
-    "no server: neighbours' models": neighbours.ROWS,
-    "baselines": baselines.ROWS,
+    "one model for all clients": _rows_of("global_models"),
+    "a model of each client's own": _rows_of("own_model"),
+    "a shared part of the model": _rows_of("shared_part"),
+    "a model from other clients' models": _rows_of("from_others"),
+    "shared predictions": _rows_of("distillation"),
+    "a model for each cluster of clients": _rows_of("clusters"),
+    "rare labels, several modalities, no labels": _rows_of("multimodal"),
+    "no server: neighbours' models": _rows_of("neighbours"),
+    "baselines": _rows_of("baselines"),
 }
 """The rows of this repository by the file they are in, under the headings of the README."""
 ALGORITHMS: tuple[Algorithm, ...] = tuple(row for kind in KINDS.values() for row in kind)

@@ -23,13 +23,6 @@ FAMILIES = {
 """Families of algorithms and their headings; `"other"` where a package does not say."""
 WHOLE = "the whole model"
 """What can leave a client, unless its method keeps some entries from ever leaving."""
-OWN_MODEL = "each client's own model; LocalCheckpoint (there is no global model)"
-"""What is deployed where every client keeps some of its model to itself."""
-
-
-def beside_global(model: str) -> str:
-    """Return what is deployed where a client has `model` of its own and there is a global model `w` too."""
-    return f"{model}; LocalCheckpoint (w is also a global model: GlobalCheckpoint)"
 
 
 @dataclass(frozen=True)
@@ -70,14 +63,13 @@ class Algorithm:
         deployed: The model that a client uses in the end, and which checkpoints fit.
         weights: How clients are weighted in the mean.
         composes: What it can be combined with, and what not.
-        module: File of the class in `fedlightning.callbacks`. Default: the name in lower case.
         class_path: Import path of the class. Default: the name in `fedlightning.callbacks`; rows of other packages
             (entry points of the group `fedlightning.algorithms`) name their own.
 
     Example:
         >>> row = Algorithm("FedProx", "global", "FedAvg with a proximal term.", "Li et al., MLSys 2020")
-        >>> row.module, row.class_path, row.config
-        ('fedprox', 'fedlightning.callbacks.FedProx', 'configs/algorithms/fedprox.yaml')
+        >>> row.class_path, row.config
+        ('fedlightning.callbacks.FedProx', 'configs/algorithms/fedprox.yaml')
         >>> [option.name for option in row.options()]
         ['mu', 'weighting']
     """
@@ -95,16 +87,14 @@ class Algorithm:
     deployed: str = "the global model; GlobalCheckpoint or LocalCheckpoint"
     weights: str = "samples (default), uniform or log"
     composes: str = "all that leaves the mean to the core"
-    module: str = ""
     class_path: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "module", self.module or self.name.lower())
         object.__setattr__(self, "class_path", self.class_path or f"{CALLBACKS}.{self.name}")
 
     def variant(self, name: str, sentence: str, **changes: str) -> Algorithm:
         """Return the row of an algorithm that differs from this one in a few things only."""
-        return replace(self, name=name, sentence=sentence, **{"module": "", "class_path": "", **changes})
+        return replace(self, name=name, sentence=sentence, **{"class_path": "", **changes})
 
     @property
     def config(self) -> str:

@@ -23,7 +23,7 @@ from fedlightning.commands.study import (
     show_commands,
     show_failures,
 )
-from fedlightning.commands.terminal import console, shown
+from fedlightning.commands.terminal import console, say, shown
 from fedlightning.experiments.baselines import AUTO, notes
 from fedlightning.experiments.children import Main, call
 from fedlightning.experiments.execute import Task
@@ -152,7 +152,7 @@ def compare(words: Sequence[str], main: Main) -> int:
         show_failures(study, states["failed"], screen)
         if states["done"] and not options.no_report:
             write_report_aside(out, [out], metric, options.checkpoint, screen)
-    screen.print(f"\nRuns and study.json: {shown(out)}", soft_wrap=True, highlight=False)
+    say(screen, f"\nRuns and study.json: {shown(out)}")
     return 1 if states["failed"] else 0
 
 
@@ -177,11 +177,10 @@ def default_out(names: Sequence[str]) -> Path:
 def show_plan(screen: Console, plan: Plan, seeds: Sequence[int], jobs: int, tasks: Sequence[Task], out: Path) -> None:
     """Print the runs that will be made, and what the seed changes."""
     total = len(plan.methods) * len(seeds)
-    screen.print(
+    say(
+        screen,
         f"{len(plan.methods)} methods x {len(seeds)} seeds = {total} runs, {total - len(tasks)} of them there already; "
         f"{jobs} at a time; {shown(out)}",
-        highlight=False,
-        soft_wrap=True,
     )
     table = Table.grid(padding=(0, 2))
     for method in plan.methods:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from fedlightning.commands.terminal import console
+from fedlightning.commands.terminal import console, say
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.config.parsing import FederatedCLI
 
@@ -55,9 +55,7 @@ class PartitionCommand(FederatedCLI):
             writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
             writer.writeheader()
             writer.writerows(rows)
-        screen.print(
-            f"\nFiles: {folder / 'partition.csv'}, {folder / 'partition.png'}", soft_wrap=True, highlight=False
-        )
+        say(screen, f"\nFiles: {folder / 'partition.csv'}, {folder / 'partition.png'}")
 
 
 def partition_table(report: Any, width: int) -> Table:

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedlightning.commands.study import Parser
-from fedlightning.commands.terminal import console, shown
+from fedlightning.commands.terminal import console, say, shown
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.config.errors import InputError, explain
 from fedlightning.errors import warn
@@ -66,7 +66,7 @@ def report(words: Sequence[str]) -> int:
         checkpoint=options.checkpoint or known.get("checkpoint", "deployed"),
         title=options.title,
     )
-    console().print(f"Report: {shown(page)}", soft_wrap=True, highlight=False)
+    say(console(), f"Report: {shown(page)}")
     return 0
 
 
@@ -77,18 +77,17 @@ def write_report(out: Path, runs: Sequence[Path], metric: str | None, checkpoint
         from fedlightning.study.report.build import build_report
 
         page = build_report(out, runs, metric=metric, checkpoint=checkpoint)
-        screen.print(f"\nReport: {shown(page)}", soft_wrap=True, highlight=False)
+        say(screen, f"\nReport: {shown(page)}")
     except Exception as error:
         sentence = explain(error)
         if sentence is None:
             traceback.print_exception(error)
-        screen.print(
+        say(
+            screen,
             f"The report could not be written: {sentence or repr(error)}\nThe runs are there. Try again: "
             f"fedlightning report {shown(out)}",
             style="yellow",
             markup=False,
-            soft_wrap=True,
-            highlight=False,
         )
 
 
@@ -120,10 +119,7 @@ def show_overview(runs: Sequence[Path], metric: str | None, checkpoint: str, scr
     from fedlightning.study.study import Study
 
     study = Study(load_study(runs), metric=metric, checkpoint=checkpoint)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("method", overflow="fold", min_width=12)
-    for column in ("own data", "worst", "all data", "global", "to the best", "MB", "seeds"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = _by_method("own data", "worst", "all data", "global", "to the best", "MB", "seeds")
     for line in study.overview():
         table.add_row(
             escape(line["method"]),
@@ -156,10 +152,7 @@ def show_unseen(lines: Sequence[Mapping[str, Any]], screen: Console) -> None:
     """Print the scores of clients that took no part in training, if there are any."""
     if not lines:
         return
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("method", overflow="fold", min_width=12)
-    for column in ("unseen clients", "worst", "global model", "minus trained"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = _by_method("unseen clients", "worst", "global model", "minus trained")
     for line in lines:
         cells = (line["mean"], line["ci95"]), (line["worst"],), (line["global"],), (line["gap"], line["gap_ci95"], "+")
         table.add_row(escape(line["method"]), *(_cell(*cell) for cell in cells))
@@ -167,6 +160,14 @@ def show_unseen(lines: Sequence[Mapping[str, Any]], screen: Console) -> None:
     print_whole(screen, table)
     for text in dict.fromkeys(line["refused"] for line in lines if line["refused"]):
         screen.print(f"  - {text}", markup=False, highlight=False)
+
+
+def _by_method(*columns: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("method", overflow="fold", min_width=12)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
 
 
 def _cell(value: float | None, interval: Sequence[float] | None = None, sign: str = "") -> str:

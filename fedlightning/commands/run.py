@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from fedlightning.commands.folders import find_run, leave_nothing, to_resume, with_run_config
 from fedlightning.commands.partition import PartitionCommand
-from fedlightning.commands.terminal import console, shown
+from fedlightning.commands.terminal import console, say, shown
 from fedlightning.config.errors import InputError, explain
 from fedlightning.config.parsing import FederatedCLI
 from fedlightning.errors import ConfigurationError
@@ -58,7 +59,7 @@ class Commands(FederatedCLI):
             self._rehearse(as_json=dry_run == "json")
             return
         screen = console()
-        try:
+        with self._in_words():
             self.trainer.fit(
                 self.model,
                 self.datamodule,
@@ -66,10 +67,6 @@ class Commands(FederatedCLI):
                 allow_config_change=allow_config_change,
                 allow_new_clients=allow_new_clients,
             )
-        except Exception as error:
-            if explain(error) is not None:
-                leave_nothing(self.trainer)
-            raise self._with_path(error) from error.__cause__
         results = self.trainer.results
         stopped = self.trainer.stopped_by
         has_tests = any(self.datamodule.num_samples(client, "test") for client in self.datamodule.client_ids)
@@ -89,9 +86,9 @@ class Commands(FederatedCLI):
         line = failures_line(summary.get("failures", []), len(self.datamodule.client_ids), sites=summary.get("sites"))
         for text in (line, evaluation_line(self.trainer.summary)):
             if text is not None:
-                screen.print(f"\n{text}", soft_wrap=True, highlight=False, markup=False)
+                say(screen, f"\n{text}", markup=False)
         if self.trainer.run is not None:
-            screen.print(f"\nRun: {shown(self.trainer.run.path)}", soft_wrap=True, highlight=False)
+            say(screen, f"\nRun: {shown(self.trainer.run.path)}")
 
     def validate(self, run: str, checkpoint: str = "all") -> None:
         """Score a finished or interrupted run on validation data."""
@@ -121,7 +118,7 @@ class Commands(FederatedCLI):
             Path(out).parent.mkdir(parents=True, exist_ok=True)
             save_tensors(batches, Path(out))
         shape = f" of shape {tuple(batches.shape)}" if isinstance(batches, torch.Tensor) else ""
-        console().print(f"Predictions{shape}: {out}", soft_wrap=True, highlight=False)
+        say(console(), f"Predictions{shape}: {out}")
 
     def onboard(
         self,
@@ -146,19 +143,24 @@ class Commands(FederatedCLI):
             found = read_json(folder / SUMMARY)
             line = failures_line(found.get("failures", []), len(found["clients"]), SUMMARY)
             if line is not None:
-                console().print(f"\n{line}", soft_wrap=True, highlight=False, markup=False)
-            console().print(f"\nOnboarding: {shown(folder / SUMMARY)}", soft_wrap=True, highlight=False)
+                say(console(), f"\n{line}", markup=False)
+            say(console(), f"\nOnboarding: {shown(folder / SUMMARY)}")
 
-    def _with_path(self, error: Exception) -> Exception:
-        """Return an error about an argument of the trainer with the full path of its key; others as they are."""
-        named = isinstance(error, ConfigurationError) and str(error).partition("=")[0] in self.trainer.arguments
-        return InputError(f"trainer.{error}") if named else error
+    @contextmanager
+    def _in_words(self) -> Iterator[None]:
+        """Let nothing lie there after bad input; tell an argument of the trainer by the full path of its key."""
+        try:
+            yield
+        except Exception as error:
+            if explain(error) is not None:
+                leave_nothing(self.trainer)
+            if isinstance(error, ConfigurationError) and str(error).partition("=")[0] in self.trainer.arguments:
+                raise InputError(f"trainer.{error}") from error.__cause__
+            raise
 
     def _rehearse(self, as_json: bool) -> None:
-        try:
+        with self._in_words():
             found = self.trainer.dry_run(self.model, self.datamodule)
-        except ConfigurationError as error:
-            raise self._with_path(error) from error.__cause__
         if is_writer():
             print(json.dumps(found.as_dict(), indent=2) if as_json else found)
         if found.problems:
@@ -173,4 +175,4 @@ class Commands(FederatedCLI):
             screen = console()
             print_results(results, split, screen)
             rounds = f"after {self.trainer.rounds_done} of {self.trainer.max_rounds} rounds"
-            screen.print(f"\nRun: {shown(folder)} ({rounds})", soft_wrap=True, highlight=False)
+            say(screen, f"\nRun: {shown(folder)} ({rounds})")

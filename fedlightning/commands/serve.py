@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from fedlightning.commands.folders import leave_nothing, refuse_taken, to_resume
+from fedlightning.commands.folders import refuse_taken, to_resume
 from fedlightning.commands.run import Commands
 from fedlightning.commands.site import AtSite
 from fedlightning.config.errors import InputError, explain
@@ -102,7 +102,7 @@ class Serve(Commands):
             connected(link, export == "server", allow_other_code),
             showing(board),
         ):
-            try:
+            with self._in_words():
                 self.trainer.fit(
                     self.model,
                     self.datamodule or DataElsewhere(),
@@ -112,10 +112,6 @@ class Serve(Commands):
                 )
                 if self.trainer.stopped_by is None and self._has_tests():
                     self.trainer.test(checkpoint="all", verbose=False)
-            except Exception as error:
-                if explain(error) is not None:
-                    leave_nothing(self.trainer)
-                raise self._with_path(error) from error.__cause__
             if self.trainer.stopped_by is not None:
                 board.outcome = "stopped by a signal; it goes on with --resume auto"
         if is_writer():

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedlightning.commands.study import Parser
-from fedlightning.commands.terminal import console, shown
+from fedlightning.commands.terminal import console, say, shown
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.config.errors import InputError
 from fedlightning.engines.sites.status import (
@@ -78,7 +78,7 @@ def sites(words: Sequence[str]) -> int:
         if isinstance(line, Table):
             print_whole(screen, line)
         else:
-            screen.print(line, soft_wrap=True, highlight=False)
+            say(screen, line)
     return 0
 
 

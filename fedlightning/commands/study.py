@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fedlightning.commands.terminal import say
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.config.errors import InputError, suggestion
 from fedlightning.experiments.children import Main
@@ -225,7 +226,7 @@ def show_commands(tasks: Sequence[Task], screen: Console) -> None:
     """Print the command of each run."""
     for task in tasks:
         words = shlex.join(task.commands()[0])
-        screen.print(f"fedlightning {words}", soft_wrap=True, highlight=False, markup=False)
+        say(screen, f"fedlightning {words}", markup=False)
 
 
 def show_failures(study: StudyFile, failed: Sequence[dict[str, Any]], screen: Console) -> None:
@@ -241,6 +242,4 @@ def show_failures(study: StudyFile, failed: Sequence[dict[str, Any]], screen: Co
         table.add_row(escape(run["run"]), str(run["seed"]), escape(str(run["error"])))
     print_whole(screen, table)
     log = study.folder / failed[0]["folder"] / LOG
-    screen.print(
-        f"Output: {log}. Make them again: the same command with --redo failed.", soft_wrap=True, highlight=False
-    )
+    say(screen, f"Output: {log}. Make them again: the same command with --redo failed.")

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedlightning.commands.study import INTERRUPTED, Parser, check_jobs, parse_seeds, show_commands, show_failures
-from fedlightning.commands.terminal import console, shown
+from fedlightning.commands.terminal import console, say, shown
 from fedlightning.commands.trials import Sweep
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.config.errors import InputError
@@ -87,11 +87,10 @@ def sweep(words: Sequence[str], main: Main) -> int:
         going.study = StudyFile(options.out)
         going.study.data |= {"command": f"fedlightning sweep {shlex.join(words)}", "metric": options.metric}
         size = len(grid) or options.trials
-        screen.print(
+        say(
+            screen,
             f"{size} trials x {len(seeds)} seeds = {size * len(seeds)} runs; {options.jobs} at a time; "
             f"{shown(options.out)}\n",
-            highlight=False,
-            soft_wrap=True,
         )
         finished = going.run(grid) if proposals is None else search(going, proposals)
         if not finished:
@@ -117,7 +116,7 @@ def search(going: Sweep, proposals: Proposals) -> bool:
         done += len(values)
         for value in values:
             text = ", ".join(f"{key}={value}" for key, value in value.items())
-            going.screen.print(f"trial {done}/{going.options.trials}: {escape(text)}", highlight=False, soft_wrap=True)
+            say(going.screen, f"trial {done}/{going.options.trials}: {escape(text)}")
         if not going.run(values):
             return False
         proposals.tell(going.objectives(values))
@@ -152,8 +151,8 @@ def show_trials(going: Sweep, screen: Console) -> None:
         table.add_row(*cells, "failed" if value is None else f"{value:.5f}", by_seed, trial.name)
     print_whole(screen, table)
     if going.best is not None:
-        screen.print(f"Best values: {shown(going.out / 'best.yaml')}", soft_wrap=True, highlight=False)
-    screen.print(f"All trials: {shown(going.out / 'sweep.json')}", soft_wrap=True, highlight=False)
+        say(screen, f"Best values: {shown(going.out / 'best.yaml')}")
+    say(screen, f"All trials: {shown(going.out / 'sweep.json')}")
 
 
 def _short(key: str, keys: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ import inspect
 import re
 import textwrap
 from argparse import SUPPRESS, Action
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -36,27 +36,6 @@ TITLES = {
     "data": "data (a federated data module; Partitioned splits any other)",
 }
 """Section -> title of its options in the help."""
-THIS_COMMAND = (
-    "resume",
-    "run",
-    "out",
-    "split",
-    "test_after_fit",
-    "allow_config_change",
-    "allow_new_clients",
-    "dry_run",
-    "sites",
-    "host",
-    "port",
-    "folder",
-    "certificates",
-    "insecure",
-    "export",
-    "superlink",
-    "name",
-    "clients",
-)
-"""Options of commands that stand apart in the help."""
 USAGE = dict.fromkeys(("validate", "test", "predict", "onboard"), "--run FOLDER")
 HOW = """
 
@@ -115,7 +94,7 @@ class FederatedCLI(LightningCLI):
         parser.add_class_arguments(FederatedTrainer, "trainer", instantiate=False, sub_configs=True, fail_untyped=False)
         parser.add_subclass_arguments(LightningModule, "model", fail_untyped=False, required=cls.needs_model)
         parser.add_subclass_arguments(LightningDataModule, "data", fail_untyped=False, required=cls.needs_data)
-        tidy_help(parser)
+        tidy_help(parser, inspect.signature(getattr(cls, command)).parameters)
 
     @classmethod
     def option_strings(cls, command: str) -> list[str]:
@@ -235,14 +214,14 @@ class Formatter(DefaultHelpFormatter):
         return re.sub(r", known subclasses: [^)]*", "", super()._expand_help(action))
 
 
-def tidy_help(parser: LightningArgumentParser) -> None:
-    """Give the help its titles, remove markup, and add missing texts."""
+def tidy_help(parser: LightningArgumentParser, own: Container[str]) -> None:
+    """Give the help its titles (the command's own options stand apart), remove markup, and add missing texts."""
     for group in parser._action_groups:
         for action in group._group_actions:
             key = action.dest.partition(".")[0]
             if key in TITLES:
                 group.title = TITLES[key]
-            elif action.dest in THIS_COMMAND:
+            elif action.dest in own:
                 group.title = "this command"
             name = action.dest.removeprefix("trainer.")
             if isinstance(action.help, str) and action.help != SUPPRESS:

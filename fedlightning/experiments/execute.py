@@ -60,8 +60,8 @@ class Task:
                     path.unlink()
 
 
-class Watcher(Protocol):
-    """An object that is told about the progress of runs. What it raises stops all runs."""
+class Watcher:
+    """Base of objects that are told about the progress of runs. What they raise stops all runs."""
 
     def started(self, task: Task, resumed: bool) -> None:
         """Called when a run starts or is resumed."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedlightning.config.errors import InputError, suggestion
 from fedlightning.experiments.children import Outcome
-from fedlightning.experiments.execute import Task
+from fedlightning.experiments.execute import Task, Watcher
 
 
-class FirstResult:
+class FirstResult(Watcher):
     """A watcher that checks the folder of the first run that succeeds.
 
     Args:
@@ -27,16 +27,10 @@ class FirstResult:
             self.waiting = False
             self.check(folder)
 
-    def started(self, task: Task, resumed: bool) -> None:
-        """Do nothing: there is no result yet."""
-
     def ended(self, task: Task, outcome: Outcome) -> None:
         """Check the first run that succeeds; a failed one says nothing about metrics."""
         if outcome.error is None:
             self.look(task.folder)
-
-    def tick(self, running: Mapping[Task, float]) -> None:
-        """Do nothing: no run has ended."""
 
 
 def check_metric(folder: Path, metric: str) -> None:

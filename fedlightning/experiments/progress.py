@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fedlightning.experiments.children import Outcome
-from fedlightning.experiments.execute import LOG, Task
+from fedlightning.experiments.execute import LOG, Task, Watcher
 
 _TAIL = 4096  # bytes of metrics.csv in which the last line is looked for
 
@@ -67,7 +67,7 @@ class Estimate:
         return left / max(1, min(self.jobs, len(self.left)))
 
 
-class View:
+class View(Watcher):
     """A progress bar of all runs with the time left. Without a terminal, one line for each start and end of a run.
 
     Args:

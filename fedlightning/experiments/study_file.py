@@ -15,7 +15,7 @@ import yaml
 
 from fedlightning.config.errors import InputError
 from fedlightning.experiments.children import Outcome
-from fedlightning.experiments.execute import Task
+from fedlightning.experiments.execute import Task, Watcher
 from fedlightning.experiments.methods import Method, differences
 from fedlightning.run.files import read_mapping, write_text_atomically
 from fedlightning.study.runs import STUDY_FILE, read_study_file
@@ -25,7 +25,7 @@ FORMAT = 1
 Redo = Literal["failed", "all"]
 
 
-class StudyFile:
+class StudyFile(Watcher):
     """The states of all runs of an experiment. It is also a watcher that records them.
 
     Args:
@@ -170,9 +170,6 @@ class StudyFile:
         self.save()
 
     # -- as a watcher --------------------------------------------------------------------------------------------
-    def started(self, task: Task, resumed: bool) -> None:
-        """Do nothing: a run is pending until it ends."""
-
     def ended(self, task: Task, outcome: Outcome) -> None:
         """Record how a run ended."""
         entry = self.entry(task.name, task.seed)
@@ -181,9 +178,6 @@ class StudyFile:
         entry["error"] = outcome.error
         entry["seconds"] = round(entry["seconds"] + outcome.seconds, 3)
         self.save()
-
-    def tick(self, running: Mapping[Task, float]) -> None:
-        """Do nothing: no state has changed."""
 
     def states(self, methods: Sequence[str], seeds: Sequence[int]) -> dict[str, list[dict[str, Any]]]:
         """Return the entries of these methods and seeds, by state."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from fedlightning.compat.attached import detached_copy
 from fedlightning.compat.quiet import quiet
 from fedlightning.run.collisions import slow_keys
-from fedlightning.run.files import UnreadableError, check_seal, read_tensors, save_tensors, seal, writing
+from fedlightning.run.files import UnreadableError, check_seal, read_tensors, replacing, save_tensors, seal
 from fedlightning.run.names import Trust, UntrustedError, is_trusted, look_up, refuse_untrusted_names
 from fedlightning.run.objects import from_tree, to_tree
 from fedlightning.run.plain import NotPlainError, native
@@ -113,23 +113,16 @@ class Exporter:
         own = {"class": f"{kind.__module__}:{kind.__qualname__}", **extra}
         shapes = {name: value.shape for name, value in module_state(module).items()}
         self._writer.own = own
-        temporary = path.with_name(path.name + ".tmp")
         if type(module) is not kind or shapes != known:
             self._write_down("wrapped", module, f"{path.name} holds the weights of a wrapped {kind.__name__}")
         else:
             describe(own, module)
-        with writing(path):
-            try:
+        with replacing(path) as temporary:
+            self._write(temporary, module)
+            if self._writer.left_out and not own.keys() & {"wrapped", "module"}:
+                left = ", ".join(self._writer.left_out)
+                self._write_down("module", module, f"{path.name} is without {left}, which are no plain values")
                 self._write(temporary, module)
-                if self._writer.left_out and not own.keys() & {"wrapped", "module"}:
-                    left = ", ".join(self._writer.left_out)
-                    self._write_down("module", module, f"{path.name} is without {left}, which are no plain values")
-                    self._write(temporary, module)
-                os.replace(temporary, path)
-            except BaseException:
-                with suppress(OSError):
-                    temporary.unlink()
-                raise
 
     def _write(self, temporary: Path, module: LightningModule) -> None:
         temporary.unlink(missing_ok=True)  # a link that a killed run left would be written through
@@ -166,14 +159,12 @@ def is_ours(module: LightningModule) -> bool:
 
 def link(path: Path, same: Path) -> None:
     """Make `path` a hard link to `same` (a copy where the file system has no links)."""
-    temporary = path.with_name(path.name + ".tmp")
-    with writing(path):
+    with replacing(path) as temporary:
         temporary.unlink(missing_ok=True)
         try:
             os.link(same, temporary)
         except OSError:
             shutil.copyfile(same, temporary)
-        os.replace(temporary, path)
 
 
 def load(

@@ -68,7 +68,7 @@ def is_writer() -> bool:
 
 def write_atomically(path: Path, value: Any) -> None:
     """Write a value with `torch.save` so that the file is complete on the disk, or not there."""
-    with _replacing(path) as temporary:
+    with replacing(path) as temporary:
         save_tensors(value, temporary, lasting=True)
 
 
@@ -107,7 +107,7 @@ class _Watched:
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """Give a temporary file to write, and put it in the place of `path`; if that fails nothing is left of it."""
     temporary = path.with_name(path.name + ".tmp")
     with writing(path):
@@ -122,7 +122,7 @@ def _replacing(path: Path) -> Iterator[Path]:
 
 def write_text_atomically(path: Path, text: str, lasting: bool = True) -> None:
     """Write a text file so that it is the old one or the new one."""
-    with _replacing(path) as temporary, temporary.open("w") as file:
+    with replacing(path) as temporary, temporary.open("w") as file:
         file.write(text)
         if lasting:
             file.flush()

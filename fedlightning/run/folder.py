@@ -16,6 +16,7 @@ from fedlightning.run.files import is_writer, readable_json, write_text_atomical
 from fedlightning.run.lock import LOCK, RunInUseError, RunLock
 from fedlightning.run.metrics import MetricsFile
 from fedlightning.run.persistence import BEFORE, MANIFEST, load
+from fedlightning.run.signals import of_first_rank
 from fedlightning.scoring.rows import Row
 
 RUN_FOLDER = "FEDLIGHTNING_RUN_FOLDER"
@@ -40,10 +41,7 @@ class RunFolder:
             self.path = Path(os.environ[RUN_FOLDER])
             return
         self.path = base / version if version is not None else self._next_version(base)
-        if group and torch.distributed.get_world_size() > 1:  # a later run of the same processes
-            agreed = [str(self.path)]
-            torch.distributed.broadcast_object_list(agreed, src=0)
-            self.path = Path(agreed[0])
+        self.path = Path(of_first_rank(str(self.path)))  # a later run of the same processes
         os.environ[RUN_FOLDER] = str(self.path)  # processes that DDP starts later inherit it
 
     def _next_version(self, base: Path) -> Path:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fedlightning.run.files import sha256, sync, writing
+from fedlightning.run.files import sync, writing
+from fedlightning.run.growing import Growing, Mark, is_the_one
 from fedlightning.scoring.row_files import DamagedMetricsError, read_rows
 from fedlightning.scoring.rows import CELLS, COLUMNS, Row
 
@@ -27,34 +27,23 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._sum: Any = None  # of what stands in the file; found when first needed
-        self._size = 0
+        self._so_far = Growing(path)
 
     def append(self, rows: Iterable[Row]) -> tuple[int, int]:
         """Append rows, under a header where the file is new. Return their first byte, and the one after their last."""
-        self._look()
-        if self._size == 0:
-            self._write([COLUMNS])
-        start = self._size
-        self._write(map(CELLS, rows))
-        return start, self._size
-
-    def _write(self, lines: Iterable[Iterable[Any]]) -> None:
-        text = io.StringIO(newline="")
-        csv.writer(text).writerows(lines)
-        written = text.getvalue().encode()
         with self.path.open("ab") as file:
-            file.write(written)
-        self._sum.update(written)
-        self._size += len(written)
+            if file.tell() == 0:
+                file.write(_as_csv([COLUMNS]))
+            start = file.tell()
+            file.write(_as_csv(map(CELLS, rows)))
+            return start, file.tell()
 
-    def mark(self) -> dict[str, Any]:
+    def mark(self) -> Mark:
         """Bring the file to the disk; return its length and checksum, for a saved state."""
-        self._look()
         if self.path.exists():
             with writing(self.path), self.path.open("rb") as file:
                 sync(file.fileno())
-        return {"bytes": self._size, "sha256": self._sum.hexdigest()}
+        return self._so_far.mark()
 
     def check(self, mark: dict[str, Any]) -> None:
         """Compare what a saved state knows with what is there."""
@@ -68,7 +57,7 @@ class MetricsFile:
     def fault(self, mark: dict[str, Any]) -> str | None:
         """Return what has become of the file since `mark`; `None` if it begins with what it was."""
         size = self.path.stat().st_size if self.path.exists() else 0
-        if size >= mark["bytes"] and (not mark["bytes"] or sha256(self.path, mark["bytes"]) == mark["sha256"]):
+        if size >= mark["bytes"] and (not mark["bytes"] or is_the_one(self.path, mark)):
             return None
         return "is missing" if not self.path.exists() else "was cut off" if size < mark["bytes"] else "was changed"
 
@@ -77,7 +66,7 @@ class MetricsFile:
         if self.path.exists():
             with writing(self.path):
                 os.truncate(self.path, mark["bytes"])
-        self._sum = None
+        self._so_far = Growing(self.path)
 
     def rows(self) -> list[Row]:
         """Read all rows; a last line that a killed process has cut off is left out."""
@@ -85,14 +74,14 @@ class MetricsFile:
 
     def place(self) -> tuple[int, int] | None:
         """Return the bytes of all rows: the first, and the one after the last; `None` if they have other columns."""
-        self._look()
-        header = (",".join(COLUMNS) + "\r\n").encode()
-        if not self._size:
+        header = _as_csv([COLUMNS])
+        if not self.path.exists():
             return None
         with self.path.open("rb") as file:
-            return (len(header), self._size) if file.read(len(header)) == header else None
+            return (len(header), self.path.stat().st_size) if file.read(len(header)) == header else None
 
-    def _look(self) -> None:
-        if self._sum is None:
-            self._size = self.path.stat().st_size if self.path.exists() else 0
-            self._sum = hashlib.sha256(self.path.read_bytes() if self._size else b"")
+
+def _as_csv(lines: Iterable[Iterable[Any]]) -> bytes:
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows(lines)
+    return text.getvalue().encode()

@@ -65,7 +65,46 @@ def save(
 ) -> None:
     """Write the state after `rounds_done` rounds."""
     with writing(folder):
-        _save(folder, rounds_done, server, changed, record_of, template, extra)
+        folder.mkdir(parents=True, exist_ok=True)
+        old = _read_manifest(folder / MANIFEST)
+        sums: dict[str, str] = dict(old["sha256"]) if old else {}
+        if old is None:
+            write_atomically(folder / TEMPLATE, encode(template(), "the module"))
+            sums[TEMPLATE] = sha256(folder / TEMPLATE)
+        files: dict[str, str] = dict(old["clients"]) if old else {}
+        sizes: dict[str, int] = dict(old["packs"]) if old else {}
+        # no file that a manifest names is ever rewritten
+        stamp = f"{rounds_done:06d}" + ("-final" if extra.get("final") else "")
+        for number, pack in enumerate(_packs(sorted({*changed, *_scattered(files, sizes)}), record_of)):
+            name = f"records-{stamp}-{number}.pt"
+            write_atomically(folder / name, pack)
+            files |= dict.fromkeys(pack, name)
+            sizes[name] = len(pack)
+            sums[name] = sha256(folder / name)
+        elsewhere = list(extra.get(ELSEWHERE, {}).values())
+        sums |= {name: sha256(folder / name) for name in elsewhere if name not in sums}
+        server_file = f"server-{stamp}.pt"
+        write_atomically(folder / server_file, encode(dict(server), "the server"))
+        sums[server_file] = sha256(folder / server_file)
+        used = {TEMPLATE, server_file, *files.values(), *elsewhere}
+        manifest = {
+            "version": VERSION,
+            "rounds_done": rounds_done,
+            "server": server_file,
+            "clients": files,
+            "packs": {name: size for name, size in sizes.items() if name in used},
+            "sha256": {name: value for name, value in sums.items() if name in used},
+            "extra": extra,
+        }
+        manifest[CHECK] = sum_of(json.loads(json.dumps(manifest)))
+        sync_folder(folder)
+        if old is not None:
+            write_text_atomically(folder / BEFORE, readable_json(old, levels=2))
+        write_text_atomically(folder / MANIFEST, readable_json(manifest, levels=2))
+        keep = {MANIFEST, BEFORE, *used, *_files_of(old)}
+        for path in folder.iterdir():
+            if path.name not in keep and not path.is_dir():
+                path.unlink()
 
 
 def set_aside(folder: Path, lasting: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,57 +121,6 @@ def set_aside(folder: Path, lasting: Mapping[str, Any]) -> dict[str, Any]:
             folder.mkdir(parents=True, exist_ok=True)
         write_text_atomically(folder / elsewhere[name], text)
     return found | ({ELSEWHERE: elsewhere} if elsewhere else {})
-
-
-def _save(
-    folder: Path,
-    rounds_done: int,
-    server: Mapping[str, Any],
-    changed: Iterable[str],
-    record_of: Callable[[str], Mapping[str, Any]],
-    template: Callable[[], State],
-    extra: dict[str, Any],
-) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    old = _read_manifest(folder / MANIFEST)
-    sums: dict[str, str] = dict(old["sha256"]) if old else {}
-    if old is None:
-        write_atomically(folder / TEMPLATE, encode(template(), "the module"))
-        sums[TEMPLATE] = sha256(folder / TEMPLATE)
-    files: dict[str, str] = dict(old["clients"]) if old else {}
-    sizes: dict[str, int] = dict(old["packs"]) if old else {}
-    # no file that a manifest names is ever rewritten
-    stamp = f"{rounds_done:06d}" + ("-final" if extra.get("final") else "")
-    for number, pack in enumerate(_packs(sorted({*changed, *_scattered(files, sizes)}), record_of)):
-        name = f"records-{stamp}-{number}.pt"
-        write_atomically(folder / name, pack)
-        files |= dict.fromkeys(pack, name)
-        sizes[name] = len(pack)
-        sums[name] = sha256(folder / name)
-    elsewhere = list(extra.get(ELSEWHERE, {}).values())
-    sums |= {name: sha256(folder / name) for name in elsewhere if name not in sums}
-    server_file = f"server-{stamp}.pt"
-    write_atomically(folder / server_file, encode(dict(server), "the server"))
-    sums[server_file] = sha256(folder / server_file)
-    used = {TEMPLATE, server_file, *files.values(), *elsewhere}
-    manifest = {
-        "version": VERSION,
-        "rounds_done": rounds_done,
-        "server": server_file,
-        "clients": files,
-        "packs": {name: size for name, size in sizes.items() if name in used},
-        "sha256": {name: value for name, value in sums.items() if name in used},
-        "extra": extra,
-    }
-    manifest[CHECK] = sum_of(json.loads(json.dumps(manifest)))
-    sync_folder(folder)
-    if old is not None:
-        write_text_atomically(folder / BEFORE, readable_json(old, levels=2))
-    write_text_atomically(folder / MANIFEST, readable_json(manifest, levels=2))
-    keep = {MANIFEST, BEFORE, *used, *_files_of(old)}
-    for path in folder.iterdir():
-        if path.name not in keep and not path.is_dir():
-            path.unlink()
 
 
 def _packs(

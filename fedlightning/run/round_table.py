@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedlightning.run.files import writing
+from fedlightning.run.files import replacing, writing
 
 TAIL = 4096
 """Bytes at the end of a file in which its last line is looked for."""
@@ -42,10 +42,8 @@ def add_round(path: Path, columns: Sequence[str], number: int, rows: Iterable[Se
                 csv.writer(file).writerows(rows)
             return
         kept = _rows_before(path, len(columns), number)
-        beside = path.with_name(path.name + ".tmp")
-        with beside.open("w", newline="") as file:
+        with replacing(path) as beside, beside.open("w", newline="") as file:
             csv.writer(file).writerows([columns, *kept, *rows])
-        os.replace(beside, path)
 
 
 def _ends_before(path: Path, number: int) -> bool:

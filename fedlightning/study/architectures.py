@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fedlightning.study.data import StudyData, Table
-from fedlightning.study.measures import SeedScore, mean_of
+from fedlightning.study.measures import Estimate, SeedScore, mean_of
 
 
 def architectures(study: StudyData) -> Table:
@@ -35,20 +35,16 @@ def architectures(study: StudyData) -> Table:
                 None if value is None or others.get(seed) is None else value - others[seed]  # type: ignore[operator]
                 for seed, value in means.items()
             ]
-            found, gain = study.estimate(list(means.values())), study.estimate(gains)
+            gain = Estimate() if method == local else study.estimate(gains)
             lines.append(
                 {
                     "method": method,
                     "architecture": name,
                     "parameters": about["parameters"],
                     "clients": about["clients"],
-                    "mean": found.mean,
-                    "ci95": found.ci95,
-                    "ci95_radius": found.radius,
+                    **study.estimate(list(means.values())).columns(),
                     "worst": mean_of([_worst(study, own[seed], members[seed]) for seed in means]),
-                    "gain": None if method == local else gain.mean,
-                    "gain_ci95": None if method == local else gain.ci95,
-                    "gain_radius": None if method == local else gain.radius,
+                    **gain.columns("gain"),
                     "n_seeds": sum(value is not None for value in means.values()),
                 }
             )

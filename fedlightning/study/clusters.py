@@ -40,8 +40,7 @@ def clusters(study: StudyData) -> Table:
         agreed = study.estimate(
             [agreement(one, planted_groups(study.finished[method, s].run)) for s, one in found.items()]
         )
-        line |= {"agreement": agreed.mean, "agreement_ci95": agreed.ci95, "agreement_radius": agreed.radius}
-        lines.append(line | {"n_seeds": len(found), "seeds": len(study.seeds)})
+        lines.append(line | agreed.columns("agreement") | {"n_seeds": len(found), "seeds": len(study.seeds)})
     return lines
 
 

@@ -149,6 +149,11 @@ class Estimate:
         """Half the interval's width."""
         return None if self.ci95 is None else (self.ci95[1] - self.ci95[0]) / 2
 
+    def columns(self, name: str = "mean") -> dict[str, Any]:
+        """Return columns of a table: `mean`, `ci95` and `ci95_radius`, or `NAME`, `NAME_ci95` and `NAME_radius`."""
+        interval, radius = ("ci95", "ci95_radius") if name == "mean" else (f"{name}_ci95", f"{name}_radius")
+        return {name: self.mean, interval: self.ci95, radius: self.radius}
+
 
 def estimate(values: Sequence[float | None], confidence: float = 0.95, interval: str = "t") -> Estimate:
     """Return the mean over seeds with its confidence interval.

@@ -42,9 +42,7 @@ def summary(study: StudyData, scores: Mapping[int, SeedScore]) -> dict[str, Any]
     found = list(scores.values())
     overall = study.estimate([score.mean for score in found])
     return {
-        "mean": overall.mean,
-        "ci95": overall.ci95,
-        "ci95_radius": overall.radius,
+        **overall.columns(),
         "n_seeds": overall.n,
         "per_seed": {str(seed): score.mean for seed, score in scores.items()},
         "weighted_mean": mean_of([score.weighted_mean for score in found]),
@@ -102,8 +100,7 @@ def local_and_pooled(
         (POOLED, [score.mean for score in pooled.values()]),
         ("sum", list(both.values())),
     ):
-        found = study.estimate(values)
-        line |= {name: found.mean, f"{name}_ci95": found.ci95, f"{name}_radius": found.radius}
+        line |= study.estimate(values).columns(name)
     return line | {"n_seeds": len(local)}
 
 
@@ -124,8 +121,8 @@ def checkpoints(study: StudyData) -> Table:
     for method in study.methods:
         line: dict[str, Any] = {"method": method}
         for name, (model, checkpoint) in kinds.items():
-            found = study.estimate([s.mean for s in study.find(method, model=model, checkpoint=checkpoint).values()])
-            line |= {name: found.mean, f"{name}_ci95": found.ci95, f"{name}_radius": found.radius}
+            found = study.find(method, model=model, checkpoint=checkpoint)
+            line |= study.estimate([score.mean for score in found.values()]).columns(name)
         lines.append(line | {"deployed": chosen(study, method)[1], "n_seeds": len(study.seeds_of(method))})
     return lines
 
@@ -141,8 +138,8 @@ def measured(study: StudyData) -> Table:
     for method in study.methods:
         line: dict[str, Any] = {"method": method}
         for name in names:
-            found = study.estimate([score.mean for score in study.deployed(method, metric=name).values()])
-            line |= {name: found.mean, f"{name}_ci95": found.ci95, f"{name}_radius": found.radius}
+            found = study.deployed(method, metric=name)
+            line |= study.estimate([score.mean for score in found.values()]).columns(name)
         line |= {"n_seeds": len(study.deployed(method)), "seeds": len(study.seeds)}
         lines.append(line | {"comparable": study.comparable(method)})
     return lines

@@ -5,25 +5,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
-from fedlightning.study import (
-    architectures,
-    clients,
-    clusters,
-    costs,
-    curves,
-    differences,
-    incentives,
-    overview,
-    scores,
-    terms,
-    timeline,
-    tokens,
-    unseen,
-)
+from fedlightning.study import architectures as _architectures
+from fedlightning.study import clients as _clients
+from fedlightning.study import clusters as _clusters
+from fedlightning.study import costs as _costs
+from fedlightning.study import curves as _curves
+from fedlightning.study import differences as _differences
+from fedlightning.study import incentives as _incentives
+from fedlightning.study import overview as _overview
+from fedlightning.study import scores as _scores
+from fedlightning.study import terms as _terms
+from fedlightning.study import timeline as _timeline
+from fedlightning.study import tokens as _tokens
+from fedlightning.study import unseen as _unseen
 from fedlightning.study.data import StudyData, Table
 from fedlightning.study.export import write_comparison
 from fedlightning.study.problems import Problem, find_problems
@@ -37,6 +33,8 @@ class Study(StudyData):
 
     Scores of a method are averaged over its seeds. If a run of one seed diverged, there is no mean. A seed that was
     tested on other data than the rest is left out where the method has others. Confidence intervals need two seeds.
+
+    Each table is a function of a study, in the module of its kind.
 
     Args:
         runs: Runs as :func:`fedlightning.study.runs.load_study` returns them.
@@ -81,84 +79,25 @@ class Study(StudyData):
 
     def overview(self) -> Table:
         """Return one line a method; see :func:`fedlightning.study.overview.overview`."""
-        return overview.overview(self, self.problems)
+        return _overview.overview(self, self.problems)
 
-    def results(self) -> Table:
-        """Return every score of every method; see :func:`fedlightning.study.scores.results`."""
-        return scores.results(self)
-
-    def measured(self) -> Table:
-        """Return every metric of the deployed models; see :func:`fedlightning.study.scores.measured`."""
-        return scores.measured(self)
-
-    def stages(self) -> Table:
-        """Return the scores before and after aggregation; see :func:`fedlightning.study.scores.stages`."""
-        return scores.stages(self)
-
-    def checkpoints(self) -> Table:
-        """Return the scores of latest and selected models; see :func:`fedlightning.study.scores.checkpoints`."""
-        return scores.checkpoints(self)
-
-    def clients(self) -> Table:
-        """Return each client's score with each method; see :func:`fedlightning.study.clients.clients`."""
-        return clients.clients(self)
-
-    def matrix(self, method: str) -> dict[str, Any]:
-        """Return the cross-client matrix of a method; see :func:`fedlightning.study.clients.matrix`."""
-        return clients.matrix(self, method)
-
-    def partition(self) -> Table:
-        """Return the samples of each client; see :func:`fedlightning.study.clients.partition`."""
-        return clients.partition(self)
-
-    def unseen(self) -> Table:
-        """Return the scores of clients that took no part in training; see :func:`fedlightning.study.unseen.unseen`."""
-        return unseen.unseen(self)
-
-    def architectures(self) -> Table:
-        """Return the scores by the architecture of clients; see :func:`fedlightning.study.architectures.architectures`."""
-        return architectures.architectures(self)
-
-    def clusters(self) -> Table:
-        """Return how methods divide the clients; see :func:`fedlightning.study.clusters.clusters`."""
-        return clusters.clusters(self)
-
-    def memberships(self) -> Table:
-        """Return each client's clusters; see :func:`fedlightning.study.clusters.memberships`."""
-        return clusters.memberships(self)
-
-    def timeline(self) -> Table:
-        """Return what happened when, in runs with a virtual clock; see :func:`fedlightning.study.timeline.timeline`."""
-        return timeline.timeline(self)
-
-    def tokens(self) -> Table:
-        """Return each client's tokens, contribution and gain; see :func:`fedlightning.study.tokens.tokens`."""
-        return tokens.tokens(self)
-
-    def ledgers(self) -> Table:
-        """Return the ledgers of methods that pay in tokens; see :func:`fedlightning.study.tokens.ledgers`."""
-        return tokens.ledgers(self)
-
-    def fairness(self, thresholds: Sequence[float] | None = None) -> Table:
-        """Return spread over clients and incentives; see :func:`fedlightning.study.incentives.fairness`."""
-        return incentives.fairness(self, thresholds)
-
-    def appeal(self) -> Table:
-        """Return the personal model appeal of each client; see :func:`fedlightning.study.incentives.appeal`."""
-        return incentives.appeal(self)
-
-    def differences(self, reference: str | None = None) -> Table:
-        """Return paired differences over seeds; see :func:`fedlightning.study.differences.differences`."""
-        return differences.differences(self, reference)
-
-    def curves(self, metric: str | None = None) -> Table:
-        """Return validation curves; see :func:`fedlightning.study.curves.curves`."""
-        return curves.curves(self, metric)
-
-    def terms(self) -> Table:
-        """Return the terms on which each method was trained; see :func:`fedlightning.study.terms.terms`."""
-        return terms.terms(self)
-
-    def costs(self, target: float | None = None) -> Table:
-        """Return what it costs to reach a target; see :func:`fedlightning.study.costs.costs`."""
-        return costs.costs(self, target)
+    results = _scores.results
+    measured = _scores.measured
+    stages = _scores.stages
+    checkpoints = _scores.checkpoints
+    clients = _clients.clients
+    matrix = _clients.matrix
+    partition = _clients.partition
+    unseen = _unseen.unseen
+    architectures = _architectures.architectures
+    clusters = _clusters.clusters
+    memberships = _clusters.memberships
+    timeline = _timeline.timeline
+    tokens = _tokens.tokens
+    ledgers = _tokens.ledgers
+    fairness = _incentives.fairness
+    appeal = _incentives.appeal
+    differences = _differences.differences
+    curves = _curves.curves
+    terms = _terms.terms
+    costs = _costs.costs

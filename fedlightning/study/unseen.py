@@ -39,15 +39,14 @@ def _line(study: StudyData, method: str) -> dict[str, Any] | None:
         if seed in trained
     ]
     found = {
-        "mean": study.estimate([score.mean for score in own.values()]),
-        "global": study.estimate([score.mean for score in _scores(study, method, "latest", "G").values()]),
-        "best_global": study.estimate([score.mean for score in _scores(study, method, "best_global", "G").values()]),
-        "gap": study.estimate(gaps),
+        "mean": [score.mean for score in own.values()],
+        "global": [score.mean for score in _scores(study, method, "latest", "G").values()],
+        "best_global": [score.mean for score in _scores(study, method, "best_global", "G").values()],
+        "gap": gaps,
     }
     line: dict[str, Any] = {"method": method}
-    for name, one in found.items():
-        key = "" if name == "mean" else f"{name}_"
-        line |= {name: one.mean, f"{key}ci95": one.ci95, f"{key}radius" if key else "ci95_radius": one.radius}
+    for name, values in found.items():
+        line |= study.estimate(values).columns(name)
     return line | {
         "worst": statistic(own.values(), "worst"),
         "std": statistic(own.values(), "std"),

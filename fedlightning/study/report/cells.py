@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 Kind = Literal["text", "method", "score", "difference", "amount", "count", "p", "percent", "interval", "figures"]
 NONE = "–"
@@ -96,7 +96,7 @@ def _shortened(cells: list[Cell]) -> list[Cell]:
     return out
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Return True if `value` is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -142,7 +142,7 @@ def interval_of(row: Mapping[str, Any], key: str = "ci95") -> Sequence[float] | 
 
 def summary(values: Sequence[tuple[str, float | None]], decimals: int = 3, most: int = 12) -> str:
     """Return names with their numbers, for an alternative text."""
-    known = [f"{name} {value:.{decimals}f}" for name, value in values if is_number(value) and value is not None]
+    known = [f"{name} {value:.{decimals}f}" for name, value in values if is_number(value)]
     more = f", and {len(known) - most} more" if len(known) > most else ""
     return ", ".join(known[:most]) + more
 
@@ -159,7 +159,6 @@ def _cell(row: Mapping[str, Any], column: Column, decimals: int, best: float | N
         return Cell(value)
     if not is_number(value):
         return _absent(row, column, value, missing)
-    assert value is not None
     return Cell(
         _text(float(value), column, decimals),
         _extra(row, column, decimals),
@@ -181,7 +180,7 @@ def _text(value: float, column: Column, decimals: int) -> str:
 def _extra(row: Mapping[str, Any], column: Column, decimals: int) -> str:
     if column.radius is not None:
         radius = row.get(column.radius)
-        return f"±\u2009{number(radius, decimals)}" if is_number(radius) and radius is not None else ""
+        return f"±\u2009{number(radius, decimals)}" if is_number(radius) else ""
     if column.interval is not None:
         interval = row.get(column.interval)
         known = interval is not None and all(map(is_number, interval))
@@ -212,7 +211,7 @@ def _decimals(column: Column, rows: Iterable[Mapping[str, Any]]) -> int:
 def _best(column: Column, rows: Iterable[Mapping[str, Any]]) -> float | None:
     if column.better is None:
         return None
-    values = [value for row in rows if is_ranked(row) and is_number(value := row.get(column.key)) and value is not None]
+    values = [value for row in rows if is_ranked(row) and is_number(value := row.get(column.key))]
     if len(values) < 2:
         return None
     return max(values) if column.better == "high" else min(values)
@@ -221,7 +220,7 @@ def _best(column: Column, rows: Iterable[Mapping[str, Any]]) -> float | None:
 def _best_across(columns: Sequence[Column], row: Mapping[str, Any]) -> dict[str, float | None]:
     """Return the best value of a row for every column with a better end, which is the same for all of them."""
     asked = [column for column in columns if column.better is not None]
-    values = [value for column in asked if is_number(value := row.get(column.key)) and value is not None]
+    values = [value for column in asked if is_number(value := row.get(column.key))]
     best = None if len(values) < 2 else max(values) if asked[0].better == "high" else min(values)
     return {column.key: best if column.better is not None else None for column in columns}
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from markupsafe import Markup
 from matplotlib.figure import Figure
@@ -17,11 +17,13 @@ from fedlightning.scoring.metrics import higher_is_better
 from fedlightning.study.columns import GLOBAL
 from fedlightning.study.report.cells import Column, Missing, is_number
 from fedlightning.study.report.drawing import inline, look, save, settle, svg
+from fedlightning.study.report.figures.dots import Dot, Line
 from fedlightning.study.report.html import Gallery, Picture, Section, Table, slug
 from fedlightning.study.report.styles import Style
 from fedlightning.study.study import Study
 
 Row = Mapping[str, Any]
+R = TypeVar("R", bound=Row)
 LABELS = {
     "auroc": "AUROC",
     "balanced_accuracy": "balanced accuracy",
@@ -32,6 +34,7 @@ LABELS = {
 SHORT = 14
 """Tables of up to this many rows are unfolded beside their picture."""
 METHOD = Column("method", "method", "method")
+SEEDS = Column("n_seeds", "seeds", "count", help="runs behind the row")
 REASONS = {"failed": "run failed", "missing_score": "not scored", "different_splits": "other test data"}
 """Kinds of problems that take away a method's numbers -> the words in the cells instead."""
 INCENTIVES = ("ipr", "opt_outs", "pma", "pma_mean", "gma")
@@ -84,8 +87,22 @@ class Context:
             row | {"mb_total": _sum(row["mb_up"], row["mb_down"])} | ({"gap": "best"} if row["best"] else {})
             for row in self.study.overview()
         ]
+        return self.best_first(rows)
+
+    def best_first(self, rows: Iterable[R]) -> list[R]:
+        """Return rows by their means, the best first; those without a mean come last."""
         sign = -1.0 if self.higher else 1.0
         return sorted(rows, key=lambda row: (not is_number(row["mean"]), sign * (row["mean"] or 0.0)))
+
+    def in_order(self, rows: Iterable[R]) -> list[R]:
+        """Return rows in the order of the overview's methods."""
+        order = [row["method"] for row in self.overview]
+        return sorted(rows, key=lambda row: order.index(row["method"]))
+
+    def line(self, method: str, dots: Sequence[Dot], label: str = "", runs: Sequence[float] = ()) -> Line:
+        """Return a line of a figure of dots in the method's colour, with its marker."""
+        style = self.styles[method]
+        return Line(label or method, style.colour, dots, style.marker, runs)
 
     def id(self, name: str) -> str:
         """Return `name` with the prefix of the data set."""

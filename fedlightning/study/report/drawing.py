@@ -4,54 +4,23 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from fedlightning.study.report.styles import GRID, INK, MUTED
+from fedlightning.study.report.styles import BAD
 
 WIDTH, HEIGHT = 5.0, 3.2
 """Size of a panel in inches: a column of a page on paper, 360 points on a screen."""
 
-_LOOK: dict[str, Any] = {
-    "axes.axisbelow": True,
-    "axes.edgecolor": MUTED,
-    "axes.grid": True,
-    "axes.labelcolor": INK,
-    "axes.labelsize": 11,
-    "axes.linewidth": 0.8,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 11,
-    "figure.dpi": 100,
-    "font.family": "DejaVu Sans",
-    "font.size": 11,
-    "grid.color": GRID,
-    "grid.linewidth": 0.7,
-    "legend.fontsize": 10,
-    "legend.frameon": False,
-    "lines.linewidth": 1.6,
-    "lines.markersize": 5,
-    "pdf.fonttype": 42,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "fedlightning",
-    "text.color": INK,
-    "text.parse_math": False,  # a method may be called "$x$"
-    "xtick.color": MUTED,
-    "xtick.labelcolor": INK,
-    "xtick.labelsize": 10,
-    "ytick.color": MUTED,
-    "ytick.labelcolor": INK,
-    "ytick.labelsize": 10,
-}
+_LOOK = mpl.rc_params_from_file(Path(__file__).with_name("figures.mplstyle"), use_default_template=False)
 
 
 @contextmanager
@@ -59,7 +28,7 @@ def look() -> Iterator[None]:
     """Use the report's settings of matplotlib, whatever the user's are, and restore those afterwards."""
     with mpl.rc_context():
         mpl.rcdefaults()
-        mpl.rcParams.update(_LOOK)  # type: ignore[arg-type]
+        mpl.rcParams.update(_LOOK)
         yield
 
 
@@ -69,6 +38,28 @@ def panel(height: float = HEIGHT, width: float = WIDTH) -> tuple[Figure, Axes]:
     figure.get_layout_engine().set(w_pad=0.04, h_pad=0.04)  # type: ignore[union-attr, call-arg]
     FigureCanvasAgg(figure)
     return figure, figure.add_subplot()
+
+
+def rows_of(axes: Axes, names: Sequence[str]) -> None:
+    """Name the lines of a figure that stand below each other, the first on top."""
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.grid(axis="y", visible=False)
+
+
+def no_value(axes: Axes, place: int) -> None:
+    """Say in red that a line has no number."""
+    axes.text(0.01, place, "no value", transform=axes.get_yaxis_transform(), color=BAD, va="center", fontsize=9)
+
+
+def clients_below(axes: Axes, names: Sequence[str], count: int, order: str, upright: bool) -> None:
+    """Name the clients below their bars; without names say how many there are, and in which order they stand."""
+    axes.set_xticks(np.arange(len(names)), names, rotation=90 if upright else 0)
+    axes.set_xlabel("client" if names else f"{count} clients, {order} first")
+    axes.set_xlim(-0.7, count - 0.3)
+    axes.grid(axis="x", visible=False)
 
 
 def legend_below(figure: Figure, axes: Axes, columns: int = 3) -> None:

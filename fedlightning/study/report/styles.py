@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-INK, MUTED, GRID = "#1c2126", "#5b6570", "#d9dee3"
+INK, MUTED = "#1c2126", "#5b6570"
 BAD, WARN = "#b3261e", "#8a5300"
 
 # After Okabe & Ito (2008), some made darker: each has a contrast of 3:1 against white, neighbours differ in lightness.

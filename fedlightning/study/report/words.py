@@ -128,9 +128,7 @@ def _gains(context: Context, method: str) -> tuple[int, int, str] | None:
     siloed = context.siloed
     if siloed is None or siloed == method:
         return None
-    gains = [
-        gain for gain in context.by_client("gain").get(method, {}).values() if is_number(gain) and gain is not None
-    ]
+    gains = [gain for gain in context.by_client("gain").get(method, {}).values() if is_number(gain)]
     return (sum(gain > 0 for gain in gains), len(gains), siloed) if gains else None
 
 
@@ -142,7 +140,7 @@ def _price(methods: Sequence[Row], first: Row) -> Answer | None:
     least = min(sent, key=lambda name: sent[name])
     steps = first.get("local_steps")
     sentence = f"{first['method']} sends {_megabytes(own)} up and down in a whole run"
-    if is_number(steps) and steps is not None:
+    if is_number(steps):
         sentence += f" and takes {number(steps, 0)} local steps"
     sentence += "."
     if sent[least] < own:

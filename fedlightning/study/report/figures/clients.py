@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from fedlightning.study.report.cells import is_number
-from fedlightning.study.report.drawing import panel
+from fedlightning.study.report.drawing import clients_below, no_value, panel, rows_of
 from fedlightning.study.report.styles import BAD, INK, SEQUENTIAL, Style, short_names
 
 MANY = 24
@@ -39,18 +39,11 @@ def client_bars(
             axes.plot(places, heights, ".", color=INK, markersize=3, label=reference_name)
         else:
             axes.hlines(heights, places - 0.43, places + 0.43, color=INK, linewidth=2, label=reference_name)
-    if many:
-        axes.set_xlabel(f"{len(clients)} clients, highest first")
-        axes.set_xticks([])
-    else:
-        names = short_names(clients, 14)
-        long = max(map(len, names.values())) * len(clients) > 44
-        axes.set_xticks(places, [names[client] for client in clients], rotation=90 if long else 0)
-        axes.set_xlabel("client")
+    names = [] if many else list(short_names(clients, 14).values())
+    long = max(map(len, names), default=0) * len(clients) > 44
+    clients_below(axes, names, len(clients), "highest", upright=long)
     axes.set_ylabel(ylabel)
     axes.set_ylim(0, top * 1.02)
-    axes.set_xlim(-0.7, len(clients) - 0.3)
-    axes.grid(axis="x", visible=False)
     if reference is not None or lost:
         axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.1, handlelength=1.4)
     return figure
@@ -64,18 +57,14 @@ def strips(values: Mapping[str, Scores], styles: Mapping[str, Style], xlabel: st
     for place, (method, of) in enumerate(values.items()):
         x = np.array([value for value in of.values() if is_number(value)], dtype=float)
         if not len(x):
-            axes.text(0.01, place, "no value", transform=axes.get_yaxis_transform(), color=BAD, va="center", fontsize=9)
+            no_value(axes, place)
             continue
         size = 34 if len(x) <= MANY else 14
         axes.scatter(
             x, place + _swarm(x), s=size, marker=styles[method].marker, color=styles[method].colour, alpha=0.75, lw=0
         )
         axes.plot([np.median(x)] * 2, [place - 0.32, place + 0.32], color=INK, linewidth=2)
-    axes.set_yticks(range(len(values)), [names[method] for method in values])
-    axes.set_ylim(len(values) - 0.5, -0.5)
-    axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
-    axes.grid(axis="y", visible=False)
+    rows_of(axes, [names[method] for method in values])
     axes.set_xlabel(xlabel)
     return figure
 

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from fedlightning.study.report.cells import is_number
-from fedlightning.study.report.drawing import panel
-from fedlightning.study.report.styles import BAD, INK, MUTED, short_names
+from fedlightning.study.report.drawing import no_value, panel, rows_of
+from fedlightning.study.report.styles import INK, MUTED, short_names
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,13 @@ def dot_plot(
         axes.axvline(0, color=INK, linewidth=1)
     for place, line in enumerate(lines):
         if not any(is_number(dot.mean) for dot in line.dots):
-            axes.text(0.01, place, "no value", transform=axes.get_yaxis_transform(), color=BAD, va="center", fontsize=9)
+            no_value(axes, place)
         inside = [value for value in line.runs if is_number(value)]
         axes.scatter(inside, [place] * len(inside), marker="|", s=55, color=line.colour, alpha=0.55, linewidths=1.2)
         for dot in line.dots:
             _draw(axes, dot, place, line, groups, spread)
     names = short_names(line.label for line in lines)
-    axes.set_yticks(range(len(lines)), [names[line.label] for line in lines])
-    axes.set_ylim(len(lines) - 0.5, -0.5)
-    axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
-    axes.grid(axis="y", visible=False)
+    rows_of(axes, [names[line.label] for line in lines])
     axes.set_xlabel(xlabel)
     if limits is not None:
         axes.set_xlim(*limits)
@@ -107,7 +103,7 @@ def common_limits(lines: Sequence[Line], room: float = 0.05) -> tuple[float, flo
     for line in lines:
         values += [value for value in line.runs if is_number(value)]
         for dot in line.dots:
-            values += [v for v in (dot.mean, *(dot.interval or ())) if is_number(v) and v is not None]
+            values += [v for v in (dot.mean, *(dot.interval or ())) if is_number(v)]
     if not values:
         return None
     low, high = float(np.min(values)), float(np.max(values))

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from fedlightning.study.report.drawing import panel
+from fedlightning.study.report.drawing import clients_below, panel
 from fedlightning.study.report.figures.clients import MANY
 from fedlightning.study.report.styles import MUTED, short_names
 
@@ -37,17 +37,9 @@ def partition_bars(clients: Sequence[str], counts: Sequence[Sequence[int]], clas
             rasterized=table.size > 1200,
         )  # fmt: skip
         bottom += table[:, index]
-    if many:
-        axes.set_xticks([])
-        axes.set_xlabel(f"{len(clients)} clients, biggest first")
-    else:
-        names = short_names([clients[i] for i in order], 14)
-        labels = [names[clients[i]] for i in order]
-        axes.set_xticks(places, labels, rotation=90 if sum(map(len, labels)) > 44 else 0)
-        axes.set_xlabel("client")
+    names = [] if many else list(short_names([clients[i] for i in order], 14).values())
+    clients_below(axes, names, len(clients), "biggest", upright=sum(map(len, names)) > 44)
     axes.set_ylabel("samples")
-    axes.set_xlim(-0.7, len(clients) - 0.3)
-    axes.grid(axis="x", visible=False)
     if 1 < len(classes) <= 12:
         handles, labels = axes.get_legend_handles_labels()
         figure.legend(

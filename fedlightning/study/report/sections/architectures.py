@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from fedlightning.study.report.cells import Column, interval_of, is_number, summary
-from fedlightning.study.report.context import METHOD, Context, Row
-from fedlightning.study.report.figures.dots import Dot, Line, dot_plot
+from fedlightning.study.report.context import METHOD, SEEDS, Context, Row
+from fedlightning.study.report.figures.dots import Dot, dot_plot
 from fedlightning.study.report.html import Picture, Section
 
 
@@ -16,7 +15,7 @@ def architectures(context: Context) -> Section | None:
     rows = context.study.architectures()
     if not rows:
         return None
-    better: Any = context.better
+    better = context.better
     columns = [
         METHOD,
         Column("architecture", "architecture", "text"),
@@ -26,7 +25,7 @@ def architectures(context: Context) -> Section | None:
         Column("worst", "worst", better=better, help="worst-served of these clients"),
         Column("gain", "gain over Local", "difference", interval="gain_ci95",
                help="minus what the same clients get by training alone, paired by seed"),
-        Column("n_seeds", "seeds", "count", help="runs behind the row"),
+        SEEDS,
     ]  # fmt: skip
     shown = [row | {"number": len(row["clients"])} for row in rows]
     table = context.table("architectures", f"Test {context.metric} of the clients of each architecture", columns, shown)
@@ -54,16 +53,14 @@ def _dots(context: Context, rows: Sequence[Row], key: str, prefix: str, title: s
     if not found:
         return None
     lines = [
-        Line(
-            f"{row['method']}, {row['architecture']}",
-            context.styles[row["method"]].colour,
-            [Dot(row[key], interval_of(row, f"{prefix}ci95"))],
-            context.styles[row["method"]].marker,
-        )
-        for row in found
+        context.line(row["method"], [Dot(row[key], interval_of(row, f"{prefix}ci95"))], _name(row)) for row in found
     ]
-    said = summary([(f"{row['method']}, {row['architecture']}", row[key]) for row in found])
+    said = summary([(_name(row), row[key]) for row in found])
     name = "architectures" if key == "mean" else f"architectures-{key}"
     return context.picture(
         name, title, f"Dots: {title.lower()}: {said}.", lambda: dot_plot(lines, axis, zero=key == "gain")
     )
+
+
+def _name(row: Row) -> str:
+    return f"{row['method']}, {row['architecture']}"

@@ -26,7 +26,7 @@ def clients(context: Context) -> Section | None:
         return None
     siloed = context.siloed
     reference = scores.get(siloed) if siloed is not None else None
-    values = [value for of in scores.values() for value in of.values() if is_number(value) and value is not None]
+    values = [value for of in scores.values() for value in of.values() if is_number(value)]
     top = 1.0 if context.higher and max(values, default=0) <= 1 else max(values, default=1.0) * 1.05
     names = list(dict.fromkeys(client for of in scores.values() for client in of))
     pictures = []
@@ -120,7 +120,7 @@ def matrices(context: Context) -> Section | None:
             f"matrix-{context.slugs[method]}",
             method,
             f"Heat map: {context.metric} of each client's {method} model (rows) on each client's test data (columns): "
-            + summary([("own data", _own(matrix)), ("others' data", _others(matrix))]),
+            + summary([("own data", _mean(matrix, own=True)), ("others' data", _mean(matrix, own=False))]),
             partial(heat_map, matrix["clients"], matrix["values"], f"test {context.metric}", limits),
         )
         for method, matrix in found.items()
@@ -164,7 +164,7 @@ def _matrix_table(context: Context, found: Mapping[str, Mapping[str, Any]]) -> T
 
 
 def _median(of: Mapping[str, float | None]) -> float | None:
-    values = [value for value in of.values() if value is not None and is_number(value)]
+    values = [value for value in of.values() if is_number(value)]
     return float(np.median(values)) if values else None
 
 
@@ -172,11 +172,8 @@ def _numbers(matrix: Mapping[str, Any]) -> list[float]:
     return [value for line in matrix["values"] for value in line if is_number(value)]
 
 
-def _own(matrix: Mapping[str, Any]) -> float | None:
-    values = [line[i] for i, line in enumerate(matrix["values"]) if is_number(line[i])]
-    return float(np.mean(values)) if values else None
-
-
-def _others(matrix: Mapping[str, Any]) -> float | None:
-    values = [v for i, line in enumerate(matrix["values"]) for j, v in enumerate(line) if i != j and is_number(v)]
+def _mean(matrix: Mapping[str, Any], own: bool) -> float | None:
+    """Return the mean score on clients' own data, or on that of the others."""
+    lines = enumerate(matrix["values"])
+    values = [v for i, line in lines for j, v in enumerate(line) if (i == j) == own and is_number(v)]
     return float(np.mean(values)) if values else None

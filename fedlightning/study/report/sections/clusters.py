@@ -7,7 +7,7 @@ from typing import Any
 
 from fedlightning.study.clusters import by_seed, planted_groups
 from fedlightning.study.report.cells import Column, counted, number
-from fedlightning.study.report.context import METHOD, Context, Row
+from fedlightning.study.report.context import METHOD, SEEDS, Context, Row
 from fedlightning.study.report.figures.clients import MANY
 from fedlightning.study.report.figures.clusters import LEGEND, membership_map
 from fedlightning.study.report.html import Gallery, Section
@@ -15,8 +15,7 @@ from fedlightning.study.report.html import Gallery, Section
 
 def clusters(context: Context) -> Section | None:
     """Show where each client was over rounds, how many clusters there are, and whether planted groups were found."""
-    order = [row["method"] for row in context.overview]
-    rows = sorted(context.study.clusters(), key=lambda row: order.index(row["method"]))
+    rows = context.in_order(context.study.clusters())
     if not rows:
         return None
     columns = [
@@ -29,7 +28,7 @@ def clusters(context: Context) -> Section | None:
         Column("share", "share", decimals=2, help="how much of a client belongs to its cluster, at the end"),
         Column("agreement", "agreement", radius="agreement_radius", better="high",
                help="adjusted Rand index with the planted groups: 1 the same, 0 as by chance"),
-        Column("n_seeds", "seeds", "count", help="runs behind the row"),
+        SEEDS,
     ]  # fmt: skip
     notes = ["A client is in the cluster that it belongs to most. A cluster that is divided counts as a change for all who "
              "are in one with a new name."]  # fmt: skip

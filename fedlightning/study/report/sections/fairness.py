@@ -15,8 +15,7 @@ from fedlightning.study.report.sections.clients import by_client_table
 
 def fairness(context: Context) -> Section | None:
     """Show spread over clients, worst clients, participation rate, opt-outs, and counts above thresholds."""
-    order = [row["method"] for row in context.overview]
-    rows = sorted(context.study.fairness(), key=lambda row: order.index(row["method"]))
+    rows = context.in_order(context.study.fairness())
     scores = {m: _known(of.values()) for m, of in context.by_client("score").items() if m not in context.diverged}
     appeal = _appeal(context)
     points = {row["method"]: (row.get("mean"), row.get("worst")) for row in context.overview}
@@ -73,9 +72,8 @@ def _columns(context: Context, rows: Sequence[Row]) -> list[Column]:
 
 def _appeal(context: Context) -> Gallery | None:
     """Show the distribution of PMA over clients and each client's value; `None` without a comparable FedAvg run."""
-    order = [row["method"] for row in context.overview]
     by_client: dict[str, dict[str, float | None]] = {}
-    for row in sorted(context.study.appeal(), key=lambda row: order.index(row["method"])):
+    for row in context.in_order(context.study.appeal()):
         by_client.setdefault(row["method"], {})[row["client"]] = row["pma"]
     known = {method: values for method, of in by_client.items() if (values := _known(of.values()))}
     if not known:
@@ -109,4 +107,4 @@ def _medians(values: Mapping[str, Sequence[float]]) -> str:
 
 
 def _known(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None and is_number(value)]
+    return [value for value in values if is_number(value)]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from fedlightning.scoring.metrics import higher_is_better
 from fedlightning.study.columns import GLOBAL, LOCAL, POOLED, STAGES
 from fedlightning.study.report.cells import Column, interval_of, is_number, summary
-from fedlightning.study.report.context import LABELS, METHOD, Context, Row
-from fedlightning.study.report.figures.dots import Dot, Line, common_limits, dot_plot
+from fedlightning.study.report.context import LABELS, METHOD, SEEDS, Context, Row
+from fedlightning.study.report.figures.dots import Dot, common_limits, dot_plot
 from fedlightning.study.report.figures.spread import against
 from fedlightning.study.report.html import Picture, Section
 
@@ -18,13 +17,7 @@ def overview(context: Context) -> Section | None:
     """Show one row a method, best first, beside a figure of means with their intervals."""
     rows = context.overview
     lines = [
-        Line(
-            row["method"],
-            context.styles[row["method"]].colour,
-            [Dot(row["mean"], interval_of(row))],
-            context.styles[row["method"]].marker,
-            context.seed_means(row["method"]),
-        )
+        context.line(row["method"], [Dot(row["mean"], interval_of(row))], runs=context.seed_means(row["method"]))
         for row in rows
     ]
     seeds = max((row["n_seeds"] for row in rows), default=0)
@@ -69,7 +62,7 @@ def overview(context: Context) -> Section | None:
 
 def _columns(context: Context) -> list[Column]:
     """Return the columns of the overview."""
-    better: Any = context.better
+    better = context.better
     added = "sum of the two scores" if context.higher else "the two scores added"
     return [
         METHOD,
@@ -88,7 +81,7 @@ def _columns(context: Context) -> list[Column]:
         Column("mb_total", "MB", "amount", group="price of a run", help="sent up and down"),
         Column("local_steps", "steps", "count", group="price of a run", help="optimizer steps of all clients"),
         Column("seconds", "s", "amount", group="price of a run", help="wall clock"),
-        Column("n_seeds", "seeds", "count", help="runs behind the row"),
+        SEEDS,
     ]  # fmt: skip
 
 
@@ -118,7 +111,7 @@ def _deployed(rows: Sequence[Row]) -> list[str]:
 
 def measured(context: Context) -> Section | None:
     """Show every metric of the deployed models, calibration error among them."""
-    rows = _in_order(context, context.study.measured())
+    rows = context.in_order(context.study.measured())
     names = [key.removesuffix("_radius") for key in (rows[0] if rows else {}) if key.endswith("_radius")]
     if len(names) < 2:
         return None
@@ -140,7 +133,7 @@ def measured(context: Context) -> Section | None:
 
 def stages(context: Context) -> Section | None:
     """Show G, L1 and L2 side by side, on local and on pooled data."""
-    rows = _in_order(context, context.study.stages())
+    rows = context.in_order(context.study.stages())
     pictures = [
         _grouped(
             context,
@@ -182,7 +175,7 @@ def stages(context: Context) -> Section | None:
 
 def checkpoints(context: Context) -> Section | None:
     """Show the latest models beside those with the best global and the best local validation score."""
-    rows = _in_order(context, context.study.checkpoints())
+    rows = context.in_order(context.study.checkpoints())
     kinds = {
         "latest": "latest (L1)",
         "latest_global": "latest (G)",
@@ -213,7 +206,7 @@ def _grouped(
     context: Context, name: str, title: str, groups: Sequence[str], dots: Mapping[str, Sequence[Dot]]
 ) -> Picture:
     """Draw a line a method, with a dot for each group."""
-    lines = [Line(method, context.styles[method].colour, of) for method, of in dots.items()]
+    lines = [context.line(method, of) for method, of in dots.items()]
     said = summary([(f"{line.label} {dot.group}", dot.mean) for line in lines for dot in line.dots])
     return context.picture(
         name,
@@ -221,8 +214,3 @@ def _grouped(
         f"Test {context.metric}: {said}.",
         lambda: dot_plot(lines, f"test {context.metric}", groups=groups, limits=common_limits(lines)),
     )
-
-
-def _in_order(context: Context, rows: Sequence[Row]) -> list[Row]:
-    order = {row["method"]: place for place, row in enumerate(context.overview)}
-    return sorted(rows, key=lambda row: order[row["method"]])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -14,67 +16,8 @@ from fedlightning.study.report.figures.partition import partition_bars
 from fedlightning.study.report.html import Prose, Section
 from fedlightning.study.runs import Run
 
-DEFINITIONS = (
-    (
-        "deployed model",
-        "Each client's model by a rule fixed before test data are seen: its checkpoint with the best validation "
-        "score (best_local) if the run keeps one, else the last one received (L1).",
-    ),
-    (
-        "stage G, L1, L2",
-        "The server's model after aggregation; a client's model as received; the same after local training.",
-    ),
-    (
-        "mean",
-        "Uniform mean over clients in a seed, then mean over seeds. A client whose model diverged leaves no mean.",
-    ),
-    (
-        "95 % interval",
-        "Student t over the seeds' means: mean ± t · s / √n. It speaks of what seeds vary (below), not of other "
-        "data sets.",
-    ),
-    (
-        "difference, p",
-        "Paired over seeds (same seed, same splits); p of the paired t-test. “Holm”: adjusted for all comparisons"
-        " with one reference.",
-    ),
-    (
-        "10th percentile, worst",
-        "Of the clients' scores, from the bad end, in a seed; then mean over seeds.",
-    ),
-    (
-        "others' data, sum",
-        "Deployed models on the union of all clients' test data (out of distribution), and its sum with the score"
-        " on own data.",
-    ),
-    (
-        "IPR",
-        "Incentivised participation rate: clients strictly better off than with both siloed training and FedAvg, "
-        "in percent (PLayer-FL, eq. A.6).",
-    ),
-    (
-        "PMA, opt out",
-        "Personal model appeal: a client's score minus what FedAvg gives it; opting out: clients with a negative "
-        "one (PI-FL, eqs. 14 and 15).",
-    ),
-    (
-        "GMA",
-        "Global model appeal: clients for whom the global model's loss is below that of their own siloed model (MaxFL, "
-        "on training losses; here on validation losses where a run recorded none of the global model in training).",
-    ),
-    (
-        "ρε",
-        "Clients with a score strictly above (below) the threshold ε (FLIU).",
-    ),
-    (
-        "MB",
-        "10⁶ bytes of everything that clients send up and the server sends down in the whole run.",
-    ),
-    (
-        "steps",
-        "Optimizer steps of all clients together in the whole run.",
-    ),
-)
+_FILE = resources.files("fedlightning.study.report") / "definitions.toml"
+DEFINITIONS = tuple(tomllib.loads(_FILE.read_text("utf-8")).items())
 """Terms of the report and what they mean, in one line each."""
 
 

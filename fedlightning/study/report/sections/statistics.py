@@ -128,15 +128,11 @@ def _friedman(found: Mapping[str, Any]) -> str:
 
 
 def _lines(context: Context, rows: Sequence[Row]) -> list[Line]:
-    sign = -1.0 if context.higher else 1.0
-    ordered = sorted(rows, key=lambda row: (not is_number(row["mean"]), sign * (row["mean"] or 0.0)))
     return [
-        Line(
+        context.line(
             row["method"],
-            context.styles[row["method"]].colour,
             [Dot(row["mean"], interval_of({"ci95": row.get("ci95"), "n_seeds": row["n"]}))],
-            context.styles[row["method"]].marker,
-            list((row.get("per_seed") or {}).values()),
+            runs=list((row.get("per_seed") or {}).values()),
         )
-        for row in ordered
+        for row in context.best_first(rows)
     ]

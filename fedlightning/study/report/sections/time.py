@@ -7,7 +7,7 @@ from functools import partial
 from fedlightning.run.timeline import timeline_figure
 from fedlightning.study.columns import LOCAL
 from fedlightning.study.report.cells import Column, counted, is_number, summary
-from fedlightning.study.report.context import METHOD, Context
+from fedlightning.study.report.context import METHOD, SEEDS, Context
 from fedlightning.study.report.figures.curves import curves
 from fedlightning.study.report.html import Gallery, Section
 from fedlightning.study.report.sections.training import STAGES, lines_of
@@ -28,7 +28,7 @@ def time(context: Context) -> Section | None:
         Column("staleness", "mean", decimals=2, group="staleness", help="steps of the server since the message"),
         Column("most_stale", "largest", "count", group="staleness"),
         Column("busy", "busy", "percent", help="of the run, mean over clients that ever were at work"),
-        Column("n_seeds", "seeds", "count", help="runs behind the row"),
+        SEEDS,
     ]
     table = context.table("time", "The runs on their virtual clocks", columns, rows)
     return context.section(

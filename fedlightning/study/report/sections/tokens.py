@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from fedlightning.study.report.cells import Column, Missing, counted, is_number, number
-from fedlightning.study.report.context import METHOD, Context, Row
+from fedlightning.study.report.context import METHOD, SEEDS, Context, Row
 from fedlightning.study.report.figures.clients import MANY
 from fedlightning.study.report.figures.partition import CLASSES
 from fedlightning.study.report.figures.tokens import Profit, balance_lines, profit_plot
@@ -16,8 +16,7 @@ from fedlightning.study.tokens import balances, by_seed
 
 def tokens(context: Context) -> Section | None:
     """Show balances over rounds, every client's account, and contribution against gain."""
-    order = [row["method"] for row in context.overview]
-    totals = sorted(context.study.ledgers(), key=lambda row: order.index(row["method"]))
+    totals = context.in_order(context.study.ledgers())
     if not totals:
         return None
     rows = context.study.tokens()
@@ -45,7 +44,7 @@ def _totals(context: Context, totals: Sequence[Row]) -> Table:
         Column("contribution_gain", "contribution, gain", "difference", decimals=2, group="rank correlation of"),
         Column("contribution_balance", "contribution, balance", "difference", decimals=2, group="rank correlation of"),
         Column("balance_gain", "balance, gain", "difference", decimals=2, group="rank correlation of"),
-        Column("n_seeds", "seeds", "count", help="runs behind the row"),
+        SEEDS,
     ]
     notes = [
         f"{row['method']}: in every round and cluster, paid = refunded + rewarded (to {_tiny(row['missing'])})."

@@ -7,8 +7,8 @@ from typing import Any
 
 from fedlightning.study.columns import GLOBAL
 from fedlightning.study.report.cells import Column, interval_of, is_number, summary
-from fedlightning.study.report.context import METHOD, Context, Row
-from fedlightning.study.report.figures.dots import Dot, Line, dot_plot
+from fedlightning.study.report.context import METHOD, SEEDS, Context, Row
+from fedlightning.study.report.figures.dots import Dot, dot_plot
 from fedlightning.study.report.html import Section, Table
 
 
@@ -17,9 +17,7 @@ def unseen(context: Context) -> Section | None:
     rows = context.study.unseen()
     if not rows:
         return None
-    sign = -1.0 if context.higher else 1.0
-    rows = sorted(rows, key=lambda row: (not is_number(row["mean"]), sign * (row["mean"] or 0.0)))
-    better: Any = context.better
+    rows, better = context.best_first(rows), context.better
     columns = [
         METHOD,
         Column("mean", "mean", radius="ci95_radius", group="unseen clients", better=better,
@@ -31,7 +29,7 @@ def unseen(context: Context) -> Section | None:
         Column("trained", "mean", group="clients that trained", help="their deployed models, as in the overview"),
         Column("gap", "difference", "difference", interval="gap_ci95", group="clients that trained",
                help="unseen minus trained: of other clients with other data"),
-        Column("n_seeds", "seeds", "count", help="runs behind the row"),
+        SEEDS,
     ]  # fmt: skip
     table = context.table(
         "unseen", f"Test {context.metric} of clients that took no part in training", columns, rows, _notes(rows)
@@ -39,15 +37,7 @@ def unseen(context: Context) -> Section | None:
     parts: list[Any] = [table]
     scored = [row for row in rows if is_number(row["mean"])]
     if scored:
-        lines = [
-            Line(
-                row["method"],
-                context.styles[row["method"]].colour,
-                [Dot(row["mean"], interval_of(row))],
-                context.styles[row["method"]].marker,
-            )
-            for row in scored
-        ]
+        lines = [context.line(row["method"], [Dot(row["mean"], interval_of(row))]) for row in scored]
         picture = context.picture(
             "unseen",
             f"Mean test {context.metric} of unseen clients",

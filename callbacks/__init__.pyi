@@ -1,0 +1,104 @@
+"""Algorithms, checkpointing and diagnostics: one file per algorithm.
+
+Written by `make registry` from the rows in fedlightning/catalogue. Do not edit it.
+"""
+
+from fedlightning.callbacks.apfl import APFL as APFL
+from fedlightning.callbacks.central import Central as Central
+from fedlightning.callbacks.cfl import CFL as CFL
+from fedlightning.callbacks.checkpoints import GlobalCheckpoint as GlobalCheckpoint
+from fedlightning.callbacks.checkpoints import LocalCheckpoint as LocalCheckpoint
+from fedlightning.callbacks.dapper import Dapper as Dapper
+from fedlightning.callbacks.dfedavg import DFedAvg as DFedAvg
+from fedlightning.callbacks.diagnostics.gradient_variance import GradientVariance as GradientVariance
+from fedlightning.callbacks.diagnostics.hessian_trace import HessianTrace as HessianTrace
+from fedlightning.callbacks.diagnostics.layer_diagnostics import LayerDiagnostics as LayerDiagnostics
+from fedlightning.callbacks.diagnostics.layer_values import LayerValues as LayerValues
+from fedlightning.callbacks.diagnostics.sensitivity import FederationSensitivity as FederationSensitivity
+from fedlightning.callbacks.diagnostics.sensitivity_terms import Sensitivity as Sensitivity
+from fedlightning.callbacks.ditto import Ditto as Ditto
+from fedlightning.callbacks.dsfl import DSFL as DSFL
+from fedlightning.callbacks.dsgd import DSGD as DSGD
+from fedlightning.callbacks.fccl import FCCL as FCCL
+from fedlightning.callbacks.fcclplus import FCCLPlus as FCCLPlus
+from fedlightning.callbacks.fd import FD as FD
+from fedlightning.callbacks.fedala import FedALA as FedALA
+from fedlightning.callbacks.fedamp import FedAMP as FedAMP
+from fedlightning.callbacks.fedasync import FedAsync as FedAsync
+from fedlightning.callbacks.fedavg import FedAvg as FedAvg
+from fedlightning.callbacks.fedavg import FedSGD as FedSGD
+from fedlightning.callbacks.fedavgm import FedAvgM as FedAvgM
+from fedlightning.callbacks.fedbabu import FedBABU as FedBABU
+from fedlightning.callbacks.fedbe import FedBE as FedBE
+from fedlightning.callbacks.fedbuff import FedBuff as FedBuff
+from fedlightning.callbacks.fedcovid import FedCovid as FedCovid
+from fedlightning.callbacks.feddf import FedDF as FedDF
+from fedlightning.callbacks.federateddropout import FederatedDropout as FederatedDropout
+from fedlightning.callbacks.fedet import FedET as FedET
+from fedlightning.callbacks.fedfomo import FedFomo as FedFomo
+from fedlightning.callbacks.fedgh import FedGH as FedGH
+from fedlightning.callbacks.fedgkt import FedGKT as FedGKT
+from fedlightning.callbacks.fedgroup import FedGroup as FedGroup
+from fedlightning.callbacks.fedkd import FedKD as FedKD
+from fedlightning.callbacks.fedkemf import FedKEMF as FedKEMF
+from fedlightning.callbacks.fedlama import FedLAMA as FedLAMA
+from fedlightning.callbacks.fedlp import FedLP as FedLP
+from fedlightning.callbacks.fedmd import FedMD as FedMD
+from fedlightning.callbacks.fedmultimodal import FedMultimodal as FedMultimodal
+from fedlightning.callbacks.fednova import FedNova as FedNova
+from fedlightning.callbacks.fedopt import FedAdagrad as FedAdagrad
+from fedlightning.callbacks.fedopt import FedAdam as FedAdam
+from fedlightning.callbacks.fedopt import FedYogi as FedYogi
+from fedlightning.callbacks.fedproto import FedProto as FedProto
+from fedlightning.callbacks.fedprox import FedProx as FedProx
+from fedlightning.callbacks.fedrep import FedRep as FedRep
+from fedlightning.callbacks.fedrolex import FedRolex as FedRolex
+from fedlightning.callbacks.fedsoft import FedSoft as FedSoft
+from fedlightning.callbacks.fedtype import FedType as FedType
+from fedlightning.callbacks.fenda import FENDA as FENDA
+from fedlightning.callbacks.fesem import FeSEM as FeSEM
+from fedlightning.callbacks.fesem_ma import FeSEMMA as FeSEMMA
+from fedlightning.callbacks.fjord import FjORD as FjORD
+from fedlightning.callbacks.fliu import FLIU as FLIU
+from fedlightning.callbacks.flora import FLoRA as FLoRA
+from fedlightning.callbacks.fml import FML as FML
+from fedlightning.callbacks.gpfl import GPFL as GPFL
+from fedlightning.callbacks.harmony import Harmony as Harmony
+from fedlightning.callbacks.heterofl import HeteroFL as HeteroFL
+from fedlightning.callbacks.hetlora import HetLoRA as HetLoRA
+from fedlightning.callbacks.heurfedamp import HeurFedAMP as HeurFedAMP
+from fedlightning.callbacks.heurpfedla import HeurpFedLA as HeurpFedLA
+from fedlightning.callbacks.ifca import IFCA as IFCA
+from fedlightning.callbacks.ifca import HypCluster as HypCluster
+from fedlightning.callbacks.l2gd import L2GD as L2GD
+from fedlightning.callbacks.ldsgd import LDSGD as LDSGD
+from fedlightning.callbacks.local_adaptation import LocalAdaptation as LocalAdaptation
+from fedlightning.callbacks.lora import FedIT as FedIT
+from fedlightning.callbacks.lora import FFALoRA as FFALoRA
+from fedlightning.callbacks.mapper import MAPPER as MAPPER
+from fedlightning.callbacks.maxfl import MaxFL as MaxFL
+from fedlightning.callbacks.moon import MOON as MOON
+from fedlightning.callbacks.partial import FedBN as FedBN
+from fedlightning.callbacks.partial import FedPer as FedPer
+from fedlightning.callbacks.partial import LGFedAvg as LGFedAvg
+from fedlightning.callbacks.partial import Local as Local
+from fedlightning.callbacks.per_fedavg import PerFedAvg as PerFedAvg
+from fedlightning.callbacks.perfcl import PerFCL as PerFCL
+from fedlightning.callbacks.pfedbayes import pFedBayes as pFedBayes
+from fedlightning.callbacks.pfedhr import pFedHR as pFedHR
+from fedlightning.callbacks.pfedknow import pFedKnow as pFedKnow
+from fedlightning.callbacks.pfedla import pFedLA as pFedLA
+from fedlightning.callbacks.pfedme import pFedMe as pFedMe
+from fedlightning.callbacks.pi_fl import PIFL as PIFL
+from fedlightning.callbacks.player_fl import PLayerFL as PLayerFL
+from fedlightning.callbacks.player_fl import PLayerFLRandom as PLayerFLRandom
+from fedlightning.callbacks.poisson import PoissonSampling as PoissonSampling
+from fedlightning.callbacks.private_lr import PrivateLR as PrivateLR
+from fedlightning.callbacks.scaffold import SCAFFOLD as SCAFFOLD
+from fedlightning.callbacks.stragglers import Stragglers as Stragglers
+from fedlightning.callbacks.swift import SWIFT as SWIFT
+from fedlightning.callbacks.tiff import TIFF as TIFF
+
+__all__: list[str]
+
+def __dir__() -> list[str]: ...
