@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from fedlightning.callbacks import FedPer, GlobalCheckpoint, LocalCheckpoint
-from fedlightning.hooks import FederatedCallback
+from fedlightning.hooks import Facts, ModelSelection
 from tests.helpers import Toy, make_trainer, toy_data
 
 
-class Hears(FederatedCallback):
+class Hears(ModelSelection):
     """Notes whose scores it is told."""
 
-    takes_part = False
+    facts = Facts(takes_part=False)
     heard: list[tuple[str, str, str]] = []  # shared by the copies on purpose
 
     def on_client_evaluated(self, client: Any, stage: str, split: str, metrics: Any, module: Any) -> None:
