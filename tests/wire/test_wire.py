@@ -155,7 +155,6 @@ def test_all_fields_of_a_class_travel_but_those_that_are_left():
         (dict[str, torch.Tensor], [{"a": torch.ones(1)}], [{"a": 1}, {1: torch.ones(1)}]),
         (Message, [MESSAGE], [UPDATE, None]),
     ],
-    ids=str,
 )
 def test_a_field_is_what_its_annotation_says(hint, good, bad):
     assert all(map(check_of(hint), good)) and not any(map(check_of(hint), bad))
