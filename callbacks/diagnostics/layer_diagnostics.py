@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from fedlightning.algorithm import Client, Extra, FederatedCallback, Server, Setup, Update, Wire, isolated
 from fedlightning.callbacks.diagnostics.layer_look import COUNTS, QUANTITIES, SENT, LayerLook, Quantity
-from fedlightning.callbacks.diagnostics.layer_rows import ALL, cut_layers, read_layers, write_layers
+from fedlightning.callbacks.diagnostics.layer_rows import ALL, read_layers, write_layers
 from fedlightning.callbacks.diagnostics.layer_tables import METHODS, StageTable, round_rows
 from fedlightning.callbacks.diagnostics.layer_values import refuse_module
 from fedlightning.callbacks.diagnostics.sensitivity import SensitivityAccumulator, scale_of
@@ -186,11 +186,6 @@ class LayerDiagnostics(FederatedCallback):
             module.to(home)
 
     # -- server ------------------------------------------------------------------------------------------------------
-    def on_round_start(self, server: Server) -> None:
-        """Drop rows of rounds to come: a resumed run writes them again."""
-        if server.run_dir is not None:
-            cut_layers(server.run_dir / "layers.csv", server.round)
-
     def on_update(self, server: Server, update: Update) -> None:
         """Collect the clients' measurements."""
         extras = update.extras.get(self.key)

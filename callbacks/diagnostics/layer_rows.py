@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, fields
+from itertools import groupby
 from pathlib import Path
 from typing import Any
+
+from fedlightning.algorithm import add_round
 
 ALL = "all"
 """In the column of clients: all clients together."""
@@ -46,24 +48,19 @@ COLUMNS = [field.name for field in fields(LayerRow)]
 _NUMBERS: dict[str, Callable[[str], Any]] = {"round": int, "layer_index": int, "value": float, "std_error": float}
 
 
-def write_layers(path: Path, rows: Iterable[LayerRow], append: bool = True) -> None:
-    """Write rows to a CSV file.
+def write_layers(path: Path, rows: Iterable[LayerRow]) -> None:
+    """Add rounds to a CSV file. Rows of these rounds and later ones, left by a run that was resumed, go.
 
     Example:
-        >>> write_layers(Path("layers.csv"), [LayerRow(1, "L2", "0", 1, "net.0", "cka", 0.5)])
-        >>> read_layers("layers.csv")[0].value
-        0.5
+        >>> path = Path("layers.csv")
+        >>> for number in (1, 2, 3, 2):  # resumed after round 1
+        ...     write_layers(path, [LayerRow(number, "L2", "0", 1, "net.0", "cka", 0.5)])
+        >>> [(row.round, row.value) for row in read_layers(path)]
+        [(1, 0.5), (2, 0.5)]
     """
-    new = not append or not path.exists()
-    written = path if append else path.with_name(path.name + ".tmp")
-    written.parent.mkdir(parents=True, exist_ok=True)
-    with written.open("w" if new else "a", newline="") as file:
-        writer = csv.writer(file)
-        if new:
-            writer.writerow(COLUMNS)
-        writer.writerows(astuple(row) for row in rows)
-    if written != path:
-        os.replace(written, path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for number, of_round in groupby(rows, key=lambda row: row.round):
+        add_round(path, COLUMNS, number, map(astuple, of_round))
 
 
 def read_layers(path: str | Path) -> list[LayerRow]:
@@ -91,21 +88,3 @@ def read_layers(path: str | Path) -> list[LayerRow]:
             f"{path} is damaged: it holds something that LayerDiagnostics does not write ({type(error).__name__}: {error}). "
             "Restore the file, or remove it."
         ) from None
-
-
-def cut_layers(path: Path, rounds: int) -> None:
-    """Keep the first `rounds` rounds of the CSV file at `path`: a resumed run writes the others again.
-
-    Example:
-        >>> path = Path("cut.csv")
-        >>> write_layers(path, [LayerRow(number, "L2", "0", 1, "net.0", "cka", 0.5) for number in (1, 2, 3)])
-        >>> cut_layers(path, rounds=2)
-        >>> [row.round for row in read_layers(path)]
-        [1, 2]
-    """
-    if not path.exists():
-        return
-    rows = read_layers(path)
-    kept = [row for row in rows if row.round <= rounds]
-    if len(kept) < len(rows) or not path.read_text().endswith("\n"):
-        write_layers(path, kept, append=False)
