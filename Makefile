@@ -24,7 +24,7 @@ PYTEST = $(ONE_THREAD) $(BYTECODE) $(BIN)/python -m pytest -q -n $(JOBS) --dist 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-all test-anywhere test-flower test-flower-all test-flower-catalogue coverage lint format types registry bench clean distclean
+.PHONY: help install quickstart test test-all test-slow test-anywhere test-flower test-flower-all test-flower-catalogue coverage lint format types registry bench clean distclean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,11 +47,19 @@ install: $(STAMP) ## create the environment and install FedLightning in it, edit
 quickstart: $(BASE) ## run examples/quickstart.py: a small federated training from end to end
 	$(ONE_THREAD) $(BIN)/python examples/quickstart.py $(QUICKSTART_ARGS)
 
-test: $(STAMP) ## run the tests (a few minutes on 2 cores)
+test: $(STAMP) ## run the tests (four minutes on 2 cores)
 	$(PYTEST) $(PYTEST_ARGS)
 
 test-all: $(STAMP) ## run the tests, the slow ones too
 	$(PYTEST) -m "slow or not slow" $(PYTEST_ARGS)
+
+SLICE ?= 1/1
+MINUTES ?=
+
+# In the order that they were collected in: one is handed out after another.
+test-slow: $(STAMP) ## run the slow tests: SLICE=1/4 a share of them, MINUTES=30 what fits, changed areas first
+	$(ONE_THREAD) $(BYTECODE) $(BIN)/python -m pytest -q -n $(JOBS) --dist load --maxschedchunk 1 -p tests.slices -m slow \
+		--slice $(SLICE) $(if $(MINUTES),--minutes $(MINUTES)) $(PYTEST_ARGS)
 
 PLACE ?= kathmandu
 

@@ -17,6 +17,7 @@ import random
 import re
 import signal
 import socket
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from functools import cache
@@ -38,15 +39,14 @@ SLOW_MODULE = re.compile(r"^pytestmark = pytest\.mark\.slow$", re.MULTILINE)
 
 def pytest_configure(config: pytest.Config) -> None:
     """Import what the tests import; the process that only hands tests to workers (xdist) needs none of it."""
-    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
-        return
-    import hypothesis
-    import torch
-
     import fedlightning  # noqa: F401  before lightning: repairs torchvision beside a CPU build of torch
 
     # isort: split
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        return
+    import hypothesis
     import lightning.pytorch  # noqa: F401
+    import torch
 
     torch.set_num_threads(1)
     # After the import of lightning, which sets its own levels. The level of quiet(), which then has nothing to change.
@@ -54,6 +54,14 @@ def pytest_configure(config: pytest.Config) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     hypothesis.settings.register_profile("fedlightning", deadline=None, derandomize=True, print_blob=True)
     hypothesis.settings.load_profile("fedlightning")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_warning_recorded(warning_message: warnings.WarningMessage) -> None:
+    """Give warnings away as what every process knows: else that which hands out tests imports Lightning for its classes."""
+    if "PYTEST_XDIST_WORKER" in os.environ and warning_message.category.__module__ != "builtins":
+        warning_message.message = UserWarning(f"{warning_message.category.__name__}: {warning_message.message}")
+        warning_message.category = UserWarning
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
