@@ -36,6 +36,9 @@ FAMILIES = {
 }
 """Methods that only one kind of callbacks has, and the base class of that kind (:mod:`fedlightning.hooks.families`)."""
 
+BASES = {"Callback", "FederatedCallback", *FAMILIES.values()}
+"""Classes of these modules that have such methods."""
+
 
 class FederatedCallback(Callback):
     """Base of every algorithm, checkpoint and diagnostic that takes part in a federation.
@@ -119,8 +122,8 @@ class FederatedCallback(Callback):
 
     def claims(self, name: str) -> bool:
         """Return True if this callback has a method of its own called `name`. Override to decline a role by option."""
-        own = getattr(type(self), name, None)
-        return own is not None and getattr(own, "__module__", "") not in CONTRACT
+        owner = next((kind for kind in type(self).__mro__ if name in vars(kind)), None)
+        return owner is not None and not (owner.__module__ in CONTRACT and owner.__name__ in BASES)
 
     # -- the contract: nine methods, in the order of a round -----------------------------------------------------------
     def plan_round(self, server: Server) -> Plan:
