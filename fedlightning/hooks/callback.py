@@ -37,7 +37,7 @@ FAMILIES = {
 """Methods that only one kind of callbacks has, and the base class of that kind (:mod:`fedlightning.hooks.families`)."""
 
 BASES = {"Callback", "FederatedCallback", *FAMILIES.values()}
-"""Classes of these modules that have such methods."""
+"""Classes of the modules of :data:`CONTRACT` that have such methods."""
 
 
 class FederatedCallback(Callback):
