@@ -38,7 +38,7 @@ class Change(StrEnum):
     STEP = "makes the step of the server's model (server_step)"
     MODEL_OF = "keeps several models at the server (model_of)"
     NEIGHBOURS = "lets clients talk to their neighbours (neighbours)"
-    PLACES = "places newcomers by a visit (place_newcomers)"
+    PLACES = "places newcomers by a visit (Newcomers.place)"
     GLOBAL = "has a model of its own for stage G (global_module)"
     PERSONAL = "deploys another model at each client (personal_module)"
     FINAL = "adapts models after the last round (final_jobs)"
