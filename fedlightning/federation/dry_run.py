@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from fedlightning.blueprint.optimizers import optimizers_of
-from fedlightning.datamodules.base import SPLITS
 from fedlightning.datamodules.held_out import FewerClients
 from fedlightning.federation.architectures import describe
 from fedlightning.federation.dry_run_report import CallbackRole, ClientSize, DryRun
@@ -166,12 +165,7 @@ def _describe(whole: Federation, small: Federation, rounds: int) -> DryRun:
     settings, data, module = runner.settings, whole.engine.describe(parts=["batches", "public"]), server.module
     tried = {*small.server.clients, *small.server.held_out}
     sizes = {
-        client: ClientSize(
-            client,
-            *(data.num_samples(client, split) for split in SPLITS),
-            batches=data.batches.get(client, 0),
-            tried=client in tried,
-        )
+        client: ClientSize(client, *data.sizes[client], batches=data.batches.get(client, 0), tried=client in tried)
         for client in (*server.clients, *server.held_out)
     }
     loaders = (small.engine.runner.data.client_dataloader(client, "train") for client in small.server.clients)

@@ -61,7 +61,10 @@ class Task(Protocol[Answer_co]):
 class Question:
     """A task that carries no tensors, costs the same for every client, and has no bad answer: base of such tasks."""
 
-    num_bytes: ClassVar[int] = 0
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors that it carries."""
+        return 0
 
     def cost(self, runner: LocalRunner) -> float:
         """Return the same for every client."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-from fedlightning.errors import ConfigurationError, warn
+from fedlightning.errors import ConfigurationError, listed, warn
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.server import Server
 from fedlightning.federation.stages import rows_of_global, scores_of_global
@@ -58,7 +58,7 @@ class Unseen:
             return
         if not any(data.num_samples(client, split) for client in held_out for split in ("val", "test")):
             raise ConfigurationError(
-                f"held_out keeps {', '.join(held_out[:5])}{', ...' if len(held_out) > 5 else ''} out of training to score "
+                f"held_out keeps {listed(held_out)} out of training to score "
                 "them, and none of them has validation or test data. Give them some (val_fraction, test_fraction), or leave "
                 "held_out out."
             )
