@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fedlightning.datamodules.base import SPLITS, FederatedDataModule
 from fedlightning.datamodules.overlap import digests, is_cheap
-from fedlightning.datamodules.views import collate_rows
-from fedlightning.seeding import isolated
+from fedlightning.datamodules.public import Unlabelled
+from fedlightning.datamodules.views import IndexView, collate_rows
+from fedlightning.seeding import generator, isolated
 
 Public = float | Dataset[Any] | LightningDataModule | None
 """Public data: a share of every client's training samples, or another data set."""
@@ -39,14 +40,30 @@ def share_of(owner: Any, public: Any, fraction: float) -> float:
         if not 0 <= public < 1:
             raise ValueError(f"{name} got public={public}. Use a share of every client's training samples in [0, 1).")
         return float(public)
-    is_set = isinstance(public, LightningDataModule) or (hasattr(public, "__getitem__") and hasattr(public, "__len__"))
-    if isinstance(public, type | str | bool) or not is_set:
+    if isinstance(public, type | str | bool) or not is_data_set(public):
         given = f"the class {public.__name__}" if isinstance(public, type) else repr(public)
         raise ValueError(
             f"{name} got public={given}; give a share of every client's training samples (0.1), a map-style Dataset, or a "
             "LightningDataModule."
         )
     return 0.0
+
+
+def is_data_set(value: Any) -> bool:
+    """Return whether a value can be public data: a map-style dataset, or a data module.
+
+    Example:
+        >>> is_data_set([1, 2]), is_data_set(0.1)
+        (True, False)
+    """
+    return isinstance(value, LightningDataModule) or (hasattr(value, "__getitem__") and hasattr(value, "__len__"))
+
+
+def loader_of(dataset: Any, positions: Any, options: Mapping[str, Any], seed: int, labels: bool) -> DataLoader[Any]:
+    """Return a loader of some samples of a dataset as public data, with or without their labels."""
+    collate = options["collate_fn"] or collate_rows
+    made = {**options, "collate_fn": collate if labels else Unlabelled(collate)}
+    return DataLoader(IndexView(dataset, positions), generator=generator(seed, "workers", "public"), **made)
 
 
 @dataclass

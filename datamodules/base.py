@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import re
 from abc import ABC, abstractmethod
@@ -33,6 +34,12 @@ class FederatedDataModule(LightningDataModule, ABC):
         >>> data
         <DigitsDataModule: 10 clients, 1150 training samples>
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Show those who ask for a class's signature the arguments that its constructor hands on to its base, too."""
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__signature__ = whole_signature(cls)  # type: ignore[attr-defined]
 
     def __repr__(self) -> str:
         """Return the class, and who holds how much once that is known; nothing is loaded for it."""
@@ -165,6 +172,23 @@ class FederatedDataModule(LightningDataModule, ABC):
     def _pooled(self, split: str) -> Any:
         loader = self.pooled_dataloader(split)
         return [] if loader is None else loader
+
+
+def whole_signature(kind: type) -> inspect.Signature:
+    """Return the arguments of a class, with those of its base in the place of `**options`.
+
+    Example:
+        >>> from fedlightning.datamodules import DigitsDataModule
+        >>> list(whole_signature(DigitsDataModule).parameters)[:5]
+        ['partitioner', 'batch_size', 'flatten', 'split_seed', 'val_fraction']
+    """
+    _, *own = inspect.signature(kind.__init__).parameters.values()  # type: ignore[misc]
+    if not own or own[-1].kind is not inspect.Parameter.VAR_KEYWORD:
+        return inspect.Signature(own)
+    named = {parameter.name for parameter in own}
+    inherited = inspect.signature(kind.__mro__[1]).parameters.values()
+    handed_on = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in inherited if one.name not in named]
+    return inspect.Signature([*own[:-1], *handed_on])
 
 
 def in_order(clients: Iterable[str]) -> list[str]:

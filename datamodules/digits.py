@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from fedlightning.datamodules.another import Public
 from fedlightning.datamodules.arrays import ArrayFederatedDataModule
 from fedlightning.datamodules.partition import Partitioner, cut
 from fedlightning.datamodules.views import ArrayDataset
@@ -22,21 +23,9 @@ class DigitsDataModule(ArrayFederatedDataModule):
     Args:
         partitioner: Divides the samples among clients. `None` is `DirichletPartitioner(num_clients=10, alpha=0.5)`.
         batch_size: Number of samples in a batch.
-        val_fraction: Share of every client's training samples for validation, in [0, 1).
-        seed: Seed of the partition and of the validation cut.
         flatten: Return images as vectors of 64 numbers.
         split_seed: Seed of the division into training and test samples.
-        num_workers: Worker processes of every loader.
-        pin_memory: Copy batches into page-locked memory (for a GPU).
-        drop_last: Leave out the last incomplete training batch.
-        max_train: Use only this many training samples, chosen by `seed`.
-        max_test: Use only this many test samples, chosen by `seed`.
-        val_seed: Seed of the validation cut alone. `None` is `seed`.
-        public_fraction: As `public`, for a share.
-        public: Public data, which are in nobody's training, validation or test data: a share of every client's training
-            samples, in [0, 1), or another data set, as a Dataset or a data module (its training data). What a client holds
-            too is left out of that.
-        public_labels: Whether public batches keep their labels.
+        options: The other arguments of `ArrayFederatedDataModule`, by name.
 
     Example:
         >>> from fedlightning.datamodules import DigitsDataModule, IIDPartitioner
@@ -53,24 +42,12 @@ class DigitsDataModule(ArrayFederatedDataModule):
         self,
         partitioner: Partitioner | None = None,
         batch_size: int = 32,
-        val_fraction: float = 0.2,
-        seed: int = 0,
+        *,
         flatten: bool = False,
         split_seed: int = 0,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-        drop_last: bool = False,
-        max_train: int | None = None,
-        max_test: int | None = None,
-        val_seed: int | None = None,
-        public_fraction: float = 0.0,
-        public: Public = None,
-        public_labels: bool = True,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            partitioner, batch_size, val_fraction, seed, num_workers, pin_memory, drop_last, max_train, max_test,
-            val_seed, public_fraction, public, public_labels,
-        )  # fmt: skip
+        super().__init__(partitioner, batch_size, **options)
         self.flatten, self.split_seed = flatten, split_seed
 
     def load(self) -> tuple[ArrayDataset, ArrayDataset]:

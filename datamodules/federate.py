@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -110,12 +110,16 @@ def federate(
     splits = {name: Split(datasets[name], indices[name], labels[name]) for name in datasets}
     seeds = {"test": seed, "val": seed if val_seed is None else val_seed}
     for name, fraction in (("test", test_fraction), ("val", val_fraction)):
-        if name in datasets or fraction == 0:
-            continue
-        pairs = [
-            cut(part, fraction, generator(seeds[name], "partition", name, client), labels["train"])
-            for client, part in zip(plan.client_ids, splits["train"].indices, strict=True)
-        ]
-        splits["train"].indices = [rest for rest, _ in pairs]
-        splits[name] = Split(datasets["train"], [part for _, part in pairs], labels["train"])
+        if name not in datasets and fraction > 0:
+            splits[name] = cut_off(splits["train"], plan.client_ids, name, fraction, seeds[name])
     return list(plan.client_ids), splits
+
+
+def cut_off(train: Split, clients: Sequence[str], name: str, fraction: float, seed: int) -> Split:
+    """Take a share of every client's training samples out of the training split, and return it as a split of its own."""
+    pairs = [
+        cut(np.asarray(held), fraction, generator(seed, "partition", name, client), train.labels)
+        for client, held in zip(clients, train.indices, strict=True)
+    ]
+    train.indices = [rest for rest, _ in pairs]
+    return Split(train.dataset, [part for _, part in pairs], train.labels)

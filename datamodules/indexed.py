@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
-from fedlightning.datamodules.another import Another, Public, another, share_of
+from fedlightning.datamodules.another import Another, Public, another, loader_of, share_of
 from fedlightning.datamodules.base import SPLITS, FederatedDataModule, in_order
 from fedlightning.datamodules.partition import cut
-from fedlightning.datamodules.public import Unlabelled
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.views import IndexView, Indices, collate_rows
 from fedlightning.ranges import NonNegativeInt, PositiveInt, checked
@@ -175,20 +174,15 @@ class IndexedFederatedDataModule(FederatedDataModule):
     def public_dataloader(self) -> DataLoader[Any] | None:
         """Return a loader of the public samples, taken from the clients or another data set; `None` if there are none."""
         if self._another is not None:
-            view = IndexView(self._another.dataset, self._another.positions)
-            return self._public_loader(view, self._another.options | {"drop_last": False})
+            other, options = self._another, self._another.options | {"drop_last": False}
+            return loader_of(other.dataset, other.positions, options, self.seed, self._public_labels)
         given = [self._public[client] for client in self.client_ids if client in self._public]
         if not sum(map(len, given)):
             return None
         source = self._splits["train"]
-        options: dict[str, Any] = {"batch_size": self.batch_size, "collate_fn": self.collate_fn} | source.loader
-        options |= {"drop_last": False}
-        return self._public_loader(IndexView(source.dataset, np.sort(np.concatenate(given))), options)
-
-    def _public_loader(self, view: IndexView, options: dict[str, Any]) -> DataLoader[Any]:
-        collate = options["collate_fn"] or collate_rows
-        options = options | {"collate_fn": collate if self._public_labels else Unlabelled(collate)}
-        return DataLoader(view, generator=generator(self.seed, "workers", "public"), **options)
+        options = {"batch_size": self.batch_size, "collate_fn": self.collate_fn} | source.loader | {"drop_last": False}
+        positions = np.sort(np.concatenate(given))
+        return loader_of(source.dataset, positions, options, self.seed, self._public_labels)
 
     def public_report(self) -> dict[str, Any] | None:
         found = super().public_report()

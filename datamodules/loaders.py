@@ -13,6 +13,7 @@ from fedlightning.datamodules.base import SPLITS, FederatedDataModule, in_order
 from fedlightning.datamodules.own_generators import going_on
 from fedlightning.datamodules.partitioned import loader_options
 from fedlightning.datamodules.sampling import AddressedSampler
+from fedlightning.datamodules.views import worker_options
 
 
 class LoaderDataModule(FederatedDataModule):
@@ -186,14 +187,9 @@ def _with_new_workers(loader: DataLoader[Any]) -> DataLoader[Any]:
     return DataLoader(
         loader.dataset,
         **batches,
-        num_workers=loader.num_workers,
+        **worker_options(loader),
         collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
         generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
         persistent_workers=True,
     )
 

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from fedlightning.datamodules.arrays import ArrayFederatedDataModule
+from fedlightning.datamodules.federate import cut_off
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import cut
 from fedlightning.datamodules.rounding import apportion
@@ -162,13 +163,7 @@ class MixtureDataModule(IndexedFederatedDataModule):
         }
         if self.source.val_fraction > 0:
             seed = self.seed if self.source.val_seed is None else self.source.val_seed
-            train = splits["train"]
-            pairs = [
-                cut(held, self.source.val_fraction, generator(seed, "partition", "val", client), train.labels)
-                for client, held in zip(ids, train.indices, strict=True)
-            ]
-            splits["val"] = Split(train.dataset, [part for _, part in pairs], train.labels)
-            splits["train"] = Split(train.dataset, [rest for rest, _ in pairs], train.labels)
+            splits["val"] = cut_off(splits["train"], ids, "val", self.source.val_fraction, seed)
         return ids, splits
 
     def _grouped(self, data: ArrayDataset, split: str) -> tuple[ArrayDataset, list[Indices]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 
@@ -24,24 +24,11 @@ class PairedDigitsDataModule(MultimodalDataModule):
 
     Args:
         partitioner: Divides the samples among clients. `None` is `DirichletPartitioner(num_clients=10, alpha=0.5)`.
-        batch_size: Number of samples in a batch.
-        val_fraction: Share of every client's training samples for validation, in [0, 1).
-        seed: Seed of the partition, the validation cut and the corruptions.
-        modalities: Names of the modalities to use. `None`: all.
-        sensors: Who has which modalities: see `MultimodalDataModule`.
-        missing: Chance that a client lacks a modality: see `MultimodalDataModule`.
-        missing_labels: Share of samples without a label, which are dropped.
-        wrong_labels: Share of wrong labels in training and validation samples.
         names: Names of the bands, from above; 2, 4 or 8 of equal height, or 3 (rows 0-2, 3-4, 5-7).
         noise: Standard deviation of Gaussian noise on the pixels. Default 0.1: FedAvg is right in about 75 % of the
             cases with one half, and in 90 % with both.
         positive: Make it a binary task: label 1 for this digit, 0 for all others. `None`: ten classes.
-        num_workers: Worker processes of every loader.
-        pin_memory: Copy batches into page-locked memory (for a GPU).
-        drop_last: Leave out the last incomplete training batch.
-        max_train: Use only this many training samples, chosen by `seed`.
-        max_test: Use only this many test samples, chosen by `seed`.
-        val_seed: Seed of the validation cut alone. `None` is `seed`.
+        options: The other arguments of `MultimodalDataModule`, by name.
 
     Raises:
         ValueError: If the number of names or the noise is out of its range.
@@ -59,28 +46,13 @@ class PairedDigitsDataModule(MultimodalDataModule):
     def __init__(
         self,
         partitioner: Partitioner | None = None,
-        batch_size: int = 32,
-        val_fraction: float = 0.2,
-        seed: int = 0,
-        modalities: list[str] | None = None,
-        sensors: dict[str, int] | None = None,
-        missing: float = 0.0,
-        missing_labels: float = 0.0,
-        wrong_labels: float = 0.0,
+        *,
         names: list[str] | None = None,
         noise: NonNegativeFloat = 0.1,
         positive: Annotated[int, Range("[0, 9]", "A digit; None is ten classes.")] | None = None,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-        drop_last: bool = False,
-        max_train: int | None = None,
-        max_test: int | None = None,
-        val_seed: int | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            partitioner, batch_size, val_fraction, seed, modalities, sensors, missing, missing_labels, wrong_labels,
-            num_workers, pin_memory, drop_last, max_train, max_test, val_seed,
-        )  # fmt: skip
+        super().__init__(partitioner, **options)
         self.names = ["upper", "lower"] if names is None else list(names)
         if len(self.names) not in HEIGHTS or len(set(self.names)) < len(self.names):
             raise ValueError(f"PairedDigitsDataModule got names={self.names}; give 2, 3, 4 or 8 different names.")

@@ -23,6 +23,7 @@ from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.labels import encode, read_keys
 from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.partitioners import NaturalPartitioner
+from fedlightning.datamodules.views import worker_options
 from fedlightning.ranges import ShareBelowOne, checked
 from fedlightning.seeding import isolated
 
@@ -125,12 +126,7 @@ class Partitioned(IndexedFederatedDataModule):
         drop_last: bool = False,
         pin_memory: bool = False,
         shuffle: bool = True,
-        val_fraction: float = 0.2,
-        test_fraction: float = 0.2,
-        labels: Any = None,
-        seed: int = 0,
-        public: Public = None,
-        public_labels: bool = True,
+        **options: Any,
     ) -> Partitioned:
         """Divide plain map-style datasets among clients.
 
@@ -145,12 +141,7 @@ class Partitioned(IndexedFederatedDataModule):
             drop_last: As for `DataLoader`, of the training data.
             pin_memory: As for `DataLoader`.
             shuffle: Draw training batches in a new order every epoch.
-            val_fraction: As for `Partitioned`.
-            test_fraction: As for `Partitioned`.
-            labels: As for `Partitioned`.
-            seed: As for `Partitioned`.
-            public: As for `Partitioned`.
-            public_labels: As for `Partitioned`.
+            options: The other arguments of `Partitioned`, by name.
 
         Example:
             >>> import torch
@@ -169,16 +160,7 @@ class Partitioned(IndexedFederatedDataModule):
             "pin_memory": pin_memory,
         }
         datasets = _Datasets({"train": train, "val": val, "test": test}, common, shuffle, drop_last)
-        return cls(
-            datasets,
-            partitioner,
-            val_fraction,
-            test_fraction,
-            labels,
-            seed,
-            public=public,
-            public_labels=public_labels,
-        )
+        return cls(datasets, partitioner, **options)
 
     @property
     def partition_name(self) -> str:
@@ -303,21 +285,12 @@ def loader_options(loader: Any, split: str, owner: str, any_order: bool = False)
         )
     options = {
         "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1,
-        "num_workers": loader.num_workers,
         # The default collate function has a fast path here; None chooses it.
         "collate_fn": None if loader.collate_fn is default_collate else loader.collate_fn,
-        "pin_memory": loader.pin_memory,
         "drop_last": loader.drop_last,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
         "persistent_workers": loader.persistent_workers,
     }
-    if loader.num_workers > 0:
-        options |= {
-            "prefetch_factor": loader.prefetch_factor,
-            "multiprocessing_context": loader.multiprocessing_context,
-        }
-    return options, isinstance(sampler, RandomSampler)
+    return options | worker_options(loader), isinstance(sampler, RandomSampler)
 
 
 class _Datasets(LightningDataModule):

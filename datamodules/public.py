@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from fedlightning.datamodules.labels import LABEL_KEYS
 from fedlightning.datamodules.sampling import AddressedSampler
-from fedlightning.datamodules.views import IndexView, collate_rows, samples_at
+from fedlightning.datamodules.views import IndexView, collate_rows, samples_at, worker_options
 
 WAYS = "public=0.1 (a share of every client's training samples), or public: another data set"
 """How a data module gets public data, for messages."""
@@ -226,16 +226,7 @@ def public_loader(
     options: dict[str, Any] = {
         "batch_size": batch_size or source.batch_size or getattr(source.batch_sampler, "batch_size", None) or 1,
         "drop_last": drop_last,
-        "num_workers": source.num_workers,
-        "pin_memory": source.pin_memory,
-        "timeout": source.timeout,
-        "worker_init_fn": source.worker_init_fn,
-    }
-    if source.num_workers > 0:
-        options |= {
-            "prefetch_factor": source.prefetch_factor,
-            "multiprocessing_context": source.multiprocessing_context,
-        }
+    } | worker_options(source)
     return DataLoader(dataset, sampler=sampler, generator=sampler.generator, collate_fn=collate, **options)
 
 

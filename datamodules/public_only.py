@@ -8,14 +8,12 @@ from typing import Any, NoReturn
 from lightning import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
-from fedlightning.datamodules.another import Another, another
+from fedlightning.datamodules.another import Another, another, is_data_set, loader_of
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.overlap import content_hash
-from fedlightning.datamodules.public import Unlabelled, is_iterable
-from fedlightning.datamodules.views import IndexView, collate_rows
+from fedlightning.datamodules.public import is_iterable
 from fedlightning.datamodules.without_clients import WithoutClients
 from fedlightning.ranges import PositiveInt, checked
-from fedlightning.seeding import generator
 
 
 class PublicDataModule(WithoutClients):
@@ -54,10 +52,7 @@ class PublicDataModule(WithoutClients):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        is_set = isinstance(public, LightningDataModule) or (
-            hasattr(public, "__getitem__") and hasattr(public, "__len__")
-        )
-        if not is_set or isinstance(public, str):
+        if not is_data_set(public) or isinstance(public, str):
             raise ValueError(f"{name} got public={public!r:.60}; give a map-style Dataset or a LightningDataModule.")
         self.public, self.batch_size, self.seed = public, int(batch_size), int(seed)
         self.public_labels, self.collate_fn = bool(public_labels), collate_fn
@@ -78,11 +73,8 @@ class PublicDataModule(WithoutClients):
     def public_dataloader(self) -> DataLoader[Any] | None:
         if self._found is None:
             return None
-        options = self._found.options
-        collate = options["collate_fn"] or collate_rows
-        options = options | {"collate_fn": collate if self.public_labels else Unlabelled(collate)}
-        view = IndexView(self._found.dataset, self._found.positions)
-        return DataLoader(view, generator=generator(self.seed, "workers", "public"), **options)
+        found = self._found
+        return loader_of(found.dataset, found.positions, found.options, self.seed, self.public_labels)
 
     def _refuse(self) -> NoReturn:
         raise ValueError(
@@ -110,8 +102,14 @@ def public_facts(data: FederatedDataModule) -> dict[str, Any] | None:
         return None
     if is_iterable(loader):
         return {"samples": None, "batch_size": getattr(loader, "batch_size", None), "content": None}
+    return {"samples": len(loader.dataset), "batch_size": loader.batch_size, "content": public_content(loader)}
+
+
+def public_content(loader: Any) -> str | None:
+    """Return a hash of what a loader's dataset holds; `None` if it has none, or cannot be compared."""
+    if loader is None or is_iterable(loader):
+        return None
     try:
-        content = content_hash(loader.dataset, loader.collate_fn)
+        return content_hash(loader.dataset, loader.collate_fn)
     except Exception:  # of the user's dataset, which the run itself will show
-        content = None
-    return {"samples": len(loader.dataset), "batch_size": loader.batch_size, "content": content}
+        return None

@@ -8,7 +8,7 @@ import tarfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -43,23 +43,10 @@ class SpokenDigitsDataModule(MultimodalDataModule):
             `DigitsDataModule()`, which needs no files.
         partitioner: Divides the samples among clients. `None` is `DirichletPartitioner(num_clients=10, alpha=0.5)`.
             `NaturalPartitioner()` makes a client of each speaker.
-        batch_size: Number of samples in a batch.
-        val_fraction: Share of every client's training samples for validation, in [0, 1).
-        seed: Seed of the partition, the validation cut and the corruptions.
-        modalities: Names of the modalities to use. `None`: all.
-        sensors: Who has which modalities: see `MultimodalDataModule`.
-        missing: Chance that a client lacks a modality: see `MultimodalDataModule`.
-        missing_labels: Share of samples without a label, which are dropped.
-        wrong_labels: Share of wrong labels in training and validation samples.
         split: `"recordings"`: takes 0 to 4 of each speaker and digit are for testing (the publishers' rule).
             `"speakers"`: all takes of `test_speakers` are.
         test_speakers: The speakers to test on, with `split="speakers"`. Default: the last by name.
-        num_workers: Worker processes of every loader.
-        pin_memory: Copy batches into page-locked memory (for a GPU).
-        drop_last: Leave out the last incomplete training batch.
-        max_train: Use only this many training samples, chosen by `seed`.
-        max_test: Use only this many test samples, chosen by `seed`.
-        val_seed: Seed of the validation cut alone. `None` is `seed`.
+        options: The other arguments of `MultimodalDataModule`, by name.
 
     Raises:
         FileNotFoundError: At `setup`, if there are no recordings in `root`.
@@ -78,27 +65,12 @@ class SpokenDigitsDataModule(MultimodalDataModule):
         root: str = "data/fsdd",
         images: ArrayFederatedDataModule | None = None,
         partitioner: Partitioner | None = None,
-        batch_size: int = 32,
-        val_fraction: float = 0.2,
-        seed: int = 0,
-        modalities: list[str] | None = None,
-        sensors: dict[str, int] | None = None,
-        missing: float = 0.0,
-        missing_labels: float = 0.0,
-        wrong_labels: float = 0.0,
+        *,
         split: Literal["recordings", "speakers"] = "recordings",
         test_speakers: list[str] | None = None,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-        drop_last: bool = False,
-        max_train: int | None = None,
-        max_test: int | None = None,
-        val_seed: int | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            partitioner, batch_size, val_fraction, seed, modalities, sensors, missing, missing_labels, wrong_labels,
-            num_workers, pin_memory, drop_last, max_train, max_test, val_seed,
-        )  # fmt: skip
+        super().__init__(partitioner, **options)
         if test_speakers is not None and split != "speakers":
             raise ValueError("SpokenDigitsDataModule got test_speakers, which split='speakers' uses; set both.")
         if images is not None and not isinstance(images, ArrayFederatedDataModule):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 Indices = np.ndarray
 """One-dimensional int64 array of sample indices."""
@@ -142,6 +142,19 @@ class IndexView(Dataset[Any]):
         if self.whole:
             return Rows(self.dataset, chosen)
         return samples_at(self.dataset, chosen.tolist())
+
+
+def worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return how a loader reads its samples: its workers and its memory, as keyword arguments of a `DataLoader`.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> worker_options(DataLoader([1, 2]))["num_workers"]
+        0
+    """
+    names = ["num_workers", "pin_memory", "timeout", "worker_init_fn"]
+    names += ["prefetch_factor", "multiprocessing_context"] if loader.num_workers > 0 else []
+    return {name: getattr(loader, name) for name in names}
 
 
 def samples_at(dataset: Any, positions: Sequence[int]) -> Any:

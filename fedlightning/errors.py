@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
 INSIDE = {"fedlightning", "lightning", "torch", "torchmetrics", "jsonargparse", *sys.stdlib_module_names}
@@ -24,6 +25,18 @@ class ControlFlow(BaseException):
 def warn(text: str) -> None:
     """Warn the user of something that does not stop the run."""
     warnings.warn(text, UserWarning, stacklevel=3)
+
+
+def listed(names: Iterable[object], most: int = 5) -> str:
+    """Return names in a sentence: the first ones, and how many more there are.
+
+    Example:
+        >>> listed("abc"), listed("abc", most=2), listed([])
+        ('a, b, c', 'a, b and 1 more', 'none')
+    """
+    everything = [str(name) for name in names]
+    more = f" and {len(everything) - most} more" if len(everything) > most else ""
+    return f"{', '.join(everything[:most])}{more}" or "none"
 
 
 def users_line(error: BaseException) -> str:

@@ -99,7 +99,7 @@ def checked(init: Init) -> Init:
     signature = inspect.signature(init)
 
     @functools.wraps(init)
-    def checking(self: Any, *args: Any, **given: Any) -> None:
+    def __init__(self: Any, *args: Any, **given: Any) -> None:  # a constructor in tracebacks, too
         try:
             arguments = signature.bind(self, *args, **given).arguments
         except TypeError:
@@ -107,7 +107,7 @@ def checked(init: Init) -> Init:
         check_arguments(self, init, arguments)
         init(self, *args, **given)
 
-    return checking  # type: ignore[return-value]
+    return __init__  # type: ignore[return-value]
 
 
 def check_on_creation(kind: Kind) -> Kind:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedlightning.datamodules.another import Public
 from fedlightning.datamodules.arrays import ArrayFederatedDataModule
 from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.readers import check_images
@@ -50,22 +50,10 @@ class ImageFederatedDataModule(ArrayFederatedDataModule):
         root: Folder that holds the files, or receives them.
         partitioner: Divides the samples among clients. `None` is `DirichletPartitioner(num_clients=10, alpha=0.5)`.
         batch_size: Number of samples in a batch.
-        val_fraction: Share of every client's training samples for validation, in [0, 1).
-        seed: Seed of the partition and of the validation cut.
         download: Download missing files from the publisher, checked by SHA-256.
         normalize: Subtract the training set's mean and divide by its standard deviation, by channel. Otherwise pixels
             are in [0, 1].
-        num_workers: Worker processes of every loader; 0 is fastest unless the model waits for data.
-        pin_memory: Copy batches into page-locked memory (for a GPU).
-        drop_last: Leave out the last incomplete training batch.
-        max_train: Use only this many training samples, chosen by `seed` (for a quick trial).
-        max_test: Use only this many test samples, chosen by `seed`.
-        val_seed: Seed of the validation cut alone. `None` is `seed`.
-        public_fraction: As `public`, for a share.
-        public: Public data, which are in nobody's training, validation or test data: a share of every client's training
-            samples, in [0, 1), or another data set, as a Dataset or a data module (its training data). What a client holds
-            too is left out of that.
-        public_labels: Whether public batches keep their labels.
+        options: The other arguments of `ArrayFederatedDataModule`, by name.
 
     Attributes:
         name: Name of the data set and of its folder.
@@ -90,24 +78,12 @@ class ImageFederatedDataModule(ArrayFederatedDataModule):
         root: str = "data",
         partitioner: Partitioner | None = None,
         batch_size: int = 64,
-        val_fraction: float = 0.2,
-        seed: int = 0,
+        *,
         download: bool = False,
         normalize: bool = True,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-        drop_last: bool = False,
-        max_train: int | None = None,
-        max_test: int | None = None,
-        val_seed: int | None = None,
-        public_fraction: float = 0.0,
-        public: Public = None,
-        public_labels: bool = True,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            partitioner, batch_size, val_fraction, seed, num_workers, pin_memory, drop_last, max_train, max_test,
-            val_seed, public_fraction, public, public_labels,
-        )  # fmt: skip
+        super().__init__(partitioner, batch_size, **options)
         self.root, self.download, self.normalize = Path(root), download, normalize
 
     @property

@@ -7,14 +7,12 @@ import tempfile
 import zipfile
 from abc import abstractmethod
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from fedlightning.datamodules.another import Public
 from fedlightning.datamodules.download import fetch, find, missing
 from fedlightning.datamodules.images.base import ImageFederatedDataModule
-from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.readers import read_idx
 from fedlightning.ranges import checked
 
@@ -120,29 +118,13 @@ class EMNISTDataModule(_IdxDataModule):
     """EMNIST (Cohen et al. 2017): handwritten letters and digits, 28 x 28 grey.
 
     The files hold every image transposed; here they stand upright, like MNIST. `letters` is labelled 1 to 26 in the
-    file and 0 to 25 here.
+    file and 0 to 25 here. A download is 0.5 GB, of which only the chosen split is kept.
 
     Args:
         root: Folder that holds the files, or receives them.
         split: `"balanced"` (47 classes), `"byclass"` (62), `"bymerge"` (47), `"letters"` (26), `"digits"` or `"mnist"`
             (10).
-        partitioner: Divides the samples among clients. `None` is `DirichletPartitioner(num_clients=10, alpha=0.5)`.
-        batch_size: Number of samples in a batch.
-        val_fraction: Share of every client's training samples for validation, in [0, 1).
-        seed: Seed of the partition and of the validation cut.
-        download: Download missing files, checked by SHA-256: 0.5 GB, of which only the chosen split is kept.
-        normalize: Subtract the mean of the training images and divide by their standard deviation.
-        num_workers: Worker processes of every loader; 0 is fastest unless the model waits for data.
-        pin_memory: Copy batches into page-locked memory (for a GPU).
-        drop_last: Leave out the last incomplete training batch.
-        max_train: Use only this many training samples, chosen by `seed`.
-        max_test: Use only this many test samples, chosen by `seed`.
-        val_seed: Seed of the validation cut alone. `None` is `seed`.
-        public_fraction: As `public`, for a share.
-        public: Public data, which are in nobody's training, validation or test data: a share of every client's training
-            samples, in [0, 1), or another data set, as a Dataset or a data module (its training data). What a client holds
-            too is left out of that.
-        public_labels: Whether public batches keep their labels.
+        options: The other arguments of `ImageFederatedDataModule`, by name.
 
     Raises:
         ValueError: If there is no such `split`.
@@ -165,26 +147,9 @@ class EMNISTDataModule(_IdxDataModule):
         self,
         root: str = "data",
         split: Literal["balanced", "byclass", "bymerge", "letters", "digits", "mnist"] = "balanced",
-        partitioner: Partitioner | None = None,
-        batch_size: int = 64,
-        val_fraction: float = 0.2,
-        seed: int = 0,
-        download: bool = False,
-        normalize: bool = True,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-        drop_last: bool = False,
-        max_train: int | None = None,
-        max_test: int | None = None,
-        val_seed: int | None = None,
-        public_fraction: float = 0.0,
-        public: Public = None,
-        public_labels: bool = True,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            root, partitioner, batch_size, val_fraction, seed, download, normalize, num_workers, pin_memory, drop_last,
-            max_train, max_test, val_seed, public_fraction, public, public_labels,
-        )  # fmt: skip
+        super().__init__(root, **options)
         self.split, self.classes = split, self.split_classes[split]
 
     def _names(self, train: bool) -> list[str]:

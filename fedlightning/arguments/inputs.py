@@ -17,7 +17,7 @@ from fedlightning.compat.pytorch_lightning import adapt
 from fedlightning.datamodules.base import FederatedDataModule, in_order
 from fedlightning.datamodules.held_out import draw_clients, draw_held_out
 from fedlightning.datamodules.loaders import LoaderDataModule
-from fedlightning.errors import ConfigurationError
+from fedlightning.errors import ConfigurationError, listed
 from fedlightning.hooks import POOLED
 from fedlightning.models.client_models import ClientModels
 from fedlightning.visit.description import Description
@@ -175,7 +175,7 @@ def held_out_clients(given: Any, data: Description) -> list[str]:
         if unknown:
             raise ConfigurationError(
                 f"held_out has client '{unknown[0]}', which the data do not have. The clients are "
-                f"{', '.join(clients[:20])}{', ...' if len(clients) > 20 else ''}."
+                f"{listed(clients, 20)}."
             )
     else:
         chosen = [] if given is None else draw_held_out(clients, given, data.seed)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fedlightning.arguments.inputs import check_clients, federated_data
 from fedlightning.compat.quiet import quiet
 from fedlightning.datamodules.base import FederatedDataModule, in_order
-from fedlightning.errors import ConfigurationError
+from fedlightning.errors import ConfigurationError, listed
 from fedlightning.models.client_models import ClientModels
 from fedlightning.visit.description import Description, describe
 
@@ -66,7 +66,7 @@ def new_clients(data: Description, own: bool, server: Server, named: Sequence[st
                 + (
                     "this run held none out. Give their data: onboard(newcomers=...)."
                     if own
-                    else f"{', '.join(there[:5])} have names of clients that trained. Give the new ones other names."
+                    else f"{listed(there)} have names of clients that trained. Give the new ones other names."
                 )
             )
         return new
@@ -77,12 +77,10 @@ def new_clients(data: Description, own: bool, server: Server, named: Sequence[st
         if client in server.clients:
             raise ConfigurationError(
                 f"Client '{client}' has trained in this federation, so it cannot join it. Name clients that are new: "
-                f"{', '.join(new[:10]) or 'there are none'}."
+                f"{listed(new)}."
             )
         if client not in new:
-            raise ConfigurationError(
-                f"There is no new client '{client}'. New clients: {', '.join(new[:10]) or 'none'}."
-            )
+            raise ConfigurationError(f"There is no new client '{client}'. New clients: {listed(new)}.")
     if not chosen:
         raise ConfigurationError("clients=[] names no client to onboard. Leave it out for all new ones.")
     return chosen
@@ -93,10 +91,9 @@ def check_new_clients(data: Description, clients: Sequence[str], epochs: int) ->
     held = {split: any(data.num_samples(client, split) for client in clients) for split in ("train", "val", "test")}
     if held["val"] or held["test"] or (epochs and held["train"]):
         return
-    names = f"{', '.join(clients[:5])}{', ...' if len(clients) > 5 else ''}"
     if held["train"]:
         raise ConfigurationError(
-            f"epochs=0 scores the new clients only, and none of {names} has validation or test data. Let them train "
-            "(epochs=1), or give them some."
+            f"epochs=0 scores the new clients only, and none of {listed(clients)} has validation or test data. Let them "
+            "train (epochs=1), or give them some."
         )
-    raise ConfigurationError(f"None of the new clients ({names}) has a sample. Check the data of newcomers.")
+    raise ConfigurationError(f"None of the new clients ({listed(clients)}) has a sample. Check the data of newcomers.")

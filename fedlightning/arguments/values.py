@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from lightning.pytorch.loggers import Logger
 
@@ -19,6 +18,7 @@ from fedlightning.errors import ConfigurationError, warn
 from fedlightning.federation.failures import FailurePolicy
 from fedlightning.federation.loops import Loop, Synchronous
 from fedlightning.hooks import POOLED
+from fedlightning.ranges import NonNegativeFloat, PositiveFloat, PositiveShare, Range, ShareBelowOne, allows
 from fedlightning.run.manifest import is_file_name
 from fedlightning.scoring.tasks import LOCAL
 
@@ -30,6 +30,41 @@ CHOICES = {
     "on_client_error": ("skip", "retry", "stop"),
 }
 STAGES = ("G", "L1", "L2")
+NOT_NEGATIVE = Range("[0, inf)", strict=True)
+Count = Annotated[int, Range("[1, inf)", strict=True)]
+NUMBERS: dict[str, tuple[Any, str]] = {
+    "seed": (Annotated[int, Range("(-inf, inf)", strict=True)], "a whole number"),
+    "max_rounds": (Count, "a whole number of at least 1"),
+    "local_epochs": (Count | None, "a whole number of at least 1"),
+    "local_steps": (Count | None, "a whole number of at least 1"),
+    "lr_decay": (Annotated[float, Range("(0, 10]")], "a positive factor per round, such as 0.99"),
+    "participation": (
+        Count | PositiveShare,
+        "a share in (0, 1] (a float) or a number of clients (an int of at least 1)",
+    ),
+    "evaluate_every": (Annotated[int, NOT_NEGATIVE], "a whole number; 0 switches it off"),
+    "evaluate_seconds": (PositiveFloat | None, "a positive number of virtual seconds, or None"),
+    "evaluate_clients": (
+        Count | PositiveShare | None,
+        "a share in (0, 1] (a float) or a number of clients (an int of at least 1); None scores all. evaluate_every=0 scores "
+        "nobody",
+    ),
+    "save_state": (Annotated[int, NOT_NEGATIVE], "a whole number; 0 switches it off"),
+    "client_memory_gb": (NonNegativeFloat | None, "a number of gigabytes; 0 keeps all but one on disk"),
+    "clients_per_stack": (Count | None, "a whole number of at least 1, or None"),
+    "workers": (Count | None, "a whole number of at least 1, or None for every core"),
+    "client_retries": (Count | None, "a whole number of at least 1, or None"),
+    "min_clients": (
+        Count | PositiveShare,
+        "a number of clients (an int of at least 1) or a share in (0, 1] (a float)",
+    ),
+    "client_timeout": (PositiveFloat | None, "a positive number of seconds, or None"),
+    "update_limit": (
+        Annotated[float, Range("(1, inf)")] | None,
+        "a number above 1, by how much the norm of an update may exceed the usual one; None refuses nothing for its size",
+    ),
+}
+"""What the trainer's numbers may be, and that in words."""
 
 
 def check(given: Mapping[str, Any]) -> None:
@@ -41,20 +76,10 @@ def check(given: Mapping[str, Any]) -> None:
             f"local_epochs={given['local_epochs']} and local_steps={given['local_steps']} are both set. "
             "A visit is counted in epochs or in steps: remove one of them."
         )
-    for name in ("max_rounds", "local_epochs", "local_steps"):
-        value = given[name]
-        if (value is not None or name == "max_rounds") and (
-            not isinstance(value, int) or isinstance(value, bool) or value < 1
-        ):
-            raise ConfigurationError(f"{name}={value!r} must be a whole number of at least 1.")
-    for name in ("evaluate_every", "save_state"):
-        if not isinstance(given[name], int) or isinstance(given[name], bool) or given[name] < 0:
-            raise ConfigurationError(f"{name}={given[name]!r} must be a whole number; 0 switches it off.")
+    for name, (kind, rule) in NUMBERS.items():
+        if not isinstance(given[name], int | float | None) or not allows(kind, given[name]):
+            raise ConfigurationError(f"{name}={given[name]!r} must be {rule}.")
     seconds = given["evaluate_seconds"]
-    if seconds is not None and (
-        isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf
-    ):
-        raise ConfigurationError(f"evaluate_seconds={seconds!r} must be a positive number of virtual seconds, or None.")
     if seconds is not None and given["evaluate_every"] != 1:
         raise ConfigurationError(
             f"evaluate_seconds={seconds} and evaluate_every={given['evaluate_every']} both say when models are scored. Leave "
@@ -62,33 +87,8 @@ def check(given: Mapping[str, Any]) -> None:
         )
     _check_kinds(given)
     check_held_out(given["held_out"])
-    scored = given["evaluate_clients"]
-    known_type = isinstance(scored, int | float) and not isinstance(scored, bool)
-    if scored is not None and not (known_type and scored > 0 and (isinstance(scored, int) or scored <= 1.0)):
-        raise ConfigurationError(
-            f"evaluate_clients={scored!r} must be a share in (0, 1] (a float) or a number of clients (an int of at least 1); "
-            "None scores all. evaluate_every=0 scores nobody."
-        )
-    memory = given["client_memory_gb"]
-    known_type = isinstance(memory, int | float) and not isinstance(memory, bool)
-    if memory is not None and not (known_type and 0 <= memory < math.inf):
-        raise ConfigurationError(
-            f"client_memory_gb={memory!r} must be a number of gigabytes; 0 keeps all but one on disk."
-        )
-    share = given["participation"]
-    known_type = isinstance(share, int | float) and not isinstance(share, bool)
-    if not known_type or not share > 0 or (isinstance(share, float) and share > 1.0):
-        raise ConfigurationError(
-            f"participation={share!r} must be a share in (0, 1] (a float) or a number of clients (an int of at least 1)."
-        )
-    if known_type and isinstance(share, int) and share == 1:
+    if given["participation"] == 1 and isinstance(given["participation"], int):
         warn("participation=1 is one client a round. All clients are participation=1.0.")
-    if (
-        not isinstance(given["lr_decay"], int | float)
-        or isinstance(given["lr_decay"], bool)
-        or not 0.0 < given["lr_decay"] <= 10.0
-    ):
-        raise ConfigurationError(f"lr_decay={given['lr_decay']!r} must be a positive factor per round, such as 0.99.")
     for name, allowed in CHOICES.items():
         if not isinstance(given[name], str | None) or given[name] not in allowed:
             raise ConfigurationError(f"{name}={given[name]!r} is unknown. Choose one of {list(allowed)}.")
@@ -113,7 +113,6 @@ def check(given: Mapping[str, Any]) -> None:
 
 def check_held_out(held_out: Any) -> None:
     """Refuse what names no clients."""
-    rule = "a share in [0, 1) (a float), a number of clients (an int), or a list of clients' ids"
     if held_out is None:
         return
     if isinstance(held_out, list | tuple):
@@ -124,15 +123,15 @@ def check_held_out(held_out: Any) -> None:
         if twice:
             raise ConfigurationError(f"held_out names client '{twice[0]}' twice. Name it once.")
         return
-    number = isinstance(held_out, int | float) and not isinstance(held_out, bool)
-    if not number or not held_out >= 0 or (isinstance(held_out, float) and held_out >= 1.0):
-        raise ConfigurationError(f"held_out={held_out!r} must be {rule}.")
+    if not isinstance(held_out, int | float) or not allows(Annotated[int, NOT_NEGATIVE] | ShareBelowOne, held_out):
+        raise ConfigurationError(
+            f"held_out={held_out!r} must be a share in [0, 1) (a float), a number of clients (an int), or a list of clients' "
+            "ids."
+        )
 
 
 def _check_kinds(given: Mapping[str, Any]) -> None:
     """Refuse names, folders and switches that are of another kind."""
-    if not isinstance(given["seed"], int) or isinstance(given["seed"], bool):
-        raise ConfigurationError(f"seed={given['seed']!r} must be a whole number.")
     if not isinstance(given["default_root_dir"], str | Path):
         raise ConfigurationError(f"default_root_dir={given['default_root_dir']!r} must be the path of a folder.")
     for name in ("enable_progress_bar", "fast_dev_run", "sanity_check"):
@@ -183,15 +182,11 @@ def check_engine(given: Mapping[str, Any]) -> None:
     """Refuse options of another engine, and what worker processes cannot do."""
     workers, devices, strategy = given["workers"], given["devices"], given["strategy"]
     stack = given["clients_per_stack"]
-    if stack is not None and (not isinstance(stack, int) or isinstance(stack, bool) or stack < 1):
-        raise ConfigurationError(f"clients_per_stack={stack!r} must be a whole number of at least 1, or None.")
     if stack is not None and given["engine"] != "vectorized":
         raise ConfigurationError(
             f"clients_per_stack={stack} means nothing to engine={given['engine']!r}. Use engine='vectorized', or leave it "
             "out."
         )
-    if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 1):
-        raise ConfigurationError(f"workers={workers!r} must be a whole number of at least 1, or None for every core.")
     engine = given["engine"]
     if given["ray"] is not None and engine != "ray":
         raise ConfigurationError(
@@ -230,30 +225,13 @@ def check_engine(given: Mapping[str, Any]) -> None:
 
 
 def check_failures(given: Mapping[str, Any]) -> None:
-    """Refuse options about failing clients that are out of range, or mean nothing."""
-    retries, least, timeout = given["client_retries"], given["min_clients"], given["client_timeout"]
-    if retries is not None and (isinstance(retries, bool) or not isinstance(retries, int) or retries < 1):
-        raise ConfigurationError(f"client_retries={retries!r} must be a whole number of at least 1, or None.")
+    """Refuse options about failing clients that mean nothing."""
+    retries = given["client_retries"]
     if retries is not None and given["on_client_error"] != "retry":
         raise ConfigurationError(
             f"client_retries={retries} means nothing to on_client_error={given['on_client_error']!r}. Use "
             "on_client_error='retry', or leave it out."
         )
-    number = isinstance(least, int | float) and not isinstance(least, bool)
-    if not number or not least > 0 or (isinstance(least, float) and least > 1.0):
-        raise ConfigurationError(
-            f"min_clients={least!r} must be a number of clients (an int of at least 1) or a share in (0, 1] (a float)."
-        )
-    limit = given["update_limit"]
-    number = isinstance(limit, int | float) and not isinstance(limit, bool)
-    if limit is not None and not (number and 1 < limit < math.inf):
-        raise ConfigurationError(
-            f"update_limit={limit!r} must be a number above 1, by how much the norm of an update may exceed the usual one; "
-            "None refuses nothing for its size."
-        )
-    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if timeout is not None and not (number and 0 < timeout < math.inf):
-        raise ConfigurationError(f"client_timeout={timeout!r} must be a positive number of seconds, or None.")
 
 
 def failure_policy(given: Mapping[str, Any]) -> FailurePolicy:

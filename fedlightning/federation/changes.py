@@ -8,7 +8,7 @@ from typing import Any
 
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.datamodules.held_out import draw_clients
-from fedlightning.errors import ConfigurationError, warn
+from fedlightning.errors import ConfigurationError, listed, warn
 from fedlightning.federation.server import Server
 from fedlightning.hooks import Change
 from fedlightning.models.client_models import ClientModels
@@ -162,11 +162,10 @@ def join_clients(server: Server, clients: Sequence[str]) -> None:
         if callable(join):
             join(server, clients)
         elif not join and server.state.get(callback.key):
-            names = ", ".join(clients[:5]) + (", ..." if len(clients) > 5 else "")
             raise ConfigurationError(
-                f"{callback.key} keeps state at the server and does not say what becomes of it when clients join ({names}): "
-                "its facts have no Newcomers(join=...). Start a new run with them, or serve them by trainer.onboard or "
-                "`fedlightning onboard`."
+                f"{callback.key} keeps state at the server and does not say what becomes of it when clients join "
+                f"({listed(clients)}): its facts have no Newcomers(join=...). Start a new run with them, or serve them by "
+                "trainer.onboard or `fedlightning onboard`."
             )
 
 
@@ -188,9 +187,8 @@ def joined_since(saved: Mapping[str, Any], server: Server) -> list[str]:
 
 
 def _named(clients: Sequence[str], most: int = MOST) -> str:
-    more = f" and {len(clients) - most} more" if len(clients) > most else ""
     one = "client" if len(clients) == 1 else "clients"
-    return f"{one} {', '.join(repr(client) for client in clients[:most])}{more}"
+    return f"{one} {listed(map(repr, clients), most)}"
 
 
 def _some(texts: Sequence[str]) -> str:

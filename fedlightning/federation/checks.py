@@ -15,7 +15,7 @@ from fedlightning.datamodules.base import SPLITS
 from fedlightning.datamodules.own_generators import kept
 from fedlightning.datamodules.public import first_batch, size_of
 from fedlightning.errors import ConfigurationError, warn
-from fedlightning.federation.engine import Engine, Task
+from fedlightning.federation.engine import Engine, Question, Task
 from fedlightning.federation.server import Server
 from fedlightning.hooks import Change, FederatedCallback, Setup, changes_of, refuse_combinations
 from fedlightning.seeding import isolated
@@ -248,7 +248,7 @@ class Public:
 
 
 @dataclass(frozen=True)
-class CheckThere:
+class CheckThere(Question):
     """The check of one callback, as a task for a machine that has a client's batch.
 
     Attributes:
@@ -274,15 +274,10 @@ class CheckThere:
     splits: tuple[str, ...]
     is_mixed: bool
     has_public: bool
-    num_bytes: int = 0
 
     @property
     def address(self) -> tuple[int, str, str]:
         return 0, f"check of {self.callback}", self.client
-
-    def cost(self, runner: LocalRunner) -> float:
-        """Return the same for every callback."""
-        return 1.0
 
     def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[tuple[str | None, list[str]], None]:
         """Return the sentence of a refusal, or `None`, and what the check warns of."""
@@ -321,7 +316,3 @@ class CheckThere:
     def lost(self, reason: str) -> tuple[str | None, list[str]]:
         """An answer that refuses: the check could not be made."""
         return f"{self.callback} could not be checked at client '{self.client}': {reason}.", []
-
-    def failure(self, answer: Any) -> tuple[str, str] | None:
-        """Return nothing: a refusal is an answer."""
-        return None

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.client_logger import ClientLogger
 from fedlightning.compat.quiet import quiet
+from fedlightning.federation.engine import Question
 from fedlightning.hooks import Stage
 from fedlightning.messages import Message
 from fedlightning.run.checkpoints import Exporter, is_ours
@@ -47,7 +48,7 @@ class Deployed:
 
 
 @dataclass(frozen=True)
-class Deploy:
+class Deploy(Question):
     """Make the model that a client deploys, and hand it over or write it as a Lightning checkpoint.
 
     It works on a copy of the client's record, and trains nothing.
@@ -83,10 +84,6 @@ class Deploy:
     @property
     def num_bytes(self) -> int:
         return self.message.num_bytes
-
-    def cost(self, runner: LocalRunner) -> float:
-        """Return the same for every client."""
-        return 1.0
 
     def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[Deployed, ClientRecord | None]:
         """Make the model. Where it is to be handed over, what fails is raised; else the answer says why there is no file."""
@@ -138,7 +135,7 @@ class Deploy:
 
 
 @dataclass(frozen=True)
-class Predict:
+class Predict(Question):
     """Predict with a model on the test data of a client, where these are.
 
     Attributes:
@@ -152,15 +149,10 @@ class Predict:
     model: ServerModel | None
     client: str | None
     arguments: Mapping[str, Any]
-    num_bytes: int = 0
 
     @property
     def address(self) -> tuple[int, str, str]:
         return 0, "prediction", self.client or "everybody"
-
-    def cost(self, runner: LocalRunner) -> float:
-        """Return the same for every client."""
-        return 1.0
 
     def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[tuple[Any] | None, ClientRecord | None]:
         """Return what Lightning's `predict` gives, alone in a tuple; `None` if there are no test data."""
@@ -180,10 +172,6 @@ class Predict:
     def lost(self, reason: str) -> tuple[Any] | None:
         """Raise: who asked waits for predictions."""
         raise RuntimeError(f"There are no predictions: {reason}.")
-
-    def failure(self, answer: Any) -> tuple[str, str] | None:
-        """Return nothing: what fails is raised."""
-        return None
 
 
 def predictions(module: LightningModule, dataloaders: Any, arguments: Mapping[str, Any]) -> list[Any] | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lightning.pytorch import LightningModule
 
+from fedlightning.errors import listed
 from fedlightning.federation.brought import Brought
 from fedlightning.federation.deploy import Deploy, exporter_of, file_of, no_checkpoint
 from fedlightning.federation.engine import Engine
@@ -27,8 +28,7 @@ from fedlightning.visit.failing import client_failure, in_words
 def deployed(server: Server, engine: Engine, client: str | None, checkpoint: str) -> LightningModule | Deploy:
     """Return the model of the server that is to be used, or the task that makes that of a client."""
     if client is not None and client not in server.num_samples and client not in server.held_out:
-        more = f" and {len(server.clients) - 20} more" if len(server.clients) > 20 else ""
-        raise ValueError(f"There is no client '{client}'. The clients are {server.clients[:20]}{more}.")
+        raise ValueError(f"There is no client '{client}'. The clients are {listed(server.clients, 20)}.")
     if client is None:
         chosen, known = server.selected(checkpoint), [kept["name"] for kept in server.checkpoints.values()]
     else:

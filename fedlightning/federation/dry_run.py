@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from fedlightning.blueprint.optimizers import optimizers_of
-from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.held_out import FewerClients
 from fedlightning.federation.architectures import describe
 from fedlightning.federation.dry_run_report import CallbackRole, ClientSize, DryRun
 from fedlightning.federation.engine import Engine, Task
@@ -25,7 +25,6 @@ from fedlightning.scoring.metrics import bare
 from fedlightning.tensors import module_state
 from fedlightning.visit.description import Description, Part
 from fedlightning.visit.fast.hooks import of_callback
-from fedlightning.visit.record import ClientRecord
 
 DISTINCT: tuple[Part, ...] = ("loaders", "classes")
 """What clients may differ in, besides sizes."""
@@ -64,40 +63,14 @@ SMALL: dict[str, Any] = {
 Answer = TypeVar("Answer")
 
 
-class FewClients(FederatedDataModule):
-    """Some clients of a data module that is set up.
-
-    Args:
-        data: The data module.
-        chosen: Ids of the clients.
-    """
-
-    def __init__(self, data: FederatedDataModule, chosen: Sequence[str]) -> None:
-        super().__init__()
-        self.data, self.chosen = data, list(chosen)
-
-    @property
-    def client_ids(self) -> list[str]:
-        return list(self.chosen)
+class FewClients(FewerClients):
+    """Some clients of a data module that is set up; what is drawn from their loaders leaves the user's own as they are."""
 
     def client_dataloader(self, client: str, split: str) -> DataLoader[Any] | None:
-        return _fresh(self.data.client_dataloader(client, split))
+        return _fresh(self.whole.client_dataloader(client, split))
 
     def pooled_dataloader(self, split: str) -> DataLoader[Any] | None:
-        return _fresh(self.data.pooled_dataloader(split))
-
-    def num_samples(self, client: str, split: str = "train") -> int:
-        return self.data.num_samples(client, split)
-
-    def class_counts(self, client: str, split: str = "train") -> list[int] | None:
-        return self.data.class_counts(client, split)
-
-    @property
-    def num_classes(self) -> int | None:
-        return self.data.num_classes
-
-    def public_dataloader(self) -> DataLoader[Any] | None:
-        return self.data.public_dataloader()
+        return _fresh(self.whole.pooled_dataloader(split))
 
 
 def _fresh(loader: DataLoader[Any] | None) -> DataLoader[Any] | None:
@@ -117,10 +90,7 @@ class TimedEngine(Engine):
     def map(self, tasks: Iterable[Task[Answer]]) -> Iterator[Answer]:
         for task in tasks:
             began = time.perf_counter()
-            before = ClientRecord() if task.client is None else self.store.get(task.client)
-            answer, after = task.run(self.runner, before)
-            if after is not None and task.client is not None:
-                self.store.put(task.client, after)
+            answer = self.ask(task)
             self.seconds.setdefault(type(task).__name__, []).append(time.perf_counter() - began)
             yield answer
 
@@ -194,10 +164,10 @@ def _describe(whole: Federation, small: Federation, rounds: int) -> DryRun:
     server, runner = whole.server, whole.engine.runner
     settings, data, module = runner.settings, whole.engine.describe(parts=["batches", "public"]), server.module
     tried = {*small.server.clients, *small.server.held_out}
-    clients = []
-    for client in server.clients:
-        train, val, test = (data.num_samples(client, split) for split in ("train", "val", "test"))
-        clients.append(ClientSize(client, train, val, test, batches=data.batches[client], tried=client in tried))
+    sizes = {
+        client: ClientSize(client, *data.sizes[client], batches=data.batches.get(client, 0), tried=client in tried)
+        for client in (*server.clients, *server.held_out)
+    }
     loaders = (small.engine.runner.data.client_dataloader(client, "train") for client in small.server.clients)
     first = next(loaders, None)
     shared = set(server.shared_names())
@@ -208,7 +178,7 @@ def _describe(whole: Federation, small: Federation, rounds: int) -> DryRun:
         trainable=sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad),
         shared=sum(value.numel() for name, value in module_state(module).items() if name in shared),
         batch="" if first is None else shapes(first),
-        clients=clients,
+        clients=[sizes[client] for client in server.clients],
         public=data.public or {},
         participants=len(server.participants()),
         rounds=rounds,
@@ -216,17 +186,7 @@ def _describe(whole: Federation, small: Federation, rounds: int) -> DryRun:
         engine=type(whole.engine).__name__.removesuffix("Engine").lower(),
         local_loop="",
         device=str(runner.blueprint.device),
-        held_out=[
-            ClientSize(
-                client,
-                data.num_samples(client, "train"),
-                data.num_samples(client, "val"),
-                data.num_samples(client, "test"),
-                batches=0,
-                tried=client in tried,
-            )
-            for client in server.held_out
-        ],
+        held_out=[sizes[client] for client in server.held_out],
         callbacks=[_role(callback, module) for callback in (*server.callbacks, *settings.callbacks)],
     )
 

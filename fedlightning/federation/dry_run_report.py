@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fedlightning.datamodules.public import public_in_words
+from fedlightning.errors import listed
 
 
 @dataclass
@@ -136,7 +137,7 @@ def _lines(run: DryRun, most: int = 12) -> Iterator[str]:
     if 0 < tried < len(run.clients):
         yield "  * tried"
     if run.held_out:
-        names = ", ".join(client.id for client in run.held_out[:most]) + (", ..." if len(run.held_out) > most else "")
+        names = listed((client.id for client in run.held_out), most)
         val, test = (sum(getattr(client, name) for client in run.held_out) for name in ("val", "test"))
         yield f"  held out, never trained: {len(run.held_out)} clients ({names}), scored on {val} val and {test} test samples"
     if run.public:

@@ -58,6 +58,23 @@ class Task(Protocol[Answer_co]):
         """Return the client that failed and the reason, or `None` if the answer is a good one."""
 
 
+class Question:
+    """A task that carries no tensors, costs the same for every client, and has no bad answer: base of such tasks."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors that it carries."""
+        return 0
+
+    def cost(self, runner: LocalRunner) -> float:
+        """Return the same for every client."""
+        return 1.0
+
+    def failure(self, answer: Any) -> tuple[str, str] | None:
+        """Return nothing: a refusal is an answer."""
+        return None
+
+
 @dataclass(frozen=True)
 class Visit:
     """The task of a round: one client's visit (:meth:`fedlightning.visit.visit.carry_out`)."""

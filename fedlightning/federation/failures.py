@@ -20,7 +20,10 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+if TYPE_CHECKING:
+    from fedlightning.federation.engine import Task
 
 Answer = TypeVar("Answer")
 Record = TypeVar("Record")
@@ -107,20 +110,6 @@ Address = tuple[int, str, str, int]
 """Of a task: the round from 1, what is done, the client, and how often the round has done that before."""
 
 
-class Tried(Protocol):
-    """A task as :class:`Attempts` sees it; see :class:`fedlightning.federation.engine.Task`."""
-
-    @property
-    def address(self) -> tuple[int, str, str]:
-        """The round from 1, what is done (`"training"`, a stage), and the client."""
-
-    def lost(self, reason: str) -> Any:
-        """Return the answer of a task that was given up."""
-
-    def failure(self, answer: Any) -> tuple[str, str] | None:
-        """Return the client that failed and the reason, or `None` if the answer is a good one."""
-
-
 class Decisions:
     """Clients that were left out because of the machine, as a file that is only appended to.
 
@@ -198,7 +187,7 @@ class Attempt:
     """
 
     owner: Attempts
-    task: Tried
+    task: Task[Any]
     address: Address
     tries: int = 0
 
@@ -260,7 +249,7 @@ class Attempts:
     _counts: Counter[tuple[int, str, str]] = field(default_factory=Counter)
     _round: int = -1
 
-    def of(self, task: Tried) -> Attempt:
+    def of(self, task: Task[Any]) -> Attempt:
         """Return the tries of a task that has just been drawn. Tasks are drawn in the same order in every engine."""
         address = task.address
         if address[0] != self._round:

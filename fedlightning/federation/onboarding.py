@@ -169,12 +169,8 @@ class Onboarding:
                 else:
                     server.note_failure(update.client, reason.replace("client '", "new client '", 1), when="Onboarding")
 
-    def _messages(self, jobs: Sequence[Job]) -> Iterator[Message]:
-        for job in jobs:
-            make = partial(self.server.message, job)
-            message = self._or_noted(job.client, "was sent no message", "training", make)
-            if message is not None:
-                yield message
+    def _messages(self, jobs: Iterable[Job]) -> Iterator[Message]:
+        return self._made(((job.client, partial(self.server.message, job)) for job in jobs), "was sent no message")
 
     def _visit(self) -> None:
         for update in self.engine.map(self._visits()):
@@ -184,28 +180,31 @@ class Onboarding:
                 self.server.note_failure(update.client, f"new {update.error}", when="Onboarding")
 
     def _visits(self) -> Iterator[Visit]:
-        for client in self.server.held_out:
-            job = self.server.job(client, returns=(), tag=NEWCOMER)
-            message = self._or_noted(client, "was sent no message", "training", partial(self.server.message, job))
-            if message is not None:
-                yield Visit(message, Evaluate())
+        jobs = (self.server.job(client, returns=(), tag=NEWCOMER) for client in self.server.held_out)
+        return (Visit(message, Evaluate()) for message in self._messages(jobs))
 
     def _scores(self, evaluate: Evaluate, scored: ScoredModel) -> Iterator[ScoreClient]:
-        for client in self.trained:
-            kept = KeepTrained.__name__ if scored.stage == "L2" else ""
-            what = f"was not scored at stage {scored.stage}"
-            message = self._or_noted(client, what, scored.stage, partial(self.unseen.message, client))
-            if message is not None:
-                yield ScoreClient(message, evaluate, scored, kept=kept)
+        kept = KeepTrained.__name__ if scored.stage == "L2" else ""
+        made = ((client, partial(self.unseen.message, client)) for client in self.trained)
+        for message in self._made(made, f"was not scored at stage {scored.stage}", scored.stage):
+            yield ScoreClient(message, evaluate, scored, kept=kept)
 
-    def _or_noted(self, client: str, what: str, where: str, make: Callable[[], T], decision: str = "") -> T | None:
-        """Return what is made for one client; `None` where the algorithm or the module fails at it, which is noted."""
-        try:
-            return make()
-        except Exception as error:  # of the user's code
-            reason = f"new client '{client}' {what}: {in_words(client_failure(error))}"
-            self.server.note_failure(client, reason, where, "Onboarding", decision)
-            return None
+    def _made(
+        self,
+        wanted: Iterable[tuple[str, Callable[[], Message]]],
+        otherwise: str,
+        where: str = "training",
+        decision: str = "",
+    ) -> Iterator[Message]:
+        """Yield each client's message; where the algorithm or the module fails at it, that is noted in its place."""
+        for client, make in wanted:
+            try:
+                message = make()
+            except Exception as error:  # of the user's code
+                reason = f"new client '{client}' {otherwise}: {in_words(client_failure(error))}"
+                self.server.note_failure(client, reason, where, "Onboarding", decision)
+                continue
+            yield message
 
     def _add(self, found: Iterable[Sequence[Row]]) -> None:
         for rows in found:
@@ -256,12 +255,11 @@ class Onboarding:
         """Yield the tasks that write the models which new clients have after their visits; without one, what they deploy."""
         place = str(folder) if self.engine.shares_disk else None
         about = {"checkpoint": ONBOARDED if self.epochs else "latest"}
-        for client in self.trained if self.epochs else self.server.held_out:
-            make = partial(self.unseen.message, client)
-            message = self._or_noted(client, "has no model", "checkpoint", make, decision="not written")
-            if message is not None:
-                kept = ONBOARDED if client in self.trained else ""
-                yield Deploy(message, kept=kept, write=True, folder=place, about=about)
+        clients = self.trained if self.epochs else self.server.held_out
+        made = ((client, partial(self.unseen.message, client)) for client in clients)
+        for message in self._made(made, "has no model", "checkpoint", "not written"):
+            kept = ONBOARDED if message.client in self.trained else ""
+            yield Deploy(message, kept=kept, write=True, folder=place, about=about)
 
 
 def _own(tree: Any) -> Any:

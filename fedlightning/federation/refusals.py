@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from fedlightning.errors import ConfigurationError, warn
+from fedlightning.errors import ConfigurationError, listed, warn
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.failures import at_site
 from fedlightning.federation.loops import Loop
@@ -60,7 +60,7 @@ def refuse_scores_of_some(server: Server, engine: Engine, splits: Iterable[str])
         )
         if having and not drawn:
             raise ConfigurationError(
-                f"evaluate_clients drew {', '.join(server.evaluated[:5])}{', ...' if len(server.evaluated) > 5 else ''}, and "
+                f"evaluate_clients drew {listed(server.evaluated)}, and "
                 f"none of them has {split} samples, so that nobody would be scored on them; {len(having)} of the "
                 f"{len(server.clients)} clients have some. Raise evaluate_clients, or give every client a {split} split."
             )

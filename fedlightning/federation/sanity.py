@@ -25,7 +25,7 @@ from fedlightning.blueprint.evaluator import StepLosses, make_evaluator
 from fedlightning.compat.quiet import quiet
 from fedlightning.datamodules.own_generators import kept
 from fedlightning.errors import ConfigurationError, users_line
-from fedlightning.federation.engine import Engine, Task
+from fedlightning.federation.engine import Engine, Question, Task
 from fedlightning.federation.one_batch import shapes, spread
 from fedlightning.hooks import CallbackList, Phase
 from fedlightning.messages import Message
@@ -159,7 +159,7 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class TryStep:
+class TryStep(Question):
     """One batch of a step of one client, as a task.
 
     Attributes:
@@ -171,15 +171,10 @@ class TryStep:
     client: str
     split: str
     listen: bool = False
-    num_bytes: int = 0
 
     @property
     def address(self) -> tuple[int, str, str]:
         return 0, f"a step of {self.split}", self.client
-
-    def cost(self, runner: LocalRunner) -> float:
-        """Return the same for every client."""
-        return 1.0
 
     def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[Tried, None]:
         """Try the step on a copy."""
@@ -216,10 +211,6 @@ class TryStep:
     def lost(self, reason: str) -> Tried:
         """An answer that says why the step could not be tried."""
         return Tried(True, f"A step of {self.split} data could not be tried for client '{self.client}': {reason}.")
-
-    def failure(self, answer: Tried) -> tuple[str, str] | None:
-        """Return nothing: a refusal is an answer."""
-        return None
 
 
 def _train(runner: LocalRunner, module: LightningModule, loader: DataLoader[Any], client: str) -> list[str]:

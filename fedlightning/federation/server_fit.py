@@ -23,9 +23,9 @@ from fedlightning.datamodules.public import addressable, public_loader, size_of
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.seeding import address, generator, isolated
 from fedlightning.tensors import ties
-from fedlightning.visit.outputs import evaluating, outputs
+from fedlightning.visit.outputs import outputs
 from fedlightning.visit.probes import move_batch
-from fedlightning.wrappers.muting import muted
+from fedlightning.wrappers.muting import evaluating, muted
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

@@ -11,15 +11,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-from fedlightning.errors import ConfigurationError, warn
+from fedlightning.errors import ConfigurationError, listed, warn
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.server import Server
 from fedlightning.federation.stages import rows_of_global, scores_of_global
 from fedlightning.federation.summary import describe_clients
 from fedlightning.hooks import NEWCOMER
 from fedlightning.messages import GLOBAL, Message
-from fedlightning.scoring.rows import LATEST, UNSEEN, Gap, Row
-from fedlightning.scoring.tasks import LOCAL, ScoreClient, ScoredModel
+from fedlightning.scoring.rows import UNSEEN, Gap, Row
+from fedlightning.scoring.tasks import LOCAL, ScoreClient, ScoredModel, gaps
 from fedlightning.tensors import module_state
 from fedlightning.visit.failing import client_failure, in_words
 from fedlightning.visit.requests import Evaluate
@@ -58,7 +58,7 @@ class Unseen:
             return
         if not any(data.num_samples(client, split) for client in held_out for split in ("val", "test")):
             raise ConfigurationError(
-                f"held_out keeps {', '.join(held_out[:5])}{', ...' if len(held_out) > 5 else ''} out of training to score "
+                f"held_out keeps {listed(held_out)} out of training to score "
                 "them, and none of them has validation or test data. Give them some (val_fraction, test_fraction), or leave "
                 "held_out out."
             )
@@ -134,7 +134,7 @@ class Unseen:
                 try:
                     message = self.message(client)
                 except Exception as error:  # of an algorithm that knows the clients of the beginning only
-                    found[client] = _gaps(client, evaluate, scored, in_words(client_failure(error)))
+                    found[client] = list(gaps(client, LOCAL, evaluate, scored, in_words(client_failure(error))))
                     continue
                 asked.append(client)
                 yield ScoreClient(message, evaluate, scored, shared=shared, known=known_of(client, evaluate.data))
@@ -168,8 +168,3 @@ class Unseen:
                 "an unseen client holds them as the module began, untrained. Its scores at stage L1 are those of that "
                 "model."
             )
-
-
-def _gaps(client: str, evaluate: Evaluate, scored: ScoredModel, reason: str) -> list[Row]:
-    one = (scored.round, scored.stage, scored.model, LATEST, LOCAL)
-    return [Gap(*one, split, client, "", float("nan"), 0, reason) for split in evaluate.splits]

@@ -15,9 +15,6 @@ from fedlightning.models.metrics import ClassificationMetrics
 from fedlightning.models.supervised import SupervisedModule
 from fedlightning.ranges import NonNegativeFloat, PositiveInt, Range, ShareBelowOne, check_arguments
 
-DEFAULT_LR = 0.1
-"""Learning rate of the default optimizer."""
-
 
 class Classifier(SupervisedModule):
     """A LightningModule that trains and scores a classification network on batches `(x, y)`.
@@ -83,11 +80,6 @@ class Classifier(SupervisedModule):
     ) -> None:
         super().__init__()
         check_arguments(self, Classifier.__init__, locals())
-        if optimizer is not None and lr is not None:
-            raise ValueError(
-                f"Classifier got lr={lr} and an optimizer. lr belongs to the default SGD only: leave it out and set "
-                "the learning rate in the optimizer (optimizer.init_args.lr)."
-            )
         if not isinstance(net, nn.Module):
             raise ValueError(
                 f"Classifier got a {type(net).__name__} as net. Pass a torch.nn.Module that returns logits."
@@ -107,7 +99,7 @@ class Classifier(SupervisedModule):
         self.num_classes = num_classes
         self.label_smoothing, self.focal_gamma = label_smoothing, focal_gamma
         self.class_weights = None if class_weights is None else tuple(map(float, class_weights))
-        self.take_over(net, optimizer, scheduler, DEFAULT_LR if lr is None else lr, scheduler_interval)
+        self.take_over(net, optimizer, scheduler, lr, scheduler_interval)
         self.val_metrics = ClassificationMetrics(max(2, num_classes), more_metrics)
         self.test_metrics = ClassificationMetrics(max(2, num_classes), more_metrics)
 
@@ -117,14 +109,6 @@ class Classifier(SupervisedModule):
         loss = self.training_loss(self(x), y)
         self.log("train_loss", loss, on_step=False, on_epoch=True, prog_bar=True, batch_size=len(y))
         return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Add a batch to the `val_` scores."""
-        self._score(self.val_metrics, batch, batch_idx)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Add a batch to the `test_` scores."""
-        self._score(self.test_metrics, batch, batch_idx)
 
     def predict_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
         """Return probabilities `(batch, num_classes)` for a batch `x` or `(x, y)`."""

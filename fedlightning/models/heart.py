@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedlightning.models.sizes import check_sizes
+from fedlightning.models.recipes import recorded
+from fedlightning.models.sizes import Size
 
 
 class LogisticRegression(nn.Module):
@@ -30,10 +31,9 @@ class LogisticRegression(nn.Module):
 
     head_name = "fc"
 
-    def __init__(self, in_features: int = 13, num_classes: int = 1) -> None:
+    @recorded
+    def __init__(self, in_features: Size = 13, num_classes: Size = 1) -> None:
         super().__init__()
-        check_sizes(self, in_features=in_features, num_classes=num_classes)
-        self.init_args = {"in_features": in_features, "num_classes": num_classes}
         self.fc = nn.Linear(in_features, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,10 +60,9 @@ class TinyNet(nn.Module):
 
     head_name = "fc2"
 
-    def __init__(self, in_features: int = 13, width: int = 5, num_classes: int = 1) -> None:
+    @recorded
+    def __init__(self, in_features: Size = 13, width: Size = 5, num_classes: Size = 1) -> None:
         super().__init__()
-        check_sizes(self, in_features=in_features, width=width, num_classes=num_classes)
-        self.init_args = {"in_features": in_features, "width": width, "num_classes": num_classes}
         self.fc1 = nn.Linear(in_features, width)
         self.fc2 = nn.Linear(width, num_classes)
 
@@ -93,10 +92,9 @@ class FendaNet(nn.Module):
 
     head_name = "head"
 
-    def __init__(self, in_features: int = 13, width: int = 5, num_classes: int = 1) -> None:
+    @recorded
+    def __init__(self, in_features: Size = 13, width: Size = 5, num_classes: Size = 1) -> None:
         super().__init__()
-        check_sizes(self, in_features=in_features, width=width, num_classes=num_classes)
-        self.init_args = {"in_features": in_features, "width": width, "num_classes": num_classes}
         self.local_extractor = nn.Sequential(nn.Linear(in_features, width), nn.ReLU())
         self.global_extractor = nn.Sequential(nn.Linear(in_features, width), nn.ReLU())
         self.head = nn.Linear(2 * width, num_classes)

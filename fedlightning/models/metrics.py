@@ -17,7 +17,7 @@ from torchmetrics.functional.classification import (
 )
 from torchmetrics.utilities import dim_zero_cat
 
-from fedlightning.models.few import FEW, calibration_gap, counted_scores, scores_of_few
+from fedlightning.models.few import BINS, FEW, calibration_gap, counted_scores, scores_of_few
 from fedlightning.ranges import checked
 
 
@@ -112,8 +112,8 @@ class ClassificationMetrics(Metric):
         else:
             chances = logits.softmax(1)
             scores |= counted_scores(logits.argmax(1).numpy(), target.numpy(), self.num_classes)
-            scores["auroc"] = _auroc(logits, chances, target)
-            scores["ece"] = _calibration_error(logits, chances, target)
+            scores["auroc"] = auroc(logits, chances, target)
+            scores["ece"] = calibration_error(logits, chances, target)
         scores |= {name: float(MORE[name](logits, target)) for name in self.more}
         values = torch.tensor(list(scores.values()), dtype=torch.float32, device=self.device)
         return dict(zip(scores, values.unbind(), strict=True))
@@ -121,61 +121,6 @@ class ClassificationMetrics(Metric):
 
 def _joined(states: list[Tensor] | Tensor) -> Tensor:
     return states[0] if isinstance(states, list) and len(states) == 1 else dim_zero_cat(states)
-
-
-def confusion_scores(predicted: Tensor, target: Tensor, num_classes: int) -> dict[str, Tensor]:
-    """Return accuracy, balanced accuracy and both macro F1 scores, in float64; formulas in `ClassificationMetrics`.
-
-    Example:
-        >>> import torch
-        >>> from fedlightning.models.metrics import confusion_scores
-        >>> scores = confusion_scores(torch.tensor([0, 1, 1, 0]), torch.tensor([0, 1, 0, 0]), num_classes=2)
-        >>> scores["accuracy"].item(), round(scores["balanced_accuracy"].item(), 3)
-        (0.75, 0.833)
-    """
-    found = counted_scores(predicted.cpu().numpy(), target.cpu().numpy(), num_classes)
-    return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
-
-
-def auroc(logits: Tensor, target: Tensor) -> Tensor:
-    r"""Return the area under the ROC curve.
-
-    .. math::
-        A_c = \frac{1}{P_c N_c} \sum_{i: y_i = c} \, \sum_{j: y_j \neq c}
-        [s_{ic} > s_{jc}] + \tfrac{1}{2} [s_{ic} = s_{jc}]
-
-    where :math:`P_c` and :math:`N_c` are the numbers of samples with and without label :math:`c`. Two classes: the area
-    of class 1, with the difference of the two logits as score. More classes: the mean over the classes that have both
-    positives and negatives, with softmax probabilities as scores.
-
-    Example:
-        >>> import torch
-        >>> from fedlightning.models.metrics import auroc
-        >>> auroc(torch.tensor([[0.0, 1.0], [0.0, 3.0], [0.0, 2.0]]), torch.tensor([0, 1, 0])).item()
-        1.0
-    """
-    logits, target = logits.cpu(), target.cpu()
-    return torch.tensor(_auroc(logits, logits.softmax(1), target), dtype=torch.float64)
-
-
-def calibration_error(logits: Tensor, target: Tensor, bins: int = 15) -> Tensor:
-    r"""Return the expected calibration error (L1).
-
-    .. math::
-        \text{ECE} = \sum_b \frac{n_b}{N} \, | \text{accuracy}_b - \text{confidence}_b |
-
-    over bins :math:`b` of equal width of the largest softmax probability, with :math:`n_b` of the :math:`N` samples
-    each.
-
-    Example:
-        >>> import torch
-        >>> from fedlightning.models.metrics import calibration_error
-        >>> logits = torch.tensor([[2.0, 0.0], [2.0, 0.0]])  # confidence 0.88, accuracy 0.5
-        >>> round(calibration_error(logits, torch.tensor([0, 1])).item(), 2)
-        0.38
-    """
-    logits, target = logits.cpu(), target.cpu()
-    return torch.tensor(_calibration_error(logits, logits.softmax(1), target, bins))
 
 
 def cohen_kappa(logits: Tensor, target: Tensor) -> Tensor:
@@ -230,7 +175,22 @@ MORE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"kappa": cohen_kappa, "pr
 """Scores that a `Classifier` computes if it is asked to (`more_metrics`)."""
 
 
-def _auroc(logits: Tensor, chances: Tensor, target: Tensor) -> float:
+def auroc(logits: Tensor, chances: Tensor, target: Tensor) -> float:
+    r"""Return the area under the ROC curve.
+
+    .. math::
+        A_c = \frac{1}{P_c N_c} \sum_{i: y_i = c} \, \sum_{j: y_j \neq c}
+        [s_{ic} > s_{jc}] + \tfrac{1}{2} [s_{ic} = s_{jc}]
+
+    where :math:`P_c` and :math:`N_c` are the numbers of samples with and without label :math:`c`. Two classes: the area
+    of class 1, with the difference of the two logits as score. More classes: the mean over the classes that have both
+    positives and negatives, with softmax probabilities as scores.
+
+    Example:
+        >>> logits = torch.tensor([[0.0, 1.0], [0.0, 3.0], [0.0, 2.0]])
+        >>> auroc(logits, logits.softmax(1), torch.tensor([0, 1, 0]))
+        1.0
+    """
     # Two classes are ranked by the difference of their logits: probabilities near 1 would tie.
     two = logits.shape[1] == 2
     ranked = (logits[:, 1:] - logits[:, :1]) if two else chances
@@ -241,13 +201,26 @@ def _auroc(logits: Tensor, chances: Tensor, target: Tensor) -> float:
     return float(torch.stack(found).mean()) if found else math.nan
 
 
-def _calibration_error(logits: Tensor, chances: Tensor, target: Tensor, bins: int = 15) -> float:
+def calibration_error(logits: Tensor, chances: Tensor, target: Tensor) -> float:
+    r"""Return the expected calibration error (L1).
+
+    .. math::
+        \text{ECE} = \sum_b \frac{n_b}{N} \, | \text{accuracy}_b - \text{confidence}_b |
+
+    over bins :math:`b` of equal width of the largest softmax probability, with :math:`n_b` of the :math:`N` samples
+    each.
+
+    Example:
+        >>> logits = torch.tensor([[2.0, 0.0], [2.0, 0.0]])  # confidence 0.88, accuracy 0.5
+        >>> round(calibration_error(logits, logits.softmax(1), torch.tensor([0, 1])), 2)
+        0.38
+    """
     if bool(logits.isnan().any()):
         return math.nan
     if len(target) <= FEW and not bool(logits.isinf().any()):
-        return calibration_gap(chances.numpy(), target.numpy(), bins)
+        return calibration_gap(chances.numpy(), target.numpy())
     classes = logits.shape[1]
-    return float(multiclass_calibration_error(chances, target, num_classes=classes, n_bins=bins, norm="l1"))
+    return float(multiclass_calibration_error(chances, target, num_classes=classes, n_bins=BINS, norm="l1"))
 
 
 def _area(score: Tensor, positive: Tensor) -> Tensor | None:

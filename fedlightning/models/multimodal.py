@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlightning.models.recipes import module_recipe
-from fedlightning.models.sizes import check_sizes
+from fedlightning.models.sizes import Size
 from fedlightning.ranges import checked
 
 Fusion = Literal["concat", "attention", "gate"]
@@ -54,14 +54,13 @@ class MultimodalNet(nn.Module):
     def __init__(
         self,
         encoders: dict[str, nn.Module],
-        num_classes: int,
-        width: int = 64,
+        num_classes: Size,
+        width: Size = 64,
         fusion: Fusion = "concat",
-        num_heads: int = 4,
+        num_heads: Size = 4,
         unimodal_heads: bool = False,
     ) -> None:
         super().__init__()
-        check_sizes(self, num_classes=num_classes, width=width, num_heads=num_heads)
         if not encoders:
             raise ValueError("MultimodalNet got no encoders; give one for each modality.")
         recipes = {name: module_recipe(encoder) for name, encoder in encoders.items()}

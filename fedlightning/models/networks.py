@@ -8,12 +8,13 @@ in `head_name` and keep their constructor's arguments in `init_args` (see `fedli
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedlightning.models.sizes import check_sizes
+from fedlightning.models.recipes import recorded
+from fedlightning.models.sizes import Size
 
 Norm = Literal["none", "batch", "group"]
 
@@ -37,14 +38,9 @@ class MLP(nn.Module):
         (199210, 'fc3')
     """
 
-    def __init__(self, in_features: int, hidden: list[int], num_classes: int) -> None:
+    @recorded
+    def __init__(self, in_features: Size, hidden: list[Size], num_classes: Size) -> None:
         super().__init__()
-        check_sizes(self, in_features=in_features, hidden=hidden, num_classes=num_classes)
-        self.init_args: dict[str, Any] = {
-            "in_features": in_features,
-            "hidden": list(hidden),
-            "num_classes": num_classes,
-        }
         widths = [in_features, *hidden, num_classes]
         self.depth = len(widths) - 1
         self.head_name = f"fc{self.depth}"
@@ -81,15 +77,11 @@ class DigitsCNN(nn.Module):
 
     head_name = "fc"
 
-    def __init__(self, num_classes: int = 10, norm: Norm = "none", in_channels: int = 1, input_size: int = 8) -> None:
+    @recorded
+    def __init__(
+        self, num_classes: Size = 10, norm: Norm = "none", in_channels: Size = 1, input_size: Size = 8
+    ) -> None:
         super().__init__()
-        check_sizes(self, num_classes=num_classes, in_channels=in_channels, input_size=input_size)
-        self.init_args = {
-            "num_classes": num_classes,
-            "norm": norm,
-            "in_channels": in_channels,
-            "input_size": input_size,
-        }
         self.image = (in_channels, input_size, input_size)
         self.conv1 = nn.Conv2d(in_channels, 16, 3, padding=1)
         self.norm1 = norm_layer(norm, 16)
@@ -131,24 +123,16 @@ class MnistCNN(nn.Module):
 
     head_name = "fc2"
 
+    @recorded
     def __init__(
         self,
-        in_channels: int = 1,
-        input_size: int = 28,
-        num_classes: int = 10,
-        hidden: int | None = 512,
-        channels: tuple[int, int] = (32, 64),
+        in_channels: Size = 1,
+        input_size: Size = 28,
+        num_classes: Size = 10,
+        hidden: Size | None = 512,
+        channels: tuple[Size, Size] = (32, 64),
     ) -> None:
         super().__init__()
-        sizes = {"in_channels": in_channels, "input_size": input_size, "num_classes": num_classes}
-        check_sizes(self, **sizes, hidden=hidden, channels=channels)
-        self.init_args = {
-            "in_channels": in_channels,
-            "input_size": input_size,
-            "num_classes": num_classes,
-            "hidden": hidden,
-            "channels": list(channels),
-        }
         self.conv1 = nn.Conv2d(in_channels, channels[0], 5, padding=2)
         self.conv2 = nn.Conv2d(channels[0], channels[1], 5, padding=2)
         flat = channels[1] * (input_size // 4) ** 2
@@ -184,10 +168,9 @@ class CifarCNN(nn.Module):
 
     head_name = "fc3"
 
-    def __init__(self, in_channels: int = 3, input_size: int = 32, num_classes: int = 10) -> None:
+    @recorded
+    def __init__(self, in_channels: Size = 3, input_size: Size = 32, num_classes: Size = 10) -> None:
         super().__init__()
-        check_sizes(self, num_classes=num_classes, in_channels=in_channels, input_size=input_size)
-        self.init_args = {"in_channels": in_channels, "input_size": input_size, "num_classes": num_classes}
         self.conv1 = nn.Conv2d(in_channels, 64, 5, padding=2)
         self.conv2 = nn.Conv2d(64, 64, 5, padding=2)
         self.fc1 = nn.Linear(64 * math.ceil(input_size / 4) ** 2, 384)

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedlightning.models.networks import Norm, norm_layer
-from fedlightning.models.sizes import check_sizes
+from fedlightning.models.recipes import recorded
+from fedlightning.models.sizes import Size
 
 
 class PLayerConvNet(nn.Module):
@@ -35,10 +36,9 @@ class PLayerConvNet(nn.Module):
 
     head_name = "fc2"
 
-    def __init__(self, in_channels: int = 1, num_classes: int = 10, norm: Norm = "none") -> None:
+    @recorded
+    def __init__(self, in_channels: Size = 1, num_classes: Size = 10, norm: Norm = "none") -> None:
         super().__init__()
-        check_sizes(self, in_channels=in_channels, num_classes=num_classes)
-        self.init_args = {"in_channels": in_channels, "num_classes": num_classes, "norm": norm}
         self.conv1 = nn.Conv2d(in_channels, 64, 5, padding=2)
         self.norm1 = norm_layer(norm, 64)
         self.conv2 = nn.Conv2d(64, 128, 5, padding=2)
@@ -79,10 +79,9 @@ class PLayerCifarNet(nn.Module):
 
     head_name = "fc2"
 
-    def __init__(self, in_channels: int = 3, num_classes: int = 10, dropout: float = 0.3) -> None:
+    @recorded
+    def __init__(self, in_channels: Size = 3, num_classes: Size = 10, dropout: float = 0.3) -> None:
         super().__init__()
-        check_sizes(self, in_channels=in_channels, num_classes=num_classes)
-        self.init_args = {"in_channels": in_channels, "num_classes": num_classes, "dropout": dropout}
         self.conv1 = nn.Conv2d(in_channels, 64, 3, padding=2)
         self.conv2 = nn.Conv2d(64, 128, 3, padding=2)
         self.conv3 = nn.Conv2d(128, 256, 3, padding=2)

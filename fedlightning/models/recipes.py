@@ -2,7 +2,7 @@
 
 A *recipe* is what LightningCLI writes too: `{"class_path": "fedlightning.models.MLP", "init_args": {...}}`. A network
 has one if it has an attribute `init_args`: a dict with the value of every argument of its constructor. All networks of
-this package have it; one line in your own network's `__init__` adds it.
+this package have it; `recorded`, or one line in your own network's `__init__`, adds it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+
+from fedlightning.ranges import Init, checked
 
 INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
 """Lightning's own function that turns recipes back into objects when a checkpoint is loaded."""
@@ -38,6 +40,27 @@ def module_recipe(module: nn.Module) -> dict[str, Any] | None:
     if path is None or values is None or set(values) != set(arguments):
         return None
     return {"class_path": path, "init_args": values}
+
+
+def recorded(init: Init) -> Init:
+    """Keep the arguments of a network's `__init__` in `init_args`, after a check of their ranges: a decorator.
+
+    Example:
+        >>> from fedlightning.models import MLP
+        >>> MLP(4, hidden=(8,), num_classes=2).init_args
+        {'in_features': 4, 'hidden': [8], 'num_classes': 2}
+    """
+    signature, making = inspect.signature(init), checked(init)
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **given: Any) -> None:
+        making(self, *args, **given)
+        bound = signature.bind(self, *args, **given)
+        bound.apply_defaults()
+        _, *arguments = bound.arguments.items()
+        self.init_args = {name: list(value) if isinstance(value, list | tuple) else value for name, value in arguments}
+
+    return __init__  # type: ignore[return-value]
 
 
 def callable_recipe(factory: Any) -> dict[str, Any] | None:

@@ -12,9 +12,6 @@ from fedlightning.models.regression_metrics import RegressionMetrics
 from fedlightning.models.supervised import SupervisedModule
 from fedlightning.ranges import PositiveFloat, check_arguments
 
-DEFAULT_LR = 0.01
-"""Learning rate of the default optimizer: squared errors have steeper gradients than cross entropy."""
-
 
 class Regressor(SupervisedModule):
     """A LightningModule that trains and scores a network whose targets are numbers, on batches `(x, y)`.
@@ -50,6 +47,8 @@ class Regressor(SupervisedModule):
         torch.Size([5])
     """
 
+    default_lr = 0.01  # squared errors have steeper gradients than cross entropy
+
     def __init__(
         self,
         net: nn.Module,
@@ -62,14 +61,9 @@ class Regressor(SupervisedModule):
     ) -> None:
         super().__init__()
         check_arguments(self, Regressor.__init__, locals())
-        if optimizer is not None and lr is not None:
-            raise ValueError(
-                f"Regressor got lr={lr} and an optimizer. lr belongs to the default SGD only: leave it out and set "
-                "the learning rate in the optimizer (optimizer.init_args.lr)."
-            )
         self.save_hyperparameters(ignore=["net", "optimizer", "scheduler"])
         self.loss_name, self.huber_delta = loss, huber_delta
-        self.take_over(net, optimizer, scheduler, DEFAULT_LR if lr is None else lr, scheduler_interval)
+        self.take_over(net, optimizer, scheduler, lr, scheduler_interval)
         self.val_metrics, self.test_metrics = RegressionMetrics(), RegressionMetrics()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -78,14 +72,6 @@ class Regressor(SupervisedModule):
         loss = self.loss(prediction, y)
         self.log("train_loss", loss, on_step=False, on_epoch=True, prog_bar=True, batch_size=len(y))
         return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Add a batch to the `val_` scores."""
-        self._score(self.val_metrics, batch)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Add a batch to the `test_` scores."""
-        self._score(self.test_metrics, batch)
 
     def predict_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
         """Return predictions for a batch `x` or `(x, y)`: `(batch,)` for one target, else `(batch, targets)`."""
@@ -120,6 +106,6 @@ class Regressor(SupervisedModule):
         ]
         return wide[0], wide[1].to(wide[0].dtype)
 
-    def _score(self, metrics: RegressionMetrics, batch: Any) -> None:
+    def _score(self, metrics: RegressionMetrics, batch: Any, batch_idx: int) -> None:
         prediction, y = self._predicted(batch)
         metrics.update(prediction, y, self.loss(prediction, y))

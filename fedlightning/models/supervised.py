@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -29,23 +30,35 @@ class SupervisedModule(LightningModule):
 
     shown: tuple[str, ...] = ("loss",)
     """Scores that the progress bar shows."""
+    default_lr: float = 0.1
+    """Learning rate of the default optimizer."""
     val_metrics: Any
     test_metrics: Any
 
-    def take_over(self, net: nn.Module, optimizer: Any, scheduler: Any, lr: float, scheduler_interval: str) -> None:
+    def take_over(
+        self, net: nn.Module, optimizer: Any, scheduler: Any, lr: float | None, scheduler_interval: str
+    ) -> None:
         """Keep the network and what makes its optimizer, and write down how they were made.
 
         Args:
             net: The network.
             optimizer: Makes the optimizer from the parameters; `None` is SGD with `lr`.
             scheduler: Makes the scheduler from the optimizer, or `None`.
-            lr: Learning rate of the default optimizer.
+            lr: Learning rate of the default optimizer; `None` is `default_lr`.
             scheduler_interval: `"epoch"` or `"step"`.
+
+        Raises:
+            ValueError: If an optimizer and a learning rate are given.
         """
+        if optimizer is not None and lr is not None:
+            raise ValueError(
+                f"{type(self).__name__} got lr={lr} and an optimizer. lr belongs to the default SGD only: leave it out and "
+                "set the learning rate in the optimizer (optimizer.init_args.lr)."
+            )
         if "_instantiator" in self.hparams:  # LightningCLI made this object and gives its own plain configuration
             self.save_hyperparameters()
         self.net = net
-        self.lr = lr
+        self.lr = self.default_lr if lr is None else lr
         self.scheduler_interval = scheduler_interval
         self.make_optimizer = plain_factory(optimizer)
         self.make_scheduler = plain_factory(scheduler)
@@ -60,6 +73,18 @@ class SupervisedModule(LightningModule):
         """Return the network's logits, as it returns them."""
         logits: Tensor = self.net(x)
         return logits
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Add a batch to the `val_` scores."""
+        self._score(self.val_metrics, batch, batch_idx)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Add a batch to the `test_` scores."""
+        self._score(self.test_metrics, batch, batch_idx)
+
+    @abstractmethod
+    def _score(self, metrics: Any, batch: Any, batch_idx: int) -> None:
+        """Add a batch to some scores."""
 
     def on_validation_epoch_start(self) -> None:
         self._start_scores(self.val_metrics)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fedlightning.models.sizes import check_sizes
+from fedlightning.models.recipes import recorded
+from fedlightning.models.sizes import Size
 
 
 class SmallTransformer(nn.Module):
@@ -39,37 +40,19 @@ class SmallTransformer(nn.Module):
 
     head_name = "fc"
 
+    @recorded
     def __init__(
         self,
-        vocab_size: int,
-        num_classes: int,
-        max_length: int = 128,
-        dim: int = 64,
-        num_heads: int = 4,
-        num_layers: int = 2,
+        vocab_size: Size,
+        num_classes: Size,
+        max_length: Size = 128,
+        dim: Size = 64,
+        num_heads: Size = 4,
+        num_layers: Size = 2,
         dropout: float = 0.1,
         padding_idx: int = 0,
     ) -> None:
         super().__init__()
-        check_sizes(
-            self,
-            vocab_size=vocab_size,
-            num_classes=num_classes,
-            max_length=max_length,
-            dim=dim,
-            num_heads=num_heads,
-            num_layers=num_layers,
-        )
-        self.init_args = {
-            "vocab_size": vocab_size,
-            "num_classes": num_classes,
-            "max_length": max_length,
-            "dim": dim,
-            "num_heads": num_heads,
-            "num_layers": num_layers,
-            "dropout": dropout,
-            "padding_idx": padding_idx,
-        }
         self.max_length, self.num_layers, self.padding_idx = max_length, num_layers, padding_idx
         self.embedding = nn.Embedding(vocab_size, dim, padding_idx=padding_idx)
         self.position = nn.Embedding(max_length, dim)

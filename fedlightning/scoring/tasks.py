@@ -88,11 +88,7 @@ class ScoreModel:
         def requests() -> Iterator[ScoreRequest]:
             for client in self.clients:
                 for source in _sources(runner, client, self.evaluate, self.others):
-                    for place, loader in _existing(client, *source):
-                        missing = loader if isinstance(loader, MissingScores) else None
-                        places.append((place, missing))
-                        if not isinstance(loader, MissingScores):
-                            yield place.request(runner, module, loader, self.scored)
+                    yield from _requests(runner, client, source, module, self.scored, places)
 
         found = iter((yield requests()))
         rows = []
@@ -103,7 +99,7 @@ class ScoreModel:
     def lost(self, reason: str) -> list[Row]:
         """A gap for each client: which of several it was nobody knows, see :class:`Lost`."""
         data = POOLED if self.clients == (EVERYBODY,) else LOCAL
-        return Lost(gap for client in self.clients for gap in _gaps(client, data, self.evaluate, self.scored, reason))
+        return Lost(gap for client in self.clients for gap in gaps(client, data, self.evaluate, self.scored, reason))
 
     def failure(self, answer: list[Row]) -> tuple[str, str] | None:
         """Return the first gap in the scores. What was lost with several clients is scored again one by one anyway."""
@@ -168,7 +164,7 @@ class ScoreClient:
             except BaseException as error:
                 reason = MissingScores(client_failure(error)).reason
                 yield ()
-                return list(_gaps(self.client, LOCAL, self.evaluate, self.scored, reason)), None
+                return list(gaps(self.client, LOCAL, self.evaluate, self.scored, reason)), None
             is_global = module is None or (self.shared is not None and equal(module_state(module), self.shared))
             places: list[tuple[Place, Scores | None]] = []
 
@@ -178,12 +174,8 @@ class ScoreClient:
                     if known:
                         places.append((Place(self.client, split, data, size), dict(known)))
                         continue
-                    for place, loader in _existing(self.client, split, data, make):
-                        missing = loader if isinstance(loader, MissingScores) else None
-                        places.append((place, missing))
-                        if not isinstance(loader, MissingScores):
-                            assert module is not None
-                            yield place.request(runner, module, loader, self.scored)
+                    assert module is not None
+                    yield from _requests(runner, self.client, (split, data, make), module, self.scored, places)
 
             found = iter((yield requests()))
             runner.bind(client)  # others may have been opened meanwhile
@@ -215,7 +207,7 @@ class ScoreClient:
 
     def lost(self, reason: str) -> list[Row]:
         """A gap for each split."""
-        return Lost(_gaps(self.client, LOCAL, self.evaluate, self.scored, reason))
+        return Lost(gaps(self.client, LOCAL, self.evaluate, self.scored, reason))
 
     def failure(self, answer: list[Row]) -> tuple[str, str] | None:
         """Return the first gap in the scores."""
@@ -226,7 +218,8 @@ class Lost(list[Row]):
     """The answer of a scoring task that was given up: gaps only."""
 
 
-def _gaps(client: str, data: str, evaluate: Evaluate, scored: ScoredModel, reason: str) -> Iterator[Row]:
+def gaps(client: str, data: str, evaluate: Evaluate, scored: ScoredModel, reason: str) -> Iterator[Row]:
+    """Yield a gap for each split."""
     for split in evaluate.splits:
         one = (scored.round, scored.stage, scored.model, scored.checkpoint, data, split, client)
         yield Gap(*one, "", math.nan, 0, reason)
@@ -286,15 +279,23 @@ def _sources(
                     yield split, f"{OTHERS}{other}", partial(data.client_dataloader, other, split)
 
 
-def _existing(
-    client: str, split: str, data: str, make: Make
-) -> Iterator[tuple[Place, DataLoader[Any] | MissingScores]]:
-    """Yield the loader with its place, if there is one that holds anything, or why it could not be made."""
+def _requests(
+    runner: LocalRunner,
+    client: str,
+    source: tuple[str, str, Make],
+    module: LightningModule,
+    scored: ScoredModel,
+    places: list[tuple[Place, Scores | None]],
+) -> Iterator[ScoreRequest]:
+    """Yield the request for the data of a source, if there are any; note the place, and why there is no request."""
+    split, data, make = source
     try:
         loader = make()
         size = 0 if loader is None or len(loader) == 0 else len(loader.dataset)  # type: ignore[arg-type]
     except BaseException as error:
-        yield Place(client, split, data, 0), MissingScores(client_failure(error))
+        places.append((Place(client, split, data, 0), MissingScores(client_failure(error))))
         return
     if loader is not None and size:
-        yield Place(client, split, data, size), loader
+        place = Place(client, split, data, size)
+        places.append((place, None))
+        yield place.request(runner, module, loader, scored)

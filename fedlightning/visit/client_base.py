@@ -3,38 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.compat.attached import detached_copy
-from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.hooks import Phase
 from fedlightning.messages import ClientLog, Message
 from fedlightning.seeding import generator
 from fedlightning.tensors import State, clone, load_state, module_state
 from fedlightning.visit.record import ClientRecord
-from fedlightning.visit.scorer import Scorer
 
-
-class Surroundings(Protocol):
-    """The parts of a :class:`~fedlightning.visit.runner.LocalRunner` that a client uses; see there."""
-
-    blueprint: Blueprint
-    data: FederatedDataModule
-    scorer: Scorer
-
-    def loader(self, message: Message, split: str) -> DataLoader[Any] | None: ...
-
-    def pooled_dataloader(self, split: str) -> DataLoader[Any] | None: ...
-
-    def used_samples(self, loader: DataLoader[Any] | None) -> int: ...
-
-    def start_sampler(self, loader: Any, message: Message, purpose: str = "") -> None: ...
+if TYPE_CHECKING:
+    from fedlightning.visit.runner import LocalRunner
 
 
 class ClientBase:
@@ -42,7 +26,7 @@ class ClientBase:
 
     def __init__(
         self,
-        runner: Surroundings,
+        runner: LocalRunner,
         message: Message,
         record: ClientRecord,
         module: LightningModule | None = None,

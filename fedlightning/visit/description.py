@@ -17,8 +17,8 @@ from typing import Any, Literal
 from fedlightning.blueprint.settings import limited
 from fedlightning.datamodules.base import SPLITS, FederatedDataModule, in_order
 from fedlightning.datamodules.held_out import without
-from fedlightning.datamodules.overlap import content_hash, look
-from fedlightning.datamodules.public import is_iterable
+from fedlightning.datamodules.overlap import look
+from fedlightning.datamodules.public_only import public_content
 
 Part = Literal["classes", "splits", "loaders", "batches", "pooled", "public", "public content"]
 """What is looked up only where it is asked for: it may take time where clients or samples are many."""
@@ -145,7 +145,7 @@ def describe(
     if "public" in parts:
         found["public"] = few.public_report()
     if "public content" in parts:
-        found["public_print"], found["public_content"] = _public_print(few), _public_content(few)
+        found["public_print"], found["public_content"] = _public_print(few), public_content(few.public_dataloader())
     seed = getattr(data, "seed", 0)
     return Description(
         type(data).__name__,
@@ -207,16 +207,6 @@ def _public_print(data: FederatedDataModule) -> str | None:
     held = getattr(dataset, "indices", None)
     which = "" if held is None else f" ({_hash([int(index) for index in held])})"
     return f"{size} samples{which} in batches of {getattr(loader, 'batch_size', None)}"
-
-
-def _public_content(data: FederatedDataModule) -> str | None:
-    loader = data.public_dataloader()
-    if loader is None or is_iterable(loader):
-        return None
-    try:
-        return content_hash(loader.dataset, loader.collate_fn)
-    except Exception:  # of the user's dataset, which the run itself will show
-        return None
 
 
 def _hash(value: Any) -> str:

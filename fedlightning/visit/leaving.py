@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fedlightning.blueprint.blueprint import Blueprint
-from fedlightning.errors import ConfigurationError
+from fedlightning.errors import ConfigurationError, listed
 from fedlightning.hooks import POOLED, FederatedCallback
 from fedlightning.layers import expand
 from fedlightning.messages import Spec, Wire, check_extras
@@ -57,7 +57,7 @@ class Leaving:
     def __str__(self) -> str:
         """Return it in words, for people."""
         count = f"{len(self.entries)} of {len(self.entries) + len(self.private)} entries of the model"
-        part = f"{count}, never {_listed(self.private)}" if self.entries else "no entry of the model"
+        part = f"{count}, never {_quoted(self.private)}" if self.entries else "no entry of the model"
         extras = [f"{name} of {key}" for key, up in self.extras.items() for name in up]
         told = "; ".join([WHOLE if self.is_whole else part, *([", ".join(extras)] if extras else [])])
         return f"{told}; counts, logged numbers and scores"
@@ -80,7 +80,7 @@ class Leaving:
         if held not in self.private:
             return f"the model has no '{held:.80}'"
         return (
-            f"'{held}' stays with the client: its own configuration lets {_listed(self.entries)} leave, and nothing else of "
+            f"'{held}' stays with the client: its own configuration lets {_quoted(self.entries)} leave, and nothing else of "
             "the model"
         )
 
@@ -142,6 +142,5 @@ def _of(callback: FederatedCallback, module: nn.Module) -> Iterable[str] | None:
     return None if entries == "all" else entries
 
 
-def _listed(names: Collection[str]) -> str:
-    shown = ", ".join(f"'{name}'" for name in sorted(names)[:5])
-    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "nothing"
+def _quoted(names: Collection[str]) -> str:
+    return listed(f"'{name}'" for name in sorted(names)) if names else "nothing"

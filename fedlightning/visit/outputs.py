@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from fedlightning.seeding import isolated
 from fedlightning.visit.probes import move_batch
-from fedlightning.wrappers.muting import frozen_buffers, muted
+from fedlightning.wrappers.muting import evaluating, frozen_buffers, muted
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -28,27 +27,6 @@ def device_of(module: nn.Module) -> torch.device:
     """
     held = next(module.parameters(), next(module.buffers(), None))
     return torch.device("cpu") if held is None else held.device
-
-
-@contextmanager
-def evaluating(module: ModuleT) -> Iterator[ModuleT]:
-    """Within the block, a module and all its parts are in eval mode; afterwards each part is as it was.
-
-    Example:
-        >>> module = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
-        >>> with evaluating(module):
-        ...     print(module[0].training)
-        False
-        >>> module[0].training, module[1].training
-        (True, False)
-    """
-    modes = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        yield module
-    finally:
-        for part, mode in modes.items():
-            part.training = mode
 
 
 def outputs(

@@ -22,7 +22,7 @@ from fedlightning.compat.signatures import takes_index
 from fedlightning.datamodules.public import PairedBatch
 from fedlightning.seeding import isolated
 from fedlightning.tensors import State
-from fedlightning.wrappers.muting import frozen_buffers, muted
+from fedlightning.wrappers.muting import evaluating, frozen_buffers, muted
 
 TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 """Hooks that a batch goes through on its way to the device."""
@@ -174,12 +174,10 @@ def normalisation_statistics(
     }
     if not layers:
         return {}, 0
-    modes = {child: child.training for child in module.modules()}
     momenta = {path: layer.momentum for path, layer in layers.items()}
     count = 0
     try:
-        module.eval()
-        with frozen_buffers(module), torch.no_grad():
+        with evaluating(module), frozen_buffers(module), torch.no_grad():
             for layer in layers.values():
                 layer.train()
                 layer.reset_running_stats()
@@ -194,5 +192,3 @@ def normalisation_statistics(
     finally:
         for path, layer in layers.items():
             layer.momentum = momenta[path]
-        for child, mode in modes.items():
-            child.training = mode

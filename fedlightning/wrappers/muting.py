@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics import Metric, MetricCollection
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 @contextmanager
@@ -89,6 +91,27 @@ def frozen_buffers(module: nn.Module, only: Callable[[str], bool] | None = None)
     finally:
         for restore in reversed(undo):
             restore()
+
+
+@contextmanager
+def evaluating(module: ModuleT) -> Iterator[ModuleT]:
+    """Within the block, a module and all its parts are in eval mode; afterwards each part is as it was.
+
+    Example:
+        >>> module = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
+        >>> with evaluating(module):
+        ...     print(module[0].training)
+        False
+        >>> module[0].training, module[1].training
+        (True, False)
+    """
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield module
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
 
 
 @dataclass

@@ -24,7 +24,7 @@ from fedlightning.layers import ordered_layers
 from fedlightning.wrappers.features import FeatureTap
 from fedlightning.wrappers.heads import find_submodule
 from fedlightning.wrappers.mixing import Mixin, mix, unmix, user_class
-from fedlightning.wrappers.muting import muted
+from fedlightning.wrappers.muting import evaluating, muted
 from fedlightning.wrappers.pair_optimizer import one_optimizer
 
 SHARED = "shared_model"
@@ -280,14 +280,8 @@ def _teaching(module: LightningModule, active: bool) -> Iterator[None]:
     if not active:
         yield
         return
-    modes = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        with torch.no_grad(), muted(module):
-            yield
-    finally:
-        for part, mode in modes.items():
-            part.training = mode
+    with evaluating(module), torch.no_grad(), muted(module):
+        yield
 
 
 @contextmanager

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedlightning.seeding import preserved
 from fedlightning.wrappers import heads
 from fedlightning.wrappers.follow import SIMPLE
 from fedlightning.wrappers.fusion import HeadReachedError
@@ -59,7 +60,7 @@ class Recorded:
         if self._exports:
             return self._through()
         _follow(self._module, self._twin)
-        with same_draws() if self._same else contextlib.nullcontext():
+        with preserved() if self._same else contextlib.nullcontext():
             if self._same:
                 self._draws = draws()
             return self._run()
@@ -77,7 +78,7 @@ class Recorded:
         answers.when_done = go_on  # the next call is the present one
         heads.replace_everywhere(self._twin, head, answers)
         try:
-            with same_draws() if self._same else contextlib.nullcontext(), torch.autocast(*self._autocast):
+            with preserved() if self._same else contextlib.nullcontext(), torch.autocast(*self._autocast):
                 if self._same:
                     set_draws(self._draws)
                 return self._run()
@@ -194,13 +195,3 @@ def set_draws(states: tuple[Any, ...]) -> None:
     torch.set_rng_state(cpu)
     if cuda is not None:
         torch.cuda.set_rng_state(cuda)
-
-
-@contextlib.contextmanager
-def same_draws() -> Iterator[None]:
-    """Restore every global generator after the block, so that the code after it draws the same numbers."""
-    before = draws()
-    try:
-        yield
-    finally:
-        set_draws(before)

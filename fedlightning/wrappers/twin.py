@@ -13,11 +13,11 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from fedlightning.seeding import isolated
+from fedlightning.seeding import isolated, preserved
 from fedlightning.wrappers import heads
 from fedlightning.wrappers.fusion import Exchange, Stop
 from fedlightning.wrappers.mixing import STEPS, AddedParametersMixin, Mixin, mix, unmix, user_class
-from fedlightning.wrappers.replay import Recorded, same_draws
+from fedlightning.wrappers.replay import Recorded
 
 LOCAL = "local_extractor"
 INPUT_KEYS = (
@@ -103,7 +103,7 @@ class DualByHeadMixin(AddedParametersMixin):
                 recorded.close()
 
     def _local_features(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        with same_draws() if self.dual_same_draws else contextlib.nullcontext():
+        with preserved() if self.dual_same_draws else contextlib.nullcontext():
             features: Tensor = getattr(self, LOCAL)(
                 first_input(args or tuple(kwargs.values())[:1], self.dual_exchange.owner)
             )

@@ -90,8 +90,8 @@ MUTATIONS: list[tuple[str, str, Any, str]] = [
     ("model", "lr", -0.1, "model: Classifier(lr=-0.1): a learning rate must be a finite number of at least 0"),
     ("model", "lr", NAN, "model.lr: nan is not a number"),
     ("model", "label_smoothing", None, "model.label_smoothing: null is no value for it; it must be a number"),
-    ("net", "hidden", [-3], "model.net: MLP(hidden=[-3]): sizes must be whole numbers of at least 1"),
-    ("net", "in_features", 0, "model.net: MLP(in_features=0): it must be a whole number of at least 1"),
+    ("net", "hidden", [-3], "model.net: MLP got hidden=[-3]. Use a list, each a whole number in [1, inf)."),
+    ("net", "in_features", 0, "model.net: MLP got in_features=0. Use a whole number in [1, inf)."),
     (
         "net",
         "in_features",

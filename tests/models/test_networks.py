@@ -86,7 +86,7 @@ def test_layer_names_of_player_fl() -> None:
 
 
 def test_unknown_norm() -> None:
-    with pytest.raises(ValueError, match="norm='layer' is not one of 'none', 'batch', 'group'"):
+    with pytest.raises(ValueError, match=r"norm='layer'\. Use 'none', 'batch' or 'group'"):
         DigitsCNN(norm="layer")  # type: ignore[arg-type]
 
 
