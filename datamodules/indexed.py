@@ -13,7 +13,7 @@ import numpy as np
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from fedlightning.datamodules.another import Another, Public, another, loader_of, share_of
-from fedlightning.datamodules.base import SPLITS, FederatedDataModule, in_order
+from fedlightning.datamodules.base import FederatedDataModule, check_split, in_order
 from fedlightning.datamodules.partition import cut
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.views import IndexView, Indices, collate_rows
@@ -128,7 +128,7 @@ class IndexedFederatedDataModule(FederatedDataModule):
             return
         client_ids, splits = self.build()
         for name, split in splits.items():
-            self._check_split(name)
+            check_split(name)
             if len(split.indices) != len(client_ids):
                 raise ValueError(f"Split {name!r} has {len(split.indices)} index lists for {len(client_ids)} clients.")
         if not 0 <= self.public_fraction < 1:
@@ -215,7 +215,7 @@ class IndexedFederatedDataModule(FederatedDataModule):
         Raises:
             ValueError: If there is no such client or split.
         """
-        self._check_split(split)
+        check_split(split)
         place = self._places.get(str(client))
         if place is None:
             ids = self.client_ids
@@ -291,11 +291,6 @@ class IndexedFederatedDataModule(FederatedDataModule):
             options = {name: value for name, value in options.items() if name not in ("batch_size", "drop_last")}
             return DataLoader(view, batch_sampler=made, generator=seeds, **options)
         return DataLoader(view, sampler=made, generator=seeds, **options)
-
-    @staticmethod
-    def _check_split(split: str) -> None:
-        if split not in SPLITS:
-            raise ValueError(f"There is no split {split!r}; the splits are 'train', 'val' and 'test'.")
 
     def __getstate__(self) -> dict[str, Any]:
         # A Trainer is not part of the data, and cannot be sent to another process.

@@ -104,12 +104,12 @@ def export(run: RunFolder, server: Server, engine: Engine) -> bool:
             where[client] = answer.path
             with writing(path):
                 path.unlink(missing_ok=True)  # of an earlier end of this run, which brought it here
-    listed = folder / "clients.json"
+    places = folder / "clients.json"
     with writing(folder):
         if where:
-            write_text_atomically(listed, readable_json(where))
+            write_text_atomically(places, readable_json(where))
         else:
-            listed.unlink(missing_ok=True)
+            places.unlink(missing_ok=True)
     return len(server.failures) > told
 
 
