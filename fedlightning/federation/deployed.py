@@ -28,7 +28,7 @@ from fedlightning.visit.failing import client_failure, in_words
 def deployed(server: Server, engine: Engine, client: str | None, checkpoint: str) -> LightningModule | Deploy:
     """Return the model of the server that is to be used, or the task that makes that of a client."""
     if client is not None and client not in server.num_samples and client not in server.held_out:
-        raise ValueError(f"There is no client '{client}'. The clients are {listed(server.clients, 20)}.")
+        raise ValueError(f"There is no client '{client}'. The clients are {listed(map(repr, server.clients), 20)}.")
     if client is None:
         chosen, known = server.selected(checkpoint), [kept["name"] for kept in server.checkpoints.values()]
     else:
