@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -31,9 +32,6 @@ class ArrayFederatedDataModule(IndexedFederatedDataModule):
         batch_size: Number of samples in a batch.
         val_fraction: Share of every client's training samples for validation, in [0, 1).
         seed: Seed of the partition and of the validation cut.
-        num_workers: Worker processes of every loader. Whole batches are gathered at once, so 0 is fastest.
-        pin_memory: Copy batches into page-locked memory (for a GPU).
-        drop_last: Leave out the last incomplete training batch.
         max_train: Use only this many training samples, chosen by `seed` (for a quick trial).
         max_test: Use only this many test samples, chosen by `seed`.
         val_seed: Seed of the validation cut alone, so that repetitions can change nothing else. `None` is `seed`.
@@ -41,7 +39,7 @@ class ArrayFederatedDataModule(IndexedFederatedDataModule):
         public: Public data, which are in nobody's training, validation or test data: a share of every client's training
             samples, in [0, 1), or another data set, as a Dataset or a data module (its training data). What a client holds
             too is left out of that.
-        public_labels: Whether public batches keep their labels.
+        options: The other arguments of `IndexedFederatedDataModule`, by name.
 
     Raises:
         ValueError: If a number is out of its range.
@@ -66,19 +64,14 @@ class ArrayFederatedDataModule(IndexedFederatedDataModule):
         batch_size: int = 32,
         val_fraction: ShareBelowOne = 0.2,
         seed: int = 0,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-        drop_last: bool = False,
         max_train: PositiveInt | None = None,
         max_test: PositiveInt | None = None,
         val_seed: int | None = None,
         public_fraction: ShareBelowOne = 0.0,
         public: Public = None,
-        public_labels: bool = True,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            batch_size, seed, num_workers, pin_memory, drop_last, public=public, public_labels=public_labels
-        )
+        super().__init__(batch_size, seed, public=public, **options)
         self.public_fraction = share_of(self, public, public_fraction)
         self.partitioner = partitioner if partitioner is not None else DirichletPartitioner(10, 0.5)
         self.val_fraction, self.max_train, self.max_test = val_fraction, max_train, max_test

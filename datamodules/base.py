@@ -191,6 +191,12 @@ def whole_signature(kind: type) -> inspect.Signature:
     return inspect.Signature([*own[:-1], *handed_on])
 
 
+def check_split(split: str) -> None:
+    """Refuse what is no split."""
+    if split not in SPLITS:
+        raise ValueError(f"There is no split {split!r}; the splits are 'train', 'val' and 'test'.")
+
+
 def in_order(clients: Iterable[str]) -> list[str]:
     """Return client names in the one order that sums, unions and files follow: by name, numbers by value.
 

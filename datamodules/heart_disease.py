@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from fedlightning.datamodules.another import Public
 from fedlightning.datamodules.download import missing
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import cut
@@ -50,17 +50,12 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
             (https://archive.ics.uci.edu/dataset/45/heart+disease).
         batch_size: Number of samples in a batch (FENDA-FL: 4).
         val_fraction: Share of the training patients for validation, in [0, 1).
-        seed: Seed of the validation cut and of the batch order.
         split_seed: Seed of the test cut; 43 is FLamby's.
         binary_float: Return labels as float32, for `binary_cross_entropy_with_logits`.
-        num_workers: Worker processes of every loader.
-        pin_memory: Copy batches into page-locked memory (for a GPU).
-        drop_last: Leave out the last incomplete training batch.
         val_seed: Seed of the validation cut alone, as in the other data modules. `None` is `seed`.
-        public: Public data, as in the other data modules: a share of every client's training samples, or another data set.
-        public_labels: Whether public batches keep their labels.
         hospitals: The hospitals that are here, as `["cleveland"]` at that hospital's site; only their files are read and need
             to be there. `None`: all four.
+        options: The other arguments of `IndexedFederatedDataModule`, by name.
 
     Raises:
         ValueError: If `hospitals` is empty, names one twice or one that is not among the four.
@@ -78,20 +73,14 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
         root: str = "data/heart_disease",
         batch_size: int = 4,
         val_fraction: ShareBelowOne = 0.2,
-        seed: int = 0,
+        *,
         split_seed: int = 43,
         binary_float: bool = False,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-        drop_last: bool = False,
         val_seed: int | None = None,
-        public: Public = None,
-        public_labels: bool = True,
         hospitals: Sequence[str] | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            batch_size, seed, num_workers, pin_memory, drop_last, public=public, public_labels=public_labels
-        )
+        super().__init__(batch_size, **options)
         self.root, self.val_fraction = Path(root), val_fraction
         self.split_seed, self.binary_float = int(split_seed), binary_float
         self.val_seed = self.seed if val_seed is None else val_seed

@@ -13,7 +13,7 @@ import numpy as np
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from fedlightning.datamodules.another import Another, Public, another, loader_of, share_of
-from fedlightning.datamodules.base import SPLITS, FederatedDataModule, in_order
+from fedlightning.datamodules.base import FederatedDataModule, check_split, in_order
 from fedlightning.datamodules.partition import cut
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.views import IndexView, Indices, collate_rows
@@ -59,6 +59,7 @@ class IndexedFederatedDataModule(FederatedDataModule):
     Attributes:
         public_fraction: Share of every client's training samples, in [0, 1), that is taken from the clients at `setup` and
             becomes public data (`public_dataloader`); 0 by default. Data modules that have it as an argument set it.
+        collate_fn: Makes a batch of a list of samples. `None` is `default_collate`, with a fast path for tensors.
 
     Args:
         batch_size: Number of samples in a batch, in every split.
@@ -66,7 +67,6 @@ class IndexedFederatedDataModule(FederatedDataModule):
         num_workers: Worker processes of every loader; 0 loads in the training process.
         pin_memory: Copy batches into page-locked memory (for a GPU).
         drop_last: Leave out the last incomplete training batch. A client with less than one batch then has none.
-        collate_fn: Makes a batch of a list of samples. `None` is `default_collate`, with a fast path for tensors.
         public: Public data, which are in nobody's training, validation or test data: a share of every client's training
             samples, in [0, 1), or another data set, as a Dataset or a data module (its training data). What a client holds
             too is left out of that.
@@ -89,6 +89,7 @@ class IndexedFederatedDataModule(FederatedDataModule):
     """
 
     public_fraction: float = 0.0
+    collate_fn: Callable[[Any], Any] | None = None
 
     @checked
     def __init__(
@@ -98,13 +99,12 @@ class IndexedFederatedDataModule(FederatedDataModule):
         num_workers: NonNegativeInt = 0,
         pin_memory: bool = False,
         drop_last: bool = False,
-        collate_fn: Callable[[Any], Any] | None = None,
         public: Public = None,
         public_labels: bool = True,
     ) -> None:
         super().__init__()
         self.batch_size, self.seed, self.num_workers = int(batch_size), int(seed), int(num_workers)
-        self.pin_memory, self.drop_last, self.collate_fn = pin_memory, drop_last, collate_fn
+        self.pin_memory, self.drop_last = pin_memory, drop_last
         self._client_ids: list[str] | None = None
         self._places: dict[str, int] = {}
         self._splits: dict[str, Split] = {}
@@ -128,7 +128,7 @@ class IndexedFederatedDataModule(FederatedDataModule):
             return
         client_ids, splits = self.build()
         for name, split in splits.items():
-            self._check_split(name)
+            check_split(name)
             if len(split.indices) != len(client_ids):
                 raise ValueError(f"Split {name!r} has {len(split.indices)} index lists for {len(client_ids)} clients.")
         if not 0 <= self.public_fraction < 1:
@@ -215,7 +215,7 @@ class IndexedFederatedDataModule(FederatedDataModule):
         Raises:
             ValueError: If there is no such client or split.
         """
-        self._check_split(split)
+        check_split(split)
         place = self._places.get(str(client))
         if place is None:
             ids = self.client_ids
@@ -291,11 +291,6 @@ class IndexedFederatedDataModule(FederatedDataModule):
             options = {name: value for name, value in options.items() if name not in ("batch_size", "drop_last")}
             return DataLoader(view, batch_sampler=made, generator=seeds, **options)
         return DataLoader(view, sampler=made, generator=seeds, **options)
-
-    @staticmethod
-    def _check_split(split: str) -> None:
-        if split not in SPLITS:
-            raise ValueError(f"There is no split {split!r}; the splits are 'train', 'val' and 'test'.")
 
     def __getstate__(self) -> dict[str, Any]:
         # A Trainer is not part of the data, and cannot be sent to another process.

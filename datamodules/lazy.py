@@ -12,7 +12,7 @@ from typing import Annotated, Any, cast
 
 from torch.utils.data import DataLoader, Dataset
 
-from fedlightning.datamodules.base import SPLITS, FederatedDataModule
+from fedlightning.datamodules.base import SPLITS, FederatedDataModule, check_split
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.views import IndexView, collate_rows
 from fedlightning.ranges import Range, checked
@@ -100,7 +100,7 @@ class LazyClients(FederatedDataModule):
         self._held: OrderedDict[int, Mapping[str, Dataset[Any]]] = OrderedDict()
         self._ids: list[str] | None = None
         for split, held in self._sizes.items():
-            _check_split(split)
+            check_split(split)
             if not isinstance(held, int) and len(held) != num_clients:
                 raise ValueError(
                     f"{kind} has {num_clients} clients and {len(held)} sizes of the {split} split. Give a size for each "
@@ -139,7 +139,7 @@ class LazyClients(FederatedDataModule):
         return self._ids
 
     def num_samples(self, client: str, split: str = "train") -> int:
-        _check_split(split)
+        check_split(split)
         return self.size(self._number(client), split)
 
     def sizes_of(self, clients: Sequence[str]) -> dict[str, tuple[int, int, int]]:
@@ -185,7 +185,7 @@ class LazyClients(FederatedDataModule):
 
     def fingerprint(self, split: str) -> str:
         """Return a short hash of the name of the data, the seed, the number of clients and their sizes; nobody is read."""
-        _check_split(split)
+        check_split(split)
         digest = hashlib.sha256(json.dumps([self.name, self.seed, self.num_clients]).encode())
         held = self._sizes.get(split, 0) if type(self).size is LazyClients.size else None
         if isinstance(held, int):
@@ -243,8 +243,3 @@ def _word(value: Any) -> str:
         return type(value).__qualname__
     text = repr(value)
     return text if len(text) < 50 else f"{text[:30]}... {hashlib.sha256(text.encode()).hexdigest()[:12]}"
-
-
-def _check_split(split: str) -> None:
-    if split not in SPLITS:
-        raise ValueError(f"There is no split {split!r}; the splits are 'train', 'val' and 'test'.")

@@ -49,13 +49,19 @@ def digests(dataset: Any, positions: np.ndarray, collate: Callable[[Any], Any]) 
     """
     view, found = IndexView(dataset, positions), list[bytes]()
     with isolated("overlap"), kept(dataset):
-        for start in range(0, len(view), AT_ONCE):
-            batch = collate(samples_at(view, range(start, min(start + AT_ONCE, len(view)))))
-            rows = _rows(without_labels(batch), min(AT_ONCE, len(view) - start))
+        for size, batch in _batches(view, collate):
+            rows = _rows(without_labels(batch), size)
             if rows is None:
                 return None
             found += rows
     return found
+
+
+def _batches(view: IndexView, collate: Callable[[Any], Any]) -> Iterator[tuple[int, Any]]:
+    """Yield all samples in batches, with their number."""
+    for start in range(0, len(view), AT_ONCE):
+        places = range(start, min(start + AT_ONCE, len(view)))
+        yield len(places), collate(samples_at(view, places))
 
 
 def _rows(inputs: Any, size: int) -> list[bytes] | None:
@@ -127,8 +133,7 @@ def _coarse(some: Tensor) -> list[int]:
 def _content(dataset: Any, positions: np.ndarray, collate: Callable[[Any], Any]) -> str | None:
     view, digest = IndexView(dataset, positions), hashlib.sha256(str(len(dataset)).encode())
     with isolated("content"), kept(dataset):
-        for start in range(0, len(view), AT_ONCE):
-            batch = collate(samples_at(view, range(start, min(start + AT_ONCE, len(view)))))
+        for _, batch in _batches(view, collate):
             tensors = list(_tensors(batch))
             if not tensors:
                 return None

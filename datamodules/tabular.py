@@ -53,20 +53,15 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         target_statistics: Mean and standard deviation that a regression's targets are standardised with; `None` leaves
             them as they are.
         scaling: Standardise features.
-        batch_size: Number of samples in a batch.
         val_fraction: Share of the training rows for validation, in [0, 1).
         test_fraction: Share of a client's rows for testing, in [0, 1).
-        seed: Seed of the partition, of both cuts and of the batch order.
         val_seed: Seed of the validation cut alone. `None` is `seed`.
         delimiter: Character between two cells.
-        num_workers: Worker processes of every loader.
-        pin_memory: Copy batches into page-locked memory (for a GPU).
-        drop_last: Leave out the last incomplete training batch.
         public_fraction: As `public`, for a share.
         public: Public data, which are in nobody's training, validation or test data: a share of every client's training
             samples, in [0, 1), or another data set, as a Dataset or a data module (its training data). What a client holds
             too is left out of that.
-        public_labels: Whether public batches keep their labels.
+        options: The other arguments of `IndexedFederatedDataModule`, by name.
 
     Raises:
         ValueError: If a value is out of its range, or neither or both of `client` and `partitioner` are given.
@@ -92,28 +87,22 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         target: str,
         client: str | None = None,
         partitioner: Partitioner | None = None,
+        *,
         task: Literal["auto", "classification", "regression"] = "auto",
         drop: Sequence[str] = (),
         categorical: Sequence[str] = (),
         statistics: Mapping[str, Sequence[float]] | None = None,
         target_statistics: Sequence[float] | None = None,
         scaling: bool = True,
-        batch_size: int = 32,
         val_fraction: ShareBelowOne = 0.2,
         test_fraction: ShareBelowOne = 0.2,
-        seed: int = 0,
         val_seed: int | None = None,
         delimiter: str = ",",
-        num_workers: int = 0,
-        pin_memory: bool = False,
-        drop_last: bool = False,
         public_fraction: ShareBelowOne = 0.0,
         public: Public = None,
-        public_labels: bool = True,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            batch_size, seed, num_workers, pin_memory, drop_last, public=public, public_labels=public_labels
-        )
+        super().__init__(public=public, **options)
         self.public_fraction = share_of(self, public, public_fraction)
         name = type(self).__name__
         if (client is None) == (partitioner is None):

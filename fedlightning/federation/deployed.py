@@ -28,7 +28,7 @@ from fedlightning.visit.failing import client_failure, in_words
 def deployed(server: Server, engine: Engine, client: str | None, checkpoint: str) -> LightningModule | Deploy:
     """Return the model of the server that is to be used, or the task that makes that of a client."""
     if client is not None and client not in server.num_samples and client not in server.held_out:
-        raise ValueError(f"There is no client '{client}'. The clients are {listed(server.clients, 20)}.")
+        raise ValueError(f"There is no client '{client}'. The clients are {listed(map(repr, server.clients), 20)}.")
     if client is None:
         chosen, known = server.selected(checkpoint), [kept["name"] for kept in server.checkpoints.values()]
     else:
@@ -104,12 +104,12 @@ def export(run: RunFolder, server: Server, engine: Engine) -> bool:
             where[client] = answer.path
             with writing(path):
                 path.unlink(missing_ok=True)  # of an earlier end of this run, which brought it here
-    listed = folder / "clients.json"
+    places = folder / "clients.json"
     with writing(folder):
         if where:
-            write_text_atomically(listed, readable_json(where))
+            write_text_atomically(places, readable_json(where))
         else:
-            listed.unlink(missing_ok=True)
+            places.unlink(missing_ok=True)
     return len(server.failures) > told
 
 
