@@ -111,7 +111,7 @@ def own_state() -> dict[str, Any]:
     return dict(to_tree(nn.Identity(), "it")["state"])
 
 
-WRITER = "fedlightning.callbacks.diagnostics.layer_rows:write_layers"
+WRITER = "fedlightning.run.files:write_text_atomically"
 
 
 def pools(victim: Path) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def evil(victim: Path) -> dict[str, Any]:
         "torch.nn.modules.linear:Identity",
     )
     return {
-        "writer": partial_of(WRITER, leaf, []),
+        "writer": partial_of(WRITER, leaf, "evil"),
         "mkdir": partial_of("os:mkdir", str(victim)),
         "load": name_of("fedlightning:load"),
         "timm": partial_of("fedlightning.models.timm_bridge:TimmNet", "hf-hub:a/b", 2, pretrained=True),
@@ -149,7 +149,7 @@ def evil(victim: Path) -> dict[str, Any]:
         "compiled": object_of(
             "torch._dynamo.eval_frame:OptimizedModule",
             own_state() | {"_orig_mod": object_of("torch.nn.modules.linear:Identity", own_state())}
-            | {"dynamo_ctx": partial_of(WRITER, leaf, [])},
+            | {"dynamo_ctx": partial_of(WRITER, leaf, "evil")},
         ),
     }  # fmt: skip
 

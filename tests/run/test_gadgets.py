@@ -32,7 +32,7 @@ def maker(tmp_path):
 
 def test_the_watch_sees_what_a_gadget_does(tmp_path):
     victim = tmp_path / "victim"
-    tree = partial_of(gadgets.WRITER, {gadgets.TAG: "path", "value": str(victim)}, [])
+    tree = partial_of(gadgets.WRITER, {gadgets.TAG: "path", "value": str(victim)}, "evil")
     with watched() as done:
         from_tree(tree, trust=True)()
     assert victim.exists()
