@@ -19,7 +19,7 @@ WHERE = {"a": "x", "b": "x", "c": "x", "d": "y"}
 
 
 def entry(client, size=0, step=False):
-    task = TryStep(client, "val", num_bytes=size) if step else Visit(Message(0, client, {}, ()), Evaluate(()))
+    task = TryStep(client, "val") if step else Visit(Message(0, client, {}, ()), Evaluate(()))
     object.__setattr__(task, "_size", size)
     return Entry(task, client, Attempts().of(task))
 
