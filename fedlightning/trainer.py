@@ -25,6 +25,7 @@ from fedlightning.federation.dry_run import DISTINCT, SMALL, UNSEEN_CLIENTS, Few
 from fedlightning.federation.dry_run_report import DryRun
 from fedlightning.federation.federation import Federation
 from fedlightning.federation.loops import Loop
+from fedlightning.federation.restore import restore
 from fedlightning.fitted import ClientView as ClientView
 from fedlightning.hooks import CallbackList, FederatedCallback
 from fedlightning.run.files import is_writer
@@ -293,7 +294,7 @@ class FederatedTrainer(Assembly):
                 if federation.save_every > 0 and self.recorder.writes:
                     self.recorder.logs.begin()
             else:
-                federation.restore(True, allow_config_change, allow_new_clients)
+                restore(federation, True, allow_config_change, allow_new_clients)
             if self.config is not None and self.recorder.run is not None and self.recorder.writes:
                 self.recorder.run.write_config(self.config)
             if is_new:
@@ -389,7 +390,7 @@ class FederatedTrainer(Assembly):
         """
         data = arguments.federated_data(datamodule, None, None, None)
         self.given = (model, datamodule)
-        self._assemble(model, data, folder_of(run), go_on=False).restore(False)
+        restore(self._assemble(model, data, folder_of(run), go_on=False), go_on=False)
 
     # -- helpers ---------------------------------------------------------------------------------------------------
     def _saved(self, resumed: RunFolder | None) -> tuple[int, int]:

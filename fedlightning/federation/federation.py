@@ -11,21 +11,13 @@ from typing import Any
 from fedlightning.federation import stages as stage_scores
 from fedlightning.federation.architectures import refuse_mixed, refuse_uncommon
 from fedlightning.federation.changes import (
-    Changes,
     Fingerprint,
-    changes_since,
-    check_rescored,
-    check_scored,
-    join_clients,
-    keep_assigned,
     refuse_mixed_validation,
-    scored_before,
 )
 from fedlightning.federation.checks import check_callbacks
 from fedlightning.federation.costs import Costs
 from fedlightning.federation.deployed import WHEN, export
 from fedlightning.federation.engine import Engine
-from fedlightning.federation.explosions import Explosions
 from fedlightning.federation.failures import Decisions, FederationError, in_order
 from fedlightning.federation.intake import note_work, tell_of_misses
 from fedlightning.federation.loops import Loop, Synchronous
@@ -39,17 +31,17 @@ from fedlightning.federation.refusals import (
 )
 from fedlightning.federation.sanity import check_steps, first_tries
 from fedlightning.federation.server import Server
-from fedlightning.federation.state import check_extra, restore_state, save_state
+from fedlightning.federation.state import save_state
 from fedlightning.federation.store import ClientStore
 from fedlightning.federation.summary import evaluation_of, summary_of
-from fedlightning.federation.terms import spent_of, terms_of
+from fedlightning.federation.terms import terms_of
 from fedlightning.federation.unseen import Unseen
 from fedlightning.federation.update_checks import checked
 from fedlightning.hooks import POOLED
 from fedlightning.messages import Update
 from fedlightning.run.environment import plain
 from fedlightning.run.files import is_writer
-from fedlightning.run.persistence import FLUSHED, UNDONE, go_back, set_aside
+from fedlightning.run.persistence import FLUSHED, set_aside
 from fedlightning.run.recorder import Recorder
 from fedlightning.run.timeline import draw_timeline, note_trips
 from fedlightning.scoring.rows import Row, of_clients
@@ -83,6 +75,7 @@ class Federation:
         rounds_saved: Rounds of the newest saved state.
         final_done: Whether the visits after the last round have happened.
         costs: What the run has cost so far.
+        scored: Clients that the newest scored round has scored, if it is of a restored run.
     """
 
     server: Server
@@ -103,7 +96,7 @@ class Federation:
     rounds_saved: int = 0
     final_done: bool = False
     costs: Costs = field(default_factory=Costs)
-    _scored: list[str] | None = None  # clients that the newest scored round has scored, if it is of a restored run
+    scored: list[str] | None = None
     _of_rounds: dict[str, Any] | None = None  # the recorder's mark before the visits after the last round
 
     def __post_init__(self) -> None:
@@ -140,74 +133,6 @@ class Federation:
     def lasting(self) -> dict[str, Any]:
         """The fingerprint as JSON can hold it."""
         return plain(self.fingerprint((), self.server.held_out))
-
-    def restore(self, go_on: bool, allow_changes: bool = False, allow_new_clients: bool = False) -> None:
-        """Load the state that the run's folder holds.
-
-        Args:
-            go_on: The run will be trained further, so scores of rounds that are not in the state are cut off.
-            allow_changes: Go on although the configuration has changed; the summary lists what has.
-            allow_new_clients: Go on although there are clients that the run did not have; the summary lists them.
-
-        Raises:
-            ValueError: If the run would go on with another configuration than it was started with, or with clients that
-                it may not have or that a callback has no place for, or be scored with others than it trained.
-        """
-        run = self.recorder.run
-        assert run is not None
-        self.rounds_done, extra, in_flight = restore_state(run.last, self.server, self.store, go_on)
-        check_extra(run.last, extra)
-        if go_on:
-            self.loop.load(in_flight)
-        self.rounds_saved = self.rounds_done
-        keep_assigned(extra, self.server.blueprint, run.path)
-        changes = Changes()
-        if not go_on:
-            check_scored(extra, self.server, run.path)
-        else:
-            changes = changes_since(
-                extra,
-                self.server,
-                self.fingerprint,
-                run.path,
-                rounds_done=self.rounds_done,
-                allow_changes=allow_changes,
-                allow_new_clients=allow_new_clients,
-            )
-        self._scored = scored_before(extra, self.server, self.engine.runner.described.seed)
-        if not changes.joined:
-            check_rescored(self._scored, self.server, run.path, go_on)
-        self.changes = [*extra.get("changes", []), *changes.told(self.rounds_done + 1)]
-        if changes.joined:
-            self.server.round = self.rounds_done
-            join_clients(self.server, changes.joined)
-        self.costs.load(extra)
-        self.server.spent = spent_of(extra["spent"])
-        self.server.failures = list(extra["failures"])
-        self.server.explosions = Explosions.of(extra["explosions"])
-        self.server.norms.usual = dict(extra["norms"])
-        loop = self.engine.runner.loop
-        loop.reason = loop.reason or extra["local_loop"]  # a run that is over trains no more, and tells all the same
-        self.final_done = bool(extra["final"]) and self.rounds_done >= self.server.max_rounds
-        if go_on and extra["final"] and not self.final_done:
-            self.costs.forget_final_visits(self.server, self.rounds_done)
-        scored = self.rounds_done + self.final_done
-        marks = extra if self.final_done else {name: extra.get(f"{name}_of_rounds", extra[name]) for name in MARKS}
-        mark = marks["metrics"]
-        if go_on:
-            if UNDONE in extra:
-                go_back(run.last)
-            rows = run.keep_rounds(mark)
-            self.recorder.start_with(rows, run.metrics.place() if self.recorder.writes else None)
-            more = (bool(extra["final"]) and not self.final_done) or UNDONE in extra
-            self.recorder.reopen_logs(marks, scored, differs=more or changes != Changes())
-        else:
-            self.recorder.start_with(run.read_rows(scored, mark))
-        self.server.round = self.last_round
-        if go_on:
-            self.remember_decisions()
-        if changes.joined:
-            self.check()
 
     def begin(self) -> None:
         """Begin a new federation: tell the callbacks, and find out what must not change when the run is resumed."""
@@ -285,7 +210,7 @@ class Federation:
         rows = stage_scores.update_rows(updates, server.model_of, server.round)
         started = time.monotonic()
         if due:
-            self._scored = None
+            self.scored = None
             evaluate = Evaluate(("val",), self.evaluate_data)
             global_rows = stage_scores.stage_g(server, self.engine, evaluate) if "G" in self.stages else []
             rows += global_rows
@@ -386,7 +311,7 @@ class Federation:
         self.recorder.write_summary(
             summary_of(self.server, self.engine, results, self.rounds_done, self.costs.seconds, arguments, self.history)
             | {
-                "evaluation": evaluation_of(self.server, self._scored),
+                "evaluation": evaluation_of(self.server, self.scored),
                 "evaluation_seconds": round(self.costs.evaluation_seconds, 3),
             }
             | {"terms": terms_of(self.server, sorted(self._kept()), self._validations())}
@@ -438,8 +363,8 @@ class Federation:
                 f"There is no checkpoint '{checkpoint}' in this run; it has {sorted({'latest', *kept})}. "
                 "Add LocalCheckpoint() or GlobalCheckpoint() to the callbacks to get one."
             )
-        if split == "val" and self._scored is not None:
-            refuse_mixed_validation(self._scored, server)
+        if split == "val" and self.scored is not None:
+            refuse_mixed_validation(self.scored, server)
         evaluate = Evaluate((split,), self.test_data)
         rows: list[Row] = []
         if checkpoint in ("latest", "all"):
