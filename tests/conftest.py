@@ -33,6 +33,8 @@ if "FEDLIGHTNING_TEST_CLOCK" in os.environ:  # make test-anywhere; before anythi
 
 import pytest
 
+from tests.processes import keep_a_fork_server_ready
+
 SEED = 20260
 SLOW_MODULE = re.compile(r"^pytestmark = pytest\.mark\.slow$", re.MULTILINE)
 
@@ -54,6 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     hypothesis.settings.register_profile("fedlightning", deadline=None, derandomize=True, print_blob=True)
     hypothesis.settings.load_profile("fedlightning")
+    keep_a_fork_server_ready()
 
 
 @pytest.hookimpl(tryfirst=True)
