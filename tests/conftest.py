@@ -36,6 +36,7 @@ import pytest
 from tests.processes import keep_a_fork_server_ready
 
 SEED = 20260
+gc.disable()  # until all tests are collected: it would look through a million objects again and again, and find nothing
 SLOW_MODULE = re.compile(r"^pytestmark = pytest\.mark\.slow$", re.MULTILINE)
 
 
@@ -76,8 +77,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_finish() -> None:
     """Keep the garbage collector out of what lives to the end: modules and thousands of tests."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before the slow ones are deselected
