@@ -33,7 +33,10 @@ if "FEDLIGHTNING_TEST_CLOCK" in os.environ:  # make test-anywhere; before anythi
 
 import pytest
 
+from tests.processes import keep_a_fork_server_ready
+
 SEED = 20260
+gc.disable()  # until all tests are collected: it would look through a million objects again and again, and find nothing
 SLOW_MODULE = re.compile(r"^pytestmark = pytest\.mark\.slow$", re.MULTILINE)
 
 
@@ -54,6 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     hypothesis.settings.register_profile("fedlightning", deadline=None, derandomize=True, print_blob=True)
     hypothesis.settings.load_profile("fedlightning")
+    keep_a_fork_server_ready()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -73,8 +77,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_finish() -> None:
     """Keep the garbage collector out of what lives to the end: modules and thousands of tests."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before the slow ones are deselected

@@ -28,7 +28,7 @@ class Fails(Toy):
         return super().training_step(batch, batch_idx)
 
 
-def main(root: Path, devices: int) -> None:
+def main(root: Path, devices: int, names: list[str]) -> None:
     torch.set_num_threads(1)
     rank = int(os.environ.get("LOCAL_RANK", 0))
     written = []
@@ -39,7 +39,8 @@ def main(root: Path, devices: int) -> None:
             written.append(str(args[0]))
 
     sys.addaudithook(hear)
-    for name, callbacks in RUNS.items():
+    for name in names:
+        callbacks = RUNS[name]
         torch.manual_seed(0)
         resuming = name == "keep"
         module = Fails("momentum") if name == "fails" else Toy("momentum" if name == "keep" else "sgd")
@@ -76,4 +77,4 @@ def main(root: Path, devices: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -38,11 +38,13 @@ def mostly_slow(values: Iterable[Any], always: Container[Any]) -> list[Any]:
     """Parameters of a test of which few run always, and the others, which say the same of another case, if asked for.
 
     Args:
-        values: One parameter each.
+        values: One parameter each; a tuple holds several.
         always: Those that run always; for paths, their stems.
     """
     return [
-        value if getattr(value, "stem", value) in always else pytest.param(value, marks=pytest.mark.slow)
+        value
+        if getattr(value, "stem", value) in always
+        else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)
         for value in values
     ]
 

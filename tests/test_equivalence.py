@@ -9,7 +9,7 @@ import torch
 
 from fedlightning.callbacks import SCAFFOLD, Central, FedAvg, FedProx, Local
 from fedlightning.tensors import module_state
-from tests.helpers import NormNet, Toy, differs, federate, global_state, plain_fit, same, toy_data
+from tests.helpers import NormNet, Toy, differs, federate, global_state, mostly_slow, plain_fit, same, toy_data
 
 
 def federated(module, data, callbacks=(), **options):
@@ -56,15 +56,20 @@ def test_new_optimizers_every_round_are_not_kept_ones():
 @pytest.mark.parametrize(
     "options",
     [
-        {"accumulate_grad_batches": 2},
         {"gradient_clip_val": 0.05},
         {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value", "accumulate_grad_batches": 3},
         {"limit_train_batches": 2},
-        {"limit_train_batches": 0.5},
         {"precision": "bf16-mixed"},
-        {"precision": "64-true"},
-        {"precision": "bf16-true"},
-        {"deterministic": True, "detect_anomaly": True},
+        *mostly_slow(
+            [
+                {"accumulate_grad_batches": 2},
+                {"limit_train_batches": 0.5},
+                {"precision": "64-true"},
+                {"precision": "bf16-true"},
+                {"deterministic": True, "detect_anomaly": True},
+            ],
+            [],
+        ),
     ],
     ids=str,
 )

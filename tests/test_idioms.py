@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Accuracy, MetricCollection
 
 import fedlightning
-from tests.helpers import CLASSES, FEATURES, Toy, make_trainer, toy_data
+from tests.helpers import CLASSES, FEATURES, Toy, make_trainer, mostly_slow, toy_data
 
 # isort: split
 from lightning.pytorch import LightningModule
@@ -147,7 +147,7 @@ class Clips(Toy):
 IDIOMS = [Gan, Metrics, Warmup, Horizon, Late, Shared, Buffers, Clips]
 
 
-@pytest.mark.parametrize("kind", IDIOMS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", mostly_slow(IDIOMS, (Gan, Warmup, Buffers, Shared)), ids=lambda kind: kind.__name__)
 def test_both_loops_and_the_checkpoint_agree(kind, tmp_path):
     torch.manual_seed(0)
     module, found = kind(), {}

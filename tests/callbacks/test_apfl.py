@@ -30,6 +30,7 @@ from tests.helpers import (
     federate,
     global_state,
     make_trainer,
+    mostly_slow,
     same,
     spied,
     toy_data,
@@ -254,7 +255,9 @@ def test_an_adaptive_share_of_zero_does_not_let_weight_decay_at_v():
     same(own(trainer)["v"], module_state(module))
 
 
-@pytest.mark.parametrize("make", [lambda: Toy("adamw"), lambda: NormNet("momentum"), lambda: PiecesStyle("steplr")])
+@pytest.mark.parametrize(
+    "make", [lambda: Toy("adamw"), *mostly_slow([lambda: NormNet("momentum"), lambda: PiecesStyle("steplr")], [])]
+)
 def test_a_share_of_one_is_local_training_bit_for_bit(make):
     """Entry 14 (c)."""
     module, data = make(), toy_data(SIZES)
@@ -573,6 +576,7 @@ class Stop(FederatedCallback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mix", "state"), [("params", "reset"), ("params", "keep"), ("logits", "keep")])
 def test_resumed_is_uninterrupted(tmp_path, mix, state):
     options = {"max_rounds": 4, "optimizer_state": state, "participation": 2, "evaluate_every": 0}

@@ -153,6 +153,7 @@ def test_a_client_without_samples_does_not_stop_the_others():
     assert sorted(parts(trainer).values()) == [*GROUPS, ["6"]]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same(tmp_path):
     from tests.callbacks.common import cut_and_resumed
 

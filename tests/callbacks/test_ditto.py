@@ -181,6 +181,7 @@ def test_what_is_deployed_is_scored(tmp_path):
         assert last["L1", client] != pytest.approx(last["G", client], abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"optimizer_state": "keep"}, pytest.param({"optimizer_state": "reset"}, marks=pytest.mark.slow)]
 )

@@ -209,6 +209,7 @@ def start():
     return two_models("momentum"), public_data(), [callback, LocalCheckpoint()]
 
 
+@pytest.mark.slow
 def test_two_architectures_resume_bit_for_bit(tmp_path):
     options = {"participation": 2, "evaluate_every": 1}
     whole = federate(*start(), tmp_path / "w", max_rounds=4, **options)

@@ -156,6 +156,7 @@ def start():
     return two_models("momentum"), public_data((24, 40, 16, 30)), callbacks
 
 
+@pytest.mark.slow
 def test_two_architectures_resume_bit_for_bit(tmp_path):
     options = {"participation": 3, "evaluate_every": 1}
     whole = federate(*start(), tmp_path / "w", max_rounds=4, **options)

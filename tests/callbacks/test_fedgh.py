@@ -201,6 +201,7 @@ def shuffled():
     return [FedGH(shuffle=True, server_epochs=2, server_batch_size=2)]
 
 
+@pytest.mark.slow
 def test_two_architectures_resume_bit_for_bit(tmp_path):
     whole = federate(models(), toy_data([16, 12, 20, 8]), shuffled(), max_rounds=3, participation=3)
     half = federate(models(), toy_data([16, 12, 20, 8]), shuffled(), max_rounds=2, root=tmp_path, participation=3)

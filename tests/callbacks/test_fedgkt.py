@@ -185,6 +185,7 @@ def start():
     return two_models("momentum", lr=0.1), toy_data((24, 40, 16)), [callback]
 
 
+@pytest.mark.slow
 def test_two_architectures_resume_bit_for_bit(tmp_path):
     whole = federate(*start(), max_rounds=3, participation=2)
     half = federate(*start(), tmp_path / "h", max_rounds=2, participation=2)

@@ -245,10 +245,7 @@ needs_timm = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason
 @needs_timm
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name in ("SCAFFOLD", "FENDA", "PLayerFL") else pytest.param(name, marks=pytest.mark.slow)
-        for name in ALGORITHMS
-    ],
+    [name if name == "FENDA" else pytest.param(name, marks=pytest.mark.slow) for name in ALGORITHMS],
 )
 def test_a_small_timm_model(name):
     check(name, Timm("test_resnet", "fc", 16), rounds=2 if "PLayerFL" in name else 1)

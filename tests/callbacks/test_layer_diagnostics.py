@@ -189,8 +189,8 @@ def test_figures_are_drawn(run):
     [
         (Toy, [], {"optimizer_state": "keep", "local_epochs": 2}),
         (NormNet, [SCAFFOLD()], {}),
-        (Toy, [PerFedAvg(alpha=0.1)], {}),
-        (Toy, [FedRep(personal=["net.3"], head_epochs=1)], {}),
+        pytest.param(Toy, [PerFedAvg(alpha=0.1)], {}, marks=pytest.mark.slow),
+        pytest.param(Toy, [FedRep(personal=["net.3"], head_epochs=1)], {}, marks=pytest.mark.slow),
         (Toy, [FedPer(personal=["net.3"])], {"participation": 2}),
     ],
     ids=["keep", "scaffold", "per-fedavg", "fedrep", "fedper"],
@@ -228,6 +228,7 @@ def test_every_n_rounds_starts_with_the_first(tmp_path):
     assert {row.round for row in read_layers(trainer.run.path)} == {1, 3}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_writes_the_same_table(tmp_path):
     options: dict[str, Any] = {"quantities": ["sensitivity", "sensitivity_online", "hessian_trace", "cka"]}
     whole = federate(toy(), toy_data(), [diagnostics(**options)], tmp_path, name="whole", max_rounds=4)

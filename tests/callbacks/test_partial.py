@@ -37,6 +37,7 @@ from tests.helpers import (
     global_state,
     make_trainer,
     mean_of,
+    mostly_slow,
     plain_fit,
     same,
     spied,
@@ -181,7 +182,11 @@ def test_a_module_without_batch_norm_is_refused():
 # -- Local -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [lambda: Toy("onecycle"), lambda: NormNet("adam"), lambda: PiecesStyle("steplr")])
+def adam():
+    return NormNet("adam")
+
+
+@pytest.mark.parametrize("make", mostly_slow([lambda: Toy("onecycle"), adam, lambda: PiecesStyle("steplr")], [adam]))
 def test_rounds_of_epochs_are_one_ordinary_training_of_each_client(make):
     module, data = make(), toy_data(SIZES)
     trainer, spy = spied(module, data, [Local()], max_rounds=3, local_epochs=2)

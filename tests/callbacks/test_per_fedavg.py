@@ -251,6 +251,7 @@ def test_test_data_do_not_matter(tmp_path):
         same(*(module_state(run.client(client).module) for run in runs))
 
 
+@pytest.mark.slow
 def test_evaluation_does_not_change_w(tmp_path):
     """(d)"""
     module, data = NormNet("sgd", dropout=0.0), toy_data()
@@ -266,6 +267,7 @@ def test_a_last_batch_of_one_under_normalisation_does_not_stop_evaluation(tmp_pa
     same(module_state(trainer.client("1").module), global_state(trainer))
 
 
+@pytest.mark.slow
 def test_it_learns_to_adapt():
     """Clients with opposite targets: after one step the meta-model serves each better than FedAvg's model does."""
     module, data = Toy("sgd", lr=0.1), toy_data((24, 24, 24))

@@ -169,6 +169,7 @@ def test_candidates_are_made_of_what_came_and_keep_the_rules(rounds):
                 )
 
 
+@pytest.mark.slow
 def test_fine_tuning_lowers_the_loss_on_public_data(rounds):
     module, data = models(), public_data()
     x, y = data.public_dataloader().dataset.tensors
@@ -228,6 +229,7 @@ def test_without_strength_it_is_local_training_and_nothing_travels():
     assert not any(item.num_bytes for item in (*spy.messages, *spy.updates)) and not trainer.server.state
 
 
+@pytest.mark.slow
 def test_the_first_round_has_no_term_and_later_ones_have():
     module, data = models("adam", lr=0.01), public_data(batch_size=8)
     for count in (1, 2):
@@ -287,6 +289,7 @@ def same_runs(one, other):
         same(described, theirs["candidates"][key])
 
 
+@pytest.mark.slow
 def test_resume_in_the_middle_changes_nothing(tmp_path):
     data = public_data((24, 40, 16, 20), batch_size=8)
     whole = federate(models("momentum", 0.1), data, [RESUMED], max_rounds=3, participation=3)
@@ -357,6 +360,7 @@ def test_where_no_candidate_fits_clients_keep_what_they_have():
 SHARED = models()
 
 
+@pytest.mark.slow
 def test_teachers_of_the_same_round_do_not_depend_on_the_global_generators():
     data = public_data(batch_size=8)
     runs = []

@@ -196,6 +196,7 @@ def test_a_plus_step_lowers_the_loss_and_a_minus_step_raises_it():
         assert results[1] < loss_of(client, thbar) < results[-1]
 
 
+@pytest.mark.slow
 def test_the_hypernetwork_learns_who_helps():
     """Clients 0 and 1 are alike, 2 is not: they learn to hear less of it, and it to hear nothing of them."""
     total, alpha = {}, {}

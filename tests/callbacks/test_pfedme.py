@@ -177,6 +177,7 @@ def test_everybody_may_compute_while_the_sampled_send():
         assert differs(*(thetas(spy.records[number])[client] for number in (1, 2)))
 
 
+@pytest.mark.slow
 def test_theta_fits_better_than_w():
     """The gain of personalisation where clients disagree: same inputs, other labels."""
     data = toy_data((24, 24, 24))

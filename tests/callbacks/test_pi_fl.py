@@ -58,6 +58,7 @@ def test_one_cluster_with_slots_for_all_is_fedavg(make):
         same(module_state(ours.module(client)), global_state(plain))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"ledger": False}, {"tokens": 1e9}, pytest.param({"price": 0.0}, marks=pytest.mark.slow)]
 )
@@ -79,6 +80,7 @@ def test_clients_without_tokens_rest():
     assert own(nobody)["ledger"] == [] and nobody.server.steps == 0
 
 
+@pytest.mark.slow
 def test_without_incentives_clients_are_dealt_at_random():
     _, spy = spied(Toy(), toy_data([8] * 6), [pifl(incentive=False)], max_rounds=6)
     assert not any(m.tag == "bid" for m in spy.messages)

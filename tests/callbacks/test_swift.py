@@ -13,7 +13,18 @@ from fedlightning.tensors import module_state
 from fedlightning.topology import make_graph, mixing_weights
 from tests.callbacks.test_dfedavg import NAMES, A, B, nodes
 from tests.conformance.case import Case, Kept
-from tests.helpers import NormNet, Quadratic, Toy, close, federate, make_trainer, quadratic_data, same, toy_data
+from tests.helpers import (
+    NormNet,
+    Quadratic,
+    Toy,
+    close,
+    federate,
+    make_trainer,
+    mostly_slow,
+    quadratic_data,
+    same,
+    toy_data,
+)
 
 
 def clock(slow=None, **link):
@@ -99,6 +110,7 @@ def test_with_equal_speeds_it_is_dsgd(make):
     assert ours.server.bytes_up == plain.server.bytes_up
 
 
+@pytest.mark.slow
 def test_a_slow_client_holds_nobody_up():
     def steps(slow):
         loop = WaitFree(clock(slow), period=4.0)
@@ -139,7 +151,7 @@ def test_without_edges_it_is_local_sgd():
     torch.testing.assert_close(nodes(trainer), b - b * (1 - 0.1 * a) ** 4, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("fresh_only", [False, True])
+@pytest.mark.parametrize("fresh_only", mostly_slow([False, True], [False]))
 def test_resumed_with_models_on_their_way(tmp_path, fresh_only):
     def run(place, rounds, resume=None, **options):
         loop = WaitFree(VirtualClock(LogNormalSpeed(0.1, visit_sigma=0.3), FixedLink(up=500.0, down=2000.0)), steps=2)

@@ -23,6 +23,7 @@ from fedlightning.engines import ray_cluster, ray_start, ray_sweep
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.failures import FederationError
 from tests.engines.test_processes import alive, wait_until
+from tests.helpers import mostly_slow
 
 BUSY = Exception("The current node timed out during startup.\nThis could happen because of much.")
 
@@ -98,7 +99,7 @@ time.sleep(600)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", mostly_slow([signal.SIGKILL, signal.SIGTERM], [signal.SIGTERM]))
 def test_what_is_left_behind_is_ended_and_nothing_else(how):
     mark = f"mark of {os.getpid()} and {how}"
     command = [sys.executable, "-I", "-S", "-c", PROGRAM, ray_sweep.__file__, mark]

@@ -20,7 +20,7 @@ from fedlightning.run.names import UntrustedError, path_of
 from fedlightning.run.objects import from_tree, to_tree
 from fedlightning.run.restoring import HOOKS, forbidden
 from fedlightning.tensors import equal, module_state
-from tests.helpers import Toy
+from tests.helpers import Toy, mostly_slow
 from tests.run import gadgets
 from tests.run.gadgets import Maker, evil, name_of, names_in, object_of, own_state, partial_of, pools, watched
 
@@ -156,7 +156,9 @@ def test_models_of_torch_and_ours_open_without_trust(tmp_path):
         check_opens(tmp_path, net)
 
 
-@pytest.mark.parametrize("name", ["mobilenet_v3_small", "resnet18", "shufflenet_v2_x0_5", "swin_t"])
+@pytest.mark.parametrize(
+    "name", mostly_slow(["mobilenet_v3_small", "resnet18", "shufflenet_v2_x0_5", "swin_t"], ["resnet18"])
+)
 def test_models_of_torchvision_open_without_trust(tmp_path, name):
     models = pytest.importorskip("torchvision.models")
     with torch.device("meta"):
@@ -164,7 +166,12 @@ def test_models_of_torchvision_open_without_trust(tmp_path, name):
     check_opens(tmp_path, net.to_empty(device="cpu"))
 
 
-@pytest.mark.parametrize("name", ["resnet10t", "vit_tiny_patch16_224", "mobilenetv3_small_050", "convnext_atto"])
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(
+        ["resnet10t", "vit_tiny_patch16_224", "mobilenetv3_small_050", "convnext_atto"], ["vit_tiny_patch16_224"]
+    ),
+)
 def test_models_of_timm_open_without_trust(tmp_path, name):
     pytest.importorskip("timm")
     check_opens(tmp_path, TimmNet(name, num_classes=2))

@@ -16,7 +16,7 @@ from fedlightning.models import MLP, Classifier
 from fedlightning.visit import requests
 from fedlightning.visit.fast import evaluation
 from fedlightning.visit.fast.trainer import FastTrainer
-from tests.helpers import make_trainer
+from tests.helpers import make_trainer, mostly_slow
 
 
 class Points(ArrayFederatedDataModule):
@@ -76,7 +76,7 @@ def scored(monkeypatch, module, clients=9, one_by_one=False, before_test=lambda:
     return [row.cells for row in trainer.rows]
 
 
-@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("breaks", mostly_slow([False, True], [True]))
 def test_a_series_of_loaders_gives_the_scores_of_one_after_another(monkeypatch, breaks):
     monkeypatch.setattr(Busy, "breaks", breaks)
     module = Busy()

@@ -107,7 +107,7 @@ PLANS = [
     slow({"gradient_clip_val": 0.05}),
     {"limit_train_batches": 2},
     slow({"limit_train_batches": 0.5}),
-    {"detect_anomaly": True, "lr_decay": 0.5},
+    slow({"detect_anomaly": True, "lr_decay": 0.5}),
 ]
 
 
@@ -282,7 +282,7 @@ class Logs(Toy):
         self.log("end", self.trainer.callback_metrics["both_epoch"] + 1)
 
 
-@pytest.mark.parametrize("make", [dict, slow(fp16), lambda: {"precision": "64-true"}], ids=["32", "fp16", "64"])
+@pytest.mark.parametrize("make", [dict, slow(fp16), slow(lambda: {"precision": "64-true"})], ids=["32", "fp16", "64"])
 def test_everything_that_is_logged(make):
     spy = both(Logs(), make=make, local_epochs=2)
     assert {"step", "both", "both_step", "both_epoch", "accuracy_epoch", "norm_step", "end"} <= set(
