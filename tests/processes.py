@@ -114,8 +114,8 @@ def script(path: Path, words: Sequence[str], cwd: Path, env: Mapping[str, str] |
     return forked(work, cwd, env)
 
 
-def keep_a_fork_server_ready() -> None:
-    """Fork a process that becomes multiprocessing's fork server once one is wanted.
+def keep_a_fork_server_ready() -> int:
+    """Fork a process that becomes multiprocessing's fork server once one is wanted, and return its id.
 
     It has what this process has imported, and nothing that a test has changed since. A started one would import torch and
     Lightning anew, for seconds, in each process of pytest.
@@ -134,6 +134,7 @@ def keep_a_fork_server_ready() -> None:
         return pid
 
     multiprocessing.util.spawnv_passfds = spawn
+    return pid
 
 
 def _become_a_fork_server(parent: socket.socket) -> None:
@@ -144,10 +145,9 @@ def _become_a_fork_server(parent: socket.socket) -> None:
     said, files, *_ = socket.recv_fds(parent, 65536, 2)
     if said:
         code, numbers = json.loads(said)
-        held = [
-            fcntl.fcntl(file, fcntl.F_DUPFD, 100) for file in files
-        ]  # out of the way of the numbers they are to have
+        above = max(*numbers, *files) + 1  # out of the way of the numbers that they are to have
+        held = [fcntl.fcntl(file, fcntl.F_DUPFD, above) for file in files]
         for file, number in zip(held, numbers, strict=True):
             os.dup2(file, number)
-        os.closerange(100, 4096)
+        os.closerange(above, above + 4096)
         exec(code, {})
