@@ -33,8 +33,6 @@ if "FEDLIGHTNING_TEST_CLOCK" in os.environ:  # make test-anywhere; before anythi
 
 import pytest
 
-from tests.processes import keep_a_fork_server_ready
-
 SEED = 20260
 gc.disable()  # until all tests are collected: it would look through a million objects again and again, and find nothing
 SLOW_MODULE = re.compile(r"^pytestmark = pytest\.mark\.slow$", re.MULTILINE)
@@ -57,7 +55,6 @@ def pytest_configure(config: pytest.Config) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     hypothesis.settings.register_profile("fedlightning", deadline=None, derandomize=True, print_blob=True)
     hypothesis.settings.load_profile("fedlightning")
-    keep_a_fork_server_ready()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -5,14 +5,10 @@ That process has one torch thread and no GPU, so that a fork of it can train.
 
 from __future__ import annotations
 
-import fcntl
-import json
-import multiprocessing.util
 import os
 import runpy
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -112,42 +108,3 @@ def script(path: Path, words: Sequence[str], cwd: Path, env: Mapping[str, str] |
         runpy.run_path(str(path), run_name="__main__")
 
     return forked(work, cwd, env)
-
-
-def keep_a_fork_server_ready() -> int:
-    """Fork a process that becomes multiprocessing's fork server once one is wanted, and return its id.
-
-    It has what this process has imported, and nothing that a test has changed since. A started one would import torch and
-    Lightning anew, for seconds, in each process of pytest.
-    """
-    ours, theirs = socket.socketpair()
-    pid = fork(lambda: _become_a_fork_server(theirs))
-    theirs.close()
-    start: Any = multiprocessing.util.spawnv_passfds
-
-    def spawn(path: bytes, words: Sequence[str], files: Sequence[int]) -> int:
-        if "multiprocessing.forkserver" not in words[-1]:
-            return int(start(path, words, files))
-        multiprocessing.util.spawnv_passfds = start  # there is but one
-        with ours:
-            socket.send_fds(ours, [json.dumps([words[-1], files]).encode()], files)
-        return pid
-
-    multiprocessing.util.spawnv_passfds = spawn
-    return pid
-
-
-def _become_a_fork_server(parent: socket.socket) -> None:
-    """Wait for the parent to say how, or to end. Of its open files none is kept: by them a server sees that it has ended."""
-    kept = parent.fileno()
-    os.closerange(3, kept)
-    os.closerange(kept + 1, 4096)
-    said, files, *_ = socket.recv_fds(parent, 65536, 2)
-    if said:
-        code, numbers = json.loads(said)
-        above = max(*numbers, *files) + 1  # out of the way of the numbers that they are to have
-        held = [fcntl.fcntl(file, fcntl.F_DUPFD, above) for file in files]
-        for file, number in zip(held, numbers, strict=True):
-            os.dup2(file, number)
-        os.closerange(above, above + 4096)
-        exec(code, {})
