@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import time
-from multiprocessing import forkserver, get_context
 
 import pytest
 
-from tests.processes import fork, forked, keep_a_fork_server_ready, wait
+from tests.processes import fork, forked, wait
 
 
 def test_output_and_exit_code_come_back(tmp_path):
@@ -53,19 +52,3 @@ def test_a_child_that_hangs_is_killed():
 def test_each_test_has_a_time_limit(request):
     assert 0 < float(request.config.getini("timeout")) < float(request.config.getini("faulthandler_timeout"))
     assert request.config.pluginmanager.hasplugin("timeout")
-
-
-def test_the_fork_server_that_is_kept_ready_answers_whatever_numbers_its_files_have(tmp_path):
-    """In a process of its own, whose fork server has not been asked for yet: many files are open by then."""
-
-    def work() -> None:
-        server = forkserver._forkserver
-        server._forkserver_pid = None  # it is the parent's
-        kept, held = keep_a_fork_server_ready(), [os.dup(0) for _ in range(150)]
-        process = get_context("forkserver").Process(target=os.write, args=(1, b"written"))
-        process.start()
-        process.join()
-        assert (process.exitcode, server._forkserver_pid, len(held)) == (0, kept, 150)
-
-    done = forked(work, tmp_path)
-    assert (done.returncode, done.stdout) == (0, "written"), done.stderr
