@@ -35,6 +35,11 @@ def claiming(role, name):
     return type(name, (base,), {role: lambda self, *args: None})()
 
 
+def test_what_facts_say_is_refused_as_an_attribute_of_the_class():
+    with pytest.raises(TypeError, match=r"Stray sets keeps, .*Stray.facts = Facts\(keeps="):
+        type("Stray", (FederatedCallback,), {"keeps": True})
+
+
 @pytest.mark.parametrize(("method", "family"), FAMILIES.items())
 def test_a_method_of_a_family_is_refused_on_a_class_of_another(method, family):
     with pytest.raises(TypeError, match=f"Stray defines {method}, .* Derive Stray from {family}"):

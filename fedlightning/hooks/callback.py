@@ -36,6 +36,8 @@ FAMILIES = {
 }
 """Methods that only one kind of callbacks has, and the base class of that kind (:mod:`fedlightning.hooks.families`)."""
 
+OF_FACTS = {"keeps", "mixes_architectures", "asynchronous", "takes_part", "most_work", "newcomers", "optimizer_state"}
+"""Words that a callback says in :attr:`FederatedCallback.facts`, and nowhere else."""
 BASES = {"Callback", "FederatedCallback", *FAMILIES.values()}
 """Classes of the modules of :data:`CONTRACT` that have such methods."""
 
@@ -99,9 +101,14 @@ class FederatedCallback(Callback):
         return Facts()
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Let arguments be checked by their annotations; refuse a method of a family on a class that is not of it."""
+        """Let arguments be checked by their annotations; refuse words of `facts` and methods of a family elsewhere."""
         super().__init_subclass__(**options)
         check_on_creation(cls)
+        for name in OF_FACTS & vars(cls).keys():
+            raise TypeError(
+                f"{cls.__name__} sets {name}, which nothing reads there: it is said in facts, as in "
+                f"{cls.__name__}.facts = Facts({name}=...)."
+            )
         for name, family in FAMILIES.items():
             if name in vars(cls) and family not in (kind.__name__ for kind in cls.__mro__):
                 raise TypeError(
