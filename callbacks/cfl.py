@@ -243,7 +243,8 @@ class CFL(Clusters):
 
     def on_send(self, client: Client, update: Update) -> None:
         """Answer for the cluster."""
-        update.model = client.message.tag or client.message.model
+        if update.state:  # else a visit after the last round, whose tag is another method's
+            update.model = client.message.tag or client.message.model
 
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:
         """Return the model of a client's cluster; for all, the global one as long as nothing was split."""

@@ -250,7 +250,7 @@ class FedGroup(Clusters):
     # -- client --------------------------------------------------------------------------------------------------------
     def on_send(self, client: Client, update: Update) -> None:
         """Answer for the group."""
-        if client.message.tag:
+        if client.message.tag and update.state:  # else a visit after the last round, whose tag is another method's
             update.model = client.message.tag
 
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:

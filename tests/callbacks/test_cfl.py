@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedlightning.callbacks import CFL, FedAvg, FedLP, Local
+from fedlightning.callbacks import CFL, FedAvg, FedGroup, FedLP, Local, LocalAdaptation
 from fedlightning.callbacks.cfl import cosines, flat
 from fedlightning.tensors import module_state
 from fedlightning.testing.runs import same_tree
@@ -240,3 +240,9 @@ def test_a_federation_by_hand(options, clusters):
         close(trainer.server.models[cluster], state, atol=1e-9, rtol=0)
     for client, cluster in where.items():
         close(module_state(trainer.module(client)), models[cluster], atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("method", [CFL(), FedGroup(alpha=20)], ids=lambda method: method.key)
+def test_adaptation_after_the_last_round_answers_for_no_cluster(method):
+    trainer = federate(Toy(), toy_data(), [method, LocalAdaptation()], max_rounds=1)
+    assert not trainer.server.failures
