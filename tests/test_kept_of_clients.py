@@ -14,7 +14,7 @@ from fedlightning.testing.toys import ToyData, federate
 from tests.conformance.case import Case, collect
 
 CASES: dict[str, Case] = collect("CASES")
-FEW = ("FedAvg", "FedAMP", "FD", "FedProx")
+FEW = ("FedAvg", "FedAMP", "FD", "FedProx", "PIFL", "PLayerFL")
 """Cases of the fast suite."""
 
 
