@@ -29,7 +29,6 @@ from fedlightning.tensors import clone, entry_kinds, equal, module_state, select
 
 NO_SERVER_STEP = Need("keeps several models at the server, and no mean of all", (Change.STEP, Change.REDUCED))
 """Nothing can work on the one model that the clients' mean gives."""
-NO_MODEL_TRAVELS = "lets no model travel"
 
 
 def one_visit(what: str, instead: str, when: Callable[[Setup], bool] = facts.always) -> Need:
@@ -37,7 +36,7 @@ def one_visit(what: str, instead: str, when: Callable[[Setup], bool] = facts.alw
     return Need(f"{what}, so that what a client keeps would train in both visits", (Change.KEEPS,), instead, when)
 
 
-def no_model(why: str = NO_MODEL_TRAVELS) -> list[Need]:
+def no_model(why: str = "lets no model travel") -> list[Need]:
     """Return the needs of a method that lets no model travel: that nothing works on one, or keeps a part beside it."""
     return [Need(why, facts.WORKS_ON_THE_MODEL), Need(f"{why}, and each client's own model is whole", (Change.KEEPS,))]
 

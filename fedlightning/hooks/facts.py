@@ -120,10 +120,6 @@ class Need:
 
 WHOLE_UPDATES = Need("compares or mixes whole models of clients", (Change.PARTS,))
 """What clients send is compared, or mixed, as a whole."""
-ONE_PLACE_FOR_STEPS = Need(
-    "keeps several models at the server, of which none is the mean of all clients", (Change.STEP, Change.REDUCED)
-)
-"""The server has several models, so nothing can work on the one that a mean gives."""
 WHOLE_MODELS_OF_CLIENTS = Need(
     "gives clients parts of the model, and has a mean of its own for every element",
     (Change.VALUES, Change.PLAN, Change.REDUCED),
