@@ -7,7 +7,7 @@ optimizer and no data.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -83,6 +83,13 @@ class Wire:
     down: Mapping[str, Spec] = field(default_factory=dict)
     up: Mapping[str, Spec] = field(default_factory=dict)
     entries: Sequence[str] | Literal["shared", "all"] = "shared"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.entries, Collection):
+            raise TypeError(
+                f"Wire got entries={self.entries!r}. Give a list of names or module prefixes ([]: none ever leaves), "
+                "'shared' or 'all'."
+            )
 
 
 @dataclass

@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -169,7 +169,7 @@ def allows(annotation: Any, value: Any) -> bool:
         found = [one for one in annotation.__metadata__ if isinstance(one, Range)]
         if not found or not allows(inner[0], value):
             return not found
-        if not isinstance(value, Real) or isinstance(value, bool) or not all(float(value) in one for one in found):
+        if not isinstance(value, Real) or isinstance(value, bool) or not all(_number(value) in one for one in found):
             return False
         strict = any(one.strict for one in found)
         return inner[0] is not int or isinstance(value, Integral) or (not strict and float(value).is_integer())
@@ -177,9 +177,17 @@ def allows(annotation: Any, value: Any) -> bool:
         return any(_is_word(value, one) for one in inner)
     if not _is_checked(annotation):
         return True
-    if isinstance(value, str) or not hasattr(value, "__iter__") or isinstance(value, Mapping) != _is_table(origin):
+    if isinstance(value, (str, Iterator)) or not hasattr(value, "__iter__"):  # an iterator would be empty afterwards
         return False
-    return all(allows(inner[-1], one) for one in (value.values() if isinstance(value, Mapping) else value))
+    if isinstance(value, Mapping) or _is_table(origin):
+        return (
+            isinstance(value, Mapping) and _is_table(origin) and all(allows(inner[-1], one) for one in value.values())
+        )
+    if origin is tuple and inner[-1] is not ...:
+        values = list(value)
+        return len(values) == len(inner) and all(map(allows, inner, values))
+    each = inner[0] if origin is tuple else inner[-1]
+    return all(allows(each, one) for one in value)
 
 
 def described(annotation: Any) -> str:
@@ -196,8 +204,10 @@ def described(annotation: Any) -> str:
         return ", ".join(words[:-1]) + (f" or {words[-1]}" if words[1:] else words[-1])
     if annotation is type(None):
         return "None"
+    if origin is tuple and inner and inner[-1] is not ...:
+        return f"a list of {', '.join(described(one) for one in inner)}"
     if origin is not None and inner:
-        return f"{'a table' if _is_table(origin) else 'a list'}, each {described(inner[-1])}"
+        return f"{'a table' if _is_table(origin) else 'a list'}, each {described(inner[0 if origin is tuple else -1])}"
     return NUMBERS.get(annotation, f"a {getattr(annotation, '__name__', annotation)}")
 
 
@@ -216,6 +226,13 @@ def _is_word(value: Any, word: Any) -> bool:
     """Return whether a value is one of a `Literal`; True is not 1."""
     kind = Real if isinstance(word, int) else type(word)
     return isinstance(value, kind) and isinstance(value, bool) == isinstance(word, bool) and bool(value == word)
+
+
+def _number(value: Real) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a whole number that no float holds
+        return math.inf if value > 0 else -math.inf  # type: ignore[operator]
 
 
 def _is_table(origin: Any) -> bool:
@@ -246,13 +263,25 @@ def _annotations_of(kind: type) -> dict[str, Any]:
 
 @functools.cache
 def _annotations(init: Callable[..., None]) -> dict[str, Any]:
-    """Return the annotations with something to check. Names that exist for type checkers only are left out."""
-    found = {}
-    for name, annotation in inspect.get_annotations(init).items() if inspect.isfunction(init) else ():
+    """Return the annotations with something to check. Names that exist for type checkers only are left out.
+
+    The names of this module are known all the same: a linter may have moved their import to where type checkers alone look.
+    """
+    found: dict[str, Any] = {}
+    if not inspect.isfunction(init):
+        return found
+    parameters = inspect.signature(init).parameters
+    known = {name: value for name, value in globals().items() if not name.startswith("_")} | init.__globals__
+    for name, annotation in inspect.get_annotations(init).items():
         try:  # as typing.get_type_hints does
-            value = eval(annotation, init.__globals__) if isinstance(annotation, str) else annotation
+            value = eval(annotation, known) if isinstance(annotation, str) else annotation
         except NameError:
             continue
+        several = name != "return" and _is_checked(value) and parameters[name].kind
+        if several is inspect.Parameter.VAR_POSITIONAL:  # the annotation is of each
+            value = types.GenericAlias(tuple, (value, ...))
+        elif several is inspect.Parameter.VAR_KEYWORD:
+            value = types.GenericAlias(dict, (str, value))
         if name != "return" and _is_checked(value):
             found[name] = value
     return found

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Callback
 
 from fedlightning import FederatedCallback, algorithm
+from fedlightning.algorithm import AsynchronousMethod, Change, Facts, ModelSelection, Need
 from fedlightning.callbacks import (
     FLIU,
     SCAFFOLD,
@@ -22,10 +23,12 @@ from fedlightning.callbacks import (
     GlobalCheckpoint,
     Local,
     LocalCheckpoint,
+    pFedBayes,
 )
 from fedlightning.federation.failures import FederationError
 from fedlightning.hooks import ROLES, CallbackList, Job, Phase
 from fedlightning.hooks.callback import FAMILIES
+from fedlightning.messages import Wire
 from fedlightning.tensors import module_state
 from tests.helpers import NormNet, Toy, federate, make_trainer, same, spied, toy_data
 
@@ -353,3 +356,96 @@ def test_a_callback_that_breaks_a_visit_is_named_with_its_client():
 def test_hyperparameters_are_what_was_passed():
     assert SCAFFOLD(option=1).hyperparameters() == {"option": 1, "server_lr": 1.0, "weighting": "uniform"}
     assert FedPer(personal=["net"]).hyperparameters() == {"personal": ["net"], "num_layers": 1, "weighting": None}
+
+
+class Mixed:
+    def on_job(self, server, job):
+        return None
+
+
+class Stubborn:
+    takes_part = False
+
+
+@pytest.mark.parametrize(
+    ("bases", "body", "reason"),
+    [
+        ((Mixed, FederatedCallback), {}, "Stray defines on_job, .* Derive Stray from ClientSelection"),
+        ((Stubborn, FederatedCallback), {}, "Stray sets takes_part, which nothing reads there"),
+        ((FederatedCallback,), {"facts": lambda self: Facts()}, r"Stray.facts is <function .*Write facts = Facts\("),
+        ((FederatedCallback,), {"facts": None}, "Stray.facts is None"),
+        (
+            (ModelSelection,),
+            {"facts": Facts(keeps=True)},
+            "Stray.facts takes the place of ModelSelection.facts .*SELECTION",
+        ),
+        ((AsynchronousMethod,), {"facts": Facts(keeps=True)}, "leaves out asynchronous"),
+        ((pFedBayes,), {"facts": Facts(keeps=True)}, "Stray.facts takes the place of pFedBayes.facts .*adds a spread"),
+    ],
+)
+def test_what_nothing_would_read_is_refused_as_the_class_is_defined(bases, body, reason):
+    with pytest.raises(TypeError, match=reason):
+        type("Stray", bases, body)
+
+
+def test_facts_in_the_place_of_a_property_of_a_base_are_refused_in_a_run():
+    stray = type("Stray", (SCAFFOLD,), {"facts": Facts()})
+    with pytest.raises(TypeError, match=r"Stray.facts takes the place of SCAFFOLD.facts .*IN_STEP"):
+        CallbackList([stray()])
+
+
+def test_a_class_that_only_has_the_name_of_a_family_is_none():
+    with pytest.raises(TypeError, match="Derive ClientSelection from ClientSelection"):
+        type("ClientSelection", (FederatedCallback,), {"on_job": lambda self, server, job: None})
+
+
+def test_facts_of_several_bases_are_put_together():
+    one = type("One", (FederatedCallback,), {"facts": Facts(changes=[Change.PARTS])})
+    other = type("Other", (FederatedCallback,), {"facts": Facts(changes=[Change.WORK])})
+    with pytest.raises(TypeError, match=r"One.facts takes the place of Other.facts in Both and leaves out WORK"):
+        type("Both", (one, other), {})
+    both = type("Both", (one, other), {"facts": one.facts.extend(other.facts.changes, other.facts.needs)})
+    assert both().facts.changes == {Change.PARTS, Change.WORK}
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: Facts(changes="START"),
+        lambda: Facts(changes=["START"]),
+        lambda: Facts(changes=Change.START),
+        lambda: Facts(needs=Need("needs it", [Change.REDUCE])),
+        lambda: Facts(newcomers="none"),
+        lambda: Need("needs it", Change.REDUCE),
+        lambda: Need("needs it", ["reduce"]),
+    ],
+)
+def test_facts_in_other_words_are_refused(made):
+    with pytest.raises(TypeError, match=r"Facts got|Need got"):
+        made()
+
+
+def test_facts_know_what_becomes_of_optimizers():
+    with pytest.raises(ValueError, match="Facts got optimizer_state='kept'"):
+        Facts(optimizer_state="kept")
+
+
+@pytest.mark.parametrize("name", ["server_step", "correct_gradient", "on_job"])
+def test_a_method_on_the_object_that_nothing_would_call_is_refused(name):
+    method = FedAvg()
+    setattr(method, name, lambda *args: None)
+    with pytest.raises(ValueError, match=f"FedAvg.{name} is set on the object, where nothing calls it"):
+        CallbackList([method])
+
+
+def test_a_weighting_of_no_known_kind_is_refused_by_name():
+    method = FedAvg()
+    method.weighting = ["uniform"]
+    with pytest.raises(ValueError, match=r"FedAvg has weighting=\['uniform'\]. Known weightings"):
+        CallbackList([method])
+
+
+@pytest.mark.parametrize("entries", [None, 3, iter(["net.0"])])
+def test_entries_that_may_leave_are_a_list(entries):
+    with pytest.raises(TypeError, match="Wire got entries="):
+        Wire(entries=entries)

@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from fedlightning import callbacks, datamodules
+from fedlightning import FederatedCallback, callbacks, datamodules
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation import loops
 from fedlightning.models import Classifier, Regressor
@@ -238,3 +238,60 @@ def test_every_declared_range_is_enforced(kind):
         if not found:
             with pytest.raises(ConfigurationError, match=refusal):
                 kind(**{**needed, name: "no such word"})
+
+
+@pytest.mark.parametrize(
+    ("annotation", "good", "bad"),
+    [
+        (tuple[PositiveInt, ...], [(), (1, 2), [3]], [(0,), (1, -1), 1]),
+        (tuple[PositiveInt, Share], [(5, 0.2), [1, 1]], [(0, 0.5), (1, 2), (1,), (1, 0.5, 0.5)]),
+        (list[Share], [[], [0.5]], [iter([0.5]), (share for share in [0.5])]),
+        (PositiveInt, [10**300], [10**400, -(10**400), 0]),
+        (NonNegativeFloat, [1e300], [10**400]),
+    ],
+)
+def test_lists_of_every_kind_and_very_large_numbers(annotation, good, bad):
+    for value in good:
+        assert allows(annotation, value), value
+    for value in bad:
+        assert not allows(annotation, value), value
+
+
+class Several(FederatedCallback):
+    def __init__(self, *parts: PositiveInt, **shares: Share) -> None:
+        self.parts, self.shares = parts, shares
+
+
+def test_what_is_said_of_each_of_several_arguments_is_checked_of_each():
+    assert Several(1, 2, body=0.5).parts == (1, 2)
+    for wrong in (lambda: Several(1, 0), lambda: Several(body=2)):
+        with pytest.raises(ConfigurationError, match=r"Several got (parts=\(1, 0\)|shares=\{'body': 2\})"):
+            wrong()
+
+
+class Held:
+    def __init__(self, held: PositiveInt = 1) -> None:
+        self.held = held
+
+
+class WithHeld(Held, FederatedCallback):
+    """Its constructor is a mixin's."""
+
+
+def test_a_constructor_of_a_mixin_is_checked():
+    assert WithHeld(2).held == 2 and Held(0).held == 0
+    with pytest.raises(ConfigurationError, match=r"WithHeld got held=0. Use a whole number in \[1, inf\)"):
+        WithHeld(0)
+
+
+def test_ranges_are_known_where_only_type_checkers_import_them():
+    names = {"__name__": "elsewhere", "FederatedCallback": FederatedCallback}
+    exec(
+        "from __future__ import annotations\n"
+        "class Elsewhere(FederatedCallback):\n"
+        "    def __init__(self, held: PositiveInt = 1) -> None:\n"
+        "        self.held = held\n",
+        names,
+    )
+    with pytest.raises(ConfigurationError, match="Elsewhere got held=0"):
+        names["Elsewhere"](0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -103,18 +104,28 @@ class FederatedCallback(Callback):
     def __init_subclass__(cls, **options: Any) -> None:
         """Let arguments be checked by their annotations; refuse words of `facts` and methods of a family elsewhere."""
         super().__init_subclass__(**options)
+        maker = next(kind for kind in cls.__mro__ if "__init__" in vars(kind))
+        if maker is not object and not issubclass(maker, FederatedCallback):  # of a mixin, which nobody has checked
+            cls.__init__ = maker.__init__  # type: ignore[method-assign]
         check_on_creation(cls)
-        for name in OF_FACTS & vars(cls).keys():
+        own = [kind for kind in cls.__mro__ if kind.__module__ not in CONTRACT]
+        for name in (name for name in sorted(OF_FACTS) if any(name in vars(kind) for kind in own)):
             raise TypeError(
                 f"{cls.__name__} sets {name}, which nothing reads there: it is said in facts, as in "
                 f"{cls.__name__}.facts = Facts({name}=...)."
             )
         for name, family in FAMILIES.items():
-            if name in vars(cls) and family not in (kind.__name__ for kind in cls.__mro__):
+            if any(name in vars(kind) for kind in own) and not cls.is_of(family):
                 raise TypeError(
                     f"{cls.__name__} defines {name}, which is a method of fedlightning.algorithm.{family}. Derive "
                     f"{cls.__name__} from {family}."
                 )
+        refuse_lost_facts(cls)
+
+    @classmethod
+    def is_of(cls, family: str) -> bool:
+        """Return True if the class derives from the base class of a family, by its name."""
+        return any(kind.__name__ == family and kind.__module__ in CONTRACT for kind in cls.__mro__)
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return the arguments this callback was made with, read from the attributes of the same names."""
@@ -263,3 +274,39 @@ class FederatedCallback(Callback):
         default. Not beside `reduce`.
         """
         raise NotImplementedError
+
+
+def refuse_lost_facts(kind: type[FederatedCallback], made: FederatedCallback | None = None) -> None:
+    """Refuse a class whose facts are in the place of those of a base, and do not say what these do.
+
+    Args:
+        kind: The class.
+        made: An object of it, which answers properties; without it only what is written down is compared.
+
+    Raises:
+        TypeError: Naming both classes and what is lost.
+    """
+    said = [(one, vars(one)["facts"]) for one in kind.__mro__ if "facts" in vars(one) and one is not FederatedCallback]
+    if not said:
+        return
+    owner, facts = said[0]
+    if not isinstance(facts, Facts | property | cached_property):
+        raise TypeError(
+            f"{owner.__name__}.facts is {facts!r}. Write facts = Facts(...), or a property that returns one."
+        )
+    found: Any = facts if made is None else made.facts
+    for base, before in said[1:] if isinstance(found, Facts) else ():
+        if isinstance(before, property) and (made is not None or base.__module__ in CONTRACT):
+            assert before.fget is not None
+            before = before.fget(made or object.__new__(base))  # a family's asks nothing of the object
+        if not isinstance(before, Facts):
+            continue
+        lost = [change.name for change in before.changes if change not in found.changes]
+        lost += [f"'{need.what}'" for need in before.needs if need not in found.needs]
+        lost += ["asynchronous"] if before.asynchronous is not None and found.asynchronous is None else []
+        if lost:
+            raise TypeError(
+                f"{owner.__name__}.facts takes the place of {base.__name__}.facts in {kind.__name__} and leaves out "
+                f"{', '.join(lost)}. Write facts = {base.__name__}.facts.extend(...), or a property that returns "
+                "super().facts.extend(...)."
+            )

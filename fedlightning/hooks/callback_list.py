@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fedlightning.hooks.callback import FederatedCallback
-from fedlightning.hooks.facts import Change
+from fedlightning.hooks.callback import FAMILIES, FederatedCallback, refuse_lost_facts
+from fedlightning.hooks.facts import FOLLOWS, Change
 from fedlightning.hooks.words import WEIGHTINGS
 from fedlightning.messages import Update
 
@@ -51,6 +51,13 @@ class CallbackList:
         for key in keys:
             if keys.count(key) > 1:
                 raise ValueError(f"{key} is in the list of callbacks {keys.count(key)} times. Keep one of them.")
+        for callback in self.callbacks:
+            refuse_lost_facts(type(callback), callback)
+            for name in sorted({*FOLLOWS, *ROLES, *FAMILIES} & vars(callback).keys()):
+                if callable(getattr(callback, name)) and not callback.claims(name):
+                    raise ValueError(
+                        f"{callback.key}.{name} is set on the object, where nothing calls it. Write a method of the class."
+                    )
         for role in ROLES:
             claimants = [callback.key for callback in self.callbacks if callback.claims(role)]
             if len(claimants) > 1:
@@ -66,14 +73,14 @@ class CallbackList:
             )
         self.callbacks = sorted(self.callbacks, key=lambda callback: callback.rank)
         wishes = {callback.key: callback.weighting for callback in self.callbacks if callback.weighting is not None}
-        if len(set(wishes.values())) > 1:
+        if any(wish != next(iter(wishes.values())) for wish in wishes.values()):
             said = {key: "a function of its own" if callable(wish) else wish for key, wish in wishes.items()}
             raise ValueError(
                 f"Callbacks ask for different weightings: {said}. A mean has one: set the same `weighting` on them, or none "
                 "beside one that weighs by a function of its own."
             )
         for key, wish in wishes.items():
-            if not callable(wish) and wish not in WEIGHTINGS:
+            if not callable(wish) and not (isinstance(wish, str) and wish in WEIGHTINGS):
                 raise ValueError(
                     f"{key} has weighting={wish!r}. Known weightings: {sorted(WEIGHTINGS)}, or a function of the server "
                     "and the update."

@@ -88,6 +88,20 @@ FOLLOWS = {
 """The change that follows from a method that a callback claims."""
 
 
+def refuse_other_words(owner: str, changes: object) -> None:
+    """Refuse what is no collection of changes: nothing would ever be found in it.
+
+    Raises:
+        TypeError: With what to write.
+    """
+    other = isinstance(changes, str) or not isinstance(changes, Collection)
+    wrong = [changes] if other else [one for one in changes if not isinstance(one, Change)]  # type: ignore[attr-defined]
+    if wrong:
+        raise TypeError(
+            f"{owner} got {wrong[0]!r} for changes. Give a list of members of Change, such as [Change.REDUCE]."
+        )
+
+
 def always(setup: Setup) -> bool:
     """Return True: a need that holds in every federation."""
     return True
@@ -112,6 +126,9 @@ class Need:
     without: Collection[Change] = ()
     instead: str = ""
     when: Callable[[Setup], bool] = always
+
+    def __post_init__(self) -> None:
+        refuse_other_words("Need", self.without)
 
     def broken_by(self, changes: Collection[Change]) -> Change | None:
         """Return the first of another callback's changes that breaks it; `None` if it holds."""
@@ -192,6 +209,15 @@ class Facts:
     most_work: Callable[[int], int] | None = None
     newcomers: Newcomers = Newcomers()
     optimizer_state: Literal["reset", "keep"] | None = None
+
+    def __post_init__(self) -> None:
+        refuse_other_words("Facts", self.changes)
+        if isinstance(self.needs, Need) or any(not isinstance(need, Need) for need in self.needs):
+            raise TypeError(f"Facts got needs={self.needs!r}. Give a list of Need(...).")
+        if not isinstance(self.newcomers, Newcomers):
+            raise TypeError(f"Facts got newcomers={self.newcomers!r}. Give Newcomers(...).")
+        if self.optimizer_state not in (None, "reset", "keep"):
+            raise ValueError(f"Facts got optimizer_state={self.optimizer_state!r}. Use 'reset' or 'keep', or None.")
 
     def extend(self, changes: Iterable[Change] = (), needs: Iterable[Need] = (), **others: Any) -> Facts:
         """Return these facts with more changes and needs, and other answers to the rest.

@@ -19,7 +19,7 @@ from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.errors import ConfigurationError, listed
 from fedlightning.hooks import POOLED, FederatedCallback
 from fedlightning.layers import expand
-from fedlightning.messages import Spec, Wire, check_extras
+from fedlightning.messages import Extra, Spec, Wire, check_extras
 from fedlightning.tensors import entry_kinds, tied_names
 
 WHOLE = "the whole model"
@@ -93,7 +93,7 @@ class Leaving:
                 raise ValueError(f"extras of '{key:.80}' are in the update, and no callback has that key: they stay")
             check_extras(key, found, wires[key].up, shapes)
             for name, value in found.items():
-                states = value.values() if wires[key].up[name] == "states" else [value]
+                states = value.values() if Extra.of(wires[key].up[name]).form == "states" else [value]
                 held = [
                     entry for state in states if isinstance(state, Mapping) for entry in state if entry in self.private
                 ]

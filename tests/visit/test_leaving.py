@@ -14,7 +14,7 @@ from fedlightning.catalogue import ALGORITHMS
 from fedlightning.catalogue.algorithm import WHOLE
 from fedlightning.errors import ConfigurationError
 from fedlightning.hooks import POOLED, CallbackList, FederatedCallback
-from fedlightning.messages import Message, Wire
+from fedlightning.messages import Extra, Message, Wire
 from fedlightning.testing.runs import same_tree
 from fedlightning.testing.toys import ToyData, ToyModule, federate
 from fedlightning.visit.leaving import leaving_of
@@ -80,13 +80,14 @@ def test_extras_that_nobody_declared_and_private_entries_in_them_stay():
 
         def on_send(self, client, update):
             state = {"head.weight": client.model_state()["head.weight"]}
-            update.extras[self.where] = {"more": {"a": state} if self.spec == "states" else state}
+            update.extras[self.where] = {"more": {"a": state} if Extra.of(self.spec).form == "states" else state}
 
     for leak, reason in (
         (Leak(), "Leak puts private entries into its 'more': 'head.weight' stays"),
         (Leak(spec="parameters"), "Leak puts private entries into its 'more': 'head.weight' stays"),
         (Leak(spec="tensors"), "Leak puts private entries into its 'more': 'head.weight' stays"),
         (Leak(spec="states"), "Leak puts private entries into its 'more': 'head.weight' stays"),
+        (Leak(spec=Extra("states")), "Leak puts private entries into its 'more': 'head.weight' stays"),
         (Leak("Nobody"), "extras of 'Nobody' are in the update, and no callback has that key"),
     ):
         with pytest.raises(RuntimeError) as failed:
