@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Callback
 
 from fedlightning import FederatedCallback, algorithm
+from fedlightning.algorithm import Change, Facts, Need
 from fedlightning.callbacks import (
     FLIU,
     SCAFFOLD,
@@ -38,6 +39,13 @@ def claiming(role, name):
 def test_what_facts_say_is_refused_as_an_attribute_of_the_class():
     with pytest.raises(TypeError, match=r"Stray sets keeps, .*Stray.facts = Facts\(keeps="):
         type("Stray", (FederatedCallback,), {"keeps": True})
+
+
+def test_facts_that_are_extended_keep_what_they_had():
+    first, second = Need("goes first", (Change.PARTS,)), Need("goes second", (Change.STEP,))
+    found = Facts({Change.START}, [first], keeps=True).extend({Change.PARTS}, [second], takes_part=False)
+    assert (found.changes, found.needs) == ({Change.START, Change.PARTS}, (first, second))
+    assert (found.keeps, found.takes_part) == (True, False)
 
 
 @pytest.mark.parametrize(("method", "family"), FAMILIES.items())
