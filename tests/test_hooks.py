@@ -43,6 +43,13 @@ def test_what_facts_say_is_refused_as_an_attribute_of_the_class():
         type("Stray", (FederatedCallback,), {"keeps": True})
 
 
+def test_facts_that_are_extended_keep_what_they_had():
+    first, second = Need("goes first", (Change.PARTS,)), Need("goes second", (Change.STEP,))
+    found = Facts({Change.START}, [first], keeps=True).extend({Change.PARTS}, [second], takes_part=False)
+    assert (found.changes, found.needs) == ({Change.START, Change.PARTS}, (first, second))
+    assert (found.keeps, found.takes_part) == (True, False)
+
+
 @pytest.mark.parametrize(("method", "family"), FAMILIES.items())
 def test_a_method_of_a_family_is_refused_on_a_class_of_another(method, family):
     with pytest.raises(TypeError, match=f"Stray defines {method}, .* Derive Stray from {family}"):

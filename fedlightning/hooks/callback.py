@@ -295,7 +295,8 @@ def refuse_lost_facts(kind: type[FederatedCallback], made: FederatedCallback | N
             f"{owner.__name__}.facts is {facts!r}. Write facts = Facts(...), or a property that returns one."
         )
     found: Any = facts if made is None else made.facts
-    for base, before in said[1:] if isinstance(found, Facts) else ():
+    compared = isinstance(found, Facts) and found.takes_part  # one that only watches changes and needs nothing
+    for base, before in said[1:] if compared else ():
         if isinstance(before, property) and (made is not None or base.__module__ in CONTRACT):
             assert before.fget is not None
             before = before.fget(made or object.__new__(base))  # a family's asks nothing of the object

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fedlightning import FederatedCallback
+from fedlightning.algorithm import Change, Facts, Need, Wire
 from fedlightning.callbacks import (
     APFL,
     FENDA,
@@ -200,6 +202,26 @@ def test_order_in_the_list_does_not_matter_for_these():
 def test_senseless_pairs(callbacks, sentence):
     with pytest.raises(ValueError, match=sentence):
         federate(Toy(), toy_data(SIZES), callbacks)
+
+
+class Sends(FederatedCallback):
+    def __init__(self, form):
+        self.form = form
+
+    def wire(self, module):
+        return Wire(up={"values": self.form})
+
+
+class HoldsParts(FederatedCallback):
+    facts = Facts(needs=[Need("gives clients parts of the model", [Change.VALUES])])
+
+
+def test_values_that_are_shaped_as_the_models_are_a_change_by_what_is_declared():
+    federate(Toy(), toy_data(SIZES), [HoldsParts(), Sends("scalar")], max_rounds=1)
+    with pytest.raises(
+        ValueError, match="HoldsParts gives clients parts of the model, and Sends sends values shaped as"
+    ):
+        federate(Toy(), toy_data(SIZES), [HoldsParts(), Sends("parameters")], max_rounds=1)
 
 
 @pytest.mark.parametrize(

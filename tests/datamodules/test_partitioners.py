@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fedlightning.datamodules import (
@@ -262,6 +262,7 @@ def test_bad_input_is_a_sentence(make, sentence):
 
 
 @given(st.integers(0, 60), st.floats(0, 0.95), st.integers(0, 99))
+@example(2, 0.95, 0)
 def test_cut_is_disjoint_complete_and_sized(size, fraction, seed):
     indices = np.random.default_rng(seed).permutation(200)[:size]
     labels = np.random.default_rng(seed).integers(0, 3, 200)

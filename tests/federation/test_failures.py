@@ -282,6 +282,15 @@ def test_a_resumed_run_leaves_out_whom_the_machine_left_out(tmp_path):
     assert failures(resumed) == [(2, "1", "training", "left out")]
 
 
+def test_a_resumed_run_still_tells_of_failures_before(tmp_path):
+    hook, options = FailingHook(Fault(tmp_path, "ValueError", times=1), "on_send"), {"name": "it", "version": "a"}
+    run([hook], root=tmp_path, max_rounds=1, **options)
+    resumed = make_trainer(tmp_path, [FedAvg(), hook], max_rounds=2, evaluate_every=1, stages=["G"], **options)
+    resumed.fit(toy(), datamodule=toy_data(), resume=tmp_path / "it" / "a")
+    assert resumed.rounds_done == 2
+    assert failures(resumed) == [(1, "1", "training", "left out")]
+
+
 def test_decisions_are_read_back_and_a_round_that_ended_the_run_is_tried_again(tmp_path):
     decisions = Decisions(tmp_path / "left_out.jsonl")
     decisions.add((2, "training", "a", 1), "too slow")

@@ -68,6 +68,14 @@ class Absent(ClientSelection):
         return [client for client in server.clients if client != "0"]
 
 
+def test_usual_is_what_the_last_rounds_were():
+    norms = Norms()
+    for round in range(WINDOW + 3):
+        norms.note("0", round, {"parameters": float(round + 1)})
+        norms.end_round()
+    assert norms.usual["parameters"] == [float(round + 1) for round in range(3, WINDOW + 3)]
+
+
 @pytest.mark.filterwarnings("ignore:Round")
 @pytest.mark.parametrize("begin", [0, 2])
 def test_where_the_line_is(begin):

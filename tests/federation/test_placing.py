@@ -168,14 +168,19 @@ def test_held_out_clients_are_not_scored_but_join(tmp_path):
 def test_it_goes_down_the_whole_tree(tmp_path):
     """CFL, by hand: at every split from the model before it, to the side of the most similar member."""
     signs = [(1, 1), (1, -1), (-1, 1), (-1, -1)]
-    b = [[9.0 * s + 0.1 * i, 5.0 * t, 1.0] for i, (s, t) in enumerate(signs * 2)]
-    trainer = federate(Quadratic(), quadratic_data([[1.0] * 3] * 8, b), [CFL(10, 0, gap=0.5)], tmp_path, max_rounds=4)
+    b, watch = [[9.0 * s + 0.1 * i, 5.0 * t, 1.0] for i, (s, t) in enumerate(signs * 2)], Watch()
+    trainer = federate(
+        Quadratic(), quadratic_data([[1.0] * 3] * 8, b), [CFL(10, 0, gap=0.5), watch], tmp_path, max_rounds=4
+    )
     tree, clusters = trainer.server.state["CFL"]["splits"], trainer.server.state["CFL"]["clusters"]
     assert len(set(clusters.values())) == 4 and len(tree) == 3
     new = quadratic_data([[1.0] * 3] * 4, [[7.0 * s, 6.0 * t, 0.0] for s, t in signs])
     new.tensors = {f"new {client}": splits for client, splits in new.tensors.items()}
     found = {}
+    watch.visits.clear()
     trainer.onboard(new, epochs=1, verbose=False)
+    placing = [(client, count) for client, _, tag, steps, count in watch.visits if steps and not tag]
+    assert placing == [(client, 1) for _ in range(2) for client in new.tensors]  # each of them a first visit
     for client, (_, goal) in ((c, s["train"]) for c, s in new.tensors.items()):
         node = "global"
         while node in tree:

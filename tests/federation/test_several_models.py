@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fedlightning.algorithm import GLOBAL, Client, FederatedCallback, Job, Plan, Server, Update, Wire
+from fedlightning.federation.stages import update_rows
 from fedlightning.tensors import clone
 from tests.helpers import NormNet, Toy, federate, same, toy_data
 
@@ -83,6 +84,13 @@ def test_every_model_has_rows_of_its_own(tmp_path, callback):
         for row in rows
         if (row.round, row.stage, row.model, row.metric) == (2, "L2", other, "val_loss")
     }
+
+
+def test_a_client_that_trains_its_own_model_of_the_server_has_a_personal_row():
+    scores = [("L2", "local", "val", "val_loss", 0.5, 10)]
+    updates = [Update(0, client, origin="second", evaluations=list(scores)) for client in ("0", "1")]
+    rows = update_rows(updates, {"0": "second", "1": GLOBAL}.__getitem__)
+    assert [(row.client, row.model) for row in rows] == [("0", "personal"), ("1", "second")]
 
 
 @pytest.mark.parametrize("engine", ["vectorized", pytest.param("processes", marks=pytest.mark.slow)])

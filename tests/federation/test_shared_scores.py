@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from fedlightning import FederatedCallback
+from fedlightning.algorithm import FederatedCallback
 from fedlightning.callbacks import IFCA, FedAvg, FedPer, GlobalCheckpoint, HypCluster, LocalCheckpoint
 from fedlightning.tensors import load_state
-from tests.helpers import Toy, federate, toy_data
+from tests.helpers import CLASSES, Toy, federate, toy_data
 
 DATA = ["local", "pooled", "clients"]
 RUNS = {
@@ -60,6 +63,22 @@ def test_every_test_score_is_that_of_its_own_model(name, engine):
         checked += 1
     kinds = 1 + len([one for one in RUNS[name]() if isinstance(one, LocalCheckpoint)])
     assert checked == kinds * 4 * (1 + 1 + 3)  # own data, everybody's, each other's
+
+
+class Zeros(FederatedCallback):
+    """Deploys at every client a model that knows nothing, in the place of the one that travels."""
+
+    def personal_module(self, client, stage):
+        module = client.copy_module()
+        load_state(module, {name: torch.zeros_like(value) for name, value in module.state_dict().items()})
+        return module
+
+
+def test_a_client_that_deploys_another_model_does_not_take_over_the_scores_of_the_servers():
+    trainer = federate(Toy("sgd", lr=0.5), toy_data(), [Zeros()], max_rounds=1, evaluate_every=1)
+    found = {(row.stage, row.client): row.value for row in trainer.rows if row.metric == "val_loss"}
+    for client in ("0", "1", "2"):
+        assert found["L1", client] == pytest.approx(math.log(CLASSES)) != pytest.approx(found["G", client], abs=1e-3)
 
 
 class Closed(FederatedCallback):

@@ -30,6 +30,10 @@ FAULTS = {
         lambda u: setattr(u, "client", "0"),
         "it says client='0', but answers the message with client='1'",
     ),
+    "another job": (
+        lambda u: setattr(u, "tag", "probe"),
+        "it says tag='probe', but answers the message with tag=''",
+    ),
     "another model": (lambda u: setattr(u, "model", "mine"), "it is for model 'mine'; the server has"),
     "too many samples": (
         lambda u: setattr(u, "num_samples", 10**12),

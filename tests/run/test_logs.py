@@ -333,3 +333,17 @@ def test_models_of_one_stage_have_values_of_their_own():
         [Row(1, "L2", m, "latest", "local", "val", "0", "loss", v, 1) for m, v in (("global", 1.0), ("k", 2.0))]
     )
     assert Unknown.kept.pop("a") == [{"val/L2/local/loss": 1.0, "val/L2/local/loss/k": 2.0}]
+
+
+def test_loggers_get_the_models_as_they_stand():
+    logger = Unknown("a")
+    logger.log_metrics = lambda metrics, step: logger.buffer.append(metrics)
+    Logs([logger]).log(
+        [
+            Row(1, "L1", "personal", "latest", "local", "val", "0", "loss", 1.0, 1),
+            Row(1, "L1", "personal", "best_local", "local", "val", "0", "loss", 2.0, 1),
+            Row(1, "G", "global", "best_global", "local", "val", "0", "loss", 3.0, 1),
+            Row(1, "L1", "personal", "latest", "local", "test", "0", "loss", 4.0, 1),
+        ]
+    )
+    assert Unknown.kept.pop("a") == [{"val/L1/local/loss": 1.0}]

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.settings import LocalSettings
@@ -20,6 +21,7 @@ from fedlightning.testing.toys import ToyData, ToyModule, federate
 from fedlightning.visit.leaving import leaving_of
 from fedlightning.visit.requests import Evaluate
 from tests.conformance.case import Case, collect
+from tests.helpers import FEATURES, Toy
 
 CASES: dict[str, Case] = collect("CASES")
 
@@ -102,6 +104,19 @@ def test_two_methods_leave_what_both_let_leave():
     one, other = (leaving_of(_built(method, full=True), "site0").entries for method in (FedPer(), FedBN()))
     assert leaving.entries == one & other not in (one, other)
     assert set(run(SCAFFOLD()).federation.engine.runner.leaving("site0").extras) == {"SCAFFOLD"}
+
+
+def test_an_entry_that_is_tied_to_a_private_one_stays_too():
+    class Tied(Toy):
+        def make(self, hidden, dropout):
+            body, head = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+            head.weight = body.weight
+            return nn.Sequential(body, nn.ReLU(), head)
+
+    blueprint = Blueprint(Tied(), CallbackList([FedPer(personal=["net.2"])]), _built(FedPer()).settings)
+    leaving = leaving_of(blueprint, "site0")
+    assert leaving.entries == {"net.0.bias"}
+    assert leaving.private == {"net.0.weight", "net.2.weight", "net.2.bias"}
 
 
 @pytest.mark.parametrize("buffers", ["local", "server"])

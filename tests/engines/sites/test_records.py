@@ -29,3 +29,18 @@ def test_a_private_head_of_an_earlier_run_does_not_leave_in_a_run_of_another_met
     task = {"task": replace(visit, message=message), "number": "1", "version": version, "keep": None}
     reply = read(parts["1"].answer(write({"do": "tasks", "session": "again", "tasks": [task], "budget": 1.0})))
     assert "under which other parts of the model leave" in read(reply["answer"][0])["refused"]
+
+
+def test_the_version_that_a_visit_began_from_stays_for_a_server_that_goes_back(tmp_path: Path) -> None:
+    parts, seen = sites(tmp_path / "sites", FedPer()), list[bytes]()
+    line = Line(parts)
+    line.watch = lambda node, data: seen.append(data) or data if node == "1" else data  # type: ignore[func-returns-value]
+    at_sites(line, tmp_path / "server", FedPer())
+    asked, site = list(map(read, seen)), parts["1"]
+    given = [one for request in asked if request["do"] == "tasks" for one in request["tasks"]]
+    last = [one for one in given if isinstance(one["task"], Visit) and one["task"].client == "site1"][-1]
+    for number in ("first", "second"):
+        tasks = {"do": "tasks", "tasks": [last | {"number": number, "keep": []}], "budget": 1.0}
+        reply = read(read(site.answer(write(tasks | {"session": asked[-1]["session"]})))["answer"][0])
+        kept = site.records.versions(site._session.run, "site1")  # type: ignore[union-attr]
+        assert set(kept) == {last["version"], reply["version"]}

@@ -202,6 +202,8 @@ def test_stale_updates_are_dropped():
     assert "2" not in {client for client, *_ in seen}
     assert trainer.server.failures == []
     assert "2" in trainer.store  # it has trained all the same
+    _, seen = watched(Asynchronous(SLOW, arrivals=2, max_staleness=9), max_rounds=11)
+    assert [staleness for client, _, staleness, _ in seen if client == "2"] == [9]
 
 
 def test_a_client_whose_update_is_dropped_keeps_what_has_to_agree_with_the_server():

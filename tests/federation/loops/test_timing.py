@@ -115,6 +115,16 @@ def test_slow_clients_do_a_part_of_their_work():
     assert {update.client: update.steps for update in spy.updates} == {"0": 6, "1": 10}  # client 2 has too little time
 
 
+def test_a_part_of_the_work_leaves_time_for_the_way_back():
+    """Two of three epochs of 2.4 seconds: the update takes two more."""
+    size = sum(value.numel() * 4 for value in Toy().state_dict().values())
+    clock = VirtualClock(SampleSpeed(0.1, slowdown={"1": 0.6}), FixedLink(up=size / 2))
+    loop = Synchronous(clock, deadline=7.5, late="partial")
+    trainer, spy = spied(Toy(), toy_data((24, 40)), loop=loop, local_epochs=3, max_rounds=1)
+    assert {update.client: update.steps for update in spy.updates} == {"0": 6, "1": 10}
+    assert times(trainer) == [pytest.approx(6.8)]
+
+
 def test_the_first_updates_suffice():
     clock = VirtualClock(FixedSpeed(1.0, slowdown={"0": 3, "1": 2}))
     module = Toy()
