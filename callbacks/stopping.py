@@ -125,8 +125,8 @@ class FederatedEarlyStopping(ModelSelection):
             }
             server.stop(
                 self,
-                f"{what[self.criterion]} {self.monitor} ({self.stage}) has not improved in {waited} evaluations; the best was "
-                f"in round {kept['round']}",
+                f"{what[self.criterion]} {self.monitor} ({self.stage}) has not improved in {waited} evaluations; the best "
+                f"was in round {kept['round']}",
                 after=1,
             )
 
