@@ -17,7 +17,6 @@ from fedlightning.algorithm import (
     Setup,
     warn,
 )
-from fedlightning.errors import ConfigurationError
 from fedlightning.ranges import NonNegativeFloat
 
 Values = Mapping[str, float]
@@ -47,7 +46,7 @@ class FederatedEarlyStopping(ModelSelection):
             scores on a handful of samples is noise. Default 20.
 
     Raises:
-        ConfigurationError: If an option is out of range.
+        ValueError: If an option is out of range.
 
     Example:
         >>> from fedlightning.callbacks import FederatedEarlyStopping
@@ -82,15 +81,13 @@ class FederatedEarlyStopping(ModelSelection):
         """Refuse a run without validation scores, and warn where nothing keeps the best models.
 
         Raises:
-            ConfigurationError: With what is missing.
+            ValueError: With what is missing.
         """
         if setup.evaluate_every == 0 or not setup.has_split("val"):
             why = "evaluate_every is 0" if setup.evaluate_every == 0 else "no client has validation data"
-            raise ConfigurationError(
-                f"FederatedEarlyStopping has no scores to go by: {why}. Change that, or leave it out."
-            )
+            raise ValueError(f"FederatedEarlyStopping has no scores to go by: {why}. Change that, or leave it out.")
         if self.stage == "L2" and setup.absent:
-            raise ConfigurationError(
+            raise ValueError(
                 f"FederatedEarlyStopping(stage='L2') compares the scores of clients that trained, and {setup.absent} takes "
                 "others in every round. Use stage='L1'."
             )
@@ -181,7 +178,7 @@ class Budget(FederatedCallback):
         max_steps: Optimizer steps of all clients together.
 
     Raises:
-        ConfigurationError: If a number is out of range, or none is given.
+        ValueError: If a number is out of range, or none is given.
 
     Example:
         >>> from fedlightning.callbacks import Budget
@@ -199,7 +196,7 @@ class Budget(FederatedCallback):
         max_steps: Annotated[int, Range("[1, inf)")] | None = None,
     ) -> None:
         if max_megabytes is None and max_seconds is None and max_steps is None:
-            raise ConfigurationError("Budget has no limit. Give it max_megabytes, max_seconds or max_steps.")
+            raise ValueError("Budget has no limit. Give it max_megabytes, max_seconds or max_steps.")
         self.max_megabytes = max_megabytes
         self.max_seconds = max_seconds
         self.max_steps = max_steps
@@ -208,10 +205,10 @@ class Budget(FederatedCallback):
         """Refuse virtual seconds without a clock.
 
         Raises:
-            ConfigurationError: With the way out.
+            ValueError: With the way out.
         """
         if self.max_seconds is not None and not setup.has_clock:
-            raise ConfigurationError(
+            raise ValueError(
                 f"Budget got max_seconds={self.max_seconds} of the loop's clock, and this loop has none. Give it one "
                 "(trainer.loop), or limit real time with the trainer's max_time."
             )
