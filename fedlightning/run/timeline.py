@@ -132,7 +132,7 @@ def timeline_figure(rows: Sequence[Mapping[str, Any]], rounds: Mapping[int, floa
     below.set_ylim(-0.5, max([row["staleness"] for row in rows], default=0) + 0.5)
     below.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
     below.set_xlabel("virtual seconds")
-    below.set_xlim(0, end)
+    below.set_xlim(0, 1.01 * end)
     found = [outcome for outcome in colours if any(row["outcome"] == outcome for row in rows)]
     handles = [Patch(color=colours[outcome], label=outcome) for outcome in found]
     handles += [Line2D([], [], color="#999999", lw=0.8, label="end of a round")] if shown else []
