@@ -94,6 +94,12 @@ from fedlightning.callbacks.player_fl import PLayerFL as PLayerFL
 from fedlightning.callbacks.player_fl import PLayerFLRandom as PLayerFLRandom
 from fedlightning.callbacks.poisson import PoissonSampling as PoissonSampling
 from fedlightning.callbacks.private_lr import PrivateLR as PrivateLR
+from fedlightning.callbacks.robust import CenteredClipping as CenteredClipping
+from fedlightning.callbacks.robust import CoordinateMedian as CoordinateMedian
+from fedlightning.callbacks.robust import GeometricMedian as GeometricMedian
+from fedlightning.callbacks.robust import Krum as Krum
+from fedlightning.callbacks.robust import NormClippedMean as NormClippedMean
+from fedlightning.callbacks.robust import TrimmedMean as TrimmedMean
 from fedlightning.callbacks.scaffold import SCAFFOLD as SCAFFOLD
 from fedlightning.callbacks.stopping import Budget as Budget
 from fedlightning.callbacks.stopping import FederatedEarlyStopping as FederatedEarlyStopping
