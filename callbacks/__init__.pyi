@@ -8,6 +8,7 @@ from fedlightning.callbacks.central import Central as Central
 from fedlightning.callbacks.cfl import CFL as CFL
 from fedlightning.callbacks.checkpoints import GlobalCheckpoint as GlobalCheckpoint
 from fedlightning.callbacks.checkpoints import LocalCheckpoint as LocalCheckpoint
+from fedlightning.callbacks.client_dp import ClientDP as ClientDP
 from fedlightning.callbacks.dapper import Dapper as Dapper
 from fedlightning.callbacks.dfedavg import DFedAvg as DFedAvg
 from fedlightning.callbacks.diagnostics.gradient_variance import GradientVariance as GradientVariance

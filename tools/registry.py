@@ -18,6 +18,7 @@ OTHERS = (
     "GlobalCheckpoint",
     "FederatedEarlyStopping",
     "Budget",
+    "ClientDP",
     "NormClippedMean",
     "CoordinateMedian",
     "TrimmedMean",
