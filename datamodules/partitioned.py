@@ -114,8 +114,8 @@ class Partitioned(IndexedFederatedDataModule):
 
     @property
     def original(self) -> LightningDataModule:
-        """The data module whose samples are divided."""
-        return self.datamodule
+        """The user's data module, whose samples are divided; this one, where it was made from datasets."""
+        return self if isinstance(self.datamodule, _Datasets) else self.datamodule
 
     @classmethod
     def from_datasets(  # type: ignore[override]
@@ -300,11 +300,6 @@ def loader_options(loader: Any, split: str, owner: str, any_order: bool = False)
 
 class _Datasets(LightningDataModule):
     """The data module that `Partitioned.from_datasets` wraps."""
-
-    @property
-    def original(self) -> LightningDataModule:
-        """The data module whose samples are divided."""
-        return self.datamodule
 
     def __init__(
         self, datasets: dict[str, Dataset[Any] | None], options: dict[str, Any], shuffle: bool, drop_last: bool

@@ -162,8 +162,8 @@ def _kept(sections: Iterable[Section | None]) -> list[Section]:
     return [section for section in sections if section is not None]
 
 
-OWN_LOADERS = {"LoaderDataModule": "Own loaders"}
-"""What a page calls data that came as loaders."""
+OWN_LOADERS = {"LoaderDataModule": "Own loaders", "Partitioned": "Own datasets"}
+"""What a page calls data that came as loaders, or as datasets."""
 
 
 def _data_name(study: Study) -> str:
