@@ -13,7 +13,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedlightning.algorithm import Server, Setup, isolated, move_batch
-from fedlightning.callbacks.shared.representations import LABEL_KEYS, features_at_start, labels_of, refuse_width, rows
+from fedlightning.callbacks.shared.representations import (
+    LABEL_KEYS,
+    features_at_start,
+    labels_of,
+    other_task,
+    refuse_width,
+    rows,
+    targets_in,
+)
 from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
 
 
@@ -116,8 +124,18 @@ def mean_rows(rows: Mapping[str, Tensor], weights: Mapping[str, float], owner: s
     return total.to(known.dtype)
 
 
-def check_public_logits(owner: str, setup: Setup, labels: bool) -> int:
-    """Refuse before round 1 what distillation on public data cannot work with."""
+def check_public_logits(owner: str, setup: Setup, labels: bool, softmax: bool = True) -> int:
+    """Refuse before round 1 what distillation on public data cannot work with. Return the number of logits.
+
+    Args:
+        owner: The method, for the sentence.
+        setup: The federation before round 1.
+        labels: Whether the public data need labels.
+        softmax: Whether logits are compared by their softmax, which means nothing but for one class a sample.
+
+    Raises:
+        ValueError: With the reason.
+    """
     name = type(setup.template).__name__
     if not setup.has_public():
         raise ValueError(
@@ -155,6 +173,11 @@ def check_public_logits(owner: str, setup: Setup, labels: bool) -> int:
         raise ValueError(
             f"{owner} needs a logit for each class, but {name} gives {logits.shape[1]}, and a label is {largest}. Give the "
             "network an output for each class."
+        )
+    if softmax and (why := other_task(targets_in(own), int(logits.shape[1]))):
+        raise ValueError(
+            f"{owner} compares predictions by softmax, one class a sample, but {why}. Use it for classification, or "
+            f"another method, such as FedMD(transfer_epochs=0), which compares the predictions themselves."
         )
     return int(logits.shape[1])
 

@@ -24,7 +24,7 @@ from fedlightning.algorithm import (
     move_batch,
     training_loss,
 )
-from fedlightning.callbacks.shared.representations import targets_in
+from fedlightning.callbacks.shared.representations import other_task, targets_in
 from fedlightning.wrappers import frozen_buffers, muted, unmix
 from fedlightning.wrappers.pair import JointLoss, pair, shared_entries, shared_of, sides_of
 
@@ -164,24 +164,6 @@ UNHEARD = (
     *("optimizer_step", "configure_gradient_clipping"),
 )
 """Hooks in a fit that Lightning calls for the client's module only."""
-
-
-def other_task(targets: Tensor | None, classes: int) -> str:
-    """Return what shows that targets are not one class of a sample; empty if nothing does.
-
-    Example:
-        >>> other_task(torch.tensor([0.3, -1.2]), 2), other_task(torch.tensor([1.0, 0.0]), 2)
-        ('targets of a batch are no whole numbers from 0 to 1', '')
-    """
-    if targets is None or not len(targets):
-        return ""
-    if targets[0].numel() > 1:
-        shares = targets.flatten(1).double()
-        if shares.min() >= 0 and torch.allclose(shares.sum(1), torch.ones(len(shares)).to(shares), atol=1e-3):
-            return ""
-        return f"a sample has targets {tuple(targets.shape[1:])}, which are no shares of classes with the sum 1"
-    whole = bool((targets == targets.round()).all()) and 0 <= targets.min() <= targets.max() < classes
-    return "" if whole else f"targets of a batch are no whole numbers from 0 to {classes - 1}"
 
 
 def _written(module: LightningModule) -> list[str]:

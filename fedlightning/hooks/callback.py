@@ -103,7 +103,7 @@ class FederatedCallback(Callback):
         return Facts()
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Let arguments be checked by their annotations; refuse words and methods that nothing would read where they stand."""
+        """Let arguments be checked by their annotations; refuse words and methods that nothing would read there."""
         super().__init_subclass__(**options)
         maker = next(kind for kind in cls.__mro__ if "__init__" in vars(kind))
         if maker is not object and not issubclass(maker, FederatedCallback):  # of a mixin, which nobody has checked

@@ -29,7 +29,7 @@ from fedlightning.callbacks import (
     LocalCheckpoint,
 )
 from fedlightning.callbacks.fml import MutualLoss
-from fedlightning.callbacks.shared.mutual import other_task
+from fedlightning.callbacks.shared.representations import other_task
 from fedlightning.models import ClientModels
 from fedlightning.tensors import module_state
 from fedlightning.testing.toys import ToyModule
