@@ -56,9 +56,9 @@ class pFedKnow(FederatedCallback):
       called ``server``, which trains nothing else. With ``guide`` the loss has ``lam KL(guide || w)`` more.
     * Down: ``w`` without the share ``prune_i`` of each weight tensor that is smallest in magnitude (biases and
       normalisation stay). Tensors travel dense, with zeros.
-    * Client: the pruned weights stay 0, with a kept optimizer too. The loss is the mean over the batch of the cross entropy with the class that the
-      received model finds likeliest, where its probability is ``threshold`` or more; the other samples count 0. **Labels of
-      clients have no influence on training**, only on scores and on the logged ``train_loss``.
+    * Client: the pruned weights stay 0, with a kept optimizer too. The loss is the mean over the batch of the cross entropy
+      with the class that the received model finds likeliest, where its probability is ``threshold`` or more; the other
+      samples count 0. **Labels of clients have no influence on training**, only on scores and on the logged ``train_loss``.
     * Up: ``w_i``. Server: each element is averaged over the clients that hold it; one that nobody holds stays.
     * State: none. Deployed: the pruned model of the client; the whole one is the global model.
 
