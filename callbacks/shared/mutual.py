@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -146,10 +147,28 @@ class SharedPeer(ServerModels):
         return shared_of(server.module_with(server.model))
 
     def personal_module(self, client: Client, stage: Stage) -> LightningModule:
-        """Return the private model; for a client that never trained, the shared one."""
+        """Return the private model; for a client that joins, the shared one until the private one is better.
+
+        A client that joins a fitted federation has a private model that began at random, and a shared one that many have
+        trained. Which of them it deploys is decided by their own losses on its validation data; without any, the shared one.
+        """
         both = client.copy_module()
-        is_new = client.message.tag == NEWCOMER and client.record.visits == 0
-        return shared_of(both) if is_new else unmix(both)
+        if client.message.tag == NEWCOMER and not self._private_is_better(client, both):
+            return shared_of(both)
+        return unmix(both)
+
+    def _private_is_better(self, client: Client, both: LightningModule) -> bool:
+        """Return True if the private model has trained and has the lower loss on the client's validation data."""
+        loader = client.loader("val") if client.steps or client.record.visits else None
+        if not loader:
+            return False
+
+        def losses(module: LightningModule, batch: Any) -> Tensor:
+            own, shared = sides_of(module, batch)
+            return torch.stack([own.loss, shared.loss]).double().expand(len(own.logits), 2)
+
+        own, shared = client.outputs(loader, losses, both).mean(0).tolist()
+        return bool(own < shared)
 
 
 UNHEARD = (
