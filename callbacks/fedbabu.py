@@ -32,7 +32,8 @@ class FedBABU(AdaptsAtEnd, ServerModels):
     Args:
         head: Name or names of the head's entries or modules. ``None`` (default): the last ``num_layers`` layers.
         num_layers: Number of layers in the head, used where ``head`` is ``None``. Default 1.
-        epochs: Epochs of fine-tuning after the last round. Default 20 (measured; authors: 5). 0: the global model is deployed.
+        epochs: Epochs of fine-tuning after the last round. Default 20 (measured; authors: 5). 0: the global model
+            is deployed.
         part: What is fine-tuned: ``"all"`` (authors, default), ``"head"`` or ``"body"``.
         lr_factor: Factor on the module's learning rate in fine-tuning. Default 0.01 (authors: 1e-3 after training that
             began at 0.1). Features that grew under a fixed head make the head's gradients large, so fine-tuning can

@@ -68,10 +68,10 @@ class FedGH(FederatedCallback):
     gradients; their text, which is followed here, trains the header. A class that no client has moves its row of the
     header only through the softmax.
 
-    The authors' protocol is `FedGH(server_lr=0.01, server_batch_size=1, server_epochs=1, shuffle=False)`. One such pass leaves
-    the header hardly trained where rounds are few. Validation accuracy on digits (a CNN) and FashionMNIST (an MLP) over ten
-    clients by Dirichlet(0.5), ten rounds, three seeds: 0.906 and 0.785 at the defaults, 0.855 and 0.783 by the authors'
-    protocol (Local: 0.787 and 0.797).
+    The authors' protocol is `FedGH(server_lr=0.01, server_batch_size=1, server_epochs=1, shuffle=False)`. One such pass
+    leaves the header hardly trained where rounds are few. Validation accuracy on digits (a CNN) and FashionMNIST (an MLP)
+    over ten clients by Dirichlet(0.5), ten rounds, three seeds: 0.906 and 0.785 at the defaults, 0.855 and 0.783 by the
+    authors' protocol (Local: 0.787 and 0.797).
 
     Args:
         head: Path of the submodule that turns representations into predictions (`"net.fc"`). `None`: the last layer.
