@@ -227,3 +227,20 @@ def test_a_softmax_is_refused_where_a_sample_has_no_class(method: FederatedCallb
 )
 def test_what_compares_no_softmax_is_not(method: FederatedCallback, task: Task) -> None:
     helpers.federate(module_for(task), TaskData(task), [method], max_rounds=1)
+
+
+class Imputes(ToyModule):
+    """Has an answer for inputs that are missing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.nan_to_num())
+
+
+@pytest.mark.parametrize("labels", [False, True])
+def test_public_inputs_that_are_not_finite_are_named(tmp_path: Path, labels: bool) -> None:
+    """It was blamed on the learning rate, after a round."""
+    x = X.clone()
+    x[7, 2] = float("nan")
+    with pytest.raises(ValueError, match=r"Method compares .* inputs of public sample 7 hold NaN or infinite"):
+        fit(tmp_path / "a", Data(TensorDataset(x, Y)), labels=labels)
+    fit(tmp_path / "b", Data(TensorDataset(x, Y)), Imputes(), labels=labels)
