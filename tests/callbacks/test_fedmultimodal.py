@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import functional as F
 
-from fedlightning.callbacks import FedAdam, FedAvg, FedMultimodal, FedProx, Harmony
+from fedlightning.callbacks import SCAFFOLD, FedAdam, FedAvg, FedMultimodal, FedProx, Harmony
 from fedlightning.tensors import module_state
 from tests.conformance.case import Case, Kept
 from tests.helpers import Toy, close, federate, global_state, mean_of, same, spied, toy_data
@@ -181,3 +181,11 @@ def test_samples_with_one_modality_are_judged_by_the_data(method):
     assert not trainer.summary.get("failures")
     with pytest.raises(ValueError, match=r"without 'A' Blind gives 'encoders\.A\.weight' a gradient"):
         federate(Blind(zeros=True), one_sample_with_one_modality(), [FedMultimodal()])
+
+
+def test_control_variates_of_all_clients_are_refused_beside_encoders_of_some():
+    callbacks = [FedMultimodal(weighting="uniform"), SCAFFOLD()]
+    with pytest.raises(ValueError, match=r"FedMultimodal averages an encoder over the clients that have .* and SCAFFOLD "):
+        federate(network(), senses(3), callbacks)
+    both = [FedMultimodal(weighting="uniform", holders_only=False), SCAFFOLD()]
+    federate(network(), senses(3), both, max_rounds=1, local_steps=1)
