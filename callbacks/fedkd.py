@@ -19,6 +19,7 @@ from fedlightning.algorithm import (
     Need,
     Newcomers,
     Server,
+    Setup,
     State,
     Update,
     WeightedMean,
@@ -129,6 +130,20 @@ class FedKD(SharedPeer):
     def claims(self, role: str) -> bool:
         """Decline what puts factors together where everything is sent."""
         return super().claims(role) and (self.compresses or role not in ("reduce", "server_step"))
+
+    def check(self, setup: Setup) -> None:
+        """Refuse what :class:`SharedPeer` does; say where private models may stay behind local training.
+
+        Raises:
+            ValueError: With the reason and another way.
+        """
+        super().check(setup)
+        if self.strength > 0.0:
+            setup.warn(
+                f"FedKD(strength={self.strength}) draws each private model to a shared one, which knows less of the client's "
+                "own labels: where these are skewed, private models may stay behind local training. Compare it with Local, or "
+                "lower strength."
+            )
 
     def compares(self) -> bool:
         """Return whether the losses compare predictions, as classes."""

@@ -212,7 +212,7 @@ class pFedKnow(FederatedCallback):
         """Forget what a kept optimizer knows of weights that are pruned in this visit: momentum would move them."""
         if not self.client.keeps_optimizers or not self.client.message.extras[self.key]["prune"]:
             return
-        stays = {
+        stays: dict[Any, Tensor] = {
             parameter: (self.client.received[name] != 0).to(parameter.device)
             for name, parameter in pl_module.named_parameters()
             if name in self.client.received and parameter.ndim > 1

@@ -243,3 +243,8 @@ def test_wrong_use_is_refused():
     with pytest.raises(ValueError, match=r"`net.1` of ConvHead is a Conv1d.*hidden=False"):
         federate(ConvHead(), data, [FedKD(small())])
     federate(ConvHead(), data, [FedKD(small(), hidden=False)], max_rounds=1)
+
+
+def test_that_private_models_may_stay_behind_is_said():
+    with pytest.warns(UserWarning, match=r"FedKD\(strength=0.3\) draws each private model .* Compare it with Local"):
+        federate(Toy(), toy_data(SIZES), [FedKD(small())], max_rounds=1)

@@ -185,7 +185,9 @@ def test_samples_with_one_modality_are_judged_by_the_data(method):
 
 def test_control_variates_of_all_clients_are_refused_beside_encoders_of_some():
     callbacks = [FedMultimodal(weighting="uniform"), SCAFFOLD()]
-    with pytest.raises(ValueError, match=r"FedMultimodal averages an encoder over the clients that have .* and SCAFFOLD "):
+    with pytest.raises(
+        ValueError, match=r"FedMultimodal averages an encoder over the clients that have .* and SCAFFOLD "
+    ):
         federate(network(), senses(3), callbacks)
     both = [FedMultimodal(weighting="uniform", holders_only=False), SCAFFOLD()]
     federate(network(), senses(3), both, max_rounds=1, local_steps=1)
