@@ -141,8 +141,8 @@ class FedKD(SharedPeer):
         if self.strength > 0.0:
             setup.warn(
                 f"FedKD(strength={self.strength}) draws each private model to a shared one, which knows less of the client's "
-                "own labels: where these are skewed, private models may stay behind local training. Compare it with Local, or "
-                "lower strength."
+                "own labels: where these are skewed, private models may stay behind local training. Compare it with Local, "
+                "or lower strength."
             )
 
     def compares(self) -> bool:
