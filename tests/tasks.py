@@ -6,12 +6,19 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedlightning.testing.toys import CLASSES, ToyData, ToyModule
+from fedlightning.testing.toys import CLASSES, WIDTH, ToyData, ToyModule
 
-Task = Literal["regression", "multi-label", "one class at a client", "one sample at a client"]
+Task = Literal[
+    "regression", "regression of one number", "multi-label", "one class at a client", "one sample at a client"
+]
+
+
+OTHER: tuple[Task, ...] = ("regression", "regression of one number", "multi-label")
+"""Tasks without a class for each sample."""
 
 
 class Regression(ToyModule):
@@ -46,6 +53,8 @@ class TaskData(ToyData):
         x, y = held.tensors
         if self.task == "regression":
             y = x[:, :CLASSES] - 0.5 * x[:, CLASSES:]
+        elif self.task == "regression of one number":
+            y = x.mean(1, keepdim=True)
         elif self.task == "multi-label":
             y = (x[:, :CLASSES] > 0).float()
         elif self.task == "one class at a client" and client == "site1":
@@ -53,7 +62,7 @@ class TaskData(ToyData):
         return TensorDataset(x, y)
 
     def class_counts(self, client: str, split: str = "train") -> list[int] | None:
-        return None if self.task in ("regression", "multi-label") else super().class_counts(client, split)
+        return None if self.task in OTHER else super().class_counts(client, split)
 
     def public_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self._with_targets(super().public_dataloader().dataset), batch_size=self.batch_size)  # type: ignore[arg-type]
@@ -63,4 +72,7 @@ def module_for(task: Task, full: bool = False) -> LightningModule:
     kinds: dict[str, type[ToyModule]] = {"regression": Regression, "multi-label": MultiLabel}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return kinds.get(task, ToyModule)(full=full)
+        module = kinds.get(task.partition(" of ")[0], ToyModule)(full=full)
+        if task == "regression of one number":
+            module.head = nn.Linear(WIDTH, 1)
+        return module
