@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -13,7 +13,7 @@ from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.optimizers import optimizers_of
 from fedlightning.datamodules.base import SPLITS
 from fedlightning.datamodules.own_generators import kept
-from fedlightning.datamodules.public import first_batch, size_of
+from fedlightning.datamodules.public import first_batch, public_loader, size_of
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.federation.engine import Engine, Question, Task
 from fedlightning.federation.server import Server
@@ -74,6 +74,7 @@ def check_callbacks(
         has_public=public.there,
         public_size=public.size,
         public_batch=public.batch,
+        public_batches=public.batches,
         warn=warn,
         loop=loop,
         absent=absent_by(server) or absent,
@@ -249,6 +250,12 @@ class Public:
         with isolated(self._blueprint.settings.seed, "first public batch"), kept(getattr(loader, "dataset", None)):
             return self._blueprint.precision.convert_input(first_batch(loader, name))
 
+    def batches(self) -> Iterator[Any]:
+        """Yield all public batches, in the order of the samples."""
+        loader, name = self._source()
+        with isolated(self._blueprint.settings.seed, "public batches"), kept(getattr(loader, "dataset", None)):
+            yield from map(self._blueprint.precision.convert_input, public_loader(loader, name))
+
 
 @dataclass(frozen=True)
 class CheckThere(Question):
@@ -305,6 +312,7 @@ class CheckThere(Question):
             has_public=public.there,
             public_size=public.size,
             public_batch=public.batch,
+            public_batches=public.batches,
             shared_names=lambda without=None: self.shared["" if without is None else without.key],
             warn=said.append,
             **self.facts,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -206,6 +206,7 @@ class Setup:
         shared_names: Gives the names that travel in round 1; with `without=callback`, those that would without its choice.
         public_size: Gives the number of public samples; 0 without any. Raises ValueError where they have no positions.
         public_batch: Gives the first batch of public data; raises ValueError without any.
+        public_batches: Gives all batches of public data, in the order of their samples.
         warn: Warns the user of something that does not stop the run.
         loop: Name of the class of the loop, which says when clients are visited.
         absent: What keeps clients out of rounds, such as `participation=0.5` or a callback; empty: all take part in each.
@@ -235,6 +236,7 @@ class Setup:
     modules: Mapping[str, LightningModule] = field(default_factory=dict)
     public_size: Callable[[], int] = lambda: 0
     public_batch: Callable[[], Any] = lambda: None
+    public_batches: Callable[[], Iterable[Any]] = lambda: ()
     warn: Callable[[str], None] = lambda text: None
     loop: str = "Synchronous"
     absent: str = ""

@@ -127,6 +127,11 @@ class ClientBase:
         """The run's seed, for addresses of randomness that server and client share."""
         return self._blueprint.settings.seed
 
+    @property
+    def max_rounds(self) -> int:
+        """Rounds of the federation, as the trainer was told."""
+        return self._blueprint.settings.max_rounds
+
     def rng(self, purpose: str) -> torch.Generator:
         """Return a generator addressed by (seed, visit, client, purpose)."""
         return generator(self._blueprint.settings.seed, self.visit, self.id, purpose)

@@ -7,7 +7,19 @@ import torch
 
 import fedlightning
 from fedlightning import FederatedCallback
-from fedlightning.callbacks import FLIU, FedPer, GlobalCheckpoint, LocalCheckpoint
+from fedlightning.callbacks import (
+    CFL,
+    FLIU,
+    IFCA,
+    PIFL,
+    FedAMP,
+    FedGroup,
+    FedPer,
+    FedSoft,
+    FeSEM,
+    GlobalCheckpoint,
+    LocalCheckpoint,
+)
 from fedlightning.federation.stages import ScoringError
 from fedlightning.hooks.callback_list import CallbackList
 from fedlightning.run.checkpoints import load
@@ -214,8 +226,17 @@ def test_without_a_global_model_it_is_refused_before_training():
         def on_visit_start(self, client):
             raise AssertionError("training has begun")
 
-    with pytest.raises(ValueError, match=r"GlobalCheckpoint needs a global model.*LocalCheckpoint"):
+    with pytest.raises(
+        ValueError, match=r"GlobalCheckpoint needs a global model.*stays with the clients.*LocalCheckpoint"
+    ):
         federate(Toy(), toy_data(SIZES), [FedPer(), GlobalCheckpoint(), Visited()])
+    for method in (IFCA(), FedGroup(), FeSEM(), FedSoft(), PIFL(monitor="val_loss"), FedAMP()):
+        with pytest.raises(
+            ValueError, match=f"needs one model for all clients, and {method.key} has none.*LocalCheckpoint"
+        ):
+            federate(Toy(), toy_data(SIZES), [method, GlobalCheckpoint(), Visited()])
+    with pytest.raises(ValueError, match=r"CFL splits the model for all .* GlobalCheckpoint selects .*LocalCheckpoint"):
+        federate(Toy(), toy_data(SIZES), [CFL(), GlobalCheckpoint(), Visited()])
 
 
 @pytest.mark.parametrize("callback", [GlobalCheckpoint(monitor="val_f1"), LocalCheckpoint(monitor="val_f1")])
