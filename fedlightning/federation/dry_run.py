@@ -18,7 +18,8 @@ from fedlightning.federation.architectures import describe
 from fedlightning.federation.dry_run_report import CallbackRole, ClientSize, DryRun
 from fedlightning.federation.engine import Engine, Task
 from fedlightning.federation.federation import Federation
-from fedlightning.federation.one_batch import shapes, spread
+from fedlightning.federation.trial import spread
+from fedlightning.federation.trial_failure import shapes
 from fedlightning.hooks import FederatedCallback
 from fedlightning.messages import tree_bytes
 from fedlightning.scoring.metrics import bare

@@ -237,15 +237,6 @@ class LocalRunner:
                     return self.blueprint.precision.convert_input(loader.collate_fn(samples_at(dataset, chosen)))
         return None
 
-    def num_batches(self, client: str) -> int:
-        """Return the training batches in an epoch of a client, after `limit_train_batches`."""
-        loader = self.data.client_dataloader(client, "train")
-        return 0 if loader is None else self.settings.train_batches(len(loader))
-
-    def has_pooled(self, split: str) -> bool:
-        """Return True if there is a loader over the union of the clients' data of a split."""
-        return self.together and self.data.pooled_dataloader(split) is not None
-
     def batches_of(self, request: Fit) -> Any:
         """Return the batches that a fit trains on."""
         data = request.phase.data

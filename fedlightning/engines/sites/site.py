@@ -28,8 +28,8 @@ from fedlightning.errors import ConfigurationError
 from fedlightning.federation.checks import CheckThere
 from fedlightning.federation.deploy import Deploy
 from fedlightning.federation.engine import Visit
-from fedlightning.federation.sanity import TryStep
 from fedlightning.federation.store import Note
+from fedlightning.federation.trial import TryStep
 from fedlightning.run.fingerprint import differences
 from fedlightning.scoring.tasks import ScoreClient, ScoreModel
 from fedlightning.tensors import load_state, module_state

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedlightning.callbacks import FENDA, SCAFFOLD
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.one_batch import spread
+from fedlightning.federation.trial import spread
 from tests.helpers import Toy, federate, global_state, make_trainer, same, toy_data
 
 
@@ -63,7 +63,7 @@ class NanRate(Toy):
 REFUSED = [
     (
         BadTest(),
-        r"BadTest.test_step fails for client '0' on a batch of test data.*KeyError: 'age' \(test_sanity.py, line",
+        r"BadTest.test_step fails for client '0' on a batch of test data.*KeyError: 'age' \(test_trial.py, line",
     ),
     (BadValidation(), r"BadValidation.validation_step fails .* batch of val data, tried before round 1: TypeError"),
     (LateLayers(), r"LateLayers.setup makes 'head.weight'.*Make layers in __init__ or configure_model"),
