@@ -91,7 +91,7 @@ def setup_of(
     modules: Mapping[str, LightningModule],
     architecture: str,
     public: Public,
-    **more: Callable[..., Any],
+    **more: Any,
 ) -> Setup:
     """Return what callbacks see in their `check` of an architecture; what costs something is looked up when it is asked for.
 

@@ -27,7 +27,6 @@ from fedlightning.federation.unseen import Unseen
 from fedlightning.federation.update_checks import checked
 from fedlightning.hooks import POOLED
 from fedlightning.messages import Update
-from fedlightning.run.environment import plain
 from fedlightning.run.files import is_writer
 from fedlightning.run.persistence import FLUSHED, set_aside
 from fedlightning.run.recorder import Recorder
@@ -124,8 +123,8 @@ class Federation:
 
     @cached_property
     def lasting(self) -> dict[str, Any]:
-        """The fingerprint as JSON can hold it."""
-        return plain(self.fingerprint((), self.server.held_out))
+        """What must not change when the run is resumed."""
+        return self.fingerprint((), self.server.held_out)
 
     def begin(self) -> None:
         """Begin a new federation: tell the callbacks, and find out what must not change when the run is resumed."""

@@ -17,6 +17,7 @@ from fedlightning.datamodules.base import SPLITS
 from fedlightning.errors import ConfigurationError, listed, warn
 from fedlightning.federation.architectures import refuse_mixed, refuse_uncommon
 from fedlightning.federation.checks import CheckThere, Public, setup_of
+from fedlightning.federation.engine import Task
 from fedlightning.federation.failures import at_site
 from fedlightning.federation.trial import StepTrials, Tried, TryStep
 from fedlightning.hooks import POOLED, Change, FederatedCallback, Setup, changes_of, refuse_combinations
@@ -130,7 +131,7 @@ class Rehearsal:
         return next((client for client in self.engine.runner.described.client_ids if self.batches[client]), None)
 
     @property
-    def scored_splits(self) -> dict[str, Sequence[str]]:
+    def scored_splits(self) -> Mapping[str, Sequence[str]]:
         """The splits that models will be scored on, each with whose data."""
         run = self.federation
         due = {"val": run.evaluate_data} if run.evaluate_every > 0 and run.stages else {}
@@ -281,7 +282,8 @@ class Rehearsal:
         checks = [there for _, there in done if there is not None]
         trials = refused is None and self.federation.sanity_check and not self.engine.data_here
         steps = list(self._trials.first()) if trials else []
-        answers = list(self.engine.map([*checks, *steps])) if checks or steps else []
+        tasks: list[Task[Tried]] = [*checks, *steps]
+        answers = list(self.engine.map(tasks)) if tasks else []
         self.tried.update(zip(steps, answers[len(checks) :], strict=True))
         found = iter(answers)
         for said, there in done:
