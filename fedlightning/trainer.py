@@ -291,7 +291,8 @@ class FederatedTrainer(Assembly):
                 if run is not None:
                     lock = stack.enter_context(only_writer(run.path))
                     run.refuse_used(discard_unsaved=resume == AUTO)
-                self.recorder.begins = federation.save_every > 0 and self.recorder.writes
+                if federation.save_every > 0 and self.recorder.writes:
+                    self.recorder.logs.begin()
             else:
                 restore(federation, True, allow_config_change, allow_new_clients)
             if self.config is not None and self.recorder.run is not None and self.recorder.writes:

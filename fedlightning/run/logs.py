@@ -23,7 +23,7 @@ from fedlightning.scoring.results import summarise
 from fedlightning.scoring.rows import LATEST, Row
 
 BEGINNING = "loggers.json"
-"""Where the loggers stood before they first logged; there until a state tells where they stand."""
+"""Where the loggers stood before round 1; there until a state tells where they stand."""
 
 
 class Logs:
@@ -87,7 +87,7 @@ class Logs:
                     yield store, mark
 
     def begin(self) -> None:
-        """Note where the loggers of a new run stand; take back what a run has logged here that was killed in round 1."""
+        """Note where the loggers stand before round 1; take back what a run has logged here that was killed in it."""
         if not self.loggers or self.folder is None:
             return
         path = self.folder / "checkpoints" / BEGINNING

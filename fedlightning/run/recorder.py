@@ -36,7 +36,6 @@ class Recorder:
         rows: Every score so far.
         results: Rows of `summary.json`, brought up to date by :meth:`choose_results`.
         summary: All of `summary.json`, brought up to date by :meth:`write_summary`.
-        begins: Whether to note where the loggers stand before they first log: of a new run that saves states.
     """
 
     run: RunFolder | None = None
@@ -44,7 +43,6 @@ class Recorder:
     rows: RowTable = field(default_factory=RowTable)
     results: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
-    begins: bool = False
     _known: set[tuple[int | str, ...]] = field(default_factory=set, repr=False)  # addresses that may come again
     _before: set[tuple[int | str, ...]] = field(default_factory=set, repr=False)
     _newest: int = field(default=0, repr=False)
@@ -87,9 +85,6 @@ class Recorder:
                 self._written.append((len(rows), where))
                 self._spill()
         with writing(self._log_path):
-            if self.begins:
-                self.logs.begin()
-                self.begins = False
             self.logs.log(rows)
 
     def log_clients(self, updates: Iterable[Update]) -> None:
