@@ -303,10 +303,7 @@ class FederatedTrainer(Assembly):
             stack.push(lambda kind, *_: self.recorder.close("failed") if kind is not None else None)
             with self._progress() as progress:
                 while federation.rounds_done < self.max_rounds:
-                    federation.server.round = federation.rounds_done
-                    progress.round_started(federation.rounds_done, federation.loop.visits(federation.server))
-                    rows = federation.round(progress.client_done)
-                    progress.round_ended(federation.server.round, rows)
+                    federation.round(progress)
                     if lock is not None:
                         lock.beat()
                     request.check()

@@ -128,6 +128,9 @@ def rehearse(whole: Federation, small: Federation, rounds: int) -> DryRun:
     Raises:
         FederationError: If every client fails.
     """
+    from fedlightning.run.progress import NoProgress
+
+    progress = NoProgress()
     small.engine = timed = TimedEngine(small.engine.runner, small.store)
     cuda = small.engine.runner.blueprint.device.type == "cuda"
     if cuda:
@@ -139,13 +142,13 @@ def rehearse(whole: Federation, small: Federation, rounds: int) -> DryRun:
         for _ in range(min(2, rounds)):
             timed.seconds = {}
             down, up = small.server.bytes_down, small.server.bytes_up
-            small.round(lambda update: None)
+            small.round(progress)
             down, up = small.server.bytes_down - down, small.server.bytes_up - up
         seconds, steps = timed.seconds, small.server.steps
         if rounds > 2 and sum(seconds.get("Visit", [])) < QUICK:
             timed.seconds = {}
             _allow(small, SEVERAL)
-            small.round(lambda update: None)
+            small.round(progress)
         step = _seconds_of_a_step(seconds, timed.seconds, small.server.steps - steps)
         _measure(report, whole, small, seconds, step, down, up)
         timed.seconds = {}

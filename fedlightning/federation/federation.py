@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedlightning.federation import stages as stage_scores
 from fedlightning.federation.changes import Fingerprint, refuse_mixed_validation
@@ -26,7 +26,6 @@ from fedlightning.federation.terms import terms_of
 from fedlightning.federation.unseen import Unseen
 from fedlightning.federation.update_checks import checked
 from fedlightning.hooks import POOLED
-from fedlightning.messages import Update
 from fedlightning.run.files import is_writer
 from fedlightning.run.persistence import FLUSHED, set_aside
 from fedlightning.run.recorder import Recorder
@@ -34,6 +33,9 @@ from fedlightning.run.timeline import draw_timeline, note_trips
 from fedlightning.scoring.rows import Row, of_clients
 from fedlightning.scoring.tasks import LOCAL
 from fedlightning.visit.requests import Evaluate
+
+if TYPE_CHECKING:
+    from fedlightning.run.progress import NoProgress
 
 MARKS = ("metrics", "loggers")
 """What a saved state knows of the recorder."""
@@ -153,29 +155,33 @@ class Federation:
         """
         Rehearsal(self).ask()
 
-    def round(self, client_done: Callable[[Update], None]) -> list[Row]:
-        """Carry out one round: train, score, tell the callbacks, save. Return its scores.
+    def round(self, progress: NoProgress) -> None:
+        """Carry out one round: train, score, tell the callbacks, save.
+
+        Args:
+            progress: Is told of the round, of each client that has answered, and of the scores.
 
         Raises:
             FederationError: If clients that failed end the run.
             ScoringError: If no model could be scored at a stage.
         """
         try:
-            return self._round(client_done)
+            self._round(progress)
         except (FederationError, stage_scores.ScoringError):
             self.decisions.undo(self.rounds_done + 1)  # who resumes wants its clients tried again
             raise
 
-    def _round(self, client_done: Callable[[Update], None]) -> list[Row]:
+    def _round(self, progress: NoProgress) -> None:
         server = self.server
         server.round = self.rounds_done
+        progress.round_started(server.round, self.loop.visits(server))
         last = server.round + 1 == server.max_rounds
         due = self._is_evaluated(server.round)
         splits = (("val",) if due else ()) + (("test",) if last and self.test_data else ())
         scored = None if server.evaluated is server.clients else frozenset(server.evaluated)
         inside = Evaluate(splits if "L2" in self.stages else (), self.evaluate_data, scored)
         server.norms.forget_round()
-        updates = self.loop.round(server, self.engine, inside, client_done)
+        updates = self.loop.round(server, self.engine, inside, progress.client_done)
         tell_of_misses(server, updates, self.engine.attempts.policy)
         server.explosions.end_round(server.round + 1)
         server.norms.end_round()
@@ -200,7 +206,7 @@ class Federation:
         self.costs.tick()
         self.costs.count(self.server, self.loop.clock is not None)
         self.save()
-        return rows
+        progress.round_ended(server.round, rows)
 
     @cached_property
     def _who(self) -> dict[str, Any]:
