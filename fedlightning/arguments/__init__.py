@@ -1,4 +1,4 @@
-"""The trainer's arguments, checked at the door: every refusal names the thing, the value, the rule and the way out."""
+"""The trainer's arguments, checked as they are given: every refusal names the thing, the value, the rule and the way out."""
 
 from fedlightning.arguments.inputs import (
     assigned_models,

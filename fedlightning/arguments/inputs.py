@@ -1,4 +1,4 @@
-"""What `fit` and its kin are given (module, data, clients' ids), checked at the door."""
+"""What `fit` and its kin are given (module, data, clients' ids), checked as they are given."""
 
 from __future__ import annotations
 

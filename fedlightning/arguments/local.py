@@ -1,4 +1,4 @@
-"""What runs inside clients (callbacks, loggers, their Trainers' arguments), checked at the door."""
+"""What runs inside clients (callbacks, loggers, their Trainers' arguments), checked as they are given."""
 
 from __future__ import annotations
 

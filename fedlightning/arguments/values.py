@@ -1,4 +1,4 @@
-"""The trainer's numbers, words and folders, checked at the door."""
+"""The trainer's numbers, words and folders, checked as they are given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sites may answer: what is wrong with an answer before the server's door looks at it."""
+"""What sites may answer: what is wrong with an answer before the server checks what it says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fedlightning.engines.sites.asked import is_text
-from fedlightning.engines.sites.meeting import SENTENCE
+from fedlightning.engines.sites.connections import SENTENCE
 from fedlightning.engines.sites.status import printable
 from fedlightning.federation.checks import CheckThere
 from fedlightning.federation.deploy import Deployed
@@ -25,7 +25,7 @@ NO_NAME = f"its site names metrics by other than at most {METRICS} short texts t
 
 
 def fault(task: Task[Any], answer: Any) -> str | None:
-    """Return what is wrong with an answer before the server's door looks at it; `None` if nothing is."""
+    """Return what is wrong with an answer before the server checks what it says; `None` if nothing is."""
     if isinstance(task, Visit):
         return _fault_of_update(task.evaluate, answer)
     if isinstance(task, ScoreModel | ScoreClient):
