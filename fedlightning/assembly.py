@@ -21,7 +21,7 @@ from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.engines import make_engine
 from fedlightning.engines.choice import choose
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.dry_run import DISTINCT, SMALL, UNSEEN_CLIENTS, FewClients, distinct_clients, rehearse
+from fedlightning.federation.dry_run import DISTINCT, SMALL, UNSEEN_CLIENTS, FewClients, distinct_clients, dry_run
 from fedlightning.federation.dry_run_report import DryRun
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.failures import FailurePolicy
@@ -227,7 +227,7 @@ class Assembly(Fitted):
                 few = FewClients(data, [*distinct_clients(trained, server.blueprint.architecture_of), *unseen])
                 assigned = server.blueprint.assigned
                 small = self._copy(SMALL | steps | {"held_out": unseen})._assemble(model, few, None, assigned=assigned)
-                return rehearse(whole, small, self.max_rounds)
+                return dry_run(whole, small, self.max_rounds)
 
     def _copy(self, changes: Mapping[str, Any]) -> Assembly:
         """Return a trainer with copies of the callbacks and some other arguments."""

@@ -1,4 +1,4 @@
-"""A rehearsal of a federation: two rounds of one batch, on copies, and what they say about the run to come."""
+"""A dry run: two rounds of one batch, on copies, and what they say about the run to come."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ SMALL: dict[str, Any] = {
     "min_clients": 1,
     "client_timeout": None,
 } | {f"limit_{split}_batches": 1 for split in ("train", "val", "test", "predict")}
-"""Arguments of the trainer that are others in a rehearsal."""
+"""Arguments of the trainer that are others in a dry run."""
 Answer = TypeVar("Answer")
 
 
@@ -117,7 +117,7 @@ def distinct_clients(data: Description, architecture_of: Callable[[str], str] = 
     return chosen if len(chosen) > 1 else ids[:2]
 
 
-def rehearse(whole: Federation, small: Federation, rounds: int) -> DryRun:
+def dry_run(whole: Federation, small: Federation, rounds: int) -> DryRun:
     """Run two rounds of one batch and describe the run.
 
     Args:
