@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -98,6 +98,13 @@ class Blueprint:
         if self.converts:
             self.precision.convert_module(module)
         return module
+
+    def without_callbacks(self, ordinary: list[Callback]) -> Blueprint:
+        """Return a blueprint of the same template and settings whose fits only have the given Lightning callbacks."""
+        made = Blueprint(self.template, CallbackList([]), replace(self.settings, callbacks=ordinary), self.assigned)
+        if getattr(self.precision, "scaler", None) is None:  # a gradient scaler's state must not move
+            made._trainer = self.trainer
+        return made
 
     # -- architectures -----------------------------------------------------------------------------------------------
     @property

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -19,14 +20,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, IterableDataset
 
-from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.evaluator import StepLosses
 from fedlightning.compat.quiet import quiet
 from fedlightning.datamodules.own_generators import kept
 from fedlightning.errors import ConfigurationError, ControlFlow
 from fedlightning.federation.engine import Engine, Question
 from fedlightning.federation.trial_failure import step_failure
-from fedlightning.hooks import CallbackList, Phase
+from fedlightning.hooks import Phase
 from fedlightning.messages import Message
 from fedlightning.seeding import isolated
 from fedlightning.tensors import module_state
@@ -84,19 +84,6 @@ class StopAfterOne(Callback):
         raise OneBatchDone([config.monitor for config in following if config.monitor is not None])
 
 
-class OneLoss(StepLosses):
-    """Ends an evaluation after its first batch, unless `whole`."""
-
-    def __init__(self, whole: bool) -> None:
-        super().__init__()
-        self.whole = whole
-
-    def add(self, outputs: Any, batch: Any) -> None:
-        if not self.whole:
-            raise OneBatchDone
-        super().add(outputs, batch)
-
-
 @dataclass(frozen=True)
 class TryStep(Question):
     """One batch of a step of one client, as a task.
@@ -135,40 +122,50 @@ class TryStep(Question):
 
     def _try(self, runner: LocalRunner, module: LightningModule, loader: DataLoader[Any]) -> list[str]:
         """Run the step, and return the metrics that :class:`Tried` is to name."""
-        alone, names = _alone(runner, whole=self.listen), set[str]()
+        names: set[str] = set()
         try:
             if self.split == "train":
                 if self.listen:
                     module.log = partial(_listen, names, module.log)  # type: ignore[method-assign]
-                self._train(runner, alone, module, loader)
+                self._train(runner, module, loader)
             else:
-                names |= alone.scorer.score(module, loader, self.split).keys()
+                with nullcontext() if self.listen else _ends_after_one(runner.blueprint.losses):
+                    names |= runner.scorer.score(module, loader, self.split).keys()
         except OneBatchDone as done:
             return sorted(names) if self.listen else done.monitors
         return sorted(names)
 
-    def _train(self, runner: LocalRunner, alone: LocalRunner, module: LightningModule, loader: DataLoader[Any]) -> None:
+    def _train(self, runner: LocalRunner, module: LightningModule, loader: DataLoader[Any]) -> None:
+        alone = runner.beside(runner.blueprint.without_callbacks([StopAfterOne()]))
         message = Message(0, self.client, {}, ())
-        visitor = Client(alone, message, ClientRecord(), module)
-        visitor.num_samples = alone.used_samples(loader)
-        try:
-            alone.fit(Fit(visitor, message, Phase(), alone.settings.work, loader))
-        except NotInFastLoop as reason:
-            alone.loop.give_up(str(reason))
-            self._train(runner, alone, runner.blueprint.build(self.client), loader)
+        while True:
+            visitor = Client(alone, message, ClientRecord(), module)
+            visitor.num_samples = alone.used_samples(loader)
+            try:
+                alone.fit(Fit(visitor, message, Phase(), alone.settings.work, loader))
+            except NotInFastLoop as reason:
+                alone.loop.give_up(str(reason))
+                module = runner.blueprint.build(self.client)
+            else:
+                return
 
     def lost(self, reason: str) -> Tried:
         """An answer that says why the step could not be tried."""
         return Tried(refusal=f"A step of {self.split} data could not be tried for client '{self.client}': {reason}.")
 
 
-def _alone(runner: LocalRunner, whole: bool) -> LocalRunner:
-    """Return a runner without the run's callbacks, whose fits and evaluations end after a batch; `whole`: these do not."""
-    run = runner.blueprint
-    settings = replace(run.settings, callbacks=[StopAfterOne()])
-    blueprint = Blueprint(run.template, CallbackList([]), settings, run.assigned)
-    blueprint.losses = OneLoss(whole)
-    return runner.beside(blueprint)
+@contextmanager
+def _ends_after_one(losses: StepLosses) -> Iterator[None]:
+    """Within the block, an evaluation ends after its first batch."""
+
+    def end(outputs: Any, batch: Any) -> None:
+        raise OneBatchDone
+
+    losses.add = end  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del losses.add
 
 
 def _listen(names: set[str], log: Callable[..., None], name: str, *args: Any, **kwargs: Any) -> None:
