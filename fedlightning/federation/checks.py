@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
 from torch.utils.data import IterableDataset
@@ -21,6 +21,9 @@ from fedlightning.tensors import entry_kinds
 from fedlightning.visit.failing import client_failure
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.runner import LocalRunner
+
+if TYPE_CHECKING:
+    from fedlightning.federation.rehearsal import Rehearsal
 
 PLAIN = (
     *("clients", "num_samples", "max_rounds", "local_epochs", "local_steps", "optimizer_state", "trainer_arguments"),
@@ -62,31 +65,8 @@ class Public:
             return self._blueprint.precision.convert_input(first_batch(loader, name))
 
 
-class Told(Protocol):
-    """What a check is told, on the server and elsewhere.
-
-    Attributes:
-        facts: The attributes of its `Setup` that are plain values, :data:`PLAIN`.
-        batches: Training batches in an epoch of each client.
-        pooled: Splits whose union over the clients can be had in one place.
-        splits: Splits of which any client has samples.
-        is_mixed: Whether clients have models of different architectures.
-    """
-
-    @property
-    def facts(self) -> Mapping[str, Any]: ...
-    @property
-    def batches(self) -> Mapping[str, int]: ...
-    @property
-    def pooled(self) -> tuple[str, ...]: ...
-    @property
-    def splits(self) -> tuple[str, ...]: ...
-    @property
-    def is_mixed(self) -> bool: ...
-
-
 def setup_of(
-    told: Told,
+    told: Rehearsal | CheckThere,
     blueprint: Blueprint,
     modules: Mapping[str, LightningModule],
     architecture: str,
@@ -96,7 +76,7 @@ def setup_of(
     """Return what callbacks see in their `check` of an architecture; what costs something is looked up when it is asked for.
 
     Args:
-        told: What is known of the federation.
+        told: Knows the plain facts, the batches of each client, and which splits there are.
         blueprint: Has the callbacks.
         modules: A built module of each architecture.
         architecture: Name of the architecture.

@@ -47,7 +47,7 @@ class Rehearsal:
 
     def __init__(self, federation: Federation) -> None:
         self.federation, self.server, self.engine = federation, federation.server, federation.engine
-        self.blueprint = self.server.blueprint
+        self.blueprint, self.is_mixed = self.server.blueprint, self.server.is_mixed
         self.tried: dict[TryStep, Tried] = {}
 
     def ask(self) -> None:
@@ -63,7 +63,7 @@ class Rehearsal:
             self.claimed_sizes,
             self.models,
             self.callbacks,
-            self.common_entries,
+            partial(refuse_uncommon, self.server),
             self.loop,
             self.engine.check,
             self.held_out,
@@ -76,11 +76,6 @@ class Rehearsal:
     def modules(self) -> dict[str, LightningModule]:
         """A module of every architecture, built once for all who look at it."""
         return {name: self.blueprint.build("server", name) for name in self.server.architectures}
-
-    @cached_property
-    def is_mixed(self) -> bool:
-        """Whether clients have models of different architectures."""
-        return self.server.is_mixed
 
     @cached_property
     def facts(self) -> dict[str, Any]:
@@ -224,10 +219,6 @@ class Rehearsal:
         refuse_mixed(self.server)
         for client in {self.blueprint.architecture_of(client): client for client in self.server.clients}.values():
             self.engine.runner.leaving(client)
-
-    def common_entries(self) -> None:
-        """Refuse entries that travel and that not all models have."""
-        refuse_uncommon(self.server)
 
     def loop(self) -> None:
         """Refuse a loop that cannot run these callbacks, or not here."""
