@@ -38,6 +38,7 @@ def of_server(*callbacks, participation=1.0, samples=5):
         num_samples=dict.fromkeys(clients, samples),
         participants=lambda: clients[: round(participation * 3)],
         blueprint=None,
+        is_mixed=False,
     )
 
 
@@ -97,7 +98,7 @@ def test_a_loop_that_holds_records_back_has_them_here():
 
 
 def claims(sizes, sites):
-    rehearsal(SimpleNamespace(num_samples=sizes, blueprint=None), data_here=False, sites=sites).claimed_sizes()
+    rehearsal(SimpleNamespace(num_samples=sizes, blueprint=None, is_mixed=False), data_here=False, sites=sites).claimed_sizes()
 
 
 def test_a_claim_of_nearly_all_samples_is_told_of():
