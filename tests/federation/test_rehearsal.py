@@ -98,7 +98,9 @@ def test_a_loop_that_holds_records_back_has_them_here():
 
 
 def claims(sizes, sites):
-    rehearsal(SimpleNamespace(num_samples=sizes, blueprint=None, is_mixed=False), data_here=False, sites=sites).claimed_sizes()
+    rehearsal(
+        SimpleNamespace(num_samples=sizes, blueprint=None, is_mixed=False), data_here=False, sites=sites
+    ).claimed_sizes()
 
 
 def test_a_claim_of_nearly_all_samples_is_told_of():
