@@ -95,6 +95,8 @@ from fedlightning.callbacks.player_fl import PLayerFLRandom as PLayerFLRandom
 from fedlightning.callbacks.poisson import PoissonSampling as PoissonSampling
 from fedlightning.callbacks.private_lr import PrivateLR as PrivateLR
 from fedlightning.callbacks.scaffold import SCAFFOLD as SCAFFOLD
+from fedlightning.callbacks.stopping import Budget as Budget
+from fedlightning.callbacks.stopping import FederatedEarlyStopping as FederatedEarlyStopping
 from fedlightning.callbacks.stragglers import Stragglers as Stragglers
 from fedlightning.callbacks.swift import SWIFT as SWIFT
 from fedlightning.callbacks.tiff import TIFF as TIFF

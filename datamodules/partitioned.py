@@ -112,6 +112,11 @@ class Partitioned(IndexedFederatedDataModule):
             if getattr(type(datamodule), hook) is not getattr(LightningDataModule, hook):
                 setattr(self, hook, getattr(datamodule, hook))
 
+    @property
+    def original(self) -> LightningDataModule:
+        """The data module whose samples are divided."""
+        return self.datamodule
+
     @classmethod
     def from_datasets(  # type: ignore[override]
         cls,
@@ -295,6 +300,11 @@ def loader_options(loader: Any, split: str, owner: str, any_order: bool = False)
 
 class _Datasets(LightningDataModule):
     """The data module that `Partitioned.from_datasets` wraps."""
+
+    @property
+    def original(self) -> LightningDataModule:
+        """The data module whose samples are divided."""
+        return self.datamodule
 
     def __init__(
         self, datasets: dict[str, Dataset[Any] | None], options: dict[str, Any], shuffle: bool, drop_last: bool

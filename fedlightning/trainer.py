@@ -302,7 +302,7 @@ class FederatedTrainer(Assembly):
             stack.enter_context(federation.engine.at_work())
             stack.push(lambda kind, *_: self.recorder.close("failed") if kind is not None else None)
             with self._progress() as progress:
-                while federation.rounds_done < self.max_rounds:
+                while not federation.is_over:
                     federation.round(progress)
                     if lock is not None:
                         lock.beat()
@@ -316,7 +316,7 @@ class FederatedTrainer(Assembly):
             if federation.export():
                 federation.summarise(self.arguments)
             self.recorder.close()
-            if request.name is not None and federation.rounds_done < self.max_rounds:
+            if request.name is not None and not federation.is_over:
                 self.stopped_by = request
                 if is_writer():
                     requeue(request, federation.rounds_done, self.max_rounds)

@@ -16,6 +16,8 @@ EXPORTS = CALLBACKS / "__init__.pyi"
 README = ROOT / "README.md"
 OTHERS = (
     "GlobalCheckpoint",
+    "FederatedEarlyStopping",
+    "Budget",
     "PrivateLR",
     "LocalCheckpoint",
     "PoissonSampling",

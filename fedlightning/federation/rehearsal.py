@@ -93,6 +93,7 @@ class Rehearsal:
             "participation": server.participation,
             "loop": type(loop).__name__,
             "absent": self._absent or loop.absent(),
+            "has_clock": loop.clock is not None,
         }
 
     @property
