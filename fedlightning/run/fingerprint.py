@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import inspect
 import json
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from lightning.pytorch import Callback, LightningModule
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fedlightning.blueprint.blueprint import Blueprint
-from fedlightning.blueprint.optimizers import optimizers_of
-from fedlightning.compat.quiet import quiet
+from fedlightning.blueprint.optimizers import configured, optimizers_in, schedulers_in
 from fedlightning.hooks import Change, FederatedCallback
 from fedlightning.hooks.words import Stage
 from fedlightning.models.client_models import ClientModels
@@ -162,13 +157,14 @@ def _of_model(model: LightningModule) -> dict[str, Any]:
         for name, value in vars(module).items():
             if type(value) in PLAIN and not name.startswith("_") and name not in SHAPES:
                 found[f"model.{path}.{name}" if path else f"model.{name}"] = value
-    for index, optimizer in enumerate(_optimizers(model)):
+    made = _configured(model)
+    for index, optimizer in enumerate(optimizers_in(made)):
         place = f"optimizer {index + 1}" if index else "optimizer"
         found[place] = type(optimizer).__name__
         for number, group in enumerate(optimizer.param_groups):
             owner = f"{place} (group {number + 1})" if number else place
             found |= {f"{owner}.{name}": value for name, value in group.items() if name != "params"}
-    for index, scheduler in enumerate(_schedulers(model)):
+    for index, scheduler in enumerate(schedulers_in(made)):
         found |= _of_scheduler(scheduler, f"scheduler {index + 1}" if index else "scheduler")
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     found["model's frozen parameters"] = f"{len(frozen)} ({_hash(frozen)})"
@@ -186,28 +182,11 @@ def _of_scheduler(scheduler: Any, place: str) -> dict[str, Any]:
     return found
 
 
-def _schedulers(model: LightningModule) -> list[Any]:
+def _configured(model: LightningModule) -> Any:
     try:
-        with quiet(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return _schedulers_in(copy.deepcopy(model).configure_optimizers())
-    except Exception:  # as above
-        return []
-
-
-def _schedulers_in(value: Any) -> list[Any]:
-    if isinstance(value, LRScheduler | ReduceLROnPlateau):
-        return [value]
-    if isinstance(value, Mapping):
-        return _schedulers_in(list(value.values()))
-    return [found for item in value for found in _schedulers_in(item)] if isinstance(value, list | tuple) else []
-
-
-def _optimizers(model: LightningModule) -> list[Optimizer]:
-    try:
-        return optimizers_of(model)
+        return configured(model)
     except Exception:  # it needs more than a module alone: what cannot be seen cannot be compared
-        return []
+        return None
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
