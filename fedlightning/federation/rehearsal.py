@@ -7,7 +7,7 @@ asked where the batch is: the checks of callbacks (:mod:`~fedlightning.federatio
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -289,8 +289,8 @@ class Rehearsal:
         if refused is not None:
             raise refused
 
-    def _checks(self) -> Iterator[tuple[FederatedCallback, str, Setup]]:
-        """Yield every callback, for every architecture; callbacks that cannot stand together are refused before."""
+    def _checks(self) -> list[tuple[FederatedCallback, str, Setup]]:
+        """Return every callback, for every architecture; callbacks that cannot stand together are refused."""
         public = Public(self.engine.public, self.blueprint)
         found = []
         for name in self.modules:
@@ -305,7 +305,7 @@ class Rehearsal:
             )
             refuse_combinations(setup.callbacks, setup)
             found += [(callback, name, setup) for callback in self.server.callbacks]
-        yield from found
+        return found
 
     def _there(self, callback: FederatedCallback, architecture: str, setup: Setup) -> CheckThere:
         shared = {"": tuple(setup.shared_names())}
