@@ -147,7 +147,6 @@ class _Reader:
 
     def _complete(self, words: list[str], vary: list[str]) -> tuple[Config, int, list[str]]:
         from fedlightning.blueprint.optimizers import have_memory
-        from fedlightning.federation.terms import optimizer_state_of
 
         module, _, name = self.request.cli.partition(":")
         cli = getattr(import_module(module), name)("fit", words)
@@ -157,8 +156,7 @@ class _Reader:
             arguments[_DATA_SEED] = 0
             vary = [*vary, f"data.init_args.{_DATA_SEED}"]
         clients = self._count(cli.datamodule, config["data"])
-        state = optimizer_state_of(cli.trainer.callbacks.callbacks, cli.trainer.arguments["optimizer_state"])
-        self.optimizer_state = None if have_memory(cli.model) is False else state
+        self.optimizer_state = None if have_memory(cli.model) is False else cli.trainer.optimizer_state
         if self.request.metrics and self.metrics is None:
             self.metrics = _metrics(cli)
         if config["trainer"].get("test_data") is None and self.request.matrix and clients <= MATRIX_CLIENTS:

@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedlightning.blueprint.client_logger import ClientLogger
-from fedlightning.datamodules.base import FederatedDataModule
-from fedlightning.datamodules.held_out import FewerClients
-from fedlightning.datamodules.loaders import LoaderDataModule
 
 
 @dataclass
@@ -82,9 +79,3 @@ class ClientData:
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: the state of the data is not a client's."""
         return {}
-
-
-def user_data(data: FederatedDataModule) -> Any:
-    """Return the data module that the user wrote; `None` if there is none, only loaders."""
-    data = data.whole if isinstance(data, FewerClients) else data
-    return None if isinstance(data, LoaderDataModule) else getattr(data, "datamodule", data)
