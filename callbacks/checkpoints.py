@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from fedlightning.algorithm import (
     facts,
     warn,
 )
+from fedlightning.errors import listed
 from fedlightning.tensors import clone, module_state, ties
 
 
@@ -87,7 +88,8 @@ class GlobalCheckpoint(ModelSelection):
     FENDA-FL paper (Tavakoli et al., 2024): the clients' validation losses are averaged with their training samples as
     weights. A round in which a client's loss is infinite or NaN, or a client could not be scored, is not selected: a model
     that breaks on one client must not win. With ``stage="L2"`` neither is one in which a client failed in training. An
-    undefined metric (AUROC of one class) is a gap: with ``mode="max"`` clients whose value is NaN are left out of the mean.
+    undefined metric (AUROC of one class) is a gap: with ``mode="max"`` clients whose value is NaN are left out of the mean,
+    which is said once, and rounds are compared by the clients that have a value in both.
 
     Args:
         monitor: Metric that the module logs in validation. Default ``"val_loss"``.
@@ -203,11 +205,20 @@ class GlobalCheckpoint(ModelSelection):
         defined = {client: value for client, value in values.items() if math.isfinite(value)}
         if missed or broken or not defined:
             return
-        score = sum(weights[c] * value for c, value in defined.items()) / sum(weights[c] for c in defined)
-        if several:
-            _keep_best(self, server, score, module, f"{self.key} {model}", name="best_global", stage="G", of=model)
-        else:
-            _keep_best(self, server, score, module, name="best_global", stage="G")
+        key, of = (f"{self.key} {model}", {"of": model}) if several else (self.key, {})
+        before = server.checkpoints.get(key, {}).get("values", {})
+        gaps = [client for client in values if client not in defined or (before and client not in before)]
+        both = [client for client in defined if client in before]
+        if gaps and before:  # means over different clients cannot be compared
+            if not both or not is_better(_mean(defined, weights, both), _mean(before, weights, both), self.mode):
+                return
+            server.checkpoints.pop(key)
+        told = {"values": defined} if self.mode == "max" else {}
+        score = _mean(defined, weights, defined)
+        _keep_best(self, server, score, module, key, name="best_global", stage="G", **of, **told)
+        if gaps and not before:
+            text = f"{len(defined)} of {len(values)} clients"
+            warn(f"{self.key} selects by the mean {self.monitor} of {text}: it is not defined for {listed(gaps)}.")
 
     def _missed(self, server: Server, failure: Mapping[str, Any]) -> bool:
         """Whether a client lacks a score of this round that it has in others, because it failed.
@@ -219,6 +230,12 @@ class GlobalCheckpoint(ModelSelection):
         places = {self.stage: trains is not None} | ({"training": bool(trains)} if self.stage == "L2" else {})
         again = failure.get("decision", "").startswith("tried again")
         return not again and failure["round"] == server.round + 1 and places.get(failure["where"], False)
+
+
+def _mean(values: Mapping[str, float], weights: Mapping[str, float], clients: Iterable[str]) -> float:
+    """Return the weighted mean over some clients."""
+    some = list(clients)
+    return sum(weights[client] * values[client] for client in some) / sum(weights[client] for client in some)
 
 
 def monitored(callback: Any, metrics: Mapping[str, float]) -> float:

@@ -20,7 +20,8 @@ def results(study: StudyData) -> Table:
     `mean` is the mean over seeds of the uniform mean over clients, `ci95` its interval, `ci95_radius` half its width,
     `n_seeds` the number of seeds that have a value, and `per_seed` their means. `weighted_mean`, `median`, `std`,
     `variance`, `worst`, `tenth_percentile` and `best` are taken over clients, then averaged over seeds. `per_client` is
-    each client's mean over seeds. `undefined` lists clients whose score does not exist. `diverged` (as "seed 1: client
+    each client's mean over seeds. `clients` is how many of `clients_of` have a score, at the seed that has the fewest;
+    `undefined` lists clients whose score does not exist. `diverged` (as "seed 1: client
     3") lists models without a finite loss; with one of these there is no mean. `comparable` is False if the runs were
     tested on other data than the rest.
     """
@@ -48,6 +49,8 @@ def summary(study: StudyData, scores: Mapping[int, SeedScore]) -> dict[str, Any]
         "weighted_mean": mean_of([score.weighted_mean for score in found]),
         **{name: statistic(found, name) for name in STATISTICS},
         "per_client": per_client(found),
+        "clients": min((len(score.defined) for score in found), default=0),
+        "clients_of": max((len(score.per_client) for score in found), default=0),
         "undefined": list(dict.fromkeys(client for score in found for client in score.undefined)),
         "diverged": [f"seed {score.seed}: client {client}" for score in found for client in score.diverged],
     }

@@ -19,6 +19,7 @@ from fedlightning.visit.fast import refusals
 from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.fast.evaluation import Evaluation, evaluate, may_stay_open, module_refusal
 from fedlightning.visit.lost_batches import refuse_lost_batches
+from fedlightning.visit.undefined import nan_where_undefined
 
 
 class Scorer:
@@ -59,7 +60,7 @@ class Scorer:
         if logged is None:
             losses.reset()
             trainer = self._blueprint.trainer
-            with quiet():
+            with quiet(), nan_where_undefined(module):
                 run = trainer.test if testing else trainer.validate
                 results = run(module, dataloaders=loader, verbose=False)
             step, loop = ("test_step", trainer.test_loop) if testing else ("validation_step", trainer.validate_loop)

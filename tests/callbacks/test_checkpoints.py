@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -260,12 +262,24 @@ def test_a_model_that_breaks_on_one_client_does_not_win(bad):
 def test_an_undefined_metric_is_a_gap_and_a_client_that_was_not_scored_is_none():
     server, checkpoint = FakeServer(), GlobalCheckpoint(mode="max")
     server.next_round({"a": 0.8, "b": float("nan"), "c": 0.6})
-    checkpoint.on_round_end(server)
+    with pytest.warns(UserWarning, match=r"mean val_loss of 2 of 3 clients: it is not defined for b"):
+        checkpoint.on_round_end(server)
     assert server.checkpoints["GlobalCheckpoint"]["score"] == pytest.approx(0.7)
     server.next_round({"a": 0.9, "c": 0.9})
     server.failures.append({"round": 2, "client": "b", "where": "G", "reason": "it broke"})
     checkpoint.on_round_end(server)
     assert server.checkpoints["GlobalCheckpoint"]["round"] == 1
+
+
+def test_rounds_with_different_gaps_are_compared_by_the_clients_that_have_both():
+    server, checkpoint = FakeServer(), GlobalCheckpoint(mode="max")
+    for values in ({"a": 0.8, "b": NAN, "c": 0.2}, {"a": 0.7, "b": NAN, "c": NAN}, {"a": 0.9, "b": 0.1, "c": NAN}):
+        server.next_round(values)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            checkpoint.on_round_end(server)
+    best = server.checkpoints["GlobalCheckpoint"]  # round 2: worse on `a`, though its mean is higher; round 3 is better
+    assert (best["round"], best["score"]) == (3, pytest.approx(0.5))
 
 
 def test_a_held_out_client_that_could_not_be_scored_does_not_choose():

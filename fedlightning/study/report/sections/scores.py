@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fedlightning.scoring.metrics import higher_is_better
+from fedlightning.scoring.metrics import bare, higher_is_better
 from fedlightning.study.columns import GLOBAL, LOCAL, POOLED, STAGES
 from fedlightning.study.report.cells import Column, interval_of, is_number, summary
 from fedlightning.study.report.context import LABELS, METHOD, SEEDS, Context, Row
@@ -47,7 +47,7 @@ def overview(context: Context) -> Section | None:
         "All methods, best mean first",
         _columns(context),
         rows,
-        [_BOLD, *_not_asked(context), *_deployed(rows)],
+        [_BOLD, *_not_asked(context), *_deployed(rows), *_defined(context)],
     )
     return context.section(
         "overview",
@@ -109,6 +109,19 @@ def _deployed(rows: Sequence[Row]) -> list[str]:
     return [f"Deployed: {'; '.join(each)}."] if each else []
 
 
+def _defined(context: Context) -> list[str]:
+    """Return a note for each metric that is undefined on some clients' data: over how many its means are."""
+    found: dict[str, set[tuple[int, int]]] = {}
+    for line in context.study.results():
+        if line["data"] == LOCAL and line["split"] == context.study.split and line["undefined"]:
+            found.setdefault(bare(line["metric"]), set()).add((line["clients"], line["clients_of"]))
+    return [
+        f"{LABELS.get(name, name)} is not defined on every client's data: its means are over "
+        f"{' or '.join(f'{some} of {of}' for some, of in sorted(counts))} clients."
+        for name, counts in found.items()
+    ]
+
+
 def measured(context: Context) -> Section | None:
     """Show every metric of the deployed models, calibration error among them."""
     rows = context.in_order(context.study.measured())
@@ -121,7 +134,9 @@ def measured(context: Context) -> Section | None:
                better="high" if higher_is_better(name) else "low")
         for name in names
     ]  # fmt: skip
-    table = context.table("measured", "Mean over clients, each on its own test data", columns, rows, [_BOLD_ONLY])
+    table = context.table(
+        "measured", "Mean over clients, each on its own test data", columns, rows, [_BOLD_ONLY, *_defined(context)]
+    )
     return context.section(
         "measured",
         "Everything that was measured",
