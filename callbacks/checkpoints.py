@@ -217,7 +217,9 @@ class GlobalCheckpoint(ModelSelection):
         _keep_best(self, server, score, module, key, name="best_global", stage="G", **of, **told)
         if gaps and not before:
             text = f"{len(defined)} of {len(values)} clients"
-            warn(f"{self.key} selects by the mean {self.monitor} of {text}: it is not defined for {', '.join(gaps[:5])}.")
+            warn(
+                f"{self.key} selects by the mean {self.monitor} of {text}: it is not defined for {', '.join(gaps[:5])}."
+            )
 
     def _missed(self, server: Server, failure: Mapping[str, Any]) -> bool:
         """Whether a client lacks a score of this round that it has in others, because it failed.

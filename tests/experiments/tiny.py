@@ -59,6 +59,13 @@ def surroundings() -> dict[str, Any]:
     }
 
 
+def is_the_same_library() -> bool:
+    """Whether code that imports `pytorch_lightning` gets the classes that federations are made of."""
+    import pytorch_lightning
+
+    return pytorch_lightning.LightningModule is LightningModule
+
+
 class MyAlgorithm(FederatedCallback):
     """Somebody's own."""
 
