@@ -22,17 +22,25 @@ from fedlightning.algorithm import (
     facts,
     warn,
 )
+from fedlightning.ranges import NonNegativeInt, PositiveInt
 from fedlightning.tensors import clone, module_state, ties
 
 
 class LocalCheckpoint(ModelSelection):
     """Selection of each client's best model on its own validation split ("best_local").
 
-    FENDA-FL paper (Tavakoli et al., 2024): the only selection that fits personalised methods.
+    FENDA-FL paper (Tavakoli et al., 2024): the only selection that fits personalised methods. The paper takes the round with
+    the lowest loss: ``smooth=1, min_samples=0``. On few validation samples that is the luckiest round rather than the best
+    model, so that by default a round is judged by the mean of the last evaluations. ``docs/evaluation.md`` has what was
+    measured.
+
+    A score that is not finite is left out. Until there are as many scores as ``smooth`` says, the latest model is kept.
 
     Args:
         monitor: Metric that the module logs in validation. Default ``"val_loss"``.
         mode: ``"min"`` (default) or ``"max"``. A tie keeps the earlier model.
+        smooth: Evaluations, the round's own and those before it, whose mean score judges a round. Default 5.
+        min_samples: Validation samples below which a client keeps its latest model. Default 10.
         stage: ``"L1"`` (the paper, default): the model that the client holds after aggregation. ``"L2"`` (the PLayer-FL
             code): the model after local training, before aggregation.
 
@@ -40,11 +48,11 @@ class LocalCheckpoint(ModelSelection):
         >>> from types import SimpleNamespace
         >>> from torch import nn
         >>> from fedlightning.callbacks import LocalCheckpoint
-        >>> client, checkpoint = SimpleNamespace(round=0, checkpoints={}), LocalCheckpoint()
-        >>> for loss in (0.7, 0.4, 0.5):
+        >>> client, checkpoint = SimpleNamespace(checkpoints={}), LocalCheckpoint(smooth=2, min_samples=0)
+        >>> for client.round, loss in enumerate((0.7, 0.3, 0.4, 0.8)):
         ...     checkpoint.on_client_evaluated(client, "L1", "val", {"val_loss": loss}, nn.Linear(1, 1))
-        >>> client.checkpoints["LocalCheckpoint"]["score"]
-        0.4
+        >>> client.checkpoints["LocalCheckpoint"]["round"]
+        3
     """
 
     @property
@@ -56,15 +64,28 @@ class LocalCheckpoint(ModelSelection):
     needs_every_score = True
 
     def __init__(
-        self, monitor: str = "val_loss", mode: Literal["min", "max"] = "min", stage: Literal["L1", "L2"] = "L1"
+        self,
+        monitor: str = "val_loss",
+        mode: Literal["min", "max"] = "min",
+        stage: Literal["L1", "L2"] = "L1",
+        smooth: PositiveInt = 5,
+        min_samples: NonNegativeInt = 10,
     ) -> None:
         self.monitor = monitor
         self.mode = mode
         self.stage = stage
+        self.smooth = smooth
+        self.min_samples = min_samples
 
     def check(self, setup: Setup) -> None:
-        """Warn where there is nothing to select by."""
+        """Warn where there is nothing to select by, or too little for a mean."""
         _warn_without_validation(self, setup)
+        count = setup.max_rounds // setup.evaluate_every if setup.evaluate_every else 0
+        if 1 < count < self.smooth:
+            setup.warn(
+                f"{self.key} judges a round by the mean of {self.smooth} evaluations, and the run has {count}: every client "
+                f"keeps its latest model. Set smooth to at most {count}; 1 takes the best single evaluation."
+            )
 
     def on_client_evaluated(
         self, client: Client, stage: Stage, split: str, metrics: Mapping[str, float], module: LightningModule
@@ -76,7 +97,20 @@ class LocalCheckpoint(ModelSelection):
         """
         if stage != self.stage or split != "val":
             return
-        _keep_best(self, client, monitored(self, metrics), module, name="best_local", stage=stage)
+        before, score = client.checkpoints.get(self.key, {}), monitored(self, metrics)
+        recent, now = before.get("recent", []), [client.round + 1, score]
+        if not math.isfinite(score) or recent[-1:] == [now]:  # the second: the same model, scored again
+            return
+        best = before["score"] if len(recent) == self.smooth else None
+        recent = [*recent, now][-self.smooth :]
+        mean = sum(score for _, score in recent) / len(recent)
+        few = self.min_samples > 0 and client.size("val") < self.min_samples
+        if few or best is None or is_better(mean, best, self.mode):
+            model = clone(module_state(module), "cpu")
+            kept = {"name": "best_local", "stage": stage, "round": client.round + 1, "score": mean}
+            client.checkpoints[self.key] = {**kept, "recent": recent, "model": model}
+        else:
+            client.checkpoints[self.key] = {**before, "recent": recent}
 
 
 class GlobalCheckpoint(ModelSelection):

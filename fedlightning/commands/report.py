@@ -37,7 +37,7 @@ def parser() -> Parser:
     made = Parser("report", "RUN [RUN ...]", DESCRIPTION, EXAMPLES)
     made.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, of several, or of a compare")
     made.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder to write to; default: RUN, if one folder of runs or compare"
+        "--out", type=Path, metavar="DIR", help="folder to write to; default: RUN, if it is one folder of several runs"
     )
     made.add_argument("--metric", help="metric to compare; default: that of the compare, else accuracy, rmse or loss")
     made.add_argument("--checkpoint", help="models to compare: deployed, latest, best_local, best_global")

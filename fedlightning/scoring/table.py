@@ -160,8 +160,8 @@ def _rank(key: tuple[str, ...]) -> tuple[int, str, int]:
 def _caption(rows: Sequence[Result]) -> str:
     stages = [text for stage, text in STAGES.items() if any(row["stage"] == stage for row in rows)]
     pooled = "; pooled: all clients' data" if any(row["data"] == POOLED for row in rows) else ""
-    gaps = [row for row in rows if row["mean"] is not None and row["clients"] < len(row["per_client"])]
-    example = f"({gaps[0]['clients']}/{len(gaps[0]['per_client'])})" if gaps else ""
+    gaps = [row for row in rows if row["mean"] is not None and _defined(row) < len(row["per_client"])]
+    example = f"({_defined(gaps[0])}/{len(gaps[0]['per_client'])})" if gaps else ""
     undefined = f" {example}: a mean over the clients on whose data the metric is defined." if gaps else ""
     return "; ".join(stages) + ". local: a client's own data" + pooled + "." + undefined
 
@@ -171,7 +171,13 @@ def _mean_std(row: Result | None) -> str:
         return "-"
     mean, of = _number(row["mean"]), len(row["per_client"])
     text = f"{mean} ± {_number(row['std'])}" if of > 1 else f"{mean}{' ' * 9}"
-    return text if row["clients"] == of else f"{text} ({row['clients']}/{of})"
+    some = _defined(row)
+    return text if some == of else f"{text} ({some}/{of})"
+
+
+def _defined(row: Result) -> int:
+    """Return the number of clients for which a metric is defined."""
+    return sum(value is not None for value in row["per_client"].values())
 
 
 def _number(value: float | None) -> str:

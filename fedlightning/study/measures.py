@@ -117,7 +117,7 @@ class RunScores:
             return SeedScore(self.run.seed, row, tuple(empty))
         told = [own for own in losses if bare(own["metric"]) == "loss"] or losses
         diverged = tuple(
-            client for client in row["per_client"] if any(own["per_client"].get(client) is None for own in told)
+            client for client in row["per_client"] if any(own["per_client"].get(client, 0.0) is None for own in told)
         )
         return SeedScore(self.run.seed, row, diverged, tuple(client for client in empty if client not in diverged))
 

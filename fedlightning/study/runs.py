@@ -69,19 +69,33 @@ class Run:
         stage: str | None = None,
         data: str = LOCAL,
     ) -> dict[str, Any] | None:
-        """Return one row of `summary.json`, or `None` if the run has none."""
+        """Return one row of `summary.json`, or `None` if the run has none.
+
+        For :data:`DEPLOYED`, clients that have selected no model have their latest one in it.
+        """
         best, latest_stage = _BEST[model]
         found = [
             row
             for row in self.results
             if (row["model"], row["data"], row["split"]) == (model, data, split) and bare(row["metric"]) == bare(metric)
         ]
+        chosen = []
         for name in (best, "latest") if checkpoint == DEPLOYED else (checkpoint,):
             only = stage or (latest_stage if name == "latest" else None)
-            for row in found:
-                if row["checkpoint"] == name and only in (None, row["stage"]):
-                    return row
-        return None
+            chosen += [row for row in found if row["checkpoint"] == name and only in (None, row["stage"])][:1]
+        return self._filled(*chosen, split=split) if chosen and data == LOCAL else next(iter(chosen), None)
+
+    def _filled(self, row: dict[str, Any], latest: dict[str, Any] | None = None, *, split: str) -> dict[str, Any]:
+        """Return a row of selected models in which clients that selected none have their latest model, as they deploy it."""
+        selected = row["per_client"]
+        if latest is None or set(latest["per_client"]) <= set(selected):
+            return row
+        scores: Scores = {**latest["per_client"], **selected}
+        sizes = self.summary.get("data", {}).get("clients", {})
+        weights = {client: sizes.get(client, {}).get(split) for client, score in scores.items() if score is not None}
+        total = None if None in weights.values() else sum(weights.values())
+        mean = sum(weights[client] * scores[client] for client in weights) / total if total else None
+        return {**row, "per_client": scores, "weighted_mean": mean}
 
     def scores(self, metric: str, **where: Any) -> Scores | None:
         """Return `per_client` of the row that :meth:`result` returns; it takes the same arguments."""

@@ -112,7 +112,8 @@ def checkpoints(study: StudyData) -> Table:
 
     `latest` is each client's model as received after the last round (L1), `latest_global` the server's model (G),
     `best_global` the server's model with the best validation score, and `best_local` each client's own best. Each has
-    `..._ci95` and `..._radius`. `deployed` names the one that counts in the overview.
+    `..._ci95` and `..._radius`. `deployed` names the one that counts in the overview, and `selection` is its score minus that
+    of the latest model, paired over seeds: what selection gained or cost.
     """
     kinds = {
         "latest": (PERSONAL, "latest"),
@@ -126,8 +127,18 @@ def checkpoints(study: StudyData) -> Table:
         for name, (model, checkpoint) in kinds.items():
             found = study.find(method, model=model, checkpoint=checkpoint)
             line |= study.estimate([score.mean for score in found.values()]).columns(name)
+        line |= study.estimate(_gains(study, method)).columns("selection")
         lines.append(line | {"deployed": chosen(study, method)[1], "n_seeds": len(study.seeds_of(method))})
     return lines
+
+
+def _gains(study: StudyData, method: str) -> list[float | None]:
+    """Return the deployed score minus that of the latest model of each seed; nothing where the latest is deployed."""
+    model, checkpoint, _ = chosen(study, method)
+    deployed, latest = study.deployed(method), study.find(method, model=model or PERSONAL, checkpoint="latest")
+    pairs = [(deployed[seed].mean, latest[seed].mean) for seed in deployed if seed in latest]
+    known = [None if a is None or b is None else a - b for a, b in pairs]
+    return [] if checkpoint == "latest" else known
 
 
 def measured(study: StudyData) -> Table:

@@ -62,7 +62,8 @@ NAN = float("nan")
 )
 @pytest.mark.parametrize("kind", [LocalCheckpoint, GlobalCheckpoint])
 def test_the_running_best_is_kept(losses, mode, best, kind):
-    trainer = run(dict.fromkeys(SIZES, losses), kind(mode=mode), 3)
+    papers = {"smooth": 1, "min_samples": 0} if kind is LocalCheckpoint else {}
+    trainer = run(dict.fromkeys(SIZES, losses), kind(mode=mode, **papers), 3)
     entries = [trainer.server.checkpoints.get("GlobalCheckpoint")]
     if kind is LocalCheckpoint:
         entries = [trainer.store.get(client).checkpoints["LocalCheckpoint"] for client in SIZES]
@@ -73,8 +74,28 @@ def test_the_running_best_is_kept(losses, mode, best, kind):
 
 def test_every_client_chooses_for_itself():
     script = {"0": [0, 1.0, 2.0, 3.0], "1": [0, 3.0, 2.0, 1.0], "2": [0, 3.0, 1.0, 2.0]}
-    trainer = run(script, LocalCheckpoint(), 3)
+    trainer = run(script, LocalCheckpoint(smooth=1), 3)
     assert [trainer.store.get(c).checkpoints["LocalCheckpoint"]["round"] for c in SIZES] == [1, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("smooth", "min_samples", "best"),
+    [
+        (1, 0, 2),  # the luckiest round
+        (3, 0, 4),  # the mean of 1, 3 and 2 is lowest
+        (3, 11, 6),  # 10 samples are too few
+        (9, 0, 6),  # never so many
+    ],
+)
+def test_a_round_is_judged_by_several_evaluations_and_few_samples_by_none(smooth, min_samples, best):
+    losses = [99, 9.0, 1.0, 3.0, 2.0, 1.5, 8.0]
+    trainer = run(dict.fromkeys(SIZES, losses), LocalCheckpoint(smooth=smooth, min_samples=min_samples), 6)
+    entry = trainer.store.get("1").checkpoints["LocalCheckpoint"]
+    assert (entry["round"], float(entry["model"]["count"])) == (best, best)
+    before = [entry["recent"], entry["score"]]
+    trainer.validate(verbose=False)  # the last model once more
+    entry = trainer.store.get("1").checkpoints["LocalCheckpoint"]
+    assert [entry["recent"], entry["score"]] == before
 
 
 @pytest.mark.parametrize(

@@ -205,8 +205,14 @@ def checkpoints(context: Context) -> Section | None:
         {r["method"]: [Dot(r[k], interval_of(r, f"{k}_ci95"), title) for k, title in kinds.items()] for r in rows},
     )  # fmt: skip
     columns = [METHOD, *(Column(kind, title, radius=f"{kind}_radius", decimals=4) for kind, title in kinds.items())]
+    columns.append(
+        Column("selection", "selection", "difference", interval="selection_ci95", decimals=4,
+               help="score of the deployed model minus that of the latest")
+    )  # fmt: skip
     columns += [Column("deployed", "deployed", "text"), Column("n_seeds", "seeds", "count")]
-    table = context.table("checkpoints", f"Test {context.metric} by checkpoint", columns, rows)
+    table = context.table(
+        "checkpoints", f"Test {context.metric} by checkpoint", columns, rows, _selection(context, rows)
+    )
     return context.section(
         "checkpoints",
         "Which checkpoint to deploy",
@@ -215,6 +221,19 @@ def checkpoints(context: Context) -> Section | None:
         "Latest: after the last round. Best global: the round with the best validation score of the server's model. Best "
         "local: each client's own best round. All are chosen on validation data and scored on test data.",
     )
+
+
+def _selection(context: Context, rows: Sequence[Row]) -> list[str]:
+    """Return the line that says for which methods selection gained, and for which it cost."""
+    said = []
+    for word, sign in (("gained", 1), ("cost", -1)):
+        found = [
+            f"{row['method']} {abs(row['selection']):.4f}"
+            for row in rows
+            if is_number(row["selection"]) and row["selection"] * (sign if context.higher else -sign) > 0
+        ]
+        said += [f"{word} {', '.join(found)}"] if found else []
+    return [f"Against the latest models, selection {'; it '.join(said)}."] if said else []
 
 
 def _grouped(
