@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_info
 
 from fedlightning.algorithm import (
     GLOBAL,
     Change,
     Client,
     Facts,
+    FirstStep,
     ModelSelection,
     Newcomers,
     Server,
@@ -24,6 +27,9 @@ from fedlightning.algorithm import (
 )
 from fedlightning.ranges import NonNegativeInt, PositiveInt
 from fedlightning.tensors import clone, module_state, ties
+
+DEFAULT = "val_loss"
+"""Metric that is monitored unless a user says another: where the module logs no such, its only loss."""
 
 
 class LocalCheckpoint(ModelSelection):
@@ -37,7 +43,7 @@ class LocalCheckpoint(ModelSelection):
     A score that is not finite is left out. Until there are as many scores as ``smooth`` says, the latest model is kept.
 
     Args:
-        monitor: Metric that the module logs in validation. Default ``"val_loss"``.
+        monitor: Metric that the module logs in validation. Default ``"val_loss"``, or the only loss that it logs.
         mode: ``"min"`` (default) or ``"max"``. A tie keeps the earlier model.
         smooth: Evaluations, the round's own and those before it, whose mean score judges a round. Default 5.
         min_samples: Validation samples below which a client keeps its latest model. Default 10.
@@ -87,6 +93,10 @@ class LocalCheckpoint(ModelSelection):
                 f"keeps its latest model. Set smooth to at most {count}; 1 takes the best single evaluation."
             )
 
+    def check_step(self, step: FirstStep) -> None:
+        """Refuse a metric that validation does not log."""
+        _check_monitor(self, step)
+
     def on_client_evaluated(
         self, client: Client, stage: Stage, split: str, metrics: Mapping[str, float], module: LightningModule
     ) -> None:
@@ -125,7 +135,7 @@ class GlobalCheckpoint(ModelSelection):
     which is said once, and rounds are compared by the clients that have a value in both.
 
     Args:
-        monitor: Metric that the module logs in validation. Default ``"val_loss"``.
+        monitor: Metric that the module logs in validation. Default ``"val_loss"``, or the only loss that it logs.
         mode: ``"min"`` (default) or ``"max"``. A tie keeps the earlier model.
         stage: ``"G"`` (the paper, default): scores of the aggregated model. ``"L2"``: scores of the clients' trained
             models, before aggregation, decide about the model they are aggregated to.
@@ -169,6 +179,10 @@ class GlobalCheckpoint(ModelSelection):
                 f"GlobalCheckpoint(stage='L2') compares the losses of the clients that trained, and {setup.absent} "
                 "takes others in every round. Use stage='G', or let all take part."
             )
+
+    def check_step(self, step: FirstStep) -> None:
+        """Refuse a metric that validation does not log."""
+        _check_monitor(self, step)
 
     def on_federation_start(self, server: Server) -> None:
         """Refuse methods without a global model.
@@ -219,13 +233,9 @@ class GlobalCheckpoint(ModelSelection):
         several = server.callbacks.role("model_of") is not None
         found = server.score(self.monitor, stage=self.stage)
         if not found:
-            scored = (self.stage, "local", "val")
-            known = {
-                metric: 0.0
-                for model, stage, data, split, metric in server.scores
-                if (model, stage, data, split) == (None, *scored)
-            }
-            monitored(self, known)
+            where = (None, self.stage, "local", "val")
+            known = [metric for *place, metric in server.scores if tuple(place) == where]
+            found = server.score(monitor_of(self, known), stage=self.stage)
         if several:
             found = {client: score for client, score in found.items() if server.model_of(client) == model}
         weights = {
@@ -274,13 +284,33 @@ def _mean(values: Mapping[str, float], weights: Mapping[str, float], clients: It
 
 
 def monitored(callback: Any, metrics: Mapping[str, float]) -> float:
-    """Return the metric that ``callback.monitor`` names."""
-    if callback.monitor not in metrics:
-        raise ValueError(
-            f"{callback.key} monitors '{callback.monitor}', but validation gives {sorted(metrics) or 'no metric'}. "
-            "Log it in validation_step, or set monitor=... to one of these."
-        )
-    return float(metrics[callback.monitor])
+    """Return the metric that a callback monitors."""
+    return float(metrics[monitor_of(callback, metrics)])
+
+
+def monitor_of(callback: Any, known: Iterable[str]) -> str:
+    """Return the name of the metric that a callback monitors: its `monitor`, or for the default the only loss there is.
+
+    Example:
+        >>> monitor_of(LocalCheckpoint(), ["val/loss", "val/acc"])
+        'val/loss'
+    """
+    names, monitor = list(known), str(callback.monitor)
+    if monitor in names:
+        return monitor
+    losses = [name for name in names if "loss" in re.split(r"[^a-z0-9]+|_", name.lower())]
+    if (monitor, callback.mode) == (DEFAULT, "min") and len(losses) == 1:
+        return losses[0]
+    raise ValueError(
+        f"{callback.key} monitors '{monitor}', but validation gives {sorted(names) or 'no metric'}. Log it in "
+        "validation_step, or set monitor=... to one of these, with mode='max' where more is better."
+    )
+
+
+def _check_monitor(callback: Any, step: FirstStep) -> None:
+    if step.logged is not None and monitor_of(callback, step.logged) != callback.monitor:
+        told = f"{step.module} logs no '{callback.monitor}'"
+        rank_zero_info(f"{callback.key} monitors '{monitor_of(callback, step.logged)}': {told}, and no other loss.")
 
 
 def _warn_without_validation(callback: Any, setup: Setup) -> None:

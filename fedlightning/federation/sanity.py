@@ -26,6 +26,7 @@ from fedlightning.compat.quiet import quiet
 from fedlightning.datamodules.own_generators import kept
 from fedlightning.errors import ConfigurationError, users_line
 from fedlightning.federation.engine import Engine, Question, Task
+from fedlightning.federation.first_step import ask_first_step
 from fedlightning.federation.one_batch import shapes, spread
 from fedlightning.hooks import CallbackList, Phase
 from fedlightning.messages import Message
@@ -95,6 +96,17 @@ def check_steps(engine: Engine, splits: Sequence[str], known: Mapping[Task[Any],
                 _refuse_unknown_monitors(tries, followed, architecture)
             for split in splits:
                 _check(tries, split, architecture)
+    for architecture in blueprint.architectures:
+        ask_first_step(engine, architecture, partial(_logged, tries, architecture) if "val" in splits else list)
+
+
+def _logged(tries: Tries, architecture: str) -> Iterator[list[str]]:
+    """Yield what the module logs in validation, for some clients."""
+    with isolated(tries.engine.runner.settings.seed, "sanity"), quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for tried in islice(tries.of("val", architecture, listen=True), MOST_CLIENTS):
+            if tried.refusal is None:
+                yield tried.names
 
 
 def _check(tries: Tries, split: str, architecture: str) -> list[str]:
