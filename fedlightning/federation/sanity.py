@@ -258,6 +258,8 @@ def _score(runner: LocalRunner, split: str, module: LightningModule, loader: Dat
     if not testing and not is_overridden("validation_step", module):
         return
     settings, trainer = runner.settings, runner.blueprint.trainer
+    runner.scorer.client = client
+    runner.scorer.set_up(module)
     try:
         if runner.scorer.fast and fast_evaluation.refusal(module, loader, trainer, testing) is None:
             mode = bool(settings.trainer_arguments.get("inference_mode", True))
@@ -268,6 +270,8 @@ def _score(runner: LocalRunner, split: str, module: LightningModule, loader: Dat
             else:
                 return
         evaluator = make_evaluator(settings.trainer_arguments, OneLoss())
+        vars(evaluator)["datamodule"] = vars(trainer)["datamodule"]
+        runner.scorer.set_up(module)
         (evaluator.test if testing else evaluator.validate)(module, dataloaders=loader, verbose=False)
     except OneBatchDone:
         return
