@@ -171,7 +171,9 @@ def test_modules_that_read_their_data_in_setup_are_scored_as_they_are_trained(ki
     trainer.test(verbose=False)
     counts = {client: torch.bincount(data.tensors[client]["train"][1], minlength=3).float() for client in "01"}
     counts["all"] = counts["0"] + counts["1"]
-    found = [row for row in trainer.rows if row.metric.endswith("_weight") and (row.data == "local" or row.stage == "G")]
+    found = [
+        row for row in trainer.rows if row.metric.endswith("_weight") and (row.data == "local" or row.stage == "G")
+    ]
     assert {row.stage for row in found} == {"G", "L1", "L2"} and {"0", "1", "all"} <= {row.client for row in found}
     for row in found:
         assert row.value == pytest.approx(float((1 / (1 + counts[row.client])).sum())), row
