@@ -31,6 +31,7 @@ from fedlightning.federation.refusals import (
 )
 from fedlightning.federation.sanity import check_steps, first_tries
 from fedlightning.federation.server import Server
+from fedlightning.federation.silence import tell_of_silence
 from fedlightning.federation.state import save_state
 from fedlightning.federation.store import ClientStore
 from fedlightning.federation.summary import evaluation_of, summary_of
@@ -216,6 +217,8 @@ class Federation:
             rows += global_rows
             if "L1" in self.stages:
                 rows += stage_scores.stage_l1(server, self.engine, evaluate, global_rows)
+            if self.stages and server.round < self.evaluate_every:  # the first time
+                tell_of_silence(server, self.engine, "val", rows, asked=False)
         server.scores = stage_scores.by_client(rows)
         unseen = self.unseen.rows(("val",), self.stages) if due and server.held_out else []
         self.recorder.record(rows + unseen)
@@ -380,5 +383,6 @@ class Federation:
             found = stage_scores.checkpoint_rows(server, self.engine, evaluate)
             rows += [row for row in found if checkpoint in ("all", row.checkpoint)]
             rows += self.unseen.checkpoint_rows((split,), checkpoint)
+        tell_of_silence(server, self.engine, split, rows)
         self.recorder.record(rows)
         return rows

@@ -41,7 +41,12 @@ class Scorer:
         fast: Whether the Trainer is bypassed where the scores are provably the same (unless `local_loop="trainer"`).
     """
 
-    def __init__(self, blueprint: Blueprint, source: Any, loader_of: Callable[[str, str], Any]) -> None:
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        source: Any = None,
+        loader_of: Callable[[str, str], Any] = lambda client, split: None,
+    ) -> None:
         self._blueprint, self.client = blueprint, ""
         self._datamodule = None if source is None else ClientData(source, lambda split: loader_of(self.client, split))
         self.fitted: WeakSet[LightningModule] = WeakSet()

@@ -144,7 +144,7 @@ def _positives_and_negatives(metric: Any) -> tuple[Tensor, Tensor]:
 # -- counts of right and wrong predictions -----------------------------------------------------------------------------
 def _counted(metric: Any, compute: Compute) -> Any:
     """Recall needs samples with the class, specificity samples without it; precision and F1 need either or a prediction."""
-    if not isinstance(metric.tp, Tensor) or getattr(metric, "zero_division", 0):
+    if not isinstance(metric.tp, Tensor) or getattr(metric, "zero_division", None):
         return compute()  # sample by sample, or the user has said what an undefined value shall be
     counts = {name: getattr(metric, name) for name in ("tp", "fp", "tn", "fn")}
     if getattr(metric, "average", None) == "micro":
@@ -169,7 +169,7 @@ def _counted(metric: Any, compute: Compute) -> Any:
 def _jaccard(metric: Any, compute: Compute) -> Any:
     """The Jaccard index needs a sample or a prediction of the class."""
     counts = metric.confmat
-    if getattr(metric, "zero_division", 0) or getattr(metric, "average", None) == "micro":
+    if getattr(metric, "zero_division", None) or getattr(metric, "average", None) == "micro":
         return compute()
     if isinstance(metric, classification.MulticlassJaccardIndex):
         return _by_class(metric, compute, counts.sum(0) + counts.sum(1) > 0, changes=False)
