@@ -104,9 +104,8 @@ def _logged(tries: Tries, architecture: str) -> Iterator[list[str]]:
     """Yield what the module logs in validation, for some clients."""
     with isolated(tries.engine.runner.settings.seed, "sanity"), quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for tried in islice(tries.of("val", architecture, listen=True), MOST_CLIENTS):
-            if tried.refusal is None:
-                yield tried.names
+        found = list(islice(tries.of("val", architecture, listen=True), MOST_CLIENTS))
+    yield from (tried.names for tried in found if tried.refusal is None)
 
 
 def _check(tries: Tries, split: str, architecture: str) -> list[str]:
