@@ -20,7 +20,7 @@ def optimizers_of(module: LightningModule) -> list[Optimizer]:
     """The optimizers a module configures; empty where it needs a running trainer to tell."""
     try:
         made = configured(module)
-    except RuntimeError:
+    except (RuntimeError, AttributeError):  # it needs a trainer, or what `setup` and other hooks of a fit make
         return []
     except (ValueError, TypeError) as error:
         raise ConfigurationError(

@@ -25,6 +25,7 @@ from fedlightning.compat.quiet import quiet
 from fedlightning.datamodules.own_generators import kept
 from fedlightning.errors import ConfigurationError, ControlFlow
 from fedlightning.federation.engine import Engine, Question
+from fedlightning.federation.first_step import ask_first_step
 from fedlightning.federation.trial_failure import step_failure
 from fedlightning.hooks import Phase
 from fedlightning.messages import Message
@@ -129,6 +130,7 @@ class TryStep(Question):
                     module.log = partial(_listen, names, module.log)  # type: ignore[method-assign]
                 self._train(runner, module, loader)
             else:
+                runner.scorer.client = self.client
                 with nullcontext() if self.listen else _ends_after_one(runner.blueprint.losses):
                     names |= runner.scorer.score(module, loader, self.split).keys()
         except OneBatchDone as done:
@@ -229,6 +231,16 @@ class StepTrials:
                     self._refuse_unknown_monitors(followed + self._watching(architecture), architecture)
                 for split in self.splits:
                     self._step(split, architecture)
+        for architecture in modules:
+            logged = partial(self._logged, architecture) if "val" in self.splits else list
+            ask_first_step(self.engine, architecture, logged)
+
+    def _logged(self, architecture: str) -> Iterator[list[str]]:
+        """Yield what the module logs in validation, for some clients."""
+        with isolated(self.blueprint.settings.seed, "sanity"), quiet(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = list(islice(self._tries("val", architecture, listen=True), MOST_CLIENTS))
+        yield from (tried.names for tried in found if tried.refusal is None)
 
     def _step(self, split: str, architecture: str) -> list[str]:
         """Try a step; return the metrics that learning-rate schedulers follow."""

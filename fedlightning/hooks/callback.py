@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedlightning.hooks.facts import Facts
 from fedlightning.hooks.misspelt import refuse_misspelt
-from fedlightning.hooks.words import GradientContext, Job, Owner, Phase, Plan, Setup, Stage, Weighting
+from fedlightning.hooks.words import FirstStep, GradientContext, Job, Owner, Phase, Plan, Setup, Stage, Weighting
 from fedlightning.messages import Message, Update, Wire
 from fedlightning.ranges import check_on_creation
 from fedlightning.tensors import State
@@ -211,6 +211,9 @@ class FederatedCallback(Callback):
     # -- when you need it: before and after ----------------------------------------------------------------------------
     def check(self, setup: Setup) -> None:
         """Refuse before round 1 what cannot work, with `ValueError` and a sentence."""
+
+    def check_step(self, step: FirstStep) -> None:
+        """As :meth:`check`, of what only a step shows: optimizers that need a Trainer, metrics of validation."""
 
     def on_federation_start(self, server: Server) -> None:
         """Run before the first round of a new federation (not when one is resumed)."""

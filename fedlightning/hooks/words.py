@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
@@ -241,3 +241,21 @@ class Setup:
     loop: str = "Synchronous"
     absent: str = ""
     has_clock: bool = False
+
+
+class FirstStep(NamedTuple):
+    """What one step of training and of validation has shown before round 1.
+
+    Attributes:
+        module: Name of the user's class.
+        optimizers: Optimizers of the fit; empty where the clients' data are elsewhere.
+        clips: Hook in which the module changes its gradients after the backward pass; empty: there is none.
+        optimizer_state: Whether optimizers begin anew in every visit (`"reset"`) or go on (`"keep"`).
+        logged: Metrics that the module logs in validation; `None` if that is not known.
+    """
+
+    module: str
+    optimizers: tuple[Any, ...] = ()
+    clips: str = ""
+    optimizer_state: str = "reset"
+    logged: tuple[str, ...] | None = None

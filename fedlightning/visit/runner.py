@@ -138,7 +138,13 @@ class LocalRunner:
         data = self.data.whole if isinstance(self.data, FewerClients) else self.data
         source = None if isinstance(data, LoaderDataModule) else getattr(data, "datamodule", data)
         self._source = source  # the data module that the user wrote; `None` if there are loaders only
-        self.scorer = Scorer(self.blueprint, None if source is None else ClientData(source))
+        self.scorer = Scorer(self.blueprint, source, self._loader_of)
+
+    def _loader_of(self, client: str, split: str) -> DataLoader[Any] | None:
+        """Return the loader that a module finds while it is scored; of the first client where nobody is meant."""
+        if client == POOLED:
+            return self.pooled_dataloader(split)
+        return self.data.client_dataloader(client or self.data.client_ids[0], split)
 
     def leaving(self, client: str) -> Leaving:
         """Return what can leave a client, by this side's own configuration."""
@@ -258,6 +264,7 @@ class LocalRunner:
         inside = self.surroundings(client, phase)
         fast_trainer = None if self.settings.logs(client.id) else self.loop.fast_trainer(client.module, loader)
         val_loader = self.validation_loader(message)
+        self.scorer.fitted.add(client.module)
         with nullcontext() if phase.train is None else only_training(client.module, phase.train):
             return local_fit.fit(
                 client,

@@ -29,7 +29,7 @@ class ClientData:
 
     Args:
         source: The user's data module.
-        loader: Gives the client's loader of a split. `None`: it is not known whose data are seen.
+        loader: Gives the client's loader of a split. `None`: of a copy, which belongs to no client.
     """
 
     _log_hyperparams = prepare_data_per_node = False
@@ -53,8 +53,8 @@ class ClientData:
     def _of_client(self, split: str) -> Any:
         if self._loader is None:
             raise RuntimeError(
-                f"trainer.datamodule.{split}_dataloader() is called in an evaluation, which may be of several clients. "
-                f"Use trainer.{split}_dataloaders."
+                f"{split}_dataloader() is called on a copy of trainer.datamodule, which belongs to no client. Use "
+                "self.trainer.datamodule."
             )
         return self._loader(split)
 
