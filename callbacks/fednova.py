@@ -68,7 +68,6 @@ class FedNova(FederatedCallback):
         (1.0, 0.0)
     """
 
-    rank = -1  # the mean of normalised changes is a model again before others work on it
     facts = Facts(
         needs=[
             Need(
