@@ -76,7 +76,6 @@ class Partitioned(IndexedFederatedDataModule):
     Example:
         >>> import torch
         >>> from lightning import LightningDataModule
-    from lightning.pytorch.utilities import rank_zero_warn
         >>> from torch.utils.data import TensorDataset
         >>> from fedlightning.datamodules import IIDPartitioner, Partitioned
         >>> dataset = TensorDataset(torch.zeros(30, 4), torch.arange(3).repeat(10))

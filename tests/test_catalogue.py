@@ -21,12 +21,21 @@ from tools.registry import generated
 
 ROOT = Path(__file__).parents[1]
 NOT_ALGORITHMS = {
+    "Budget",
+    "CenteredClipping",
+    "ClientDP",
+    "CoordinateMedian",
+    "FederatedEarlyStopping",
+    "GeometricMedian",
     "GlobalCheckpoint",
+    "Krum",
     "LayerDiagnostics",
     "LocalCheckpoint",
+    "NormClippedMean",
     "PoissonSampling",
     "PrivateLR",
     "Stragglers",
+    "TrimmedMean",
 }
 
 

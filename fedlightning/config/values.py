@@ -142,11 +142,11 @@ def _needed(kind: Any, key: str) -> str:
         parameter = inspect.signature(kind).parameters.get(key)
     except (TypeError, ValueError):
         return ""
+    if parameter is None or parameter.default is None or parameter.annotation is inspect.Parameter.empty:
+        return ""
     declared = ranges_of(kind).get(key)
     if declared is not None:
         return "" if declared.endswith("None") else declared
-    if parameter is None or parameter.default is None or parameter.annotation is inspect.Parameter.empty:
-        return ""
     text = (
         parameter.annotation
         if isinstance(parameter.annotation, str)
