@@ -19,7 +19,7 @@ from tests.test_rooms import ORDER
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")), *sorted(ROOT.glob("docs/*.md"))]
-GUIDE = (ROOT / "docs/write-an-algorithm.md").read_text()
+GUIDE = (ROOT / "docs/how-to/write_an_algorithm.md").read_text()
 NO_NAMES = {"fedlightning.callbacks.FedDyn", "fedlightning.algorithms"}
 """What is no name of the package: the guide's example, and the group of entry points."""
 

@@ -22,7 +22,7 @@ from tests.processes import script
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN = ROOT / "examples/own_algorithm.py"
-GUIDE = ROOT / "docs/write-an-algorithm.md"
+GUIDE = ROOT / "docs/how-to/write_an_algorithm.md"
 
 
 def run(name: str, out: Path, *words: str) -> str:

@@ -46,7 +46,7 @@ def test_the_catalogue_says_what_the_server_keeps_of_each_client(name):
 def test_the_page_names_those_that_keep_something():
     from pathlib import Path
 
-    page = Path("docs/deploy.md").read_text()
+    page = Path("docs/how-to/deploy.md").read_text()
     for row in ALGORITHMS:
         if row.of_clients:
             assert f"`{row.name}`" in page, row.name

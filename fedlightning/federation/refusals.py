@@ -84,7 +84,7 @@ def refuse_loop(loop: Loop, server: Server, store: ClientStore, evaluate_seconds
     if evaluate_seconds is not None and loop.clock is None:
         raise ConfigurationError(
             f"evaluate_seconds={evaluate_seconds} counts virtual seconds, and the loop {loop!r} has no clock. "
-            "Give it one (docs/time.md), or use evaluate_every, which counts rounds."
+            "Give it one (docs/explanation/time.md), or use evaluate_every, which counts rounds."
         )
     loop.check(server)
     if loop.holds_records and not store.is_here:
