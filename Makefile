@@ -5,6 +5,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+DOCS_VENV ?= .venv-docs
 JOBS ?= 2
 PIP_ARGS ?=
 PYTEST_ARGS ?=
@@ -16,6 +17,8 @@ BASE := $(VENV)/.installed-base
 STAMP := $(VENV)/.installed
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -c constraints.txt
 
+DOCS_INSTALL = $(DOCS_VENV)/bin/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -c constraints.txt -c constraints-docs.txt
+
 # One thread a process: more of them on contended cores make small models many times slower.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Without bytecode each worker, and each program that a test starts, would compile tests and package anew: a minute.
@@ -24,7 +27,7 @@ PYTEST = $(ONE_THREAD) $(BYTECODE) $(BIN)/python -m pytest -q -n $(JOBS) --dist 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-all test-slow test-anywhere test-flower test-flower-all test-flower-catalogue coverage lint format types registry bench clean distclean
+.PHONY: help install quickstart test test-all test-slow test-anywhere test-flower test-flower-all test-flower-catalogue coverage lint format types registry docs bench clean distclean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -92,6 +95,16 @@ test-flower-catalogue: $(FLOWER_STAMP) ## every method over a real SuperLink: so
 	FEDLIGHTNING_CATALOGUE=$(CATALOGUE) FEDLIGHTNING_CATALOGUE_SERVERS=$(CATALOGUE_SERVERS) $(ONE_THREAD) \
 		$(FLOWER_VENV)/bin/python -m pytest -q -m slow tests/engines/flower/test_catalogue.py $(PYTEST_ARGS)
 
+$(DOCS_VENV)/.installed: pyproject.toml constraints-docs.txt
+	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_INSTALL) torch
+	$(DOCS_INSTALL) -e ".[docs,vision,lora,sweep]"
+	@touch $@
+
+docs: $(DOCS_VENV)/.installed ## build the site in docs/_build/html: warnings are errors, tutorials run
+	$(ONE_THREAD) MPLBACKEND=agg $(DOCS_VENV)/bin/python -m sphinx -b html -W --keep-going -q $(SPHINX_ARGS) docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
 coverage: $(STAMP) ## run the tests and report the lines and branches they miss
 	$(PYTEST) --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)
 
@@ -116,8 +129,9 @@ bench: $(STAMP) ## measure speed and memory against a bare PyTorch loop (an idle
 	$(BIN)/python -m benchmarks.memory
 
 clean: ## remove build products and caches (not the environment, not the results of runs)
+	rm -rf docs/_build docs/tutorials docs/reference/api docs/reference/methods
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* htmlcov
 	find . -name __pycache__ -type d -not -path './.venv*' -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove the environment
-	rm -rf $(VENV) $(FLOWER_VENV)
+	rm -rf $(VENV) $(FLOWER_VENV) $(DOCS_VENV)

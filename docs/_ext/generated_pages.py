@@ -136,7 +136,8 @@ def methods() -> None:
 def first_sentence(text: str) -> str:
     """Return the first sentence of a docstring, as reStructuredText."""
     paragraph = " ".join(inspect.cleandoc(text).partition("\n\n")[0].split())
-    return re.split(r"(?<=[^.][.:]) ", paragraph)[0]
+    sentence = re.split(r"(?<=[^.][.:]) ", paragraph)[0]
+    return sentence if sentence.count("`") % 2 == 0 else paragraph
 
 
 def words_of_value(module: str, name: str) -> str:
@@ -152,15 +153,16 @@ def words_of_value(module: str, name: str) -> str:
     return f"``{type(value).__name__}``"
 
 
-def object_page(module: str, name: str) -> tuple[str, str]:
-    """Return the page of a public name, and what it is in a sentence."""
+def object_page(module: str, name: str, again: bool) -> tuple[str, str]:
+    """Return the page of a public name, and what it is in a sentence; `again`: another module has shown it already."""
     value = getattr(importlib.import_module(module), name)
     full = f"{module}.{name}"
     heading = f".. currentmodule:: {module}\n\n" + titled(name)
+    no_index = "   :no-index:\n" * again
     if inspect.isclass(value):
-        body = f".. autoclass:: {full}\n   :members:\n   :show-inheritance:\n"
+        body = f".. autoclass:: {full}\n   :members:\n   :show-inheritance:\n{no_index}"
     elif inspect.isfunction(value):
-        body = f".. autofunction:: {full}\n"
+        body = f".. autofunction:: {full}\n{no_index}"
     elif inspect.ismodule(value):
         return heading + f".. automodule:: {value.__name__}\n   :members:\n   :noindex:\n", first_sentence(value.__doc__ or "")
     else:
@@ -171,14 +173,16 @@ def object_page(module: str, name: str) -> tuple[str, str]:
 
 def api() -> None:
     """Write a page for each public name, one for each public module, and one that lists these."""
-    folder, methods = REFERENCE / "api", {row.name for row in ALGORITHMS}
+    folder, methods, shown = REFERENCE / "api", {row.name for row in ALGORITHMS}, set[int]()
     index = titled("Python") + ".. toctree::\n   :maxdepth: 1\n\n"
     for module, purpose in MODULES.items():
         short = module.removeprefix("fedlightning.").replace(".", "_")
         index += f"   {short}/index\n"
         rows, pages = [], []
         for name in sorted(set(importlib.import_module(module).__all__) - methods, key=str.casefold):
-            page, sentence = object_page(module, name)
+            value = id(getattr(importlib.import_module(module), name))
+            page, sentence = object_page(module, name, value in shown)
+            shown.add(value)
             write(folder / short / f"{name}.rst", page)
             rows.append((f":doc:`{name}`", sentence or ".."))
             pages.append(f"   {name}\n")
