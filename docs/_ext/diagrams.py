@@ -93,29 +93,32 @@ def of_method(name: str, down: str, up: str, leaves: str, client: str, server: s
 
 def of_a_round(alone: bool = False) -> str:
     """Return the picture of a round; `alone`: as a file of its own."""
+    server = ["picks participants,", "averages what comes,", "evaluates (stage G),", "saves the round"]
+    visit = ["receive and merge (L1)", "train with Lightning", "your callbacks run here", "send an update (L2)"]
     parts = [
         '<rect x="1" y="60" width="190" height="150"/>',
         lines_at(96, 88, ["Server"], "name", "middle"),
-        lines_at(96, 112, ["picks participants,", "averages what comes,", "evaluates (stage G),", "saves the round"], "", "middle"),
-    ]
-    for number, (name, y) in enumerate((("Client A", 1), ("Client B", 100), ("Client C", 199))):
-        text = ["your LightningModule", "your data, which stay"] if number != 1 else ["what is personal stays", "your data, which stay"]
-        parts += [
-            f'<rect class="stays" x="500" y="{y}" width="220" height="78"/>',
-            lines_at(610, y + 24, [name], "name", "middle"),
-            lines_at(610, y + 45, text, "", "middle"),
-            f'<path class="down" d="M196 {118 + 12 * number} C 330 {118 + 12 * number}, 360 {y + 30}, 488 {y + 30} m-8 -5 l8 5 l-8 5"/>',
-            f'<path class="up" d="M496 {y + 48} C 370 {y + 48}, 330 {136 + 22 * number}, 202 {136 + 22 * number} m8 -5 l-8 5 l8 5"/>',
-        ]
-    parts += [
+        lines_at(96, 112, server, "", "middle"),
         '<rect x="740" y="60" width="170" height="150"/>',
         lines_at(825, 88, ["In a client"], "name", "middle"),
-        lines_at(825, 112, ["receive and merge (L1)", "train with Lightning", "your callbacks run here", "send an update (L2)"], "", "middle"),
+        lines_at(825, 112, visit, "", "middle"),
         lines_at(345, 20, ["model down"], "quiet", "middle"),
         lines_at(345, 268, ["update up"], "quiet", "middle"),
         '<path class="down" d="M290 16 h15"/><path class="up" d="M290 264 h15"/>',
     ]
-    return drawing(912, 280, "One round: the server sends models, clients train on their own data and send updates", parts, alone)
+    for number, (name, y) in enumerate((("Client A", 1), ("Client B", 100), ("Client C", 199))):
+        first = "what is personal stays" if number == 1 else "your LightningModule"
+        leaves, comes = 118 + 12 * number, 136 + 22 * number
+        head, tail = "m-8 -5 l8 5 l-8 5", "m8 -5 l-8 5 l8 5"
+        parts += [
+            f'<rect class="stays" x="500" y="{y}" width="220" height="78"/>',
+            lines_at(610, y + 24, [name], "name", "middle"),
+            lines_at(610, y + 45, [first, "your data, which stay"], "", "middle"),
+            f'<path class="down" d="M196 {leaves} C 330 {leaves}, 360 {y + 30}, 488 {y + 30} {head}"/>',
+            f'<path class="up" d="M496 {y + 48} C 370 {y + 48}, 330 {comes}, 202 {comes} {tail}"/>',
+        ]
+    title = "One round: the server sends models, clients train on their own data and send updates"
+    return drawing(912, 280, title, parts, alone)
 
 
 if __name__ == "__main__":

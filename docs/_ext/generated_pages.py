@@ -125,7 +125,9 @@ def methods() -> None:
     )
     for kind, rows in KINDS.items():
         index += titled(kind[0].upper() + kind[1:], "-")
-        index += table([(f":doc:`{row.name} <{row.name.lower()}>`", plain(row.sentence)) for row in rows], widths="20 80")
+        index += table(
+            [(f":doc:`{row.name} <{row.name.lower()}>`", plain(row.sentence)) for row in rows], widths="20 80"
+        )
         index += ".. toctree::\n   :hidden:\n\n" + "".join(f"   {row.name.lower()}\n" for row in rows) + "\n"
     write(REFERENCE / "methods" / "index.rst", index)
     for row in ALGORITHMS:
@@ -164,11 +166,15 @@ def object_page(module: str, name: str, again: bool) -> tuple[str, str]:
     elif inspect.isfunction(value):
         body = f".. autofunction:: {full}\n{no_index}"
     elif inspect.ismodule(value):
-        return heading + f".. automodule:: {value.__name__}\n   :members:\n   :noindex:\n", first_sentence(value.__doc__ or "")
+        return heading + f".. automodule:: {value.__name__}\n   :members:\n   :noindex:\n", first_sentence(
+            value.__doc__ or ""
+        )
     else:
         words = words_of_value(module, name)
         return heading + f".. py:data:: {full}\n\n   {words}\n", first_sentence(words)
-    return heading + body + f"\n.. minigallery:: {full}\n   :add-heading: Tutorials\n", first_sentence(value.__doc__ or "")
+    return heading + body + f"\n.. minigallery:: {full}\n   :add-heading: Tutorials\n", first_sentence(
+        value.__doc__ or ""
+    )
 
 
 def api() -> None:
@@ -207,7 +213,9 @@ def commands() -> None:
     """Write a page with the help of every command."""
     text = titled("Command line") + "What each command prints with ``--help``.\n\n" + code(help_of(""))
     for command in COMMANDS:
-        text += f".. _command-{command}:\n\n" + titled(command, "-") + f"{COMMANDS[command]}\n\n" + code(help_of(command))
+        text += (
+            f".. _command-{command}:\n\n" + titled(command, "-") + f"{COMMANDS[command]}\n\n" + code(help_of(command))
+        )
     write(REFERENCE / "commands.rst", text)
 
 
@@ -229,13 +237,14 @@ def configuration() -> None:
 
     header, widths = ("key", "type", "default", "meaning"), "18 22 15 45"
     text = titled("Configuration keys") + (
-        "A configuration has the sections ``trainer``, ``model`` and ``data``. Beside the keys here, ``trainer`` takes those of "
-        "Lightning's Trainer that a client's fit can have. The same as a JSON Schema, which editors read: "
-        "``fedlightning configs schema``. Algorithms and their keys: :doc:`methods/index`.\n\n"
+        "A configuration has the sections ``trainer``, ``model`` and ``data``. The same as a JSON Schema, "
+        "which editors read: ``fedlightning configs schema``. Algorithms and their keys: :doc:`methods/index`.\n\n"
     )
     text += titled("trainer", "-") + table(keys_of(FederatedTrainer), header, widths)
     chosen: dict[str, list[Any]] = {
-        "data": [value for name in data.__all__ if name.endswith(SETTINGS) and inspect.isclass(value := getattr(data, name))],
+        "data": [
+            value for name in data.__all__ if name.endswith(SETTINGS) and inspect.isclass(value := getattr(data, name))
+        ],
         "model": [models.Classifier, models.Regressor, models.ClientModels],
     }
     for section, classes in chosen.items():

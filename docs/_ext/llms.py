@@ -9,7 +9,7 @@ from sphinx.application import Sphinx
 
 INTRODUCTION = """# FedLightning
 
-> FedLightning trains a PyTorch Lightning module across many clients, federated or personalised, without changes to the module.
+> FedLightning trains a PyTorch Lightning module across many clients, federated or personalised, without changes to it.
 
 The truth about methods, options and configurations is printed by the package itself: `fedlightning algorithms --json`,
 `fedlightning configs schema`, `fedlightning COMMAND --help`.
@@ -37,7 +37,7 @@ def write(app: Sphinx, error: Exception | None) -> None:
     if error is not None or app.builder.name != "html":
         return
     pages: dict[str, list[str]] = {part: [] for part in PARTS}
-    listed = {part: "" for part in PARTS}
+    listed = dict.fromkeys(PARTS, "")
     for name in sorted(app.env.found_docs):
         part = name.partition("/")[0]
         if part not in PARTS or "/api/" in name:

@@ -31,9 +31,7 @@ for name, data in {"even": even, "skewed": skewed}.items():
         max_rounds=6, local_epochs=1, callbacks=[FedAvg()], logger=False, enable_progress_bar=False, save_state=0
     )
     trainer.fit(Classifier(DigitsCNN(), num_classes=10, lr=0.1), data)
-    curves[name] = [
-        row["mean"] for row in trainer.results if row["stage"] == "G" and row["metric"] == "val_accuracy"
-    ]
+    curves[name] = [row["mean"] for row in trainer.results if row["stage"] == "G" and row["metric"] == "val_accuracy"]
 print({name: [round(value, 3) for value in values] for name, values in curves.items()})
 
 # %%

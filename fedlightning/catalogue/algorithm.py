@@ -113,7 +113,7 @@ class Algorithm:
     def options(self) -> list[Option]:
         """Return the arguments: names, types and defaults from the signature, texts from the docstring."""
         cls = self.load()
-        texts, values = _argument_texts(cls), ranges_of(cls)
+        texts, values = argument_texts(cls), ranges_of(cls)
         return [
             Option(
                 name,
@@ -126,7 +126,8 @@ class Algorithm:
         ]
 
 
-def _argument_texts(cls: type) -> dict[str, str]:
+def argument_texts(cls: type) -> dict[str, str]:
+    """Return what a class's docstring says of each argument, without markup."""
     from docstring_parser import parse
 
     texts: dict[str, str] = {}
