@@ -17,7 +17,7 @@ from sphinx.pycode import ModuleAnalyzer
 
 from fedlightning import FederatedTrainer
 from fedlightning.catalogue import ALGORITHMS, FAMILIES, KINDS, Algorithm
-from fedlightning.commands import COMMANDS
+from fedlightning.commands import COMMANDS, json_output
 from tools.methods_table import lines_on
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -219,6 +219,16 @@ def commands() -> None:
     write(REFERENCE / "commands.rst", text)
 
 
+def json_lines() -> None:
+    """Write a page with the fields that commands print for programs."""
+    text = titled("JSON of commands") + inspect.cleandoc(json_output.__doc__ or "") + "\n\n"
+    for command, fields in json_output.FIELDS.items():
+        text += titled(command, "-") + table(
+            [(f"``{name}``", plain(words)) for name, words in fields.items()], widths="25 75"
+        )
+    write(REFERENCE / "json.rst", text)
+
+
 def keys_of(cls: type) -> list[tuple[str, ...]]:
     """Return the arguments of a class as rows: name, type, default, meaning."""
     name = cls.__name__
@@ -262,6 +272,7 @@ def generate(app: Sphinx) -> None:
     api()
     commands()
     configuration()
+    json_lines()
     write(ROOT / "docs/_static/flow.css", diagrams.STYLE.replace("#1f2328", "inherit"))
 
 
