@@ -102,8 +102,8 @@ def of_a_round(alone: bool = False) -> str:
         '<rect x="740" y="60" width="170" height="150"/>',
         lines_at(825, 88, ["In a client"], "name", "middle"),
         lines_at(825, 112, visit, "", "middle"),
-        lines_at(345, 20, ["model down"], "quiet", "middle"),
-        lines_at(345, 268, ["update up"], "quiet", "middle"),
+        lines_at(314, 20, ["model down"], "quiet"),
+        lines_at(314, 268, ["update up"], "quiet"),
         '<path class="down" d="M290 16 h15"/><path class="up" d="M290 264 h15"/>',
     ]
     for number, (name, y) in enumerate((("Client A", 1), ("Client B", 100), ("Client C", 199))):

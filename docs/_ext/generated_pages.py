@@ -8,6 +8,7 @@ import inspect
 import io
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,24 @@ def code(text: str, language: str = "text") -> str:
 
 def svg(text: str) -> str:
     """Return a drawing as a part of the page."""
-    return f".. raw:: html\n\n   {text.strip()}\n\n"
+    return f'.. raw:: html\n\n   <div class="flow-box">{text.strip()}</div>\n\n'
+
+
+def definitions(rows: Iterable[tuple[str, str, str]]) -> str:
+    """Return a list of terms, each with remarks beside it and a text below: narrow pages have no room for tables."""
+    return "".join(f"``{term}`` : {remarks}\n   {text or '..'}\n\n" for term, remarks, text in rows)
+
+
+def arguments_of(row: Algorithm, with_types: bool = False) -> str:
+    """Return the arguments of a class as a list: name, default, what it may be, and what it means."""
+    found = []
+    for one in row.options():
+        if one.name in ("args", "kwargs"):
+            continue
+        remarks = "required" if one.default == "required" else f"default ``{one.default}``"
+        kind = one.values or (one.type if with_types else "")
+        found.append((one.name, f"{remarks}; {plain(kind)}" if kind else remarks, plain(one.help)))
+    return definitions(found)
 
 
 def write(path: Path, text: str) -> None:
@@ -97,12 +115,9 @@ def method_page(row: Algorithm, measured: dict[str, dict[str, list[str]]]) -> st
     text += titled("Use it", "-")
     text += code((ROOT / row.config).read_text(), "yaml")
     text += code(f"fedlightning fit --config configs/quickstart.yaml --config {row.config}", "bash")
-    options = [
-        (f"``{one.name}``", f"``{one.default}``", plain(one.values) or "..", plain(one.help) or "..")
-        for one in row.options()
-    ]
+    options = arguments_of(row)
     if options:
-        text += titled("Options", "-") + table(options, ("option", "default", "values", "meaning"), "15 15 20 50")
+        text += titled("Options", "-") + options
     lines = [(data, *map(plain, found[row.name][:4])) for data, found in measured.items() if row.name in found]
     if lines:
         text += titled("Measured", "-")
@@ -229,15 +244,9 @@ def json_lines() -> None:
     write(REFERENCE / "json.rst", text)
 
 
-def keys_of(cls: type) -> list[tuple[str, ...]]:
-    """Return the arguments of a class as rows: name, type, default, meaning."""
-    name = cls.__name__
-    row = Algorithm(name, "other", "", "", class_path=f"{cls.__module__}.{name}")
-    return [
-        (f"``{one.name}``", f"``{one.type}``" if one.type else "..", f"``{one.default}``", plain(one.help) or "..")
-        for one in row.options()
-        if one.name not in ("args", "kwargs")
-    ]
+def keys_of(cls: type) -> str:
+    """Return the arguments of a class that is no algorithm."""
+    return arguments_of(Algorithm(cls.__name__, "other", "", "", class_path=f"{cls.__module__}.{cls.__name__}"), True)
 
 
 def configuration() -> None:
@@ -245,12 +254,11 @@ def configuration() -> None:
     import fedlightning.datamodules as data
     import fedlightning.models as models
 
-    header, widths = ("key", "type", "default", "meaning"), "18 22 15 45"
     text = titled("Configuration keys") + (
         "A configuration has the sections ``trainer``, ``model`` and ``data``. The same as a JSON Schema, "
         "which editors read: ``fedlightning configs schema``. Algorithms and their keys: :doc:`methods/index`.\n\n"
     )
-    text += titled("trainer", "-") + table(keys_of(FederatedTrainer), header, widths)
+    text += titled("trainer", "-") + keys_of(FederatedTrainer)
     chosen: dict[str, list[Any]] = {
         "data": [
             value for name in data.__all__ if name.endswith(SETTINGS) and inspect.isclass(value := getattr(data, name))
@@ -262,7 +270,7 @@ def configuration() -> None:
         for cls in classes:
             rows = keys_of(cls)
             if rows:
-                text += titled(f"{cls.__name__}", "~") + table(rows, header, widths)
+                text += titled(cls.__name__, "~") + rows
     write(REFERENCE / "configuration_keys.rst", text)
 
 

@@ -16,6 +16,7 @@ from fedlightning.commands.json_output import print_json
 from fedlightning.commands.study import Parser
 from fedlightning.commands.terminal import console, say, shown
 from fedlightning.config.errors import InputError
+from fedlightning.scoring.metrics import higher_is_better
 from fedlightning.study.runs import Run, load_run
 
 DESCRIPTION = """\
@@ -29,6 +30,15 @@ examples:
 """
 ADD = "*To be added by whoever publishes this: whose data these are, with which consent, and what the model is for.*"
 """What no run knows."""
+GLOBAL = Path("checkpoints/global.ckpt")
+USE = """## Use it
+
+```python
+import fedlightning
+
+model = fedlightning.load("checkpoints/global.ckpt", trust=["your_package"])  # your own classes need your word
+```
+"""
 
 
 def parser() -> Parser:
@@ -57,7 +67,7 @@ def card(words: Sequence[str]) -> int:
     out.mkdir(parents=True, exist_ok=True)
     (out / "README.md").write_text(card_of(run, options.metric, options.license), encoding="utf-8")
     files = [out / "README.md"]
-    wanted = [Path("config.yaml"), Path("checkpoints/global.ckpt")]
+    wanted = [Path("config.yaml"), GLOBAL]
     if options.clients:
         wanted += [path.relative_to(folder) for path in sorted(folder.glob("checkpoints/clients/*.ckpt"))]
     for path in wanted:
@@ -82,7 +92,7 @@ def card_of(run: Run, metric: str, licence: str | None = None) -> str:
     parts = [
         _head(run, metric, licence),
         f"# {summary.get('model', 'A model')}, trained by {_names(summary)} on {summary.get('num_clients', '?')} clients\n",
-        f"{summary.get('rounds', '?')} rounds, made with FedLightning {summary.get('versions', {}).get('fedlightning', '?')}.\n",
+        f"Made with FedLightning {summary.get('versions', {}).get('fedlightning', '?')}.\n",
         f"{ADD}\n",
         "## Data\n",
         *_data(summary),
@@ -92,10 +102,9 @@ def card_of(run: Run, metric: str, licence: str | None = None) -> str:
         *_scores(run, metric),
         "## What was shared\n",
         *_shared(summary),
-        "## Use it\n",
-        "```python\nimport fedlightning\n\nmodel = fedlightning.load("
-        '"checkpoints/global.ckpt", trust=["your_package"])  # classes of your own need your word\n```\n',
     ]
+    if run.path is not None and (run.path / GLOBAL).exists():
+        parts.append(USE)
     return "\n".join(parts)
 
 
@@ -170,14 +179,12 @@ def _scores(run: Run, metric: str) -> Iterator[str]:
         yield f"The run has no test scores of {metric}.\n"
         return
     sizes = {name: client["test"] for name, client in run.summary.get("data", {}).get("clients", {}).items()}
+    worst = min if higher_is_better(metric) else max
     for model, scores in (("deployed", own), ("global", shared)):
         values = [value for value in scores.values() if value is not None]
         if values:
-            yield (
-                f"Mean over clients, {model} model: {sum(values) / len(values):.3f}; worst client {min(values):.3f}."
-                if metric != "loss"
-                else f"Mean over clients, {model} model: {sum(values) / len(values):.3f}; worst client {max(values):.3f}."
-            )
+            mean = sum(values) / len(values)
+            yield f"Mean over clients, {model} model: {mean:.3f}; worst client {worst(values):.3f}."
     yield "\n| client | test samples | deployed model | global model |\n|---|---|---|---|"
     for client in run.clients:
         cells = (_with_interval(scores.get(client), sizes.get(client), metric) for scores in (own, shared))
