@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import diagrams
+from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
 
@@ -284,8 +285,21 @@ def generate(app: Sphinx) -> None:
     write(ROOT / "docs/_static/flow.css", diagrams.STYLE.replace("#1f2328", "inherit"))
 
 
+def link_methods(app: Sphinx, tree: nodes.document, page: str) -> None:
+    """Let the name of a method, where it stands alone as code, lead to the method's page."""
+    names = {row.name for row in ALGORITHMS}
+    for code in list(tree.findall(nodes.literal)):
+        inside = isinstance(code.parent, (nodes.reference, nodes.title))
+        target = f"reference/methods/{code.astext().lower()}"
+        if code.astext() in names and not inside and page != target:
+            link = nodes.reference("", "", refuri=app.builder.get_relative_uri(page, target), internal=True)
+            code.replace_self(link)
+            link += code
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Make this module an extension."""
     app.connect("builder-inited", generate, priority=100)
+    app.connect("doctree-resolved", link_methods)
     app.add_css_file("flow.css")
     return {"parallel_read_safe": True}
