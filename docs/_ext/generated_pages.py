@@ -20,6 +20,7 @@ from sphinx.pycode import ModuleAnalyzer
 from fedlightning import FederatedTrainer
 from fedlightning.catalogue import ALGORITHMS, FAMILIES, KINDS, Algorithm
 from fedlightning.commands import COMMANDS, json_output
+from fedlightning.hooks import ROLES, FederatedCallback, families
 from tools.methods_table import lines_on
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -213,6 +214,35 @@ def api() -> None:
     write(folder / "index.rst", index)
 
 
+def bases() -> list[type]:
+    """Return the base of all callbacks, then those of its kinds."""
+    kinds = [
+        value for value in vars(families).values() if inspect.isclass(value) and value.__module__ == families.__name__
+    ]
+    return [FederatedCallback, *kinds]
+
+
+def hooks() -> None:
+    """Write a page with every hook: those of all callbacks, then those that one kind of callbacks has."""
+    text = titled("Hooks") + (
+        "Every method that a callback may override. A *role* belongs to one callback; all others run for every callback. The "
+        "nine of the contract, with what they may change, are on :doc:`/how-to/write_an_algorithm`. A method of a kind needs "
+        "the base class of that kind.\n\n"
+    )
+    for base in bases():
+        named = [name for name, value in vars(base).items() if inspect.isfunction(value) and not name.startswith("_")]
+        text += titled(base.__name__, "-") + f"{inspect.cleandoc(base.__doc__ or '').partition(chr(10) * 2)[0]}\n\n"
+        text += definitions(
+            (
+                f"{name}({', '.join(inspect.signature(getattr(base, name)).parameters)})",
+                "role" if name in ROLES else "event",
+                " ".join(inspect.cleandoc(getattr(base, name).__doc__ or "").partition("\n\nArgs:")[0].split()),
+            )
+            for name in named
+        )
+    write(REFERENCE / "hooks.rst", text)
+
+
 # -- commands and keys -------------------------------------------------------------------------------------------------
 def help_of(command: str) -> str:
     """Return what `fedlightning COMMAND --help` prints, or the help of `fedlightning` itself for an empty name."""
@@ -282,6 +312,7 @@ def generate(app: Sphinx) -> None:
     commands()
     configuration()
     json_lines()
+    hooks()
     write(ROOT / "docs/_static/flow.css", diagrams.STYLE.replace("#1f2328", "inherit"))
 
 
