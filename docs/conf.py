@@ -29,6 +29,7 @@ extensions = [
     "llms",  # llms.txt and llms-full.txt
 ]
 exclude_patterns = ["_build", "_ext", "tutorials/README.rst", "Thumbs.db"]
+highlight_language = "text"  # a block without a language is a terminal's
 default_role = "literal"  # our docstrings write code in single backticks, as Markdown does
 nitpicky = False
 suppress_warnings = ["myst.xref_ambiguous"]
@@ -55,6 +56,7 @@ sphinx_gallery_conf = {
     "download_all_examples": False,
     "min_reported_time": 25,
     "show_memory": False,
+    "write_computation_times": False,  # junit has them; the page would fetch scripts
     "show_signature": False,
     "within_subsection_order": "FileNameSortKey",
     "remove_config_comments": True,

@@ -230,11 +230,12 @@ def hooks() -> None:
         "the base class of that kind.\n\n"
     )
     for base in bases():
-        named = [name for name, value in vars(base).items() if inspect.isfunction(value) and not name.startswith("_")]
+        named = [name for name, value in vars(base).items() if inspect.isfunction(value) and name[0] != "_"]
+        named = [name for name in named if name not in ("hyperparameters", "facts")]
         text += titled(base.__name__, "-") + f"{inspect.cleandoc(base.__doc__ or '').partition(chr(10) * 2)[0]}\n\n"
         text += definitions(
             (
-                f"{name}({', '.join(inspect.signature(getattr(base, name)).parameters)})",
+                f"{name}({', '.join(list(inspect.signature(getattr(base, name)).parameters)[1:])})",
                 "role" if name in ROLES else "event",
                 " ".join(inspect.cleandoc(getattr(base, name).__doc__ or "").partition("\n\nArgs:")[0].split()),
             )
