@@ -6,7 +6,7 @@ import inspect
 import types
 from functools import cache
 from importlib import import_module
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from fedlightning import __version__
 from fedlightning.catalogue.algorithm import argument_texts
@@ -83,18 +83,17 @@ def _a_class() -> dict[str, Any]:
 
 def _arguments(cls: type) -> dict[str, Any]:
     """Return the schema of the arguments of a class, with the words of its docstring."""
-    parameters = inspect.signature(cls).parameters
-    open_ended = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
     try:
-        hints = get_type_hints(cls.__init__, include_extras=False)
+        parameters = inspect.signature(cls, eval_str=True).parameters
     except (NameError, TypeError):  # names that are imported for type checkers only
-        hints = {}
+        parameters = inspect.signature(cls).parameters
+    open_ended = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
     described = argument_texts(cls)
     properties = {}
     for name, parameter in parameters.items():
         if parameter.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL):
             continue
-        schema = dict(_of_type(hints.get(name, inspect.Parameter.empty)))
+        schema = dict(_of_type(parameter.annotation))
         if described.get(name):
             schema["description"] = described[name]
         properties[name] = schema
