@@ -10,16 +10,25 @@ import re
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
+import torch
 import yaml
 
 import fedlightning
+
+# isort: split
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader, TensorDataset
+
 from fedlightning.catalogue import ALGORITHMS
 from fedlightning.commands import COMMANDS
 from fedlightning.config.schema import config_schema
 from fedlightning.hooks import FederatedCallback
+from fedlightning.testing.toys import ToyModule
+from tests.helpers import samples, toy_data
 from tests.processes import forked
 from tests.test_rooms import ORDER
 
@@ -29,8 +38,31 @@ WRITTEN = sorted(path for path in ROOT.glob("docs/**/*.md") if not {"_build", "t
 PAGES = [*(ROOT / f"{name}.md" for name in OWN), *sorted(ROOT.glob("skills/**/*.md")), *WRITTEN]
 GUIDE = (ROOT / "docs/how-to/write_an_algorithm.md").read_text()
 SCHEMA = config_schema()
+RUNS = (
+    "index",
+    "start/your_module",
+    "explanation/time",
+    "explanation/no_server",
+    "explanation/multimodal",
+    "how-to/many_clients",
+    "reference/wire_format",
+)
+"""Pages whose code runs as it stands. That of others is parsed and its imports are tried: it needs runs or accounts."""
 NO_NAMES = {"fedlightning.callbacks.FedDyn", "fedlightning.algorithms"}
 """What is no name of the package: the guide's example, and the group of entry points."""
+
+
+class OwnData(LightningDataModule):
+    """The reader's own data."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(*samples("0", "train", 300)), 8, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(*samples("0", "val", 60)), 8)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(*samples("0", "test", 60)), 8)
 
 
 def name_of(page: Path) -> str:
@@ -74,6 +106,19 @@ def test_code_in_pages_parses_and_imports(page: Path) -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fedlightning"):
                 module = importlib.import_module(str(node.module))
                 assert all(hasattr(module, one.name) for one in node.names), (node.module, [n.name for n in node.names])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_code_in_pages_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it stands, with a tiny module and tiny data for the reader's own."""
+    monkeypatch.chdir(tmp_path)
+    known: dict[str, Any] = {"torch": torch, "MyModule": ToyModule, "MyDataModule": OwnData, "my_clients": toy_data()}
+    known |= {"client": None}
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / f"{name}.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(block.replace('FENDA(head="net.fc")', 'FENDA(head="head")'), known)
 
 
 @pytest.mark.parametrize("page", [*WRITTEN, ROOT / "README.md"], ids=name_of)

@@ -14,6 +14,7 @@ from typing import Any
 
 import diagrams
 from docutils import nodes
+from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
 
@@ -317,8 +318,13 @@ def generate(app: Sphinx) -> None:
     write(ROOT / "docs/_static/flow.css", diagrams.STYLE.replace("#1f2328", "inherit"))
 
 
-def link_methods(app: Sphinx, tree: nodes.document, page: str) -> None:
-    """Let the name of a method, where it stands alone as code, lead to the method's page."""
+def link_pages(app: Sphinx, tree: nodes.document, page: str) -> None:
+    """Let the name of a method, where it stands alone as code, lead to its page, and a tutorial's file to its page."""
+    for file in list(tree.findall(addnodes.download_reference)):
+        tutorial = re.search(r"examples/tutorials/(\w+)\.py$", file.get("reftarget", ""))
+        if tutorial:
+            uri = app.builder.get_relative_uri(page, f"tutorials/{tutorial[1]}")
+            file.replace_self(nodes.reference("", "", *file.children, refuri=uri, internal=True))
     names = {row.name for row in ALGORITHMS}
     for code in list(tree.findall(nodes.literal)):
         inside = isinstance(code.parent, (nodes.reference, nodes.title))
@@ -332,6 +338,6 @@ def link_methods(app: Sphinx, tree: nodes.document, page: str) -> None:
 def setup(app: Sphinx) -> dict[str, bool]:
     """Make this module an extension."""
     app.connect("builder-inited", generate, priority=100)
-    app.connect("doctree-resolved", link_methods)
+    app.connect("doctree-resolved", link_pages)
     app.add_css_file("flow.css")
     return {"parallel_read_safe": True}
