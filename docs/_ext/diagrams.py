@@ -66,7 +66,9 @@ def of_method(name: str, down: str, up: str, leaves: str, client: str, server: s
         server: What the server keeps; for a method without a server, what a neighbour does.
         without_server: Whether neighbours talk to each other.
     """
-    left = wrapped(f"keeps: {server}", 27)
+    if without_server:
+        server, down = "each is a client like the other", "the same from each neighbour"
+    left = wrapped(server if without_server else f"keeps: {server}", 27)
     right = wrapped(f"keeps: {client}", 27)
     foot = wrapped(f"may leave: {leaves}", 27)
     downs, ups = wrapped(down, 30), wrapped(up, 30)
@@ -77,7 +79,7 @@ def of_method(name: str, down: str, up: str, leaves: str, client: str, server: s
     height = max(height, second + 16)
     parts = [
         f'<rect x="1" y="1" width="210" height="{height - 2}"/>',
-        lines_at(14, 26, ["A neighbour" if without_server else "Server"], "name"),
+        lines_at(14, 26, ["Its neighbours" if without_server else "Server"], "name"),
         lines_at(14, 48, left),
         f'<rect class="stays" x="449" y="1" width="210" height="{height - 2}"/>',
         lines_at(462, 26, ["A client"], "name"),

@@ -318,6 +318,15 @@ def generate(app: Sphinx) -> None:
     write(ROOT / "docs/_static/flow.css", diagrams.STYLE.replace("#1f2328", "inherit"))
 
 
+def without_types(app: Sphinx, what: str, name: str, value: Any, options: Any, signature: str, returns: str) -> Any:
+    """Return the signature of a class without types: its arguments are described below it, and ranges would fill lines."""
+    if what != "class" or not signature:
+        return None
+    arguments = inspect.signature(value).parameters.values()
+    plain_ones = [one.replace(annotation=inspect.Parameter.empty) for one in arguments]
+    return str(inspect.Signature(plain_ones)), returns
+
+
 def link_pages(app: Sphinx, tree: nodes.document, page: str) -> None:
     """Let the name of a method, where it stands alone as code, lead to its page, and a tutorial's file to its page."""
     for file in list(tree.findall(addnodes.download_reference)):
@@ -338,6 +347,7 @@ def link_pages(app: Sphinx, tree: nodes.document, page: str) -> None:
 def setup(app: Sphinx) -> dict[str, bool]:
     """Make this module an extension."""
     app.connect("builder-inited", generate, priority=100)
+    app.connect("autodoc-process-signature", without_types)
     app.connect("doctree-resolved", link_pages)
     app.add_css_file("flow.css")
     return {"parallel_read_safe": True}
