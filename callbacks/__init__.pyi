@@ -8,6 +8,7 @@ from fedlightning.callbacks.central import Central as Central
 from fedlightning.callbacks.cfl import CFL as CFL
 from fedlightning.callbacks.checkpoints import GlobalCheckpoint as GlobalCheckpoint
 from fedlightning.callbacks.checkpoints import LocalCheckpoint as LocalCheckpoint
+from fedlightning.callbacks.client_dp import ClientDP as ClientDP
 from fedlightning.callbacks.dapper import Dapper as Dapper
 from fedlightning.callbacks.dfedavg import DFedAvg as DFedAvg
 from fedlightning.callbacks.diagnostics.gradient_variance import GradientVariance as GradientVariance
@@ -94,7 +95,15 @@ from fedlightning.callbacks.player_fl import PLayerFL as PLayerFL
 from fedlightning.callbacks.player_fl import PLayerFLRandom as PLayerFLRandom
 from fedlightning.callbacks.poisson import PoissonSampling as PoissonSampling
 from fedlightning.callbacks.private_lr import PrivateLR as PrivateLR
+from fedlightning.callbacks.robust import CenteredClipping as CenteredClipping
+from fedlightning.callbacks.robust import CoordinateMedian as CoordinateMedian
+from fedlightning.callbacks.robust import GeometricMedian as GeometricMedian
+from fedlightning.callbacks.robust import Krum as Krum
+from fedlightning.callbacks.robust import NormClippedMean as NormClippedMean
+from fedlightning.callbacks.robust import TrimmedMean as TrimmedMean
 from fedlightning.callbacks.scaffold import SCAFFOLD as SCAFFOLD
+from fedlightning.callbacks.stopping import Budget as Budget
+from fedlightning.callbacks.stopping import FederatedEarlyStopping as FederatedEarlyStopping
 from fedlightning.callbacks.stragglers import Stragglers as Stragglers
 from fedlightning.callbacks.swift import SWIFT as SWIFT
 from fedlightning.callbacks.tiff import TIFF as TIFF

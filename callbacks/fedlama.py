@@ -84,7 +84,7 @@ class FedLAMA(ServerModels):
     def _full_average(self, server: Server) -> bool:
         """True if everything is averaged at the end of this round."""
         done = server.round + 1
-        return done % (self.phi * self.tau) == 0 or done == server.max_rounds
+        return done % (self.phi * self.tau) == 0 or done == server.rounds
 
     def _due(self, server: Server) -> list[str]:
         """The layers that are averaged at the end of this round."""

@@ -225,7 +225,7 @@ class FLoRA(ClientRanks):
 
     def on_round_end(self, server: Server) -> None:
         """Forget what clients have before visits after the last round change it: the next messages are whole."""
-        last = server.round + 1 >= server.max_rounds and self.key in server.state
+        last = server.round + 1 >= server.rounds and self.key in server.state
         if last and any(callback.claims("final_jobs") for callback in server.callbacks):
             server.state[self.key] = {**server.state[self.key], "stacks": {}, "has": {}}
 

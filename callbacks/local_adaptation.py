@@ -77,7 +77,7 @@ class AdaptsAtEnd(KeepsModel):
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send the selected global model to adaptation."""
-        if job.work == 0 and server.round >= server.max_rounds:
+        if job.work == 0 and server.round >= server.rounds:
             message.tag = ADAPTED
         if (job.tag == self.key or (job.tag == NEWCOMER and job.work != 0)) and server.checkpoints:
             selected = next(iter(server.checkpoints.values()))["model"]

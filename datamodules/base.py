@@ -54,6 +54,11 @@ class FederatedDataModule(LightningDataModule, ABC):
         return repr(self)
 
     @property
+    def original(self) -> LightningDataModule:
+        """The data module whose samples the clients hold: this one, or the user's own that it divides among clients."""
+        return self
+
+    @property
     @abstractmethod
     def client_ids(self) -> list[str]:
         """Names of the clients, in the fixed order in which they are visited and summed."""

@@ -112,6 +112,11 @@ class Partitioned(IndexedFederatedDataModule):
             if getattr(type(datamodule), hook) is not getattr(LightningDataModule, hook):
                 setattr(self, hook, getattr(datamodule, hook))
 
+    @property
+    def original(self) -> LightningDataModule:
+        """The user's data module, whose samples are divided; this one, where it was made from datasets."""
+        return self if isinstance(self.datamodule, _Datasets) else self.datamodule
+
     @classmethod
     def from_datasets(  # type: ignore[override]
         cls,

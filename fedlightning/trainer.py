@@ -302,7 +302,7 @@ class FederatedTrainer(Assembly):
             stack.enter_context(federation.engine.at_work())
             stack.push(lambda kind, *_: self.recorder.close("failed") if kind is not None else None)
             with self._progress() as progress:
-                while federation.rounds_done < self.max_rounds:
+                while not federation.is_over:
                     federation.server.round = federation.rounds_done
                     progress.round_started(federation.rounds_done, federation.loop.visits(federation.server))
                     rows = federation.round(progress.client_done)
@@ -319,7 +319,7 @@ class FederatedTrainer(Assembly):
             if federation.export():
                 federation.summarise(self.arguments)
             self.recorder.close()
-            if request.name is not None and federation.rounds_done < self.max_rounds:
+            if request.name is not None and not federation.is_over:
                 self.stopped_by = request
                 if is_writer():
                     requeue(request, federation.rounds_done, self.max_rounds)

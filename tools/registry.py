@@ -16,6 +16,15 @@ EXPORTS = CALLBACKS / "__init__.pyi"
 README = ROOT / "README.md"
 OTHERS = (
     "GlobalCheckpoint",
+    "FederatedEarlyStopping",
+    "Budget",
+    "ClientDP",
+    "NormClippedMean",
+    "CoordinateMedian",
+    "TrimmedMean",
+    "Krum",
+    "GeometricMedian",
+    "CenteredClipping",
     "PrivateLR",
     "LocalCheckpoint",
     "PoissonSampling",

@@ -182,7 +182,7 @@ def _draw_ratios(axis: Any, rows: Sequence[dict[str, Any]], top: float, threshol
     axis.set_ylim(SMALLEST * 0.7, top)
     _threshold_axis(axis, "y")
     if threshold is not None:
-        axis.axhline(threshold - 1, color=RED, linestyle="--", lw=1)
+        axis.axhline(threshold - 1, color=RED, linestyle="--", lw=1, label=f"t = {threshold:g}")
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set_xlabel("round", fontsize=9)
     axis.grid(alpha=0.3)

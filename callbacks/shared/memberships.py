@@ -156,7 +156,8 @@ def ledger_figure(entries: Sequence[Mapping[str, Any]], start: Mapping[str, floa
     colours = colormaps["tab10" if len(start) <= 10 else "tab20"]
     for number, (client, tokens) in enumerate(start.items()):
         balance = tokens + np.cumsum(change[client])
-        axis.plot(np.arange(rounds + 1), balance, lw=1, color=colours(number % colours.N))
+        width = 3.5 - 2.5 * number / max(len(start) - 1, 1)  # of equal lines each one shows beside those on top of it
+        axis.plot(np.arange(rounds + 1), balance, lw=width, color=colours(number % colours.N))
     axis.set_xlabel("round")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axis.set_ylabel("tokens")

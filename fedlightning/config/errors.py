@@ -278,6 +278,10 @@ def _unrecognised(where: str, found: re.Match[str], text: str) -> str:
     return f"there is no option '{option}'. {close or 'Options: fedlightning COMMAND --help.'}"
 
 
+LONGEST = 80
+"""Characters of a value that a sentence quotes."""
+
+
 def _wrong_value(where: str, text: str) -> str:
     lines = [line.strip(" -") for line in text.splitlines()]
     noise = (
@@ -291,7 +295,7 @@ def _wrong_value(where: str, text: str) -> str:
         useful = [first.splitlines()[0].strip()] if first else ["it is not valid"]
     said = [_plain_words(line).rstrip(".") for line in useful[:3]]
     given = re.search(r"Given value: (?!NestedArg)([^\n]+)", text)
-    value = f" (given: {given[1].strip()})" if given and given[1].strip() not in " ".join(said) else ""
+    value = f" (given: {_head(given[1].strip())})" if given and given[1].strip() not in " ".join(said) else ""
     return f"{where}: {'; or '.join(said)}{value}." if where else f"{'; '.join(said)}{value}."
 
 
@@ -301,4 +305,15 @@ def _plain_words(line: str) -> str:
     line = re.sub(r"<class '([\w.]+)'>", lambda m: _TYPES.get(m[1], m[1].rpartition(".")[2]), line)
     line = re.sub(r"Expected a (a|true|null)", r"must be \1", line)
     line = re.sub(r"Expected an? ", "must be a ", line)
-    return re.sub(r"\. Got value: (.+)$", r", not '\1'", line)
+    line = re.sub(r"Key must be a string, got: (True|False)", _truth_value, line)
+    return re.sub(r"\. Got value: (.+)$", lambda found: f", not '{_head(found[1])}'", line)
+
+
+def _head(value: str) -> str:
+    """Return the beginning of a value: whole configurations hide what is said of them."""
+    return value if len(value) <= LONGEST else f"{value[:LONGEST].rstrip()} ..."
+
+
+def _truth_value(found: re.Match[str]) -> str:
+    words = "on, yes or true" if found[1] == "True" else "off, no or false"
+    return f"a key is {words}, which YAML reads as a truth value. Put it in quotes"

@@ -12,7 +12,7 @@ import yaml
 from yaml import YAMLError
 
 from fedlightning.config.errors import InputError
-from fedlightning.ranges import may_be_infinite
+from fedlightning.ranges import may_be_infinite, ranges_of
 
 MOST_VALUES = 100_000
 """Values that one configuration may hold, with its aliases written out."""
@@ -142,6 +142,9 @@ def _needed(kind: Any, key: str) -> str:
         parameter = inspect.signature(kind).parameters.get(key)
     except (TypeError, ValueError):
         return ""
+    declared = ranges_of(kind).get(key)
+    if declared is not None:
+        return "" if declared.endswith("None") else declared
     if parameter is None or parameter.default is None or parameter.annotation is inspect.Parameter.empty:
         return ""
     text = (

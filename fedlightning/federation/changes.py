@@ -62,7 +62,7 @@ def changes_since(
             "held_out, or let new clients take part from the next round on with allow_new_clients (then summary.json lists "
             "them)."
         )
-    if joined and rounds_done >= server.max_rounds:  # else they would be among the scores of those that have trained
+    if joined and rounds_done >= server.rounds:  # else they would be among the scores of those that have trained
         raise ValueError(
             f"All {rounds_done} rounds of the run in {place} are done, so {_named(joined)} cannot train with the others. "
             f"Raise max_rounds above {rounds_done}, or serve new clients by trainer.onboard or `fedlightning onboard`."

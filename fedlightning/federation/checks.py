@@ -28,7 +28,7 @@ Check = tuple[FederatedCallback, str, Setup]
 """A callback, the name of an architecture, and what the callback is told."""
 PLAIN = (
     *("clients", "num_samples", "max_rounds", "local_epochs", "local_steps", "optimizer_state", "trainer_arguments"),
-    *("evaluate_every", "participation", "loop", "absent"),
+    *("evaluate_every", "participation", "loop", "absent", "has_clock"),
 )
 """What a check that runs elsewhere is sent of its :class:`~fedlightning.hooks.Setup`, beside answers to what it may ask."""
 
@@ -44,6 +44,8 @@ def check_callbacks(
     loop: str = "Synchronous",
     absent: str = "",
     beside: Sequence[Task[Any]] = (),
+    *,
+    has_clock: bool = False,
 ) -> dict[Task[Any], Any]:
     """Let every callback refuse what cannot work. Return the answers of the tasks in `beside`.
 
@@ -75,6 +77,7 @@ def check_callbacks(
         warn=warn,
         loop=loop,
         absent=absent_by(server) or absent,
+        has_clock=has_clock,
     )
     modules = {name: blueprint.build("server", name) for name in server.architectures}
     checks: list[Check] = []

@@ -129,6 +129,11 @@ class Federation:
         """Round number of the newest scores, from 0; visits after the last round count as one more."""
         return max(self.rounds_done - 1 + self.final_done, 0)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all rounds are done."""
+        return self.rounds_done >= self.server.rounds
+
     @cached_property
     def lasting(self) -> dict[str, Any]:
         """The fingerprint as JSON can hold it."""
@@ -171,9 +176,9 @@ class Federation:
             engine.runner.leaving(client)  # every callback can say it
         splits = (("val",) if self.evaluate_every > 0 and self.stages else ()) + (("test",) if self.test_data else ())
         tries = first_tries(engine, splits) if self.sanity_check else []
-        tried = check_callbacks(
-            server, engine, self.evaluate_every, type(self.loop).__name__, self.loop.absent(), tries
-        )
+        loop = (type(self.loop).__name__, self.loop.absent())
+        has_clock = self.loop.clock is not None
+        tried = check_callbacks(server, engine, self.evaluate_every, *loop, tries, has_clock=has_clock)
         refuse_uncommon(server)
         refuse_loop(self.loop, server, self.store, self.evaluate_seconds)
         engine.check()
@@ -197,7 +202,7 @@ class Federation:
     def _round(self, client_done: Callable[[Update], None]) -> list[Row]:
         server = self.server
         server.round = self.rounds_done
-        last = server.round + 1 == server.max_rounds
+        last = server.round + 1 == server.rounds
         due = self._is_evaluated(server.round)
         splits = (("val",) if due else ()) + (("test",) if last and self.test_data else ())
         scored = None if server.evaluated is server.clients else frozenset(server.evaluated)
@@ -208,27 +213,34 @@ class Federation:
         server.explosions.end_round(server.round + 1)
         server.norms.end_round()
         rows = stage_scores.update_rows(updates, server.model_of, server.round)
-        started = time.monotonic()
-        if due:
-            self.scored = None
-            evaluate = Evaluate(("val",), self.evaluate_data)
-            global_rows = stage_scores.stage_g(server, self.engine, evaluate) if "G" in self.stages else []
-            rows += global_rows
-            if "L1" in self.stages:
-                rows += stage_scores.stage_l1(server, self.engine, evaluate, global_rows)
+        rows += self._validated() if due else []
         server.scores = stage_scores.by_client(rows)
-        unseen = self.unseen.rows(("val",), self.stages) if due and server.held_out else []
-        self.recorder.record(rows + unseen)
-        self.costs.evaluation_seconds += time.monotonic() - started if due else 0.0
+        self.recorder.record(rows + (self._unseen() if due else []))
         self.recorder.log_clients(updates)
         if server.run_dir is not None and self.recorder.writes and self.loop.trips:
             note_trips(server.run_dir, self.loop.trips)
         server.callbacks.event("on_round_end", server)
         self.rounds_done = server.round + 1
+        if not due and self._is_evaluated(server.round):  # a callback has just made it the last one
+            self.recorder.record([*self._validated(), *self._unseen()])
         self.costs.tick()
         self.costs.count(self.server, self.loop.clock is not None)
         self.save()
         return rows
+
+    def _validated(self) -> list[Row]:
+        """Score the server's and the clients' models on validation data."""
+        started = time.monotonic()
+        self.scored = None
+        evaluate = Evaluate(("val",), self.evaluate_data)
+        rows = stage_scores.stage_g(self.server, self.engine, evaluate) if "G" in self.stages else []
+        if "L1" in self.stages:
+            rows = rows + stage_scores.stage_l1(self.server, self.engine, evaluate, rows)
+        self.costs.evaluation_seconds += time.monotonic() - started
+        return rows
+
+    def _unseen(self) -> list[Row]:
+        return self.unseen.rows(("val",), self.stages) if self.server.held_out else []
 
     @cached_property
     def _who(self) -> dict[str, Any]:
@@ -244,7 +256,7 @@ class Federation:
             return
         assert self.recorder.run is not None
         server = self.server
-        if self.rounds_done % self.save_every == 0 or self.rounds_done == server.max_rounds:
+        if self.rounds_done % self.save_every == 0 or self.is_over:
             extra = {
                 **self.costs.state(),
                 "final": self.final_done,
@@ -254,6 +266,7 @@ class Federation:
                 **{f"{name}_of_rounds": mark for name, mark in (self._of_rounds or {}).items()},
                 "spent": self.server.spent,
                 "failures": self.server.failures,
+                "stopped": self.server.stopped,
                 "explosions": self.server.explosions.plain(),
                 "norms": self.server.norms.plain(),
                 "local_loop": self.engine.runner.loop.reason,
@@ -267,7 +280,7 @@ class Federation:
         """Carry out the final visits if all rounds are done, then end the federation for the callbacks."""
         server = self.server
         server.round = self.last_round
-        if self.rounds_done == server.max_rounds and not self.final_done:
+        if self.is_over and not self.final_done:
             self._final_jobs()
         server.round = self.last_round
         server.callbacks.event("on_federation_end", server)
@@ -317,6 +330,7 @@ class Federation:
             | {"terms": terms_of(self.server, sorted(self._kept()), self._validations())}
             | ({"config_changes": self.changes} if self.changes else {})
             | ({"held_out": self.unseen.summary()} if self.server.held_out else {})
+            | ({"stopped": self.server.stopped} if self.server.stopped else {})
             | ({"failures": in_order(self.server.failures, self.server.clients)} if self.server.failures else {})
             | ({"warnings": self.server.explosions.warnings} if self.server.explosions.warnings else {})
         )
@@ -333,7 +347,7 @@ class Federation:
         """
         if self.evaluate_every <= 0:
             return False
-        if round + 1 == self.server.max_rounds:
+        if round + 1 == self.server.rounds:
             return True
         if self.evaluate_seconds is None:
             return (round + 1) % self.evaluate_every == 0

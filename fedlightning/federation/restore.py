@@ -35,6 +35,7 @@ def restore(federation: Federation, go_on: bool, allow_changes: bool = False, al
     assert run is not None
     federation.rounds_done, extra, in_flight = restore_state(run.last, federation.server, federation.store, go_on)
     check_extra(run.last, extra)
+    federation.server.stopped = extra["stopped"]
     if go_on:
         federation.loop.load(in_flight)
     federation.rounds_saved = federation.rounds_done
@@ -66,7 +67,7 @@ def restore(federation: Federation, go_on: bool, allow_changes: bool = False, al
     federation.server.norms.usual = dict(extra["norms"])
     loop = federation.engine.runner.loop
     loop.reason = loop.reason or extra["local_loop"]  # a run that is over trains no more, and tells all the same
-    federation.final_done = bool(extra["final"]) and federation.rounds_done >= federation.server.max_rounds
+    federation.final_done = bool(extra["final"]) and federation.is_over
     if go_on and extra["final"] and not federation.final_done:
         federation.costs.forget_final_visits(federation.server, federation.rounds_done)
     scored = federation.rounds_done + federation.final_done

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.clock import VirtualClock
@@ -18,7 +19,7 @@ from fedlightning.federation.explosions import Explosions
 from fedlightning.federation.failures import at_site
 from fedlightning.federation.models import KeepsModels
 from fedlightning.federation.norms import Norms
-from fedlightning.hooks import POOLED, CallbackList, ClientSelection, Job
+from fedlightning.hooks import POOLED, CallbackList, ClientSelection, FederatedCallback, Job
 from fedlightning.messages import GLOBAL, Message, Update, check_extras
 from fedlightning.seeding import first_of_permutation, generator
 from fedlightning.tensors import State, clone, module_state
@@ -68,6 +69,8 @@ class Server(KeepsModels):
             it, with the number of steps that the neighbour had taken: in a loop that delivers such messages.
         clock: The loop's clock, or `None`.
         round_began: Virtual time at which a synchronous round began: who can be reached then takes part.
+        stopped: What ends the run before `max_rounds`: after which `round` (from 1), `by` which callback (its key), and the
+            `reason`; else `None`.
         asked: Whether :meth:`participants` was asked for since the round was planned.
     """
 
@@ -108,6 +111,7 @@ class Server(KeepsModels):
         self.steps = 0
         self.spent: dict[str, int] = {}
         self.failures: list[dict[str, Any]] = []
+        self.stopped: dict[str, Any] | None = None
         self.sites: dict[str, str] = {}
         self.explosions = Explosions()
         self.norms = Norms()
@@ -186,6 +190,25 @@ class Server(KeepsModels):
             Per client (value, evaluated samples); empty if it was not evaluated.
         """
         return self.scores.get((model, stage, "local", split, metric), {})
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that the run will have, as far as is known: `max_rounds`, or fewer where a callback ends it."""
+        return self.max_rounds if self.stopped is None else min(self.stopped["round"], self.max_rounds)
+
+    def stop(self, by: FederatedCallback, reason: str, after: int = 0) -> None:
+        """End the run as if `max_rounds` were reached: models are scored, tested and exported. The first reason counts.
+
+        Args:
+            by: The callback that ends it.
+            reason: Why, as the end of a sentence: terminal, summary and report tell it.
+            after: Further rounds; 0: this one was the last. A round that is known beforehand to be the last is scored
+                as such, at stage L2 too.
+        """
+        if self.stopped is None:
+            last = self.round + 1 + after
+            self.stopped = {"round": last, "by": by.key, "reason": reason}
+            rank_zero_info(f"{by.key} ends the run after round {last} of {self.max_rounds}: {reason}.")
 
     def note_failure(
         self, client: str, reason: str, where: str = "training", when: str = "", decision: str = ""

@@ -26,7 +26,7 @@ SERVER_TYPES: dict[str, Any] = (
 )
 EXTRA = (
     *("seconds", "evaluation_seconds", "history", "spent_of_rounds", "final", "lasting", "clients", "held_out"),
-    *("metrics", "loggers", "spent", "failures", "explosions", "norms", "local_loop"),
+    *("metrics", "loggers", "spent", "failures", "stopped", "explosions", "norms", "local_loop"),
 )
 """Values that lie beside the server's state and the records."""
 RECORD_TYPES: dict[str, Any] = {

@@ -209,6 +209,7 @@ class Setup:
         warn: Warns the user of something that does not stop the run.
         loop: Name of the class of the loop, which says when clients are visited.
         absent: What keeps clients out of rounds, such as `participation=0.5` or a callback; empty: all take part in each.
+        has_clock: Whether the loop counts virtual seconds.
     """
 
     module: LightningModule
@@ -237,3 +238,4 @@ class Setup:
     warn: Callable[[str], None] = lambda text: None
     loop: str = "Synchronous"
     absent: str = ""
+    has_clock: bool = False

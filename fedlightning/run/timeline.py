@@ -90,6 +90,7 @@ def timeline_figure(rows: Sequence[Mapping[str, Any]], rounds: Mapping[int, floa
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
     from matplotlib.ticker import MaxNLocator
 
@@ -110,8 +111,12 @@ def timeline_figure(rows: Sequence[Mapping[str, Any]], rounds: Mapping[int, floa
         computed, arrived = min(row["computed"], later), min(row["arrived"], later)  # it may be called away
         for start, stop, strength in ((row["began"], computed, 0.85), (computed, arrived, 0.35)):
             above.barh(line, stop - start, left=start, height=0.7, color=colour, alpha=strength, lw=0)
-        if arrived - row["began"] > end / 60:
-            above.plot([row["began"]] * 2, [line - 0.35, line + 0.35], color="white", lw=1)
+        long = (
+            arrived - row["began"] > end / 60
+        )  # of a short one two lines would leave nothing to see: its end is a notch
+        above.plot(
+            [row["began"]] * 2, [line - 0.35, line + (0.35 if long else -0.1)], color="white", lw=1 if long else 0.6
+        )
     shown = [time for number, time in sorted((rounds or {}).items()) if time <= end]
     for axis in (above, below):
         axis.vlines(shown, 0, 1, transform=axis.get_xaxis_transform(), color="#999999", lw=0.6, zorder=0)
@@ -127,10 +132,10 @@ def timeline_figure(rows: Sequence[Mapping[str, Any]], rounds: Mapping[int, floa
     below.set_ylim(-0.5, max([row["staleness"] for row in rows], default=0) + 0.5)
     below.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
     below.set_xlabel("virtual seconds")
-    below.set_xlim(0, end)
+    below.set_xlim(0, 1.01 * end)
     found = [outcome for outcome in colours if any(row["outcome"] == outcome for row in rows)]
-    handles = [Patch(color=colours[outcome], label=outcome) for outcome in found]
-    handles += [Patch(color="#999999", label="step of the server")] if shown else []
+    handles: list[Any] = [Patch(color=colours[outcome], label=outcome) for outcome in found]
+    handles += [Line2D([], [], color="#999999", lw=0.8, label="end of a round")] if shown else []
     figure.legend(handles=handles, loc="outside upper center", ncols=5, fontsize=8, frameon=False)
     return figure
 

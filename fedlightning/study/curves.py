@@ -42,6 +42,22 @@ def curves(study: StudyData, metric: str | None = None) -> Table:
     return lines
 
 
+def seed_curves(
+    study: StudyData, metric: str | None = None
+) -> dict[tuple[str, str, str], list[list[tuple[int, float | None]]]]:
+    """Return (method, stage, data) -> the points of each seed's run: round and mean over clients on validation data."""
+    metric = bare(metric or study.metric)
+    found: dict[tuple[str, str, str], list[list[tuple[int, float | None]]]] = {}
+    for method in study.methods:
+        for seed in study.seeds_of(method):
+            lines: dict[tuple[str, str, str], list[tuple[int, float | None]]] = {}
+            for (stage, data, number), value in sorted(round_means(study.finished[method, seed].run, metric).items()):
+                lines.setdefault((method, stage, data), []).append((number, value))
+            for key, points in lines.items():
+                found.setdefault(key, []).append(points)
+    return found
+
+
 def round_means(run: Run, metric: str) -> dict[tuple[str, str, int], float | None]:
     """Return (stage, data, round) -> mean over clients on validation data, `None` if a value is not finite."""
     groups: dict[tuple[str, str, int], list[float]] = {}

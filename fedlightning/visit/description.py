@@ -29,7 +29,7 @@ class Description:
     """What is known of the data of a federation; all values are plain. It reads like a data module that has no samples.
 
     Attributes:
-        module: Class of the data module.
+        module: Class of the data module, or of the user's that it divides among clients.
         client_ids: The clients that take part in training, in the order of the data module.
         sizes: Samples in `"train"`, `"val"` and `"test"` of each client, of those left out of training too.
         partition_name: The way the data were divided, in a few words.
@@ -148,7 +148,7 @@ def describe(
         found["public_print"], found["public_content"] = _public_print(few), public_content(few.public_dataloader())
     seed = getattr(data, "seed", 0)
     return Description(
-        type(data).__name__,
+        type(data.original).__name__,
         ids,
         few.sizes_of(everybody),
         few.partition_name,

@@ -70,6 +70,7 @@ def test_a_saved_state_is_made_of(tmp_path):
         "clients",
         "held_out",
         "evaluation_seconds",
+        "stopped",
     }
     assert (
         set(manifest["extra"]) == {"seconds", "final", "history", "lasting", "failures", "explosions", "norms"} | marks

@@ -131,3 +131,10 @@ def test_twenty_clients_have_twenty_colours():
     entry = {"round": 1, "client": "0", "paid": 1.0, "refunded": 0.0, "rewarded": 0.0}
     lines = ledger_figure([entry], {str(i): 2.0 for i in range(20)}).axes[0].lines
     assert len({line.get_color() for line in lines}) == 20
+
+
+def test_equal_balances_can_all_be_seen():
+    entries = [{"round": 1, "client": one, "paid": 1.0, "refunded": 0.0, "rewarded": 0.5} for one in ("a", "b", "c")]
+    lines = ledger_figure(entries, {"a": 10.0, "b": 10.0, "c": 10.0}).axes[0].lines
+    widths = [line.get_linewidth() for line in lines]
+    assert widths == sorted(set(widths), reverse=True)  # what is drawn later is thinner

@@ -375,3 +375,19 @@ def test_from_a_configuration():
     data.setup()
     assert data.client_ids == ["0", "1", "2"] and data.client_dataloader("0", "train").batch_size == 3
     assert data.partitioner.alpha == 0.3 and data.val_fraction == 0.1
+
+
+def test_it_goes_by_the_name_of_what_it_divides():
+    class Clinic(BoringDataModule):
+        pass
+
+    from fedlightning.visit.description import describe
+
+    divided = Partitioned(Clinic(), IIDPartitioner(2), labels=False)
+    own = Partitioned.from_datasets(
+        train=TensorDataset(torch.zeros(8, 2), torch.zeros(8, dtype=torch.int64)), partitioner=IIDPartitioner(2)
+    )
+    for data, name in ((divided, "Clinic"), (own, "Partitioned")):
+        data.prepare_data()
+        data.setup()
+        assert describe(data).module == name

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fedlightning import FederatedCallback
-from fedlightning.algorithm import FederatedCallback
 from fedlightning.callbacks import IFCA, FedAvg, FedPer, GlobalCheckpoint, HypCluster, LocalCheckpoint
 from fedlightning.tensors import load_state
 from tests.helpers import CLASSES, Toy, federate, toy_data

@@ -160,7 +160,7 @@ class Asynchronous(Loop):
         planned, intake = self._planned_by(engine), Intake(server, engine.attempts.policy, report)
         self.trips = trips = []
         taken = failed = steps = 0
-        flush = self.at_end == "flush" and server.round + 1 == server.max_rounds
+        flush = self.at_end == "flush" and server.round + 1 == server.rounds
         while taken < rule.count or (flush and self._in_flight):
             start = partial(self._depart, server, planned, 0 if taken >= rule.count else width)
             wanted = rule.count - taken if taken < rule.count else len(self._in_flight)

@@ -162,9 +162,13 @@ def _kept(sections: Iterable[Section | None]) -> list[Section]:
     return [section for section in sections if section is not None]
 
 
+OWN_LOADERS = {"LoaderDataModule": "Own loaders", "Partitioned": "Own datasets"}
+"""What a page calls data that came as loaders, or as datasets."""
+
+
 def _data_name(study: Study) -> str:
     names = dict.fromkeys(run.summary["data"]["module"] for run in study.runs if "data" in run.summary)
-    return ", ".join(name.removesuffix("DataModule") for name in names) or "Comparison"
+    return ", ".join(OWN_LOADERS.get(name, name.removesuffix("DataModule")) for name in names) or "Comparison"
 
 
 def _facts_line(study: Study) -> str:

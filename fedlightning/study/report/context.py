@@ -37,6 +37,8 @@ METHOD = Column("method", "method", "method")
 SEEDS = Column("n_seeds", "seeds", "count", help="runs behind the row")
 REASONS = {"failed": "run failed", "missing_score": "not scored", "different_splits": "other test data"}
 """Kinds of problems that take away a method's numbers -> the words in the cells instead."""
+FEW_SEEDS = 5
+"""With fewer seeds figures of scores show single seeds and no intervals, which are in the tables."""
 INCENTIVES = ("ipr", "opt_outs", "pma", "pma_mean", "gma")
 """Columns that are measured against baselines."""
 
@@ -99,6 +101,11 @@ class Context:
         order = [row["method"] for row in self.overview]
         return sorted(rows, key=lambda row: order.index(row["method"]))
 
+    @property
+    def few_seeds(self) -> bool:
+        """Whether there are too few seeds for a figure of intervals: they would reach beyond any value that can be."""
+        return len(self.study.seeds) < FEW_SEEDS
+
     def line(self, method: str, dots: Sequence[Dot], label: str = "", runs: Sequence[float] = ()) -> Line:
         """Return a line of a figure of dots in the method's colour, with its marker."""
         style = self.styles[method]
@@ -120,7 +127,7 @@ class Context:
         """Return a table whose empty cells say why they are empty. Columns without any value are left out."""
         first, *others = columns
         shown = [first, *(column for column in others if _any(column, rows))]
-        said = [*notes, self.study.seed_text] if seeds else list(notes)
+        said = [*notes, self.study.seed_text] if seeds and not across else list(notes)
         return Table(f"table-{self.id(name)}", caption, shown, rows, missing or self.missing, said, across)
 
     def missing(self, row: Row, column: Column) -> str | None:

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from fedlightning.study.report.styles import BAD
+from fedlightning.study.report.styles import BAD, variable
 
 WIDTH, HEIGHT = 5.0, 3.2
 """Size of a panel in inches: a column of a page on paper, 360 points on a screen."""
@@ -140,6 +140,7 @@ _PAGE: tuple[_Change, ...] = (
     (r" \nL ", "L"),
     (r' transform="rotate\(-0 [^)]*\)"', ""),
     (r" font-family: [^;\"]+;", ""),
+    (r"(?<=[:] )#[0-9a-f]{6}", lambda colour: variable(colour[0])),
 )
 
 

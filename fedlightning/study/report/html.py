@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fedlightning.study.report.cells import Cell, Column, Missing, layout
-from fedlightning.study.report.styles import Style
+from fedlightning.study.report.styles import Style, dark_variables, variable
 
 _PACKAGE = "fedlightning.study.report"
 
@@ -202,7 +202,7 @@ def render(page: Page) -> str:
     files = resources.files(_PACKAGE)
     return environment.get_template("template.html.jinja").render(
         page=page,
-        css=Markup(files.joinpath("style.css").read_text()),
+        css=Markup(files.joinpath("style.css").read_text().replace("/* figures */", dark_variables())),
         script=Markup(files.joinpath("sort.js").read_text()),
         swatch=lambda method: swatch(page.styles[method]) if method in page.styles else "",
     )
@@ -211,9 +211,9 @@ def render(page: Page) -> str:
 def swatch(style: Style) -> Markup:
     """Return the colour and marker of a method as a small picture, to be shown beside its name."""
     shape = _SHAPES.get(style.marker, _SHAPES["o"])
-    return Markup('<svg class="swatch" viewBox="-6 -6 12 12" aria-hidden="true"><path fill="{}" d="{}"/></svg>').format(
-        style.colour, shape
-    )
+    return Markup(
+        '<svg class="swatch" viewBox="-6 -6 12 12" aria-hidden="true"><path style="fill: {}" d="{}"/></svg>'
+    ).format(variable(style.colour), shape)
 
 
 def breakable(name: str) -> Markup:

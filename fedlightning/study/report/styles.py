@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import colorsys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 INK, MUTED = "#1c2126", "#5b6570"
 BAD, WARN = "#b3261e", "#8a5300"
+ON_DARK, ON_BRIGHT = "#fefefe", "#1b2026"
+"""Text in maps, whose ground stays as it is in a dark page."""
 
 # After Okabe & Ito (2008), some made darker: each has a contrast of 3:1 against white, neighbours differ in lightness.
 COLOURS = (
@@ -34,6 +37,42 @@ class Style:
     colour: str
     marker: str
     line: Any = "-"
+
+
+DARK = {
+    "#ffffff": "#14181d", INK: "#e4e8ec", MUTED: "#9ba6b2", "#d9dee3": "#2f3740", BAD: "#ff8f85", WARN: "#f0b35a",
+}  # fmt: skip
+"""Colours of paper, text and grid, and those that take their place in a dark page."""
+
+
+def in_dark(colour: str) -> str:
+    """Return the colour that takes the place of one in a dark page: of a method, the same hue, as light as it must be.
+
+    Example:
+        >>> in_dark("#332288"), in_dark("#ffffff")
+        ('#8d7cde', '#14181d')
+    """
+    if colour in DARK:
+        return DARK[colour]
+    hue, lightness, saturation = colorsys.rgb_to_hls(*(int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)))
+    light = max(lightness, 0.68) if saturation else 1 - lightness  # greys stay apart
+    red, green, blue = colorsys.hls_to_rgb(hue, light, min(saturation, 0.75))
+    return "#" + "".join(f"{round(255 * part):02x}" for part in (red, green, blue))
+
+
+def variable(colour: str) -> str:
+    """Return a colour as the page's style sheet knows it, which has another one for dark pages.
+
+    Example:
+        >>> variable("#0072b2"), variable("#fefefe")
+        ('var(--c-0072b2, #0072b2)', '#fefefe')
+    """
+    return f"var(--c-{colour[1:]}, {colour})" if colour in (*DARK, *COLOURS, *GREYS) else colour
+
+
+def dark_variables() -> str:
+    """Return the style sheet's declarations of the colours of figures in a dark page."""
+    return " ".join(f"--c-{colour[1:]}: {in_dark(colour)};" for colour in (*DARK, *COLOURS, *GREYS))
 
 
 def styles(methods: Iterable[str], baselines: Iterable[str] = ()) -> dict[str, Style]:

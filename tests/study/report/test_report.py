@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
+import shutil
+import subprocess
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from fedlightning.study.curves import seed_curves
 from fedlightning.study.ranks import ranks
 from fedlightning.study.report import build, build_report
 from fedlightning.study.report.build import make_page
 from fedlightning.study.report.cells import Column, layout
 from fedlightning.study.report.context import Context
 from fedlightning.study.report.figures.clients import client_bars
+from fedlightning.study.report.figures.curves import curves
+from fedlightning.study.report.figures.dots import SHAPES
 from fedlightning.study.report.html import Gallery, breakable, render
 from fedlightning.study.report.sections import layers, scores, training
 from fedlightning.study.report.sections.statistics import differences, rank_section
-from fedlightning.study.report.styles import styles
+from fedlightning.study.report.sections.training import lines_of
+from fedlightning.study.report.styles import BAD, COLOURS, GREYS, INK, MUTED, WARN, in_dark, styles
 from fedlightning.study.report.words import answers
 from fedlightning.study.runs import load_study
 from fedlightning.study.study import Study
@@ -107,7 +115,7 @@ def test_figures_are_written_for_print(tmp_path, monkeypatch, figures_for_print)
     study = Study(load_study([make_study(tmp_path, methods=("fedavg", "siloed"), matrix=False)]))
     context = Context(study, styles(study.methods), figures=tmp_path / "figures")
     style = context.styles["fedavg"]
-    context.picture("bars", "Bars", "1", lambda: client_bars({"0": 0.5}, None, style, "accuracy"))
+    context.picture("bars", "Bars", "1", lambda: client_bars({"0": 0.5}, style, "accuracy", gains=False))
     for kind, start in (("svg", b"<?xml"), ("png", b"\x89PNG"), ("pdf", b"%PDF")):
         assert (tmp_path / "figures" / f"bars.{kind}").read_bytes().startswith(start)
 
@@ -396,8 +404,92 @@ def test_every_method_of_many_looks_its_own():
 
 def test_many_clients_are_drawn_in_order_without_their_names():
     values = {f"client {i}": (7 * i % 100) / 100 for i in range(100)}
-    figure = client_bars(values, None, styles(["m"])["m"], "accuracy")
-    (axes,) = figure.axes
-    heights = [bar.get_height() for bar in axes.patches]
-    assert heights == sorted(values.values(), reverse=True)
+    (axes,) = client_bars(values, styles(["m"])["m"], "accuracy", gains=False).axes
+    assert list(axes.lines[0].get_ydata()) == sorted(values.values(), reverse=True)
+    assert axes.get_ylim()[0] > -0.1 and axes.lines[1].get_label() == "mean 0.495"
     assert len(axes.get_xticks()) == 0 and "100 clients" in axes.get_xlabel()
+
+
+def test_gains_are_bars_from_0_in_order_with_their_mean_and_a_cross_where_there_is_none():
+    (axes,) = client_bars({"a": -0.1, "b": 0.3, "c": None, "d": 0.1}, styles(["m"])["m"], "gain", gains=True).axes
+    assert [bar.get_height() for bar in axes.patches][:3] == [0.3, 0.1, -0.1]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["b", "d", "a", "c"]
+    assert [line.get_label() for line in axes.lines if not line.get_label().startswith("_")] == [
+        "mean +0.100",
+        "no value",
+    ]
+
+
+@pytest.mark.parametrize(("seeds", "thin", "bands"), [(2, 2, 0), (5, 0, 1)])
+def test_few_seeds_are_lines_and_many_are_bands(tmp_path, seeds, thin, bands):
+    study = Study(load_study([make_study(tmp_path, methods=("fedavg",), seeds=range(seeds), matrix=False)]))
+    context = Context(study, styles(study.methods))
+    assert context.few_seeds == bool(thin)
+    runs = seed_curves(study) if context.few_seeds else None
+    rows = [row for row in study.curves() if row["stage"] == "G" and row["data"] == "local"]
+    found = None if runs is None else {"fedavg": runs["fedavg", "G", "local"]}
+    (axes,) = curves(lines_of(context, rows, "round"), context.styles, "round", "accuracy", runs=found).axes
+    assert len([line for line in axes.lines if line.get_linewidth() < 1]) == thin
+    assert len(axes.collections) == bands
+    if runs is not None:
+        by_seed = np.array([[value for _, value in points] for points in found["fedavg"]])
+        assert by_seed.mean(axis=0) == pytest.approx([row["mean"] for row in rows])
+
+
+def test_every_colour_of_figures_has_one_for_dark_pages_that_can_be_seen(built):
+    page = built[0].read_text()
+    assert "prefers-color-scheme: dark" in page and "/* figures */" not in page
+    drawn = set(re.findall(r"var\(--c-([0-9a-f]{6}), #\1\)", page))
+    assert drawn and all(f"--c-{colour}: {in_dark('#' + colour)};" in page for colour in drawn)
+    paper = luminance(in_dark("#ffffff"))
+    for colour in (*COLOURS, *GREYS, INK, MUTED, BAD, WARN):
+        assert (luminance(in_dark(colour)) + 0.05) / (paper + 0.05) >= 3, colour
+    assert len({in_dark(colour) for colour in (*COLOURS, *GREYS)}) == len({*COLOURS, *GREYS})
+
+
+def luminance(colour):
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_one_kind_of_model_has_one_symbol():
+    kinds = [shape for name, shape in SHAPES.items() if name not in ("latest (G)", "latest (L1)")]
+    assert len(set(kinds)) == len(kinds)
+    assert SHAPES["latest (G)"] == SHAPES["G"] and SHAPES["latest (L1)"] == SHAPES["L1"]
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+LOOK = """<script>addEventListener("load", () => { document.title = JSON.stringify({
+  over: document.documentElement.scrollWidth - innerWidth,
+  wide: [...document.querySelectorAll("figure svg")].filter(one => one.getBoundingClientRect().right > innerWidth + 1).length,
+  figures: document.querySelectorAll("figure svg").length,
+  small: Math.min(...[...document.querySelectorAll("figure svg text")].map(one => one.getBoundingClientRect().height)),
+  paper: getComputedStyle(document.body).backgroundColor,
+  ink: getComputedStyle(document.querySelector("figure svg text")).fill,
+}) })</script></head>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [1440, 390])
+def test_a_browser_shows_the_page(built, tmp_path, width, dark):
+    """Opened at the width of a desk and of a telephone (in a frame: a window has a least width), light and dark."""
+    (tmp_path / "page.html").write_text(built[0].read_text().replace("</head>", LOOK))
+    frame = f"<iframe src='page.html' style='width:{width}px;height:900px;border:0' onload='document.title = "
+    (tmp_path / "frame.html").write_text(frame + "this.contentDocument.title'></iframe>")
+    done = subprocess.run(
+        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files",
+         f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--window-size=1500,1000",
+         "--virtual-time-budget=5000", "--dump-dom", f"file://{tmp_path / 'frame.html'}"],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    title = re.search(r"<title>(.*?)</title>", done.stdout)
+    assert title, done.stderr[-500:]
+    seen = json.loads(html.unescape(title[1]))
+    assert seen["figures"] > 5 and seen["over"] <= 0 and seen["wide"] == 0
+    assert seen["small"] >= 6  # pixels
+    assert (seen["paper"], seen["ink"]) == (
+        ("rgb(20, 24, 29)", "rgb(228, 232, 236)") if dark else ("rgb(255, 255, 255)", "rgb(28, 33, 38)")
+    )

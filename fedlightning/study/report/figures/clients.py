@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from fedlightning.study.report.cells import is_number
+from fedlightning.study.report.cells import is_number, number
 from fedlightning.study.report.drawing import clients_below, no_value, panel, rows_of
-from fedlightning.study.report.styles import BAD, INK, SEQUENTIAL, Style, short_names
+from fedlightning.study.report.styles import BAD, INK, ON_BRIGHT, ON_DARK, SEQUENTIAL, Style, short_names
 
 MANY = 24
 """Up to this many clients are named; more are drawn in the order of their scores."""
@@ -19,40 +19,47 @@ Scores = Mapping[str, float | None]
 """Client -> score."""
 
 
-def client_bars(
-    scores: Scores, reference: Scores | None, style: Style, ylabel: str, reference_name: str = "siloed", top: float = 1
-) -> Figure:
-    """Draw a bar for each client, with the reference as a line across it. A red cross shows a missing score."""
-    clients = list(scores)
+def client_bars(values: Scores, style: Style, ylabel: str, gains: bool) -> Figure:
+    """Draw a bar for each client, the highest first, with the mean over clients as a line; a red cross: no value.
+
+    Bars of gains begin at 0. Those of scores would hide all differences there: they are marks.
+    """
+    clients = sorted(values, key=lambda client: -_or(values[client], -math.inf))
+    heights = [_or(values[client], math.nan) for client in clients]
+    known = [height for height in heights if not math.isnan(height)]
     many = len(clients) > MANY
-    if many:
-        clients.sort(key=lambda client: -_or(scores[client], -math.inf))
     figure, axes = panel()
     places = np.arange(len(clients))
-    axes.bar(places, [_or(scores[client], 0.0) for client in clients], 0.9 if many else 0.72, color=style.colour)
-    lost = [place for place, client in enumerate(clients) if not is_number(scores[client])]
+    if gains:
+        axes.bar(places, heights, 0.9 if many else 0.72, color=style.colour)
+        axes.axhline(0, color=INK, linewidth=1)
+    else:
+        axes.plot(places, heights, linestyle="", marker=style.marker, color=style.colour, markersize=3 if many else 6)
+    mean = float(np.mean(known))
+    axes.axhline(
+        mean,
+        color=INK,
+        linewidth=1.2,
+        linestyle=(0, (4, 2)),
+        label=f"mean {number(mean, 3, sign=gains)}",
+    )
+    lost = [place for place, height in enumerate(heights) if math.isnan(height)]
     if lost:
-        axes.plot(lost, [0.03 * top] * len(lost), "x", color=BAD, markersize=8, markeredgewidth=2, label="no value")
-    if reference is not None:
-        heights = [_or(reference.get(client), math.nan) for client in clients]
-        if many:
-            axes.plot(places, heights, ".", color=INK, markersize=3, label=reference_name)
-        else:
-            axes.hlines(heights, places - 0.43, places + 0.43, color=INK, linewidth=2, label=reference_name)
+        axes.plot(
+            lost, [0.0 if gains else min(known)] * len(lost), "x", color=BAD, markersize=8, mew=2, label="no value"
+        )
     names = [] if many else list(short_names(clients, 14).values())
-    long = max(map(len, names), default=0) * len(clients) > 44
-    clients_below(axes, names, len(clients), "highest", upright=long)
+    clients_below(axes, names, len(clients), "highest", upright=max(map(len, names), default=0) * len(clients) > 44)
     axes.set_ylabel(ylabel)
-    axes.set_ylim(0, top * 1.02)
-    if reference is not None or lost:
-        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.1, handlelength=1.4)
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.1, handlelength=2)
     return figure
 
 
-def strips(values: Mapping[str, Scores], styles: Mapping[str, Style], xlabel: str) -> Figure:
+def strips(values: Mapping[str, Scores], styles: Mapping[str, Style], xlabel: str, zero: bool = False) -> Figure:
     """Draw a line of markers for each method, one marker a client, with the median as a bar."""
     figure, axes = panel(height=min(9.0, 0.85 + 0.34 * max(2, len(values))))
-    axes.axvline(0, color=INK, linewidth=1)
+    if zero:
+        axes.axvline(0, color=INK, linewidth=1)
     names = short_names(values)
     for place, (method, of) in enumerate(values.items()):
         x = np.array([value for value in of.values() if is_number(value)], dtype=float)
@@ -100,7 +107,7 @@ def heat_map(
     if n <= 10:
         for (row, column), value in np.ndenumerate(table):
             text = "?" if math.isnan(value) else _brief(value)
-            colour = BAD if math.isnan(value) else "white" if value < middle else INK
+            colour = BAD if math.isnan(value) else ON_DARK if value < middle else ON_BRIGHT
             axes.text(column, row, text, ha="center", va="center", color=colour, fontsize=9 if n <= 7 else 8)
     bar = figure.colorbar(image, ax=axes, shrink=0.85, pad=0.02)
     bar.outline.set_visible(False)

@@ -24,8 +24,21 @@ def curves(
     whole: bool = False,
     limits: tuple[float, float] | None = None,
     log: bool = False,
+    runs: Mapping[str, Sequence[Sequence[tuple[float, float | None]]]] | None = None,
 ) -> Figure:
-    """Draw a line for each method with a band for its interval. A value that is not defined breaks the line."""
+    """Draw a line for each method with a band for its interval. A value that is not defined breaks the line.
+
+    Args:
+        lines: Method -> points of its mean.
+        styles: Method -> style.
+        xlabel: What the x axis is.
+        ylabel: What the y axis is.
+        whole: Whether x is counted.
+        limits: Ends of the y axis.
+        log: Whether the y axis is logarithmic.
+        runs: Method -> points of each run, drawn as thin lines in the place of bands: few runs have intervals that reach
+            far beyond any value.
+    """
     figure, axes = panel()
     names = short_names(lines, 20)
     for method, points in lines.items():
@@ -35,7 +48,10 @@ def curves(
         x = np.array([point[0] for point in points], dtype=float)
         y = np.array([point[1] if is_number(point[1]) else np.nan for point in points], dtype=float)
         band = np.array([_ends(point[2]) for point in points], dtype=float)
-        if bool(np.isfinite(band).any()):
+        for run in (runs or {}).get(method, ()):
+            values = [value if is_number(value) else np.nan for _, value in run]
+            axes.plot([place for place, _ in run], values, color=style.colour, linewidth=0.7, alpha=0.45)
+        if runs is None and bool(np.isfinite(band).any()):
             axes.fill_between(x, band[:, 0], band[:, 1], color=style.colour, alpha=0.13, linewidth=0)
         every = max(1, len(x) // 8)
         axes.plot(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,8 +49,16 @@ class Line:
     runs: Sequence[float] = ()
 
 
-SHAPES = ("s", "o", "^", "D")
-"""Markers of the dots of one line, in the order of their groups."""
+SHAPES: Mapping[str, tuple[str, str]] = {
+    "G": ("s", "full"),
+    "L1": ("o", "full"),
+    "L2": ("^", "full"),
+    "latest (G)": ("s", "full"),
+    "latest (L1)": ("o", "full"),
+    "best global": ("s", "none"),
+    "best local": ("o", "none"),
+}
+"""Marker and filling of each kind of model: square the server's, round a client's, hollow a selected one."""
 
 
 def dot_plot(
@@ -79,7 +87,9 @@ def dot_plot(
         axes.set_xlim(*limits)
     if groups:
         handles = [
-            Line2D([], [], color=MUTED, marker=SHAPES[i], linestyle="", label=name) for i, name in enumerate(groups)
+            Line2D([], [], color=MUTED, marker=marker, fillstyle=filling, linestyle="", label=name)  # type: ignore[arg-type]
+            for name in groups
+            for marker, filling in [SHAPES[name]]
         ]
         figure.set_figheight(figure.get_figheight() + 0.22)
         figure.legend(handles=handles, loc="outside lower center", ncols=len(groups), handletextpad=0.2)
@@ -93,8 +103,9 @@ def _draw(axes: Any, dot: Dot, place: int, line: Line, groups: Sequence[str], sp
     height = place + (index - (len(groups) - 1) / 2) * spread if groups else place
     if dot.interval is not None and all(map(is_number, dot.interval)):
         axes.plot(dot.interval, [height, height], color=line.colour, linewidth=1.8, solid_capstyle="butt")
-    marker = SHAPES[index] if groups else line.marker
-    axes.plot([dot.mean], [height], marker=marker, color=line.colour, markersize=6.5, markeredgecolor="white", mew=0.6)
+    marker, filling = SHAPES[dot.group] if groups else (line.marker, "full")
+    edge = {"markeredgecolor": "white", "mew": 0.6} if filling == "full" else {"mew": 1.5}
+    axes.plot([dot.mean], [height], marker=marker, color=line.colour, markersize=6.5, fillstyle=filling, **edge)
 
 
 def common_limits(lines: Sequence[Line], room: float = 0.05) -> tuple[float, float] | None:

@@ -22,17 +22,33 @@ def balance_lines(balances: Mapping[str, Sequence[float]], style: Style) -> Figu
     axes.axhline(0, color=INK, linewidth=1)
     names = short_names(balances, 12)
     named = len(balances) <= len(CLASSES)
+    labels = _labels(balances, names)
     for index, (client, of) in enumerate(balances.items()):
+        if named and client not in labels:
+            continue
         colour = to_hex(colour_of(index, len(balances))) if named else style.colour
         line, width = (LINES[index % 3], 1.5) if named else ("-", 0.9)
         axes.plot(range(len(of)), of, color=colour, linestyle=line, linewidth=width, alpha=1 if named else 0.5,
-                  label=names[client])  # fmt: skip
+                  label=labels.get(client))  # fmt: skip
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_xlabel("round")
     axes.set_ylabel("tokens won or lost since the start")
     if named:
         legend_below(figure, axes, columns=5)
     return figure
+
+
+def _labels(balances: Mapping[str, Sequence[float]], names: Mapping[str, str]) -> dict[str, str]:
+    """Return the label of each line; clients whose lines are equal share that of the first of them.
+
+    Example:
+        >>> _labels({"a": [0, 1], "b": [0, 2], "c": [0, 1]}, {"a": "a", "b": "b", "c": "c"})
+        {'a': 'a, c', 'b': 'b'}
+    """
+    found: dict[tuple[float, ...], list[str]] = {}
+    for client, of in balances.items():
+        found.setdefault(tuple(round(float(value), 9) for value in of), []).append(client)
+    return {same[0]: ", ".join(names[client] for client in same) for same in found.values()}
 
 
 @dataclass(frozen=True)

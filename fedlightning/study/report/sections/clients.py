@@ -11,7 +11,7 @@ import numpy as np
 from fedlightning.study.failures import site_of
 from fedlightning.study.report.cells import Column, Kind, is_number, is_ranked, summary
 from fedlightning.study.report.context import Context
-from fedlightning.study.report.figures.clients import MANY, client_bars, heat_map, strips
+from fedlightning.study.report.figures.clients import client_bars, heat_map, strips
 from fedlightning.study.report.html import Gallery, Section, Table
 
 SMALL = 16
@@ -25,40 +25,33 @@ def clients(context: Context) -> Section | None:
     if not methods:
         return None
     siloed = context.siloed
-    reference = scores.get(siloed) if siloed is not None else None
-    values = [value for of in scores.values() for value in of.values() if is_number(value)]
-    top = 1.0 if context.higher and max(values, default=0) <= 1 else max(values, default=1.0) * 1.05
+    gains = {} if siloed is None else context.by_client("gain")
     names = list(dict.fromkeys(client for of in scores.values() for client in of))
     pictures = []
     for method in methods:
         if method == siloed:
             continue
+        shown = gains.get(method, {}) if siloed is not None else scores[method]
+        if not any(map(is_number, shown.values())):
+            continue
+        what = f"test {context.metric}" if siloed is None else context.over(siloed)
         pictures.append(
             context.picture(
                 f"clients-{context.slugs[method]}",
                 method,
-                f"Bars: test {context.metric} of {method} by client: {summary(list(scores[method].items()))}.",
-                partial(
-                    client_bars,
-                    scores[method],
-                    reference,
-                    context.styles[method],
-                    f"test {context.metric}",
-                    siloed or "",
-                    top,
-                ),
+                f"{what} of {method} by client: {summary(list(shown.items()))}.",
+                partial(client_bars, shown, context.styles[method], what, siloed is not None),
             )
         )
     table = by_client_table(
         context, "clients", f"Test {context.metric} of each client's deployed model, mean over seeds", scores, names
     )
-    reading = f"Black lines: the same client's score with {siloed}." if reference is not None else ""
-    many = f" More than {MANY} clients stand in order of their score." if len(names) > MANY else ""
+    reading = "Clients stand in order, the highest first; the broken line is their mean."
     return context.section(
         "clients",
         "Which client gets what",
         "Clients",
-        [_gains(context, names), context.gallery(pictures, table, reading + many)],
+        [_gains(context, names), context.gallery(pictures, table, reading)],
     )
 
 
@@ -100,7 +93,7 @@ def _gains(context: Context, clients: Sequence[str]) -> Gallery | None:
         f"Gain of each client over {siloed}",
         "Marks: what each client gains over its score alone; medians: "
         + summary([(m, _median(of)) for m, of in gains.items()]),
-        lambda: strips(gains, context.styles, f"{context.over(siloed)}, a mark a client"),
+        lambda: strips(gains, context.styles, f"{context.over(siloed)}, a mark a client", zero=True),
     )
     caption = f"{context.over(siloed)[:1].upper()}{context.over(siloed)[1:]}, by client, mean over seeds"
     table = by_client_table(context, "clients-gain", caption, gains, clients, "difference", "high")
@@ -125,12 +118,13 @@ def matrices(context: Context) -> Section | None:
         )
         for method, matrix in found.items()
     ]
+    own, others = ("bright", "dark") if context.higher else ("dark", "bright")
     return context.section(
         "matrix",
         "Every model on every client's data",
         "Matrix",
         [context.gallery(pictures, _matrix_table(context, found), "All maps share one scale of colours.")],
-        "How well a client's model generalises to the other clients. A bright diagonal on a dark ground is a model that "
+        f"How well a client's model generalises to the other clients. A {own} diagonal on a {others} ground is a model that "
         "fits its own client only; an even map is one model for all.",
     )
 

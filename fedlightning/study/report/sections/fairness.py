@@ -8,7 +8,8 @@ import numpy as np
 
 from fedlightning.study.report.cells import Column, is_number, summary
 from fedlightning.study.report.context import METHOD, Context, Row
-from fedlightning.study.report.figures.spread import against, distribution
+from fedlightning.study.report.figures.clients import strips
+from fedlightning.study.report.figures.spread import against
 from fedlightning.study.report.html import Gallery, Prose, Section
 from fedlightning.study.report.sections.clients import by_client_table
 
@@ -16,7 +17,8 @@ from fedlightning.study.report.sections.clients import by_client_table
 def fairness(context: Context) -> Section | None:
     """Show spread over clients, worst clients, participation rate, opt-outs, and counts above thresholds."""
     rows = context.in_order(context.study.fairness())
-    scores = {m: _known(of.values()) for m, of in context.by_client("score").items() if m not in context.diverged}
+    by_method = {method: of for method, of in context.by_client("score").items() if method not in context.diverged}
+    scores = {method: _known(of.values()) for method, of in by_method.items()}
     appeal = _appeal(context)
     points = {row["method"]: (row.get("mean"), row.get("worst")) for row in context.overview}
     pictures = [
@@ -31,8 +33,8 @@ def fairness(context: Context) -> Section | None:
         context.picture(
             "fairness-scores",
             f"How {context.metric} is spread over clients",
-            f"Lines: share of clients at or below a {context.metric}; medians: {_medians(scores)}.",
-            lambda: distribution(scores, context.styles, f"test {context.metric}", "share of clients"),
+            f"Marks: test {context.metric} of each client; medians: {_medians(scores)}.",
+            lambda: strips(by_method, context.styles, f"test {context.metric}, a mark a client"),
         ),
     ]
     table = context.table("fairness", "Spread over clients, and incentives", _columns(context, rows), rows)
@@ -41,7 +43,7 @@ def fairness(context: Context) -> Section | None:
         "fairness",
         "Fairness and incentives",
         "Fairness",
-        [context.gallery(pictures, table), appeal or Prose(notes, tone="warn")],
+        [context.gallery(pictures, table, "Lines across marks: medians."), appeal or Prose(notes, tone="warn")],
         "Is everybody served, and would everybody take part? A low variance alone is not fair: a uniformly bad model has "
         "one too.",
     )
@@ -78,17 +80,19 @@ def _appeal(context: Context) -> Gallery | None:
     known = {method: values for method, of in by_client.items() if (values := _known(of.values()))}
     if not known:
         return None
+    clients = list(dict.fromkeys(client for method in known for client in by_client[method]))
+    shown = {method: by_client[method] for method in known}
     picture = context.picture(
         "fairness-appeal",
         "Personal model appeal (PMA)",
-        f"Lines: share of clients at or below an appeal; left of 0 FedAvg is better; medians: {_medians(known)}.",
-        lambda: distribution(known, context.styles, context.over("FedAvg"), "share of clients", zero=True),
+        f"Marks: appeal of each client; left of 0 FedAvg is better; medians: {_medians(known)}.",
+        lambda: strips(shown, context.styles, f"{context.over('FedAvg')}, a mark a client", zero=True),
     )
-    clients = list(dict.fromkeys(client for method in known for client in by_client[method]))
-    shown = {method: by_client[method] for method in known}
     caption = "Personal model appeal of each client, mean over seeds: positive where FedAvg’s global model is worse"
     table = by_client_table(context, "appeal", caption, shown, clients, "difference", "high")
-    return context.gallery([picture], table, "Left of 0: clients that FedAvg’s global model serves better (opt-outs).")
+    return context.gallery(
+        [picture], table, "Left of 0: clients that FedAvg’s global model serves better (opt-outs). Lines: medians."
+    )
 
 
 def _thresholds(rows: Sequence[Row]) -> list[Column]:

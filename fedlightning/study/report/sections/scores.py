@@ -17,7 +17,7 @@ def overview(context: Context) -> Section | None:
     """Show one row a method, best first, beside a figure of means with their intervals."""
     rows = context.overview
     lines = [
-        context.line(row["method"], [Dot(row["mean"], interval_of(row))], runs=context.seed_means(row["method"]))
+        context.line(row["method"], [_dot(context, row["mean"], row, "ci95")], runs=context.seed_means(row["method"]))
         for row in rows
     ]
     seeds = max((row["n_seeds"] for row in rows), default=0)
@@ -39,9 +39,8 @@ def overview(context: Context) -> Section | None:
                 lambda: against(points, context.styles, "MB up and down in a run", f"test {context.metric}"),
             )
         )
-    whiskers = (
-        "Bars: 95\u00a0% interval over seeds; ticks: single seeds." if seeds > 1 else "One seed, so no intervals."
-    )
+    bars = "" if context.few_seeds else "Bars: 95\u00a0% interval over seeds. "
+    whiskers = f"{bars}Ticks: single seeds." if seeds > 1 else "One seed, so no intervals."
     table = context.table(
         "overview",
         "All methods, best mean first",
@@ -142,7 +141,7 @@ def stages(context: Context) -> Section | None:
             [stage for stage in STAGES if any(row["stage"] == stage and is_number(row[data]) for row in rows)],
             {
                 method: [
-                    Dot(row[data], interval_of(row, f"{data}_ci95"), row["stage"])
+                    _dot(context, row[data], row, f"{data}_ci95", row["stage"])
                     for row in rows
                     if row["method"] == method
                 ]
@@ -187,7 +186,7 @@ def checkpoints(context: Context) -> Section | None:
         return None
     picture = _grouped(
         context, "checkpoints", "On each client’s own data", list(kinds.values()),
-        {r["method"]: [Dot(r[k], interval_of(r, f"{k}_ci95"), title) for k, title in kinds.items()] for r in rows},
+        {r["method"]: [_dot(context, r[k], r, f"{k}_ci95", title) for k, title in kinds.items()] for r in rows},
     )  # fmt: skip
     columns = [METHOD, *(Column(kind, title, radius=f"{kind}_radius", decimals=4) for kind, title in kinds.items())]
     columns += [Column("deployed", "deployed", "text"), Column("n_seeds", "seeds", "count")]
@@ -200,6 +199,11 @@ def checkpoints(context: Context) -> Section | None:
         "Latest: after the last round. Best global: the round with the best validation score of the server's model. Best "
         "local: each client's own best round. All are chosen on validation data and scored on test data.",
     )
+
+
+def _dot(context: Context, mean: float | None, row: Row, interval: str, group: str = "") -> Dot:
+    """Return a mean with its interval; without, where there are few seeds."""
+    return Dot(mean, None if context.few_seeds else interval_of(row, interval), group)
 
 
 def _grouped(

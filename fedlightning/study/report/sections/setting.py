@@ -93,6 +93,7 @@ def _facts(context: Context, about: Mapping[str, Any], done: Sequence[Run]) -> l
         ("time", "; ".join(f"{run.name}, seed {run.seed}: {text}" for run in done if (text := _time(run.summary)))),
         ("checkpoint rule", context.study.checkpoint),
         ("rounds", _distinct(str(run.summary["rounds"]) for run in done if "rounds" in run.summary)),
+        ("ended early", "; ".join(_stopped(run) for run in done if run.summary.get("stopped"))),
         (
             "step budget",
             f"{same.pop()} local steps in a run of every method"
@@ -107,6 +108,11 @@ def _facts(context: Context, about: Mapping[str, Any], done: Sequence[Run]) -> l
             _distinct(", ".join(f"{k} {v}" for k, v in run.summary.get("versions", {}).items()) for run in done),
         ),
     ]
+
+
+def _stopped(run: Run) -> str:
+    found = run.summary["stopped"]
+    return f"{run.name}, seed {run.seed}: after round {found['round']}, by {found['by']}: {found['reason']}"
 
 
 def _scored(found: Mapping[str, Any]) -> str:

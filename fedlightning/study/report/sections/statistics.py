@@ -34,7 +34,7 @@ def differences(context: Context) -> Section | None:
             partial(
                 dot_plot,
                 _lines(context, [row for row in rows if row["reference"] == reference]),
-                f"difference of test {context.metric}",
+                f"difference of test {context.metric}" + ("" if context.higher else " (lower is better)"),
                 zero=True,
             ),
         )

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from fedlightning.study.columns import LOCAL, POOLED
+from fedlightning.study.curves import seed_curves
 from fedlightning.study.report.cells import Column, Kind, interval_of, is_number, number, summary
 from fedlightning.study.report.context import METHOD, Context, Row
 from fedlightning.study.report.figures.curves import Point, curves
@@ -25,6 +26,7 @@ STAGES = {"G": "G: the server's model", "L1": "L1: as received", "L2": "L2: afte
 def learning_curves(context: Context) -> Section | None:
     """Show validation scores over rounds, with a panel for each stage and kind of data."""
     rows = context.study.curves()
+    runs = seed_curves(context.study) if context.few_seeds else None
     panels = [
         (stage, data)
         for data in (LOCAL, POOLED)
@@ -41,7 +43,15 @@ def learning_curves(context: Context) -> Section | None:
                 f"curves-{stage.lower()}-{data}",
                 STAGES[stage] + (", pooled data" if data == POOLED else ""),
                 f"Lines: validation {context.metric} over rounds at stage {stage}; in the last round {summary(last)}.",
-                partial(curves, lines, context.styles, "round", f"validation {context.metric}", whole=True),
+                partial(
+                    curves,
+                    lines,
+                    context.styles,
+                    "round",
+                    f"validation {context.metric}",
+                    whole=True,
+                    runs=None if runs is None else {method: runs.get((method, stage, data), []) for method in lines},
+                ),
             )
         )
     columns = [
@@ -60,8 +70,12 @@ def learning_curves(context: Context) -> Section | None:
         "curves",
         "Learning curves",
         "Curves",
-        [context.gallery(pictures, table, "Mean over clients; band: 95 % interval over seeds.")],
+        [context.gallery(pictures, table, f"Mean over clients{_spread(context)}.")],
     )
+
+
+def _spread(context: Context) -> str:
+    return "; thin lines: single seeds" if context.few_seeds else "; band: 95\u00a0% interval over seeds"
 
 
 def costs(context: Context) -> Section | None:
@@ -90,14 +104,22 @@ def costs(context: Context) -> Section | None:
             f"Validation {context.metric} against what was sent so far (stage {stage})",
             f"Lines: validation {context.metric} at stage {stage} against megabytes sent so far; at the end "
             + summary([(method, points[-1][1]) for method, points in spent.items()]),
-            lambda: curves(spent, context.styles, "MB so far", f"validation {context.metric}"),
+            lambda: curves(
+                spent,
+                context.styles,
+                "MB so far",
+                f"validation {context.metric}",
+                runs={} if context.few_seeds else None,
+            ),
         )
         columns = [METHOD, Column("round", "round", "count"), Column("mb", "MB so far", "amount")]
         columns.append(Column("mean", "mean", decimals=4, radius="ci95_radius"))
         table = context.table(
             "cost-curve", f"Validation {context.metric} and MB by round", columns, _of_stage(context, stage)
         )
-        way = context.gallery([picture], table, "Bands: 95\u00a0% interval over seeds.")
+        way = context.gallery(
+            [picture], table, f"Mean over clients and seeds{'' if context.few_seeds else _spread(context)}."
+        )
     return context.section("cost", "What it costs", "Cost", [price, way, _to_target(context)])
 
 
@@ -115,7 +137,8 @@ def _to_target(context: Context) -> Table | None:
         ]
         for row in found:
             if row["target"] == target:
-                never = not row["reached"] and row["method"] not in context.diverged
+                method = row["method"]
+                never = not row["reached"] and method not in context.diverged and bool(context.study.seeds_of(method))
                 lines[row["method"]] |= {f"{key} {place}": row[key] for key in spent}
                 lines[row["method"]] |= {f"rounds {place}": "not reached"} if never else {}
     if not targets:

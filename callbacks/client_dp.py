@@ -1,0 +1,379 @@
+"""Client-level differential privacy of the server's models."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor
+
+from fedlightning.algorithm import (
+    Change,
+    Client,
+    ClientSelection,
+    Facts,
+    Message,
+    Need,
+    Range,
+    Server,
+    Setup,
+    State,
+    Update,
+    add_round,
+    warn,
+)
+from fedlightning.ranges import PositiveFloat, PositiveShare
+from fedlightning.tensors import entry_kinds, tied_names
+
+FILE, SPENT = "privacy.csv", "privacy.json"
+FEW = 100
+"""Clients below which the noise drowns what they learn, in most settings."""
+BOUNDED = Need(
+    "adds noise to one mean of changes whose lengths it bounds",
+    (
+        *(
+            Change.REDUCE,
+            Change.REDUCED,
+            Change.DENOMINATOR,
+            Change.PLAN,
+            Change.BROADCAST,
+            Change.MODEL_OF,
+            Change.VALUES,
+        ),
+        *(Change.NEIGHBOURS, Change.GLOBAL, Change.SHAPE),
+    ),
+)
+NO_SELECTION = Need("gives no client's score away", (Change.SELECTION,), "take the model of the last round")
+
+
+class ClientDP(ClientSelection):
+    r"""Differential privacy of clients: nobody can tell from the models whether a client took part (DP-FedAvg).
+
+    McMahan, Ramage, Talwar, Zhang, "Learning differentially private recurrent language models", ICLR 2018 (arXiv:1710.06963).
+
+    * Each client takes part in a round with probability `rate`, independently of the others; the server draws it from a
+      secret, not from the run's seed, which everybody knows.
+    * Client: the change of all trainable entries that travel, as one vector, is cut to length ``C``:
+      ``u_i min(1, C / ||u_i||)``. The server checks the length, and refuses an update that is longer.
+    * Server: ``w + (sum_i u_i + z C N(0, I)) / (rate N)``, uniform weights and a fixed denominator, whoever came; a round
+      that drew nobody releases noise all the same. Then the server's optimizer, if there is one.
+
+    ``(epsilon, delta)`` holds for adding or removing one client with all its data, against everybody who sees all models that
+    the server has sent or kept (other clients, users of the result). It does **not** hold against the server itself, which
+    sees single updates; against whom knows who took part in which round (then ``rate`` counts as 1); nor for scores, logged
+    numbers, sample counts and costs in the run's folder: who gives those away gives more away. What stays with a client
+    (personal layers and models) is never released, and gets no noise.
+
+    Epsilon is worked out by Opacus (``pip install fedlightning[privacy]``). Each round's spending is in `privacy.json` before
+    its model is released, and in `privacy.csv`; a run ends before the round that would exceed `epsilon`. Noise comes from a
+    secret of the operating system's, which lies in the saved state alone: a resumed run gives the same bits, and neither
+    configuration, logs nor exported models hold it. Attacks on the rounding of floating-point noise are not countered.
+
+    Args:
+        delta: Probability with which the guarantee may fail; well below one over the number of clients.
+        noise_multiplier: ``z``. Leave it out where `epsilon` is given: it is then solved for `max_rounds`.
+        epsilon: The budget. With `noise_multiplier` the run ends before it is exceeded.
+        clip: ``C``. The most that a client's change may be long. Default 1.
+        rate: Probability that a client takes part in a round, in (0, 1].
+        accountant: ``"rdp"`` (default; Rényi, orders of Opacus) or ``"prv"`` (tighter, slower).
+        noise_seed: A fixed seed in the place of the secret, for tests. The run is **not private**, and says so.
+
+    Raises:
+        ValueError: If a number is out of range, or neither `noise_multiplier` nor `epsilon` is given.
+
+    Example:
+        >>> dp = ClientDP(delta=1e-5, noise_multiplier=1.5, rate=0.04)
+        >>> round(dp.epsilon_after(2250), 4)
+        7.3291
+    """
+
+    weighting = "uniform"
+    rank = 1000  # clips what everybody else has made of the update
+
+    def __init__(
+        self,
+        delta: Annotated[float, Range("(0, 1)")],
+        noise_multiplier: PositiveFloat | None = None,
+        epsilon: PositiveFloat | None = None,
+        clip: PositiveFloat = 1.0,
+        rate: PositiveShare = 1.0,
+        accountant: Literal["rdp", "prv"] = "rdp",
+        noise_seed: int | None = None,
+    ) -> None:
+        if noise_multiplier is None and epsilon is None:
+            raise ValueError("ClientDP has neither noise_multiplier nor epsilon. Give one of them, or both.")
+        self.delta = delta
+        self.noise_multiplier = noise_multiplier
+        self.epsilon = epsilon
+        self.clip = clip
+        self.rate = rate
+        self.accountant = accountant
+        self.noise_seed = noise_seed
+
+    @property
+    def facts(self) -> Facts:
+        """It bounds one mean of synchronous rounds, and lets no selection by scores beside it."""
+        return super().facts.extend(changes={Change.ABSENCE}, needs=[BOUNDED, NO_SELECTION], asynchronous=False)
+
+    # -- before round 1 ------------------------------------------------------------------------------------------------
+    def check(self, setup: Setup) -> None:
+        """Refuse what would leave without noise, by name.
+
+        Raises:
+            ValueError: With the leak and a way out.
+        """
+        _accountant(self.accountant)
+        if isinstance(setup.participation, int) or setup.participation != 1.0:
+            raise ValueError(
+                f"participation={setup.participation} draws a fixed number of clients, which ClientDP does not account for. "
+                f"Leave it out, and give ClientDP(rate=...)."
+            )
+        for other in setup.callbacks:
+            extras = sorted(other.wire(setup.module).up)
+            if extras:
+                raise ValueError(
+                    f"{other.key} takes {', '.join(extras)} from clients, which ClientDP neither bounds nor covers with "
+                    "noise. Remove one of the two."
+                )
+            if other is not self and other.claims("on_update"):
+                raise ValueError(
+                    f"{other.key} keeps what it sees of single updates, which ClientDP cannot cover with noise. Remove "
+                    "one of the two."
+                )
+        travelling = set(setup.shared_names())
+        loose = [
+            name for name, kind in setup.kinds.items() if name in travelling and kind not in ("trainable", "frozen")
+        ]
+        if loose:
+            raise ValueError(
+                f"'{loose[0]}' is a running statistic that travels, which ClientDP neither bounds nor covers with noise. "
+                "Take GroupNorm in the place of BatchNorm, or keep such entries with the clients: float_buffers='local'."
+            )
+        tied = sorted(name for name in tied_names(setup.module) if name in travelling)
+        if tied:
+            raise ValueError(
+                f"'{tied[0]}' is one tensor under several names, each of which ClientDP would give noise of its own. "
+                "Keep it with the clients, or untie it."
+            )
+        if len(setup.clients) < FEW:
+            setup.warn(
+                f"ClientDP hides one of {len(setup.clients)} clients: the noise that this takes is as large as what they "
+                "have learnt together, in most settings. It is made for hundreds of clients and more."
+            )
+        if self.noise_seed is not None:
+            setup.warn(
+                "ClientDP(noise_seed=...): whoever knows the seed can subtract the noise. This run is not private."
+            )
+
+    def on_federation_start(self, server: Server) -> None:
+        """Draw the secret, solve for the noise, and find out after how many rounds the budget is spent.
+
+        Raises:
+            ValueError: If not a single round fits into the budget.
+        """
+        noise = self._own(server)["noise_multiplier"]
+        if self.epsilon is None:
+            return
+        rounds = self._rounds_in_budget(noise, server.max_rounds)
+        if rounds == 0:
+            raise ValueError(
+                f"ClientDP: one round with noise_multiplier={noise:g} and rate={self.rate:g} spends "
+                f"{self.epsilon_after(1, noise):.3g}, more than epsilon={self.epsilon:g}. Raise noise_multiplier."
+            )
+        if rounds < server.max_rounds:
+            server.stop(self, f"a further round would exceed epsilon={self.epsilon:g}", after=rounds - 1)
+
+    def _own(self, server: Server) -> dict[str, Any]:
+        """Return the secret and the noise of this run, which it has from the first time somebody asks."""
+        if self.key not in server.state:
+            noise = self.noise_multiplier
+            if noise is None:
+                assert self.epsilon is not None
+                noise = _solved(self.epsilon, self.delta, self.rate, server.max_rounds, self.accountant)
+            secret = secrets.token_hex(16) if self.noise_seed is None else f"seed {self.noise_seed}"
+            server.state[self.key] = {"secret": secret, "noise_multiplier": noise}
+        return server.state[self.key]
+
+    def _rounds_in_budget(self, noise: float, most: int) -> int:
+        """Return how many of `most` rounds the budget allows."""
+        assert self.epsilon is not None
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.epsilon_after(middle, noise) <= self.epsilon else (low, middle - 1)
+        return low
+
+    def epsilon_after(self, rounds: int, noise_multiplier: float | None = None) -> float:
+        """Return what a number of rounds spends, at :attr:`delta`.
+
+        Args:
+            rounds: Rounds, each a release.
+            noise_multiplier: ``z``; default: the one that was given.
+        """
+        noise = self.noise_multiplier if noise_multiplier is None else noise_multiplier
+        if noise is None:
+            raise ValueError("ClientDP solves for the noise when a run starts. Give noise_multiplier to ask before.")
+        if rounds == 0:
+            return 0.0
+        counted = _accountant(self.accountant)
+        counted.history = [(noise, self.rate, rounds)]
+        return float(counted.get_epsilon(delta=self.delta))
+
+    # -- a round -------------------------------------------------------------------------------------------------------
+    def on_round_start(self, server: Server) -> None:
+        """Refuse a round that would exceed the budget: a run that was extended.
+
+        Raises:
+            ValueError: With the way out.
+        """
+        spent = self.epsilon_after(server.round + 1, self._own(server)["noise_multiplier"])
+        if self.epsilon is not None and spent > self.epsilon * (1 + 1e-9):
+            raise ValueError(
+                f"Round {server.round + 1} would spend epsilon={spent:.4g} in all, more than the budget of {self.epsilon:g}: "
+                "its noise was solved for fewer rounds. Start a new run with this number of rounds."
+            )
+
+    def participants(self, server: Server) -> Sequence[str]:
+        """Return who takes part: a coin for each, from the secret."""
+        drawn = torch.rand(len(server.clients), generator=self._draws(server, "participants"), dtype=torch.float64)
+        pairs = zip(server.clients, drawn.tolist(), strict=True)
+        return [client for client, coin in pairs if coin < self.rate and server.is_reachable(client)]
+
+    def on_send(self, client: Client, update: Update) -> None:
+        """Cut the change to length ``C``; what is not trained goes back as it came."""
+        trainable = {name for name, kind in entry_kinds(client.module).items() if kind == "trainable"}
+        sent = {name: client.received[name] for name in update.state}
+        moved = [name for name in update.state if name in trainable]
+        changes = {name: update.state[name].double() - sent[name].double() for name in moved}
+        limit = self.clip - _rounding([sent[name] for name in moved])
+        norm = _norm(changes.values())
+        factor = 1.0 if norm <= limit else max(limit, 0.0) / norm
+        for name in update.state:
+            value = sent[name]
+            update.state[name] = (
+                (value.double() + factor * changes[name]).to(value.dtype) if name in changes else value.clone()
+            )
+
+    def check_update(self, server: Server, message: Message, update: Update) -> None:
+        """Refuse an update whose change is longer than ``C``: the guarantee rests on it.
+
+        Raises:
+            ValueError: With both lengths.
+        """
+        trainable = set(server.trainable)
+        other = [
+            name
+            for name, value in update.state.items()
+            if name not in trainable and not torch.equal(value, message.state[name].to(value.dtype))
+        ]
+        norm = _norm(
+            update.state[name].double() - message.state[name].double() for name in update.state if name in trainable
+        )
+        if other or norm > self.clip:
+            what = (
+                f"'{other[0]}' has changed"
+                if other
+                else f"its change has the length {norm:.4g}, more than clip={self.clip:g}"
+            )
+            raise ValueError(f"{what}; ClientDP takes in what its client side has clipped, and nothing else")
+
+    def denominator(self, server: Server) -> float:
+        """Return the expected number of participants, whoever came."""
+        return self.rate * len(server.clients)
+
+    def on_reduced(self, server: Server, state: State) -> State:
+        """Write down what this round spends, then add the noise."""
+        self._spend(server)
+        std = float(self._own(server)["noise_multiplier"]) * self.clip / (self.rate * len(server.clients))
+        trainable, noisy = set(server.trainable), dict(state)
+        for name in sorted(trainable & state.keys()):
+            value = state[name]
+            noise = torch.randn(value.shape, generator=self._draws(server, f"noise {name}"), dtype=torch.float64)
+            noisy[name] = (value.double() + std * noise).to(value.dtype)
+        return noisy
+
+    def _spend(self, server: Server) -> None:
+        noise = float(self._own(server)["noise_multiplier"])
+        epsilon = self.epsilon_after(server.round + 1, noise)
+        row = (
+            server.round + 1,
+            epsilon if self.noise_seed is None else math.nan,
+            self.delta,
+            noise,
+            self.clip,
+            self.rate,
+        )
+        if server.run_dir is not None:
+            told = {
+                "private": self.noise_seed is None,
+                "epsilon": epsilon if self.noise_seed is None else None,
+                "delta": self.delta,
+                "unit": "client",
+                "against": "everybody who sees the server's models; not the server, nor who knows the participants",
+                "rounds": server.round + 1,
+                "noise_multiplier": noise,
+                "clip": self.clip,
+                "rate": self.rate,
+                "accountant": self.accountant,
+            }
+            _write(server.run_dir / SPENT, told)
+            columns = ("round", "epsilon", "delta", "noise_multiplier", "clip", "rate")
+            add_round(server.run_dir / FILE, columns, server.round + 1, [row])
+
+    def on_federation_end(self, server: Server) -> None:
+        """Say what was spent."""
+        noise = self._own(server)["noise_multiplier"]
+        if self.noise_seed is not None:
+            warn("ClientDP: this run is not private, because its noise came from a fixed seed.")
+        elif server.run_dir is not None:
+            spent = self.epsilon_after(server.round + 1, noise)
+            warn(
+                f"ClientDP: epsilon={spent:.4g} at delta={self.delta:g} for each client, against everybody who sees the "
+                f"models (noise_multiplier={noise:.4g}). Scores and logs in the run's folder are not covered."
+            )
+
+    def _draws(self, server: Server, purpose: str) -> torch.Generator:
+        """Return a generator addressed by the secret, the round and a purpose."""
+        text = f"{self._own(server)['secret']}|{server.round}|{purpose}"
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+        return torch.Generator().manual_seed(seed)
+
+
+def _accountant(name: str) -> Any:
+    try:
+        from opacus.accountants import create_accountant
+    except ImportError as error:
+        raise ValueError("ClientDP counts with Opacus: pip install 'fedlightning[privacy]'.") from error
+    return create_accountant(name)
+
+
+def _solved(epsilon: float, delta: float, rate: float, rounds: int, accountant: str) -> float:
+    from opacus.accountants.utils import get_noise_multiplier
+
+    return float(
+        get_noise_multiplier(
+            target_epsilon=epsilon, target_delta=delta, sample_rate=rate, steps=rounds, accountant=accountant
+        )
+    )
+
+
+def _norm(values: Any) -> float:
+    return math.sqrt(math.fsum(float(value.double().square().sum()) for value in values))
+
+
+def _rounding(values: Sequence[Tensor]) -> float:
+    """Return by how much the length of a change may grow when it is added to values of their own precision."""
+    return sum(2 * torch.finfo(value.dtype).eps * float(value.double().norm()) for value in values)
+
+
+def _write(path: Path, told: dict[str, Any]) -> None:
+    """Write a JSON file as a whole."""
+    aside = path.with_suffix(".part")
+    aside.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    aside.replace(path)
