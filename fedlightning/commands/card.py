@@ -16,6 +16,7 @@ from fedlightning.commands.json_output import print_json
 from fedlightning.commands.study import Parser
 from fedlightning.commands.terminal import console, say, shown
 from fedlightning.config.errors import InputError
+from fedlightning.run.files import read_json
 from fedlightning.scoring.metrics import higher_is_better
 from fedlightning.study.runs import Run, load_run
 
@@ -30,7 +31,7 @@ examples:
 """
 ADD = "*To be added by whoever publishes this: whose data these are, with which consent, and what the model is for.*"
 """What no run knows."""
-GLOBAL = Path("checkpoints/global.ckpt")
+GLOBAL, PRIVACY = Path("checkpoints/global.ckpt"), Path("privacy.json")
 USE = """## Use it
 
 ```python
@@ -101,7 +102,7 @@ def card_of(run: Run, metric: str, licence: str | None = None) -> str:
         "## Scores\n",
         *_scores(run, metric),
         "## What was shared\n",
-        *_shared(summary),
+        *_shared(run),
     ]
     if run.path is not None and (run.path / GLOBAL).exists():
         parts.append(USE)
@@ -165,6 +166,9 @@ def _methods(summary: Mapping[str, Any]) -> Iterator[str]:
         row = find(name)
         options = ", ".join(f"{key}={value!r}" for key, value in summary.get("callbacks", {}).get(name, {}).items())
         yield f"**{name}**({options}): {row.sentence} {row.paper}.\n"
+    others = [name for name in summary.get("callbacks", {}) if name not in _algorithms(summary)]
+    if others:
+        yield f"Beside it: {', '.join(others)}.\n"
     steps, terms = summary.get("local_steps_total"), summary.get("terms", {})
     yield (
         f"{summary.get('rounds', '?')} rounds, {steps} local steps of all clients together, optimizers "
@@ -204,7 +208,8 @@ def _with_interval(value: float | None, samples: int | None, metric: str) -> str
     return f"{value:.3f} [{max(0.0, centre - radius):.3f}, {min(1.0, centre + radius):.3f}]"
 
 
-def _shared(summary: Mapping[str, Any]) -> Iterator[str]:
+def _shared(run: Run) -> Iterator[str]:
+    summary = run.summary
     for name in _algorithms(summary) or ["FedAvg"]:
         row = find(name)
         yield f"- **{name}**: down {row.down}; up {row.up}. What may ever leave a client: {row.leaves}."
@@ -214,4 +219,9 @@ def _shared(summary: Mapping[str, Any]) -> Iterator[str]:
     yield f"- {up / 1e6:.1f} MB went up and {down / 1e6:.1f} MB down, over all clients and rounds."
     energy = summary.get("energy")
     yield f"- Energy: {energy}." if energy else "- Energy was not measured."
-    yield "- No differential privacy was accounted for: models can say something about the data that they were trained on.\n"
+    spent = run.path / PRIVACY if run.path is not None else None
+    if spent is None or not spent.exists():
+        yield "- No differential privacy was accounted for: models can say something about the data they were trained on.\n"
+        return
+    told = ", ".join(f"{name} {value}" for name, value in read_json(spent).items())
+    yield f"- Differential privacy, as the run accounted for it ({PRIVACY}): {told}. The scores above are not covered.\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,16 @@ def test_card(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> 
     ):
         assert words in body, words
     assert main(["card", str(run), "--out", str(out)]) == 2  # what is there is not overwritten
+
+
+def test_the_card_says_what_privacy_was_spent(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "version_0"
+    shutil.copytree(run, folder)
+    (folder / "privacy.json").write_text('{"private": true, "epsilon": 3.5, "delta": 1e-05}')
+    assert main(["card", str(folder)]) == 0
+    text = (folder / "card/README.md").read_text()
+    assert "epsilon 3.5, delta 1e-05" in text and "scores above are not covered" in text
+    assert "No differential privacy" not in text
 
 
 def test_intervals_of_the_card_are_wilson_s() -> None:
