@@ -26,6 +26,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
     "generated_pages",  # reference/: a page a method, the API, commands, configuration keys
+    "mathml",  # formulas without a script
     "llms",  # llms.txt and llms-full.txt
 ]
 exclude_patterns = ["_build", "_ext", "tutorials/README.rst", "Thumbs.db"]
@@ -66,6 +67,7 @@ sphinx_gallery_conf = {
     "reset_modules": ("matplotlib",),
 }
 
+html_math_renderer = "mathml"
 html_theme = "pydata_sphinx_theme"
 html_title = "FedLightning"
 html_static_path = ["_static"]
