@@ -13,10 +13,12 @@ from torch import Tensor
 
 from fedlightning.algorithm import (
     GLOBAL,
+    Change,
     Client,
     Facts,
     Job,
     Message,
+    Need,
     Newcomers,
     Placing,
     Plan,
@@ -33,6 +35,12 @@ from fedlightning.callbacks.shared.server_models import (
 )
 from fedlightning.ranges import NonNegativeFloat, PositiveInt, ShareBelowOne
 from fedlightning.tensors import select, subtract, ties
+
+SPLITS = Need(
+    "splits the model for all into one for each cluster",
+    (Change.GLOBAL_SELECTION,),
+    "use LocalCheckpoint() in its place",
+)
 
 
 class CFL(Clusters):
@@ -87,7 +95,7 @@ class CFL(Clusters):
     def facts(self) -> Facts:
         """Clusters have models of their own; a client is placed by its update."""
         why = "finds a client's cluster by the updates of its training, and has none for one that never trained"
-        return Facts(needs=[NO_SERVER_STEP], newcomers=Newcomers(no_model=why, place=self._place))
+        return Facts(needs=[NO_SERVER_STEP, SPLITS], newcomers=Newcomers(no_model=why, place=self._place))
 
     def __init__(
         self,

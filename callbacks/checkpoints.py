@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_info
 
 from fedlightning.algorithm import (
     GLOBAL,
     Change,
     Client,
     Facts,
+    FirstStep,
     ModelSelection,
     Newcomers,
     Server,
@@ -22,17 +25,28 @@ from fedlightning.algorithm import (
     facts,
     warn,
 )
+from fedlightning.ranges import NonNegativeInt, PositiveInt
 from fedlightning.tensors import clone, module_state, ties
+
+DEFAULT = "val_loss"
+"""Metric that is monitored unless a user says another: where the module logs no such, its only loss."""
 
 
 class LocalCheckpoint(ModelSelection):
     """Selection of each client's best model on its own validation split ("best_local").
 
-    FENDA-FL paper (Tavakoli et al., 2024): the only selection that fits personalised methods.
+    FENDA-FL paper (Tavakoli et al., 2024): the only selection that fits personalised methods. The paper takes the round with
+    the lowest loss: ``smooth=1, min_samples=0``. On few validation samples that is the luckiest round rather than the best
+    model, so that by default a round is judged by the mean of the last evaluations. ``docs/results/measured.md`` has what was
+    measured.
+
+    A score that is not finite is left out. Until there are as many scores as ``smooth`` says, the latest model is kept.
 
     Args:
-        monitor: Metric that the module logs in validation. Default ``"val_loss"``.
+        monitor: Metric that the module logs in validation. Default ``"val_loss"``, or the only loss that it logs.
         mode: ``"min"`` (default) or ``"max"``. A tie keeps the earlier model.
+        smooth: Evaluations, the round's own and those before it, whose mean score judges a round. Default 5.
+        min_samples: Validation samples below which a client keeps its latest model. Default 10.
         stage: ``"L1"`` (the paper, default): the model that the client holds after aggregation. ``"L2"`` (the PLayer-FL
             code): the model after local training, before aggregation.
 
@@ -40,11 +54,11 @@ class LocalCheckpoint(ModelSelection):
         >>> from types import SimpleNamespace
         >>> from torch import nn
         >>> from fedlightning.callbacks import LocalCheckpoint
-        >>> client, checkpoint = SimpleNamespace(round=0, checkpoints={}), LocalCheckpoint()
-        >>> for loss in (0.7, 0.4, 0.5):
+        >>> client, checkpoint = SimpleNamespace(checkpoints={}), LocalCheckpoint(smooth=2, min_samples=0)
+        >>> for client.round, loss in enumerate((0.7, 0.3, 0.4, 0.8)):
         ...     checkpoint.on_client_evaluated(client, "L1", "val", {"val_loss": loss}, nn.Linear(1, 1))
-        >>> client.checkpoints["LocalCheckpoint"]["score"]
-        0.4
+        >>> client.checkpoints["LocalCheckpoint"]["round"]
+        3
     """
 
     @property
@@ -56,15 +70,32 @@ class LocalCheckpoint(ModelSelection):
     needs_every_score = True
 
     def __init__(
-        self, monitor: str = "val_loss", mode: Literal["min", "max"] = "min", stage: Literal["L1", "L2"] = "L1"
+        self,
+        monitor: str = "val_loss",
+        mode: Literal["min", "max"] = "min",
+        stage: Literal["L1", "L2"] = "L1",
+        smooth: PositiveInt = 5,
+        min_samples: NonNegativeInt = 10,
     ) -> None:
         self.monitor = monitor
         self.mode = mode
         self.stage = stage
+        self.smooth = smooth
+        self.min_samples = min_samples
 
     def check(self, setup: Setup) -> None:
-        """Warn where there is nothing to select by."""
+        """Warn where there is nothing to select by, or too little for a mean."""
         _warn_without_validation(self, setup)
+        count = setup.max_rounds // setup.evaluate_every if setup.evaluate_every else 0
+        if 1 < count < self.smooth:
+            setup.warn(
+                f"{self.key} judges a round by the mean of {self.smooth} evaluations, and the run has {count}: every client "
+                f"keeps its latest model. Set smooth to at most {count}; 1 takes the best single evaluation."
+            )
+
+    def check_step(self, step: FirstStep) -> None:
+        """Refuse a metric that validation does not log."""
+        _check_monitor(self, step)
 
     def on_client_evaluated(
         self, client: Client, stage: Stage, split: str, metrics: Mapping[str, float], module: LightningModule
@@ -76,7 +107,20 @@ class LocalCheckpoint(ModelSelection):
         """
         if stage != self.stage or split != "val":
             return
-        _keep_best(self, client, monitored(self, metrics), module, name="best_local", stage=stage)
+        before, score = client.checkpoints.get(self.key, {}), monitored(self, metrics)
+        recent, now = before.get("recent", []), [client.round + 1, score]
+        if not math.isfinite(score) or recent[-1:] == [now]:  # the second: the same model, scored again
+            return
+        best = before["score"] if len(recent) == self.smooth else None
+        recent = [*recent, now][-self.smooth :]
+        mean = sum(score for _, score in recent) / len(recent)
+        few = self.min_samples > 0 and client.size("val") < self.min_samples
+        if few or best is None or is_better(mean, best, self.mode):
+            model = clone(module_state(module), "cpu")
+            kept = {"name": "best_local", "stage": stage, "round": client.round + 1, "score": mean}
+            client.checkpoints[self.key] = {**kept, "recent": recent, "model": model}
+        else:
+            client.checkpoints[self.key] = {**before, "recent": recent}
 
 
 class GlobalCheckpoint(ModelSelection):
@@ -87,10 +131,11 @@ class GlobalCheckpoint(ModelSelection):
     FENDA-FL paper (Tavakoli et al., 2024): the clients' validation losses are averaged with their training samples as
     weights. A round in which a client's loss is infinite or NaN, or a client could not be scored, is not selected: a model
     that breaks on one client must not win. With ``stage="L2"`` neither is one in which a client failed in training. An
-    undefined metric (AUROC of one class) is a gap: with ``mode="max"`` clients whose value is NaN are left out of the mean.
+    undefined metric (AUROC of one class) is a gap: with ``mode="max"`` clients whose value is NaN are left out of the mean,
+    which is said once, and rounds are compared by the clients that have a value in both.
 
     Args:
-        monitor: Metric that the module logs in validation. Default ``"val_loss"``.
+        monitor: Metric that the module logs in validation. Default ``"val_loss"``, or the only loss that it logs.
         mode: ``"min"`` (default) or ``"max"``. A tie keeps the earlier model.
         stage: ``"G"`` (the paper, default): scores of the aggregated model. ``"L2"``: scores of the clients' trained
             models, before aggregation, decide about the model they are aggregated to.
@@ -135,6 +180,10 @@ class GlobalCheckpoint(ModelSelection):
                 "takes others in every round. Use stage='G', or let all take part."
             )
 
+    def check_step(self, step: FirstStep) -> None:
+        """Refuse a metric that validation does not log."""
+        _check_monitor(self, step)
+
     def on_federation_start(self, server: Server) -> None:
         """Refuse methods without a global model.
 
@@ -162,6 +211,12 @@ class GlobalCheckpoint(ModelSelection):
     def _module(self, server: Server, client: str | None) -> LightningModule:
         """Return the global model, or raise `ValueError` if the method has none."""
         module = server.global_module(client)
+        owner = server.callbacks.role("global_module")
+        if module is None and owner is not None and len(server.shared_names()) == len(server.kinds):
+            raise ValueError(
+                f"GlobalCheckpoint needs one model for all clients, and {owner.key} has none: the server keeps several. Use "
+                "LocalCheckpoint()."
+            )
         if module is None:
             raise ValueError(
                 "GlobalCheckpoint needs a global model, but part of this model stays with the clients. "
@@ -184,13 +239,9 @@ class GlobalCheckpoint(ModelSelection):
         several = server.callbacks.role("model_of") is not None
         found = server.score(self.monitor, stage=self.stage)
         if not found:
-            scored = (self.stage, "local", "val")
-            known = {
-                metric: 0.0
-                for model, stage, data, split, metric in server.scores
-                if (model, stage, data, split) == (None, *scored)
-            }
-            monitored(self, known)
+            where = (None, self.stage, "local", "val")
+            known = [metric for *place, metric in server.scores if tuple(place) == where]
+            found = server.score(monitor_of(self, known), stage=self.stage)
         if several:
             found = {client: score for client, score in found.items() if server.model_of(client) == model}
         weights = {
@@ -203,11 +254,22 @@ class GlobalCheckpoint(ModelSelection):
         defined = {client: value for client, value in values.items() if math.isfinite(value)}
         if missed or broken or not defined:
             return
-        score = sum(weights[c] * value for c, value in defined.items()) / sum(weights[c] for c in defined)
-        if several:
-            _keep_best(self, server, score, module, f"{self.key} {model}", name="best_global", stage="G", of=model)
-        else:
-            _keep_best(self, server, score, module, name="best_global", stage="G")
+        key, of = (f"{self.key} {model}", {"of": model}) if several else (self.key, {})
+        before = server.checkpoints.get(key, {}).get("values", {})
+        gaps = [client for client in values if client not in defined or (before and client not in before)]
+        both = [client for client in defined if client in before]
+        if gaps and before:  # means over different clients cannot be compared
+            if not both or not is_better(_mean(defined, weights, both), _mean(before, weights, both), self.mode):
+                return
+            server.checkpoints.pop(key)
+        told = {"values": defined} if self.mode == "max" else {}
+        score = _mean(defined, weights, defined)
+        _keep_best(self, server, score, module, key, name="best_global", stage="G", **of, **told)
+        if gaps and not before:
+            text = f"{len(defined)} of {len(values)} clients"
+            warn(
+                f"{self.key} selects by the mean {self.monitor} of {text}: it is not defined for {', '.join(gaps[:5])}."
+            )
 
     def _missed(self, server: Server, failure: Mapping[str, Any]) -> bool:
         """Whether a client lacks a score of this round that it has in others, because it failed.
@@ -221,14 +283,40 @@ class GlobalCheckpoint(ModelSelection):
         return not again and failure["round"] == server.round + 1 and places.get(failure["where"], False)
 
 
+def _mean(values: Mapping[str, float], weights: Mapping[str, float], clients: Iterable[str]) -> float:
+    """Return the weighted mean over some clients."""
+    some = list(clients)
+    return sum(weights[client] * values[client] for client in some) / sum(weights[client] for client in some)
+
+
 def monitored(callback: Any, metrics: Mapping[str, float]) -> float:
-    """Return the metric that ``callback.monitor`` names."""
-    if callback.monitor not in metrics:
-        raise ValueError(
-            f"{callback.key} monitors '{callback.monitor}', but validation gives {sorted(metrics) or 'no metric'}. "
-            "Log it in validation_step, or set monitor=... to one of these."
-        )
-    return float(metrics[callback.monitor])
+    """Return the metric that a callback monitors."""
+    return float(metrics[monitor_of(callback, metrics)])
+
+
+def monitor_of(callback: Any, known: Iterable[str]) -> str:
+    """Return the name of the metric that a callback monitors: its `monitor`, or for the default the only loss there is.
+
+    Example:
+        >>> monitor_of(LocalCheckpoint(), ["val/loss", "val/acc"])
+        'val/loss'
+    """
+    names, monitor = list(known), str(callback.monitor)
+    if monitor in names:
+        return monitor
+    losses = [name for name in names if "loss" in re.split(r"[^a-z0-9]+|_", name.lower())]
+    if (monitor, callback.mode) == (DEFAULT, "min") and len(losses) == 1:
+        return losses[0]
+    raise ValueError(
+        f"{callback.key} monitors '{monitor}', but validation gives {sorted(names) or 'no metric'}. Log it in "
+        "validation_step, or set monitor=... to one of these, with mode='max' where more is better."
+    )
+
+
+def _check_monitor(callback: Any, step: FirstStep) -> None:
+    if step.logged is not None and monitor_of(callback, step.logged) != callback.monitor:
+        told = f"{step.module} logs no '{callback.monitor}'"
+        rank_zero_info(f"{callback.key} monitors '{monitor_of(callback, step.logged)}': {told}, and no other loss.")
 
 
 def _warn_without_validation(callback: Any, setup: Setup) -> None:

@@ -134,7 +134,7 @@ class DSFL(ServerModels):
             ValueError: If public data are missing or of another shape, or `forward` gives no logits for them. Also if another
                 callback works on a model that travels, or keeps something beside one.
         """
-        check_public_logits(self.key, setup, labels=False)
+        check_public_logits(self.key, setup, labels=False, softmax=self.distil_epochs > 0)
         if self.distil_epochs:
             way_out = "DSFL(distil_batch_size=...) to another size"
             refuse_a_last_batch_of_one(self.key, setup, self.public_samples, self.distil_batch_size, way_out)

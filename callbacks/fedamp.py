@@ -63,6 +63,10 @@ class FedAMP(KeepsClientModels):
       ``w_i``, and counts with the last one it sent.
     * Deployed: ``w_i``, at every stage. There is no global model.
 
+    It is for clients some of whom have data alike; where the data of all differ, it is a tie with Local. Validation accuracy
+    on digits (a CNN) and FashionMNIST (an MLP) over ten clients by Dirichlet(0.5), ten rounds, three seeds: 0.807 and 0.753,
+    with ``alpha_decay=0.8`` 0.777 and 0.779 (Local: 0.787 and 0.797).
+
     Distances are over trainable parameters, in float64. Float buffers are mixed like parameters; integers are the
     client's own.
 
@@ -129,6 +133,7 @@ class FedAMP(KeepsClientModels):
             ValueError: If a callback changes one global model, or ``alpha (N - 1) > sigma``.
         """
         super().check(setup)
+        self._say_what_it_is_for(setup)
         self._warn_of_pull(setup)
         others = len(setup.clients) - 1
         if self.alpha is not None and self.sigma is not None and self.alpha * others > self.sigma:
@@ -151,6 +156,13 @@ class FedAMP(KeepsClientModels):
         if self.alpha is None:
             return PAPER_ALPHA if self.sigma is None else self.sigma / count
         return self.alpha
+
+    def _say_what_it_is_for(self, setup: Setup) -> None:
+        """Say that clients without any others like them gain nothing."""
+        setup.warn(
+            f"{self.key} is for clients some of whom have data alike. Where the data of all differ, as under label skew by "
+            "Dirichlet, it is about as good as training alone: compare it with Local."
+        )
 
     def _warn_of_pull(self, setup: Setup) -> None:
         """Warn of a pull with which a step of SGD overshoots ``u_i``."""

@@ -25,15 +25,19 @@ class FedBABU(AdaptsAtEnd, ServerModels):
     * Down: ``u``. Up: ``u_i``. State: none until the end, then the fine-tuned copy.
     * Deployed: the fine-tuned copy. The global model is ``(u, v^0)``.
 
+    With few rounds the body stays weak. Validation accuracy on digits (a CNN) and FashionMNIST (an MLP) over ten clients by
+    Dirichlet(0.5), ten rounds, three seeds: 0.738 and 0.849 at the defaults, 0.709 and 0.827 with the authors' five epochs
+    (Local: 0.787 and 0.797).
+
     Args:
         head: Name or names of the head's entries or modules. ``None`` (default): the last ``num_layers`` layers.
         num_layers: Number of layers in the head, used where ``head`` is ``None``. Default 1.
-        epochs: Epochs of fine-tuning after the last round. Default 5 (authors). 0: the global model is deployed.
+        epochs: Epochs of fine-tuning after the last round. Default 20 (measured; authors: 5). 0: the global model
+            is deployed.
         part: What is fine-tuned: ``"all"`` (authors, default), ``"head"`` or ``"body"``.
         lr_factor: Factor on the module's learning rate in fine-tuning. Default 0.01 (authors: 1e-3 after training that
             began at 0.1). Features that grew under a fixed head make the head's gradients large, so fine-tuning can
-            diverge with 1: on digits over ten clients (one seed) 0.01, 0.1 and 1 gave an accuracy of 0.726, 0.588 and
-            0.632, and no fine-tuning 0.601. With few rounds the body stays weak, and FedBABU below Local (0.796).
+            diverge with more: at 0.03 it did for one of thirty clients.
         weighting: ``"uniform"`` (authors, default) or ``"samples"``.
 
     Raises:
@@ -50,7 +54,7 @@ class FedBABU(AdaptsAtEnd, ServerModels):
         self,
         head: str | list[str] | None = None,
         num_layers: int = 1,
-        epochs: int = 5,
+        epochs: int = 20,
         part: Part = "all",
         lr_factor: float = 0.01,
         weighting: WeightingName | None = "uniform",

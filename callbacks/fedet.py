@@ -111,7 +111,7 @@ class FedET(ServerModels):
         Raises:
             ValueError: If public data are missing or of another shape, or `forward` gives no logits for them.
         """
-        check_public_logits(self.key, setup, labels=False)
+        check_public_logits(self.key, setup, labels=False, softmax=self.steps > 0)
 
     def on_federation_start(self, server: Server) -> None:
         """Make the models.

@@ -28,6 +28,7 @@ from fedlightning.algorithm import (
     isolated,
 )
 from fedlightning.callbacks.shared.distillation import both_classes
+from fedlightning.callbacks.shared.fusion import NORMS
 from fedlightning.callbacks.shared.prototypes import ClassMeans, pack
 from fedlightning.callbacks.shared.representations import (
     features_at_start,
@@ -55,7 +56,7 @@ class FedGH(FederatedCallback):
     * Client: its header is replaced by the server's; the whole model trains on the task's loss; then one pass in eval mode
       gives the mean representation of each of its classes.
     * Server: continues the header `theta` on what came this round, pairs `(z, class)`, by the cross entropy of
-      `theta(z)`: a step of SGD for each pair, clients in order and then classes (authors' protocol), or mini-batches.
+      `theta(z)`: SGD on mini-batches, or a step for each pair, clients in order and then classes (authors' protocol).
     * Down: the header. Up: one vector for each class of the client, and the classes. No weight goes up.
     * State: the extractor at each client, the header at the server.
     * Deployed: the client's extractor under the newest header (stage L1); stage L2 scores it after local training. There is
@@ -67,14 +68,19 @@ class FedGH(FederatedCallback):
     gradients; their text, which is followed here, trains the header. A class that no client has moves its row of the
     header only through the softmax.
 
+    The authors' protocol is `FedGH(server_lr=0.01, server_batch_size=1, server_epochs=1, shuffle=False)`. One such pass
+    leaves the header hardly trained where rounds are few. Validation accuracy on digits (a CNN) and FashionMNIST (an MLP)
+    over ten clients by Dirichlet(0.5), ten rounds, three seeds: 0.906 and 0.785 at the defaults, 0.855 and 0.783 by the
+    authors' protocol (Local: 0.787 and 0.797).
+
     Args:
         head: Path of the submodule that turns representations into predictions (`"net.fc"`). `None`: the last layer.
-        server_lr: Learning rate of the server's SGD. Default 0.01 (paper).
+        server_lr: Learning rate of the server's SGD. Default 0.1 (measured; paper: 0.01).
         server_momentum: Its momentum. Default 0.
         server_weight_decay: Its weight decay. Default 0.
-        server_batch_size: Pairs of a step. Default 1 (authors' protocol); HtFLlib has mini-batches.
-        server_epochs: Passes over the pairs of a round. Default 1.
-        shuffle: Draw the order of the pairs anew for every pass.
+        server_batch_size: Pairs of a step. Default 16 (measured; HtFLlib has mini-batches, too). 1: authors' protocol.
+        server_epochs: Passes over the pairs of a round. Default 10 (measured; authors: 1).
+        shuffle: Draw the order of the pairs anew for every pass (default). `False`: clients in order (authors).
         means: `"samples"`: the mean over the samples of a class. `"batches"`: the mean of the batches' means (authors'
             code), in which samples of a smaller last batch count more.
         warmup: Rounds at the beginning in which clients keep their own headers while the server trains its own. Default 0.
@@ -96,12 +102,12 @@ class FedGH(FederatedCallback):
     def __init__(
         self,
         head: str | list[str] | None = None,
-        server_lr: NonNegativeFloat = 0.01,
+        server_lr: NonNegativeFloat = 0.1,
         server_momentum: NonNegativeFloat = 0.0,
         server_weight_decay: NonNegativeFloat = 0.0,
-        server_batch_size: PositiveInt = 1,
-        server_epochs: Annotated[int, Range("[1, inf)", "server_lr=0 leaves the header as it began.")] = 1,
-        shuffle: bool = False,
+        server_batch_size: PositiveInt = 16,
+        server_epochs: Annotated[int, Range("[1, inf)", "server_lr=0 leaves the header as it began.")] = 10,
+        shuffle: bool = True,
         means: Literal["samples", "batches"] = "samples",
         warmup: NonNegativeInt = 0,
     ) -> None:
@@ -263,8 +269,12 @@ class FedGH(FederatedCallback):
         header = module.get_submodule(head_path(module, self.head))
         if not any(parameter.requires_grad for parameter in header.parameters()):
             return
+        size = self.server_batch_size
+        one_is_left = len(z) % size == 1 and any(isinstance(part, NORMS) for part in header.modules())
+        if one_is_left and len(z) == 1:  # batch normalisation cannot train on one pair
+            return
         pairs = DataLoader(
-            TensorDataset(z, labels), self.server_batch_size, shuffle=self.shuffle, generator=torch.Generator()
+            TensorDataset(z, labels), size, shuffle=self.shuffle, generator=torch.Generator(), drop_last=one_is_left
         )
         server.fit(
             header,

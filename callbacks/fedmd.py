@@ -120,7 +120,8 @@ class FedMD(FederatedCallback):
                 gives no logits for them. Also if another callback works on a model that travels, or keeps something beside
                 one.
         """
-        check_public_logits(self.key, setup, labels=self.transfer_epochs > 0)
+        softmax = self.digest_epochs > 0 and self.digest_loss == "kl"
+        check_public_logits(self.key, setup, labels=self.transfer_epochs > 0, softmax=softmax)
         if self.transfer_epochs:
             way_out = "the batch size of the public data to another one"
             refuse_a_last_batch_of_one(self.key, setup, setup.public_size(), None, way_out)

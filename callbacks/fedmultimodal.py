@@ -8,13 +8,19 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedlightning.algorithm import Change, Client, Facts, FederatedCallback, Setup, Update, WeightingName
+from fedlightning.algorithm import Change, Client, Facts, FederatedCallback, Need, Setup, Update, WeightingName
 from fedlightning.callbacks.shared.modalities import (
     Parts,
     encoders_of,
     parts_of,
     refuse_blind_training,
     samples_with,
+)
+
+HOLDERS = Need(
+    "averages an encoder over the clients that have its modality, and not over all",
+    (Change.IN_STEP,),
+    "set holders_only=False",
 )
 
 
@@ -30,8 +36,9 @@ class FedMultimodal(FederatedCallback):
     * Down: ``w``. Up: ``w_i`` without the encoders of modalities that the client lacks. State: none.
     * Deployed: the global model.
 
-    With ``holders_only=False`` it is the benchmark's FedAvg, in which those who lack a modality count. Beside FedProx,
-    SCAFFOLD's kin of gradient terms and server optimizers it is used as FedAvg is: they are further callbacks.
+    With ``holders_only=False`` it is the benchmark's FedAvg, in which those who lack a modality count. Beside FedProx and
+    server optimizers it is used as FedAvg is: they are further callbacks. SCAFFOLD needs ``holders_only=False``: its control
+    variate is a mean over all clients.
 
     What would be wrong in silence is refused: before round 1 a module that trains an encoder on samples without its
     modality, or has no finite loss on them; at a client an encoder that has moved nevertheless.
@@ -59,7 +66,9 @@ class FedMultimodal(FederatedCallback):
     @property
     def facts(self) -> Facts:
         """Encoders without samples are left out."""
-        return Facts(changes={Change.PARTS} if self.holders_only else ())
+        if not self.holders_only:
+            return Facts()
+        return Facts(changes={Change.PARTS}, needs=[HOLDERS])
 
     def check(self, setup: Setup) -> None:
         """Refuse modules without encoders, and those that train an encoder without its modality.

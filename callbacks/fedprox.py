@@ -6,7 +6,7 @@ from typing import Annotated
 
 from torch import Tensor
 
-from fedlightning.algorithm import Facts, FederatedCallback, GradientContext, WeightingName
+from fedlightning.algorithm import Change, Facts, FederatedCallback, GradientContext, Setup, WeightingName
 from fedlightning.ranges import Range
 
 
@@ -21,6 +21,7 @@ class FedProx(FederatedCallback):
     * Down: ``w^t``. Up: ``w_i``. State: none.
     * Deployed: the global model ``w``.
 
+    The first step is taken at ``w^t``, where the pull is 0: with one local step it is FedAvg, and a warning says so.
     The logged loss stays the task's. Under Adam the pull is rescaled by the preconditioner; SGD needs ``eta mu < 2``.
 
     Args:
@@ -50,8 +51,30 @@ class FedProx(FederatedCallback):
         self.mu = mu
         self.weighting = weighting
 
+    def check(self, setup: Setup) -> None:
+        """Warn of visits of one step, which is taken at the anchor, where the pull is 0."""
+        if self.mu > 0.0 and _one_step(setup) and not any(map(_moves, setup.callbacks)):
+            setup.warn(
+                f"FedProx(mu={self.mu}) does nothing here: a visit is one step, which is taken at the server's model, where "
+                "the pull to it is 0. Set more local_steps or local_epochs, or remove FedProx."
+            )
+
     def correct_gradient(self, ctx: GradientContext, name: str, parameter: Tensor, gradient: Tensor) -> Tensor:
         """Return ``g + mu (w - w^t)``."""
         if name not in ctx.anchor or self.mu == 0.0:
             return gradient
         return gradient + self.mu * (parameter - ctx.anchor[name])
+
+
+def _one_step(setup: Setup) -> bool:
+    """Return True if every visit is one step."""
+    if setup.local_steps is not None:
+        return setup.local_steps == 1
+    window = setup.trainer_arguments.get("accumulate_grad_batches") or 1
+    return setup.local_epochs == 1 and all(setup.num_batches(client) <= window for client in setup.clients)
+
+
+def _moves(callback: FederatedCallback) -> bool:
+    """Return True if a callback lets visits begin elsewhere than at the anchor, or have steps beside the trainer's."""
+    declared = {Change.START, Change.WORK} & set(callback.facts.changes)
+    return bool(declared) or callback.claims("on_receive") or callback.claims("local_phases")

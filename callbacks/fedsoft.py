@@ -33,6 +33,7 @@ from fedlightning.callbacks.shared.server_models import (
     another_start,
     check_starts,
     parameter_names,
+    warn_of_weightings,
 )
 from fedlightning.ranges import NonNegativeFloat, PositiveInt, Share
 from fedlightning.tensors import select, ties
@@ -96,13 +97,14 @@ class FedSoft(Clusters):
         return [f"centre {s}" for s in range(1, self.num_clusters + 1)]
 
     def check(self, setup: Setup) -> None:
-        """Warn of terms that lose their anchor; refuse centres that cannot differ.
+        """Warn of terms that lose their anchor and of weightings; refuse centres that cannot differ.
 
         Raises:
             ValueError: If a callback changes one global model, or the module cannot be initialised anew.
         """
         if self.num_clusters > 1:
             check_starts(self, setup, self.init)
+        warn_of_weightings(self, setup)
         terms = ("correct_gradient", "training_loss")
         anchored = [other.key for other in setup.callbacks if other is not self and any(map(other.claims, terms))]
         if anchored:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fedlightning.algorithm import Change, Client, Facts, Message, Need, Setup, Stage, WeightingName, training_loss
 from fedlightning.callbacks.shared.partial_training import PartialTraining
-from fedlightning.callbacks.shared.representations import features_at_start, head_path
+from fedlightning.callbacks.shared.representations import features_at_start, head_path, other_task, targets_in
 from fedlightning.ranges import PositiveFloat, PositiveShare, Share
 from fedlightning.tensors import module_state
 from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
@@ -114,6 +114,11 @@ class FjORD(PartialTraining):
             raise ValueError(
                 f"FjORD's self-distillation needs a logit for each class, and {self._head(setup.module)} gives one. "
                 "Use distillation=False."
+            )
+        if logits is not None and (why := other_task(targets_in(setup.first_batch()), logits.shape[1])):
+            raise ValueError(
+                f"FjORD's self-distillation compares predictions by softmax, one class a sample, but {why}. Use "
+                "distillation=False."
             )
 
     def _computed(self) -> set[float]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from fedlightning.algorithm import Facts, WeightingName
+from fedlightning.algorithm import Facts, Setup, WeightingName
 from fedlightning.callbacks.shared.mutual import SharedPeer, divergence
 from fedlightning.ranges import Share
 from fedlightning.wrappers.pair import JointLoss, Side
@@ -36,6 +36,11 @@ class FML(SharedPeer):
     `optimizer_state="reset"`, which is faster. What is logged in training is the private model's. The authors' main script
     has fork and merge commented out, and HtFLlib detaches no target and divides KL by the number of classes, too; neither is
     done here.
+
+    With plain SGD the private model takes steps of `alpha` times the learning rate on its task, and a warning says so.
+    Validation accuracy on digits (a CNN) and FashionMNIST (an MLP) over ten clients by Dirichlet(0.5), ten rounds, three
+    seeds: 0.704 and 0.803 at the defaults, 0.779 and 0.758 with twice the private learning rate, 0.758 and 0.801 with
+    `alpha=0.8` (Local: 0.787 and 0.797).
 
     Args:
         shared: The LightningModule that all clients share, with the same classes as theirs. `None`: a copy of the client's
@@ -79,6 +84,20 @@ class FML(SharedPeer):
         self.head = head
         self.shared_head = shared_head
         self.weighting = weighting
+
+    def check(self, setup: Setup) -> None:
+        """Refuse what :class:`SharedPeer` does; advise on the private model's learning rate under SGD.
+
+        Raises:
+            ValueError: With the reason and another way.
+        """
+        super().check(setup)
+        if 0 < self.alpha < 1 and any(type(optimizer).__name__ == "SGD" for optimizer in setup.optimizers):
+            setup.warn(
+                f"FML(alpha={self.alpha}) leaves the private model {self.alpha:g} of its task's gradient, and SGD steps as "
+                "much shorter on the task, so that private models may stay behind local training. Then raise alpha, or give "
+                f"the module {1 / self.alpha:.3g} times the learning rate and shared=... one with the usual rate."
+            )
 
     def compares(self) -> bool:
         """Return whether the losses compare predictions, as classes."""

@@ -32,11 +32,13 @@ from fedlightning.algorithm import (
     WeightingName,
     Wire,
     address,
+    warn,
 )
 from fedlightning.callbacks.shared.grouping import clusters_of
 from fedlightning.callbacks.shared.memberships import Clusters, in_client_order
 from fedlightning.callbacks.shared.modalities import (
     Parts,
+    PassesOver,
     bias,
     encoders_of,
     holder_of,
@@ -50,8 +52,11 @@ from fedlightning.callbacks.shared.server_models import (
 )
 from fedlightning.ranges import CountOrShare, PositiveInt
 from fedlightning.tensors import clone, select
+from fedlightning.wrappers import mix
 
 ASK, UNIMODAL, FUSION = "modalities", "unimodal", "fusion"
+PASSED_OVER = "passed_over"
+"""Batches of stage 1, in all visits of a client, in which no sample had the modality that was training."""
 
 
 class Harmony(Clusters):
@@ -273,27 +278,35 @@ class Harmony(Clusters):
     def on_visit_start(self, client: Client) -> None:
         """Find the modalities; keep the encoders with which stage 2 begins."""
         client.scratch[self.key] = self._present(client)
-        if client.message.tag == FUSION and self.key not in client.state:
+        own = client.state.get(self.key, {})
+        if client.message.tag == FUSION and "start" not in own:
             encoders = parts_of(client.module, self.encoders, "encoders")
             names = {name for part in encoders.values() for name in part}
             start = {name: value for name, value in client.module.named_parameters() if name in names}
-            client.state[self.key] = {"start": clone({name: value.detach() for name, value in start.items()}, "cpu")}
+            client.state[self.key] = {
+                **own, "start": clone({name: value.detach() for name, value in start.items()}, "cpu")
+            }  # fmt: skip
 
     def local_phases(self, client: Client) -> Iterable[Phase]:
         """Train one modality after the other in stage 1, everything at once in stage 2."""
         if client.message.tag != UNIMODAL:
             yield Phase()
             return
-        networks = self.networks(client.module)
-        for place, (modality, names) in enumerate(networks.items()):
-            if client.scratch[self.key][place]:
-                client.scratch[ASK] = modality
-                whole = len(networks) == 1 and len(names) == len(client.entries)
-                yield Phase("fit" if place == 0 else modality, train=None if whole else tuple(names))
+        networks, kind = self.networks(client.module), type(client.module)
+        mix(client.module, PassesOver)
+        try:
+            for place, (modality, names) in enumerate(networks.items()):
+                if client.scratch[self.key][place]:
+                    client.scratch[ASK] = modality
+                    whole = len(networks) == 1 and len(names) == len(client.entries)
+                    yield Phase("fit" if place == 0 else modality, train=None if whole else tuple(names))
+        finally:
+            client.module.__class__ = kind
+            vars(client.module).pop("passes_over", None)
         client.scratch.pop(ASK, None)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """In stage 1 take away the other modalities, and samples without this one.
+        """In stage 1 take away the other modalities, and samples without this one; pass over a batch that has only such.
 
         Raises:
             ValueError: If samples lack the modality and the batch is a tuple, which cannot be changed.
@@ -301,10 +314,14 @@ class Harmony(Clusters):
         modality, x = self.client.scratch.get(ASK), holder_of(batch)
         if modality is None or x is None:
             return
+        rows = rows_with(x[modality]) if modality in x else torch.zeros(0, dtype=torch.bool)
+        vars(pl_module)["passes_over"] = not bool(rows.any())
+        if not bool(rows.any()):
+            self.client.scratch[PASSED_OVER] = self.client.scratch.get(PASSED_OVER, 0) + 1
+            return
         for other in self.networks(pl_module):
             if other != modality:
                 x.pop(other, None)
-        rows = rows_with(x[modality])
         if not bool(rows.all()):
             if not isinstance(batch, list):
                 raise ValueError(f"some samples lack {modality!r}; let the loader give lists [inputs, labels]")
@@ -312,6 +329,8 @@ class Harmony(Clusters):
 
     def on_send(self, client: Client, update: Update) -> None:
         """Send the modalities, or the biases."""
+        if passed_over := client.scratch.get(PASSED_OVER, 0):
+            self._count(client, passed_over)
         if client.message.tag == ASK:
             update.extras[self.key] = {"present": self._present(client).float()}
         elif client.message.tag == FUSION and client.steps:
@@ -320,6 +339,16 @@ class Harmony(Clusters):
             start, now = client.state[self.key]["start"], client.entries
             found = [bias(start, now, names) for names, has in zip(encoders.values(), there, strict=True) if has]
             update.extras[self.key] = {"bias": torch.stack(found)}
+
+    def _count(self, client: Client, passed_over: int) -> None:
+        """Count batches without a sample to train on in the client's state; say so the first time."""
+        own = client.state.get(self.key, {})
+        if PASSED_OVER not in own:
+            warn(
+                f"Harmony passes over batches of client '{client.id}' in which no sample has the modality that trains: "
+                f"{passed_over} in round {client.round + 1}. A larger batch size leaves fewer of them."
+            )
+        client.state[self.key] = {**own, PASSED_OVER: own.get(PASSED_OVER, 0) + passed_over}
 
     def check_update(self, server: Server, message: Message, update: Update) -> None:
         """Refuse other modalities, and another number of biases than the client has modalities.

@@ -74,6 +74,7 @@ class HeurFedAMP(FedAMP):
             ValueError: If a callback changes one global model.
         """
         KeepsClientModels.check(self, setup)
+        self._say_what_it_is_for(setup)
         self._warn_of_pull(setup)
 
     def unlikeness(self, server: Server, a: State, b: State) -> float:

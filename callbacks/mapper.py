@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from fedlightning.algorithm import Client, Phase, Setup, Stage, State, WeightingName
 from fedlightning.callbacks.own_models import KeepsModel
-from fedlightning.ranges import PositiveInt, Share
+from fedlightning.ranges import CountOrShare, PositiveInt, Share
 from fedlightning.tensors import clone, entry_kinds, interpolate, load_state, module_state, select, ties
 
 
@@ -35,9 +35,10 @@ class MAPPER(KeepsModel):
     the running statistics that `h(lam)` has seen; the global model is `h_c`. Optimizers are the module's; corrections of
     other methods (FedProx, SCAFFOLD) act on the step of `h_c`.
 
-    `h_c` learns only from the part of the loss that `h_l` has left, so from a random start it stays weak for long. Start
-    from a model that FedAvg trained for some rounds: `trainer.fit(fedavg_trainer.module(), ...)`. On digits over ten clients
-    (ten rounds, one seed) it has an accuracy of 0.772 from a random start, Local 0.796 and FedAvg 0.910.
+    `h_c` learns only from the part of the loss that `h_l` has left, so from a random start it stays weak for long. So the
+    first rounds are FedAvg's: `h_c` trains alone and is deployed, and `h_l` begins from what it has become. Validation
+    accuracy on digits (a CNN) and FashionMNIST (an MLP) over ten clients by Dirichlet(0.5), ten rounds, three seeds: 0.821
+    and 0.821 with half of the rounds, 0.736 and 0.822 with none (Local: 0.787 and 0.797).
 
     Args:
         grid: Values of `lam` in [0, 1] (the Ditto paper's comparison: 0.25, 0.5, 0.75). A visit costs one local training
@@ -45,6 +46,8 @@ class MAPPER(KeepsModel):
         global_steps: Steps of `h_c` in a visit (paper: 1). `None` takes the visit's local work, as in FedAvg, since one
             step a round would need thousands of rounds.
         choose_on: Split whose mean training loss decides: `"train"` (paper) or `"val"`.
+        warmup: Rounds at the beginning in which `h_c` trains alone, as in FedAvg: a share of all rounds (float, default 0.5,
+            measured) or a number (int). 0: none (paper).
         weighting: Weights of the clients: `"uniform"` (paper) or `"samples"`.
 
     Raises:
@@ -61,6 +64,7 @@ class MAPPER(KeepsModel):
         grid: Sequence[Share] = (0.25, 0.5, 0.75),
         global_steps: PositiveInt | None = None,
         choose_on: Literal["train", "val"] = "train",
+        warmup: CountOrShare = 0.5,
         weighting: WeightingName | None = "uniform",
     ) -> None:
         if not grid or len(set(grid)) < len(grid):
@@ -68,6 +72,7 @@ class MAPPER(KeepsModel):
         self.grid = grid
         self.global_steps = global_steps
         self.choose_on = choose_on
+        self.warmup = warmup
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:
@@ -82,8 +87,13 @@ class MAPPER(KeepsModel):
 
     # -- one visit -----------------------------------------------------------------------------------------------------
     def local_phases(self, client: Client) -> Iterable[Phase]:
-        """Train `h_l` for each `lam`, choose, then train `h_c`."""
+        """Train `h_l` for each `lam`, choose, then train `h_c`; in rounds of the warm-up, `h_c` alone."""
         h_c = client.model_state()
+        rounds = self.warmup if isinstance(self.warmup, int) else round(self.warmup * client.max_rounds)
+        if client.round < rounds:
+            client.scratch[self.key] = _Visit(fixed=h_c)
+            yield Phase()
+            return
         h_l = {**h_c, **self.kept(client)}
         visit = client.scratch[self.key] = _Visit(fixed=h_c)
         for lam in self.grid:

@@ -43,8 +43,10 @@ class PerFCL(FENDA):
     task's.
 
     Args:
-        mu: Weight of the global term. Default 0.1 (measured); FL4Health's 1 outweighs the task on short visits: digits over
-            ten clients by Dirichlet(0.5), ten rounds, one seed, gave an accuracy of 0.764 against 0.811 (Local: 0.796).
+        mu: Weight of the global term. Default 0.1 (measured); FL4Health's 1 outweighs the task on short visits: accuracy of
+            0.764 against 0.811 on digits over ten clients by Dirichlet(0.5), ten rounds, one seed (Local: 0.796), and 0.783
+            against 0.788 on FashionMNIST, validation data of three seeds (Local: 0.797). There the extractors differ
+            without the terms, too: FENDA has 0.799, at a third of the time.
         gamma: Weight of the local term. Default 0.1, likewise. It needs extractors with features of one width.
         temperature: ``T`` of both. Default 0.5 (FL4Health).
         head: Path of the submodule that turns features into predictions. ``None`` (default): the module holds a

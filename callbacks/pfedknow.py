@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -30,7 +30,7 @@ from fedlightning.algorithm import (
     Wire,
 )
 from fedlightning.callbacks.shared.dealt import refuse_new_deal
-from fedlightning.callbacks.shared.representations import features_at_start, head_path
+from fedlightning.callbacks.shared.representations import features_at_start, head_path, other_task, targets_in
 from fedlightning.layers import expand
 from fedlightning.ranges import NonNegativeFloat, Share, ShareBelowOne
 from fedlightning.tensors import module_state
@@ -56,9 +56,9 @@ class pFedKnow(FederatedCallback):
       called ``server``, which trains nothing else. With ``guide`` the loss has ``lam KL(guide || w)`` more.
     * Down: ``w`` without the share ``prune_i`` of each weight tensor that is smallest in magnitude (biases and
       normalisation stay). Tensors travel dense, with zeros.
-    * Client: the pruned weights stay 0. The loss is the mean over the batch of the cross entropy with the class that the
-      received model finds likeliest, where its probability is ``threshold`` or more; the other samples count 0. **Labels of
-      clients have no influence on training**, only on scores and on the logged ``train_loss``.
+    * Client: the pruned weights stay 0, with a kept optimizer too. The loss is the mean over the batch of the cross entropy
+      with the class that the received model finds likeliest, where its probability is ``threshold`` or more; the other
+      samples count 0. **Labels of clients have no influence on training**, only on scores and on the logged ``train_loss``.
     * Up: ``w_i``. Server: each element is averaged over the clients that hold it; one that nobody holds stays.
     * State: none. Deployed: the pruned model of the client; the whole one is the global model.
 
@@ -125,6 +125,11 @@ class pFedKnow(FederatedCallback):
         if logits is not None and logits.shape[1] < 2:
             raise ValueError(
                 f"pFedKnow needs a logit for each class, and {head_path(setup.module, self.head)} gives one."
+            )
+        if logits is not None and (why := other_task(targets_in(setup.first_batch()), logits.shape[1])):
+            raise ValueError(
+                f"pFedKnow trains clients on the class that a model finds likeliest, one a sample, but {why}. Use it for "
+                "classification, or another method."
             )
 
     def wire(self, module: nn.Module) -> Wire:
@@ -202,6 +207,21 @@ class pFedKnow(FederatedCallback):
         """Freeze the received model: it gives the pseudo-labels."""
         if client.message.tag != LABELLED:
             client.scratch[self.key] = client.frozen_copy()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget what a kept optimizer knows of weights that are pruned in this visit: momentum would move them."""
+        if not self.client.keeps_optimizers or not self.client.message.extras[self.key]["prune"]:
+            return
+        stays: dict[Any, Tensor] = {
+            parameter: (self.client.received[name] != 0).to(parameter.device)
+            for name, parameter in pl_module.named_parameters()
+            if name in self.client.received and parameter.ndim > 1
+        }
+        for optimizer in trainer.optimizers:
+            for parameter, known in optimizer.state.items():
+                for word, value in known.items() if parameter in stays else ():
+                    if isinstance(value, Tensor) and value.shape == parameter.shape:
+                        known[word] = value * stays[parameter]
 
     def training_loss(
         self, client: Client, module: LightningModule, batch: Any, loss: Tensor, features: Mapping[str, Tensor]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import SGD
@@ -14,6 +14,7 @@ from fedlightning.algorithm import (
     Client,
     Facts,
     FederatedCallback,
+    FirstStep,
     GradientContext,
     Job,
     Message,
@@ -25,6 +26,7 @@ from fedlightning.algorithm import (
     Weighting,
     WeightingName,
     Wire,
+    warn,
 )
 from fedlightning.callbacks.shared.steps import step_to_mean
 from fedlightning.ranges import NonNegativeFloat
@@ -128,24 +130,23 @@ class SCAFFOLD(FederatedCallback):
                     "which may make it unstable. Set local_steps instead."
                 )
 
+    def check_step(self, step: FirstStep) -> None:
+        """Refuse for option II optimizers that need a Trainer, which :meth:`check` has not seen; warn of own clipping.
+
+        Raises:
+            ValueError: If option II meets an optimizer that it cannot read a gradient from.
+        """
+        if self.option == 1:
+            return
+        _refuse_optimizers(step.optimizers, step.optimizer_state)
+        if step.clips:
+            warn(
+                f"SCAFFOLD(option=2) reads gradients off the parameters' movement; where {step.module}.{step.clips} changes "
+                "gradients, it reads others than those of the loss. SCAFFOLD(option=1) takes its gradient apart."
+            )
+
     def _check_option_2(self, setup: Setup) -> None:
-        for optimizer in setup.optimizers:
-            kind = type(optimizer)
-            if kind is not SGD:
-                raise ValueError(
-                    f"SCAFFOLD(option=2) reads gradients off the parameters' movement, and {kind.__name__}'s movement is no "
-                    "sum of gradients. Use SCAFFOLD(option=1), which takes any optimizer, or SGD."
-                )
-            if any(group.get("maximize") for group in optimizer.param_groups):
-                raise ValueError(
-                    "SCAFFOLD(option=2) takes descent for granted, but the module's SGD has maximize=True."
-                )
-            has_momentum = any(group.get("momentum") for group in optimizer.param_groups)
-            if has_momentum and setup.optimizer_state == "keep":
-                raise ValueError(
-                    "SCAFFOLD(option=2) reads gradients off the parameters' movement, but with optimizer_state='keep' the "
-                    "momentum brings along gradients of earlier rounds. Use optimizer_state='reset', or option=1."
-                )
+        _refuse_optimizers(setup.optimizers, setup.optimizer_state)
         clip = setup.trainer_arguments.get("gradient_clip_val")
         if clip:
             setup.warn(
@@ -252,3 +253,22 @@ def _weights(server: Server) -> dict[str, float]:
     """Return the weight of every client before normalisation. :meth:`SCAFFOLD.check` has refused a function."""
     weight = WEIGHTINGS[str(_weighting(server.callbacks))]
     return {client: weight(count) for client, count in server.num_samples.items()}
+
+
+def _refuse_optimizers(optimizers: Iterable[Any], optimizer_state: str) -> None:
+    """Refuse optimizers from whose movement option II cannot read gradients."""
+    for optimizer in optimizers:
+        kind = type(optimizer)
+        if kind is not SGD:
+            raise ValueError(
+                f"SCAFFOLD(option=2) reads gradients off the parameters' movement, and {kind.__name__}'s movement is no "
+                "sum of gradients. Use SCAFFOLD(option=1), which takes any optimizer, or SGD."
+            )
+        if any(group.get("maximize") for group in optimizer.param_groups):
+            raise ValueError("SCAFFOLD(option=2) takes descent for granted, but the module's SGD has maximize=True.")
+        has_momentum = any(group.get("momentum") for group in optimizer.param_groups)
+        if has_momentum and optimizer_state == "keep":
+            raise ValueError(
+                "SCAFFOLD(option=2) reads gradients off the parameters' movement, but with optimizer_state='keep' the "
+                "momentum brings along gradients of earlier rounds. Use optimizer_state='reset', or option=1."
+            )

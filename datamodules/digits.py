@@ -9,6 +9,7 @@ import torch
 from fedlightning.datamodules.arrays import ArrayFederatedDataModule
 from fedlightning.datamodules.partition import Partitioner, cut
 from fedlightning.datamodules.views import ArrayDataset
+from fedlightning.ranges import checked
 from fedlightning.seeding import generator
 
 
@@ -38,6 +39,7 @@ class DigitsDataModule(ArrayFederatedDataModule):
         (torch.Size([32, 1, 8, 8]), torch.Size([32]))
     """
 
+    @checked
     def __init__(
         self,
         partitioner: Partitioner | None = None,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from lightning import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -31,6 +33,10 @@ _LOADER_HOOKS = {"train": "train_dataloader", "val": "val_dataloader", "test": "
 _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
+CUT_OFF = 0.2
+"""Share of the samples that is cut off for testing where there are no test data."""
+
+
 class Partitioned(IndexedFederatedDataModule):
     """A data module that divides the data of an existing data module among clients.
 
@@ -46,7 +52,8 @@ class Partitioned(IndexedFederatedDataModule):
         datamodule: The data module. Its `prepare_data` and `setup` are called here.
         partitioner: Divides the samples among clients.
         val_fraction: Share of a client's training samples for validation if there is no validation loader.
-        test_fraction: Share of a client's samples for testing if there is no test loader; 0 means no test split.
+        test_fraction: Share of a client's samples for testing if there is no test loader; 0 means no test split. `None` is
+            0.2, and says that samples were cut off.
         labels: An array, a function `dataset -> array`, a mapping from split to one of these, or the name of an
             attribute or item. `None` searches as `fedlightning.datamodules.labels.read_keys` describes; a pass over all
             samples is only made if the partitioner needs labels. `False` says that there are none (a regression).
@@ -69,6 +76,7 @@ class Partitioned(IndexedFederatedDataModule):
     Example:
         >>> import torch
         >>> from lightning import LightningDataModule
+    from lightning.pytorch.utilities import rank_zero_warn
         >>> from torch.utils.data import TensorDataset
         >>> from fedlightning.datamodules import IIDPartitioner, Partitioned
         >>> dataset = TensorDataset(torch.zeros(30, 4), torch.arange(3).repeat(10))
@@ -84,7 +92,7 @@ class Partitioned(IndexedFederatedDataModule):
         datamodule: LightningDataModule,
         partitioner: Partitioner,
         val_fraction: ShareBelowOne = 0.2,
-        test_fraction: ShareBelowOne = 0.2,
+        test_fraction: ShareBelowOne | None = None,
         labels: Any = None,
         seed: int = 0,
         batch_size: int | None = None,
@@ -215,7 +223,7 @@ class Partitioned(IndexedFederatedDataModule):
             keys,
             self.seed,
             self.val_fraction,
-            self.test_fraction,
+            self._test_fraction("test" in datasets),
             self.val_seed,
         )
         for name, made in splits.items():
@@ -225,6 +233,18 @@ class Partitioned(IndexedFederatedDataModule):
                 made.loader["batch_size"] = self._override
         self.batch_size = splits["train"].loader["batch_size"]
         return ids, splits
+
+    def _test_fraction(self, has_test: bool) -> float:
+        """Return the share that is cut off for testing, and say so where nobody has asked for it."""
+        if self.test_fraction is not None:
+            return self.test_fraction
+        if not has_test and multiprocessing.parent_process() is None:
+            owner = "It" if isinstance(self.datamodule, _Datasets) else type(self.datamodule).__name__
+            rank_zero_warn(
+                f"{owner} has no test data: {CUT_OFF:.0%} of each client's training samples are cut off for testing. Say so "
+                f"by test_fraction={CUT_OFF}, give test data, or leave the samples in training by test_fraction=0."
+            )
+        return CUT_OFF
 
     def _wrapped_loader(self, split: str) -> Any:
         """Return the wrapped module's loader of a split; `None` if it has none."""

@@ -26,6 +26,7 @@ from fedlightning.hooks import (
     Decentralised,
     Facts,
     FederatedCallback,
+    FirstStep,
     GradientContext,
     Job,
     ModelSelection,
@@ -56,6 +57,7 @@ __all__ = [
     # the contract
     "Extra",
     "FederatedCallback",
+    "FirstStep",
     "Facts",
     "Change",
     "Need",

@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from lightning.pytorch import LightningModule
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities import rank_zero_info
 
 from fedlightning import arguments
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.settings import LocalSettings
-from fedlightning.blueprint.trainer_arguments import check_devices
+from fedlightning.blueprint.trainer_arguments import FORWARDED, OF_DEVICES, check_devices
 from fedlightning.blueprint.warm_start import warm_started
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.engines import make_engine
 from fedlightning.engines.choice import choose
 from fedlightning.errors import ConfigurationError
+from fedlightning.federation.dry_run import DISTINCT, SMALL, UNSEEN_CLIENTS, FewClients, distinct_clients, dry_run
+from fedlightning.federation.dry_run_report import DryRun
 from fedlightning.federation.engine import Engine
+from fedlightning.federation.failures import FailurePolicy
 from fedlightning.federation.federation import Federation
-from fedlightning.federation.loops import Synchronous
+from fedlightning.federation.loops import Loop, Synchronous
 from fedlightning.federation.server import Server
 from fedlightning.federation.store import ClientStore
-from fedlightning.federation.terms import optimizer_state_of
 from fedlightning.fitted import Fitted
 from fedlightning.hooks import POOLED
 from fedlightning.run.files import is_writer
 from fedlightning.run.fingerprint import PARTS, fingerprint
-from fedlightning.run.folder import AUTO, RunFolder, find_last, find_resumable, folder_of, killed_version
+from fedlightning.run.folder import (
+    AUTO,
+    RunFolder,
+    find_last,
+    find_resumable,
+    folder_of,
+    killed_version,
+    refuse_requeued,
+)
 from fedlightning.run.recorder import Recorder
 from fedlightning.scoring.tasks import LOCAL
+from fedlightning.seeding import preserved
+from fedlightning.visit.description import Description
 from fedlightning.visit.runner import LocalRunner
 
 
@@ -43,12 +57,16 @@ class Assembly(Fitted):
         fast_dev_run: Whether one round is tried, and nothing written.
         stages: Stages that are scored.
         evaluate_data: Data that they are scored on.
+        optimizer_state: What becomes of optimizers between visits.
+        loop: The loop; every run has a copy.
     """
 
     max_rounds: int
     fast_dev_run: bool
     stages: tuple[str, ...]
     evaluate_data: tuple[str, ...]
+    optimizer_state: Literal["reset", "keep"]
+    loop: Loop
     _logger_argument: Logger | Iterable[Logger] | bool | None
 
     def _find_run(self, resume: str | Path | None) -> tuple[RunFolder | None, bool]:
@@ -80,23 +98,25 @@ class Assembly(Fitted):
             run: The run's folder.
         """
         a = self.arguments
-        arguments.check_folder(Path.cwd() if run is None else run.path)
+        refuse_requeued(Path.cwd() if run is None else run.path)
         settings = LocalSettings(
             seed=a["seed"],
             max_rounds=self.max_rounds,
             local_epochs=None if a["local_steps"] is not None else (a["local_epochs"] or 1),
             local_steps=a["local_steps"],
-            optimizer_state=optimizer_state_of(self.callbacks.callbacks, a["optimizer_state"]),
+            optimizer_state=self.optimizer_state,
             lr_decay=a["lr_decay"],
-            trainer_arguments=arguments.local_trainer(a, run),
+            trainer_arguments=_local_trainer(a, run),
             callbacks=self.ordinary_callbacks,
             log_clients=a["log_clients"] is True,
             local_loop=a["local_loop"],
             float_buffers=a["float_buffers"],
         )
-        check_devices(settings.trainer_arguments)
-        model = warm_started(model, a["init_from"])
-        arguments.check_keeping(self.ordinary_callbacks, settings.optimizer_state)
+        devices = {name: a[name] for name in OF_DEVICES if a[name] not in (None, "auto", 1, "cpu")}
+        if devices:
+            check_devices(devices, settings.trainer_arguments)
+        if a["init_from"] is not None:
+            model = warm_started(model, a["init_from"])
         return Blueprint(model, self.callbacks, settings)
 
     def _assemble(
@@ -117,7 +137,7 @@ class Assembly(Fitted):
         engine.set_up("fit" if go_on else "test")
         everybody = engine.describe()
         arguments.check_clients(everybody)
-        settings.log_clients = arguments.logged_clients(a["log_clients"], everybody)
+        settings.log_clients = _logged_clients(a["log_clients"], everybody)
         blueprint.assigned = arguments.assigned_models(given, everybody) if assigned is None else assigned
         held_out = arguments.held_out_clients(a["held_out"], everybody)
         engine.leave_out(held_out)
@@ -136,8 +156,13 @@ class Assembly(Fitted):
         server.evaluated = arguments.evaluated_clients(a["evaluate_clients"], server.clients, everybody.seed)
         server.public_source, server.together = engine.public, known.together
         server.sizes, server.norms.factor = known.sizes, a["update_limit"]
-        engine.attempts.policy = arguments.failure_policy(a)
-        loggers = arguments.loggers(self._logger_argument, run) if is_writer() and go_on else []
+        engine.attempts.policy = FailurePolicy(
+            on_error=a["on_client_error"],
+            retries=a["client_retries"] or 1,
+            min_clients=a["min_clients"],
+            timeout=a["client_timeout"],
+        )
+        loggers = _loggers(self._logger_argument, run) if is_writer() and go_on else []
         self.recorder = Recorder(run, loggers)
         self.federation = Federation(
             server,
@@ -151,18 +176,109 @@ class Assembly(Fitted):
             evaluate_seconds=a["evaluate_seconds"],
             save_every=a["save_state"],
             sanity_check=bool(a["sanity_check"]),
-            loop=arguments.loop_of(a["loop"]),
+            loop=copy.deepcopy(self.loop),
             fingerprint=lambda joined, held_out: fingerprint(
                 a, self.callbacks.callbacks, self.ordinary_callbacks, model, engine.describe(joined, PARTS), held_out
             ),
         )
         return self.federation
 
+    def dry_run(
+        self,
+        model: LightningModule | None = None,
+        datamodule: LightningDataModule | None = None,
+        *,
+        train_dataloaders: Mapping[str, Any] | None = None,
+        val_dataloaders: Mapping[str, Any] | None = None,
+        test_dataloaders: Mapping[str, Any] | None = None,
+    ) -> DryRun:
+        """Rehearse the run: check everything, try one batch of every step for clients that differ, and say what will happen.
+
+        It works on copies: no file is written, this trainer stays as it is, and so do the global random generators. The
+        data module is set up, as `fit` would.
+
+        Args:
+            model: As in :meth:`fit`; so are all that follow.
+            datamodule: As in `fit`.
+            train_dataloaders: As in `fit`.
+            val_dataloaders: As in `fit`.
+            test_dataloaders: As in `fit`.
+
+        Returns:
+            Clients and their sizes, bytes and estimated time of a round, memory, and what every callback will do.
+
+        Raises:
+            ValueError: If module, data and callbacks cannot work together; a sentence says why.
+        """
+        model = arguments.check_model(model)
+        data = arguments.federated_data(datamodule, train_dataloaders, val_dataloaders, test_dataloaders)
+        with preserved():
+            whole = self._copy({"logger": False})._assemble(model, data, None)
+            with closing(whole.engine):
+                if not whole.engine.data_here:
+                    raise ConfigurationError(
+                        f"A dry run tries batches in this process, and the data of {type(whole.engine).__name__} are "
+                        "elsewhere. Try it with engine='sequential' where the data are."
+                    )
+                whole.check()
+                steps = {"local_steps": 1} if self.arguments["local_steps"] is not None else {"local_epochs": 1}
+                server, trained = whole.server, whole.engine.describe(parts=DISTINCT)
+                unseen = server.held_out[:UNSEEN_CLIENTS]
+                few = FewClients(data, [*distinct_clients(trained, server.blueprint.architecture_of), *unseen])
+                assigned = server.blueprint.assigned
+                small = self._copy(SMALL | steps | {"held_out": unseen})._assemble(model, few, None, assigned=assigned)
+                return dry_run(whole, small, self.max_rounds)
+
+    def _copy(self, changes: Mapping[str, Any]) -> Assembly:
+        """Return a trainer with copies of the callbacks and some other arguments."""
+        raise NotImplementedError
+
     def _chosen(self, engine: Engine, clients: int) -> tuple[Engine, dict[str, Any]]:
         """Return the engine that `engine="auto"` chooses, and the arguments with its name."""
         share = self.arguments["participation"]
         count = share if isinstance(share, int) else max(round(share * clients), 1)
-        loop = arguments.loop_of(self.arguments["loop"])
-        name, why = choose(engine.runner, min(count, clients), type(loop) is Synchronous)
+        name, why = choose(engine.runner, min(count, clients), type(self.loop) is Synchronous)
         rank_zero_info(why)
         return make_engine(name, engine.runner, engine.store), {**self.arguments, "engine": name}
+
+
+def _logged_clients(asked: bool | Iterable[str | int], data: Description) -> bool | list[str]:
+    """Return `log_clients` with the clients by name."""
+    if isinstance(asked, bool):
+        return asked
+    names = [str(client) for client in asked]
+    unknown = [name for name in names if name not in data.client_ids]
+    if unknown:
+        raise ConfigurationError(
+            f"log_clients holds '{unknown[0]}', which is no client. They are {list(data.client_ids)[:20]}."
+        )
+    return names
+
+
+def _local_trainer(given: Mapping[str, Any], run: RunFolder | None) -> dict[str, Any]:
+    """Return the arguments of the clients' Lightning Trainers."""
+    out = {name: given[name] for name in FORWARDED if given[name] is not None}
+    out["check_val_every_n_epoch"] = given["check_val_every_n_epoch"]
+    if given["check_val_every_n_epoch"] is None:
+        out.pop("check_val_every_n_epoch")
+    if given["fast_dev_run"]:
+        out |= {f"limit_{split}_batches": 1 for split in ("train", "val", "test", "predict")}
+    if run is not None:
+        out["default_root_dir"] = str(run.path)
+    return out
+
+
+def _loggers(value: Logger | Iterable[Logger] | bool | None, run: RunFolder | None) -> list[Logger]:
+    """Return the run's Lightning loggers: CSV in the run's folder by default."""
+    if isinstance(value, Logger):
+        return [value]
+    if isinstance(value, bool) or value is None:
+        if not value or run is None:
+            return []
+        return [CSVLogger(run.path, name="", version="logs")]
+    for item in value:
+        if not isinstance(item, Logger):
+            raise ConfigurationError(
+                f"logger={value!r} is no logger. Pass True, False or instances such as CSVLogger('logs')."
+            )
+    return list(value)

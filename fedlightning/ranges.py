@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import os
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -15,7 +16,12 @@ from fedlightning.errors import ConfigurationError
 
 Kind = TypeVar("Kind", bound=type)
 Init = TypeVar("Init", bound=Callable[..., None])
-NUMBERS = {int: "a whole number", float: "a number"}
+PLAIN = {int: "a whole number", float: "a number", bool: "True or False", str: "a text"}
+"""Kinds of plain values, in words."""
+
+
+HOLDS = (Union, types.UnionType, list, tuple, set, dict, Sequence, Mapping)
+"""Annotations of which the inner ones are about a value, or its elements."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,8 @@ CountOrShare = Annotated[int, Range("[0, inf)", strict=True)] | Share
 def checked(init: Init) -> Init:
     """Refuse arguments that their annotations rule out: numbers outside their :class:`Range`, words outside a `Literal`.
 
-    Other annotations are not checked.
+    Plain values of another kind are refused as well, as in a YAML file: `"0.1"` for a number, 1 for a bool, one text for a
+    list. Whether an object is of a class is not checked.
 
     Args:
         init: The `__init__` of a class, for which this is a decorator.
@@ -134,8 +141,11 @@ def check_arguments(owner: object, init: Callable[..., None], arguments: Mapping
     Raises:
         ConfigurationError: If a value is ruled out; the sentence names class, argument, value and range.
     """
-    for name, annotation in _annotations(inspect.unwrap(init)).items():
+    for name, annotation in _annotations(inspect.unwrap(init), plain=True).items():
         if name in arguments and not allows(annotation, arguments[name]):
+            if arguments[name] is inspect.signature(init).parameters[name].default:  # as in `name: str = None`
+                continue
+            annotation = _annotations_of(type(owner)).get(name, annotation)  # a base may say more than its kind
             notes = "".join(f" {note}" for note in dict.fromkeys(_notes(annotation)))
             raise ConfigurationError(
                 f"{type(owner).__name__} got {name}={arguments[name]!r}. Use {described(annotation)}.{notes}"
@@ -167,7 +177,7 @@ def allows(annotation: Any, value: Any) -> bool:
         return any(allows(one, value) and _is_such(one, value) for one in inner)
     if origin is Annotated:
         found = [one for one in annotation.__metadata__ if isinstance(one, Range)]
-        if not found or not allows(inner[0], value):
+        if not found or (inner[0] not in PLAIN and not allows(inner[0], value)):
             return not found
         if not isinstance(value, Real) or isinstance(value, bool) or not all(_number(value) in one for one in found):
             return False
@@ -175,8 +185,14 @@ def allows(annotation: Any, value: Any) -> bool:
         return inner[0] is not int or isinstance(value, Integral) or (not strict and float(value).is_integer())
     if origin is Literal:
         return any(_is_word(value, one) for one in inner)
-    if not _is_checked(annotation):
+    if annotation in PLAIN:
+        return _is_plain(annotation, value)
+    if annotation is type(None):
+        return value is None
+    if not _is_checked(annotation) and not _is_plain_kind(annotation):
         return True
+    if isinstance(annotation, type) and not inner:  # other objects may stand in for one of a class
+        return isinstance(value, annotation) or not isinstance(value, str | Real)
     if isinstance(value, (str, Iterator)) or not hasattr(value, "__iter__"):  # an iterator would be empty afterwards
         return False
     if isinstance(value, Mapping) or _is_table(origin):
@@ -208,7 +224,16 @@ def described(annotation: Any) -> str:
         return f"a list of {', '.join(described(one) for one in inner)}"
     if origin is not None and inner:
         return f"{'a table' if _is_table(origin) else 'a list'}, each {described(inner[0 if origin is tuple else -1])}"
-    return NUMBERS.get(annotation, f"a {getattr(annotation, '__name__', annotation)}")
+    return PLAIN.get(annotation, f"a {getattr(annotation, '__name__', annotation)}")
+
+
+def _is_plain(kind: type, value: Any) -> bool:
+    """Return whether a value is a number, a bool or a text; a path is a text."""
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
+    if kind is str:
+        return isinstance(value, str | os.PathLike)
+    return isinstance(value, Integral if kind is int else Real)
 
 
 def _is_such(annotation: Any, value: Any) -> bool:
@@ -218,8 +243,9 @@ def _is_such(annotation: Any, value: Any) -> bool:
         return value is None
     if _is_checked(annotation) or annotation is Any or not isinstance(origin or annotation, type):
         return True
-    kind = origin or annotation
-    return isinstance(value, (int, float)) if kind is float else isinstance(value, kind)
+    if annotation in PLAIN or (_is_plain_kind(annotation) and origin is None):
+        return True  # `allows` has looked
+    return isinstance(value, origin or annotation)
 
 
 def _is_word(value: Any, word: Any) -> bool:
@@ -243,6 +269,16 @@ def _is_checked(annotation: Any) -> bool:
     return get_origin(annotation) is Literal or bool(_ranges(annotation)) or any(map(_is_checked, get_args(annotation)))
 
 
+def _is_plain_kind(annotation: Any) -> bool:
+    """Return whether an annotation says what kind of value there is: of :data:`PLAIN`, a class, or lists of such."""
+    if annotation is Any or annotation is object:
+        return False
+    if isinstance(annotation, type) and not get_args(annotation):
+        return True
+    inner = [one for one in get_args(annotation) if one is not ...]
+    return get_origin(annotation) in HOLDS and bool(inner) and all(_is_plain_kind(one) for one in inner)
+
+
 def _ranges(annotation: Any) -> list[Range]:
     own = [one for one in getattr(annotation, "__metadata__", ()) if isinstance(one, Range)]
     return own + [found for one in get_args(annotation) for found in _ranges(one)]
@@ -262,9 +298,10 @@ def _annotations_of(kind: type) -> dict[str, Any]:
 
 
 @functools.cache
-def _annotations(init: Callable[..., None]) -> dict[str, Any]:
+def _annotations(init: Callable[..., None], plain: bool = False) -> dict[str, Any]:
     """Return the annotations with something to check. Names that exist for type checkers only are left out.
 
+    Those that only say the kind of a value are left out, too, unless they are asked for (`plain`).
     The names of this module are known all the same: a linter may have moved their import to where type checkers alone look.
     """
     found: dict[str, Any] = {}
@@ -277,11 +314,12 @@ def _annotations(init: Callable[..., None]) -> dict[str, Any]:
             value = eval(annotation, known) if isinstance(annotation, str) else annotation
         except NameError:
             continue
-        several = name != "return" and _is_checked(value) and parameters[name].kind
+        says = name != "return" and (_is_checked(value) or (plain and _is_plain_kind(value)))
+        several = says and parameters[name].kind
         if several is inspect.Parameter.VAR_POSITIONAL:  # the annotation is of each
             value = types.GenericAlias(tuple, (value, ...))
         elif several is inspect.Parameter.VAR_KEYWORD:
             value = types.GenericAlias(dict, (str, value))
-        if name != "return" and _is_checked(value):
+        if says:
             found[name] = value
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,12 +20,10 @@ from lightning.pytorch.strategies import Strategy
 from fedlightning import arguments
 from fedlightning.assembly import Assembly
 from fedlightning.blueprint.ray_options import RayOptions
-from fedlightning.errors import ConfigurationError
-from fedlightning.federation.dry_run import DISTINCT, SMALL, UNSEEN_CLIENTS, FewClients, distinct_clients, rehearse
-from fedlightning.federation.dry_run_report import DryRun
 from fedlightning.federation.federation import Federation
 from fedlightning.federation.loops import Loop
 from fedlightning.federation.restore import restore
+from fedlightning.federation.terms import optimizer_state_of
 from fedlightning.fitted import ClientView as ClientView
 from fedlightning.hooks import CallbackList, FederatedCallback
 from fedlightning.run.files import is_writer
@@ -34,7 +32,6 @@ from fedlightning.run.lock import only_writer
 from fedlightning.run.recorder import Recorder
 from fedlightning.run.signals import StopRequest, of_first_rank, requeue, stop_requests
 from fedlightning.scoring.tasks import LOCAL
-from fedlightning.seeding import preserved
 
 
 class FederatedTrainer(Assembly):
@@ -230,6 +227,9 @@ class FederatedTrainer(Assembly):
         everything = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
         self.callbacks = CallbackList([item for item in everything if isinstance(item, FederatedCallback)])
         self.ordinary_callbacks = arguments.ordinary_callbacks(everything)
+        self.optimizer_state = optimizer_state_of(self.callbacks.callbacks, optimizer_state)
+        arguments.check_keeping(self.ordinary_callbacks, self.optimizer_state)
+        self.loop = arguments.loop_of(loop)
         self.fast_dev_run = bool(fast_dev_run)
         self.max_rounds = 1 if fast_dev_run else max_rounds
         self.stages = tuple(stages if stages is not None else ("G", "L1", "L2"))
@@ -303,10 +303,7 @@ class FederatedTrainer(Assembly):
             stack.push(lambda kind, *_: self.recorder.close("failed") if kind is not None else None)
             with self._progress() as progress:
                 while not federation.is_over:
-                    federation.server.round = federation.rounds_done
-                    progress.round_started(federation.rounds_done, federation.loop.visits(federation.server))
-                    rows = federation.round(progress.client_done)
-                    progress.round_ended(federation.server.round, rows)
+                    federation.round(progress)
                     if lock is not None:
                         lock.beat()
                     request.check()
@@ -323,58 +320,6 @@ class FederatedTrainer(Assembly):
                 self.stopped_by = request
                 if is_writer():
                     requeue(request, federation.rounds_done, self.max_rounds)
-
-    def dry_run(
-        self,
-        model: LightningModule | None = None,
-        datamodule: LightningDataModule | None = None,
-        *,
-        train_dataloaders: Mapping[str, Any] | None = None,
-        val_dataloaders: Mapping[str, Any] | None = None,
-        test_dataloaders: Mapping[str, Any] | None = None,
-    ) -> DryRun:
-        """Rehearse the run: check everything, try one batch of every step for clients that differ, and say what will happen.
-
-        It works on copies: no file is written, this trainer stays as it is, and so do the global random generators. The
-        data module is set up, as `fit` would.
-
-        Args:
-            model: As in :meth:`fit`; so are all that follow.
-            datamodule: As in `fit`.
-            train_dataloaders: As in `fit`.
-            val_dataloaders: As in `fit`.
-            test_dataloaders: As in `fit`.
-
-        Returns:
-            Clients and their sizes, bytes and estimated time of a round, memory, and what every callback will do.
-
-        Raises:
-            ValueError: If module, data and callbacks cannot work together; a sentence says why.
-        """
-        model = arguments.check_model(model)
-        data = arguments.federated_data(datamodule, train_dataloaders, val_dataloaders, test_dataloaders)
-        with preserved():
-            whole = self._copy({"logger": False})._assemble(model, data, None)
-            with closing(whole.engine):
-                if not whole.engine.data_here:
-                    raise ConfigurationError(
-                        f"A dry run tries batches in this process, and the data of {type(whole.engine).__name__} are "
-                        "elsewhere. Try it with engine='sequential' where the data are."
-                    )
-                whole.check()
-                steps = {"local_steps": 1} if self.arguments["local_steps"] is not None else {"local_epochs": 1}
-                server, trained = whole.server, whole.engine.describe(parts=DISTINCT)
-                unseen = server.held_out[:UNSEEN_CLIENTS]
-                few = FewClients(data, [*distinct_clients(trained, server.blueprint.architecture_of), *unseen])
-                assigned = server.blueprint.assigned
-                small = self._copy(SMALL | steps | {"held_out": unseen})._assemble(model, few, None, assigned=assigned)
-                return rehearse(whole, small, self.max_rounds)
-
-    def _copy(self, changes: Mapping[str, Any]) -> FederatedTrainer:
-        """Return a trainer with copies of the callbacks and some other arguments."""
-        given = {**self.arguments, **changes}
-        given["callbacks"] = copy.deepcopy(given["callbacks"])
-        return FederatedTrainer(**given)
 
     def restore(self, model: LightningModule, datamodule: LightningDataModule, run: str | Path) -> None:
         """Load the state that a run saved last, to evaluate it or to predict with it; nothing is trained.
@@ -396,6 +341,11 @@ class FederatedTrainer(Assembly):
     def _saved(self, resumed: RunFolder | None) -> tuple[int, int]:
         here = 0 if self.federation is None else self.federation.rounds_saved
         return here or (0 if resumed is None else resumed.rounds_saved()), self.max_rounds
+
+    def _copy(self, changes: Mapping[str, Any]) -> FederatedTrainer:
+        given = {**self.arguments, **changes}
+        given["callbacks"] = copy.deepcopy(given["callbacks"])
+        return FederatedTrainer(**given)
 
     def _progress(self) -> Any:
         from fedlightning.run.progress import NoProgress, RichProgress

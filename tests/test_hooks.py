@@ -395,6 +395,35 @@ def test_what_nothing_would_read_is_refused_as_the_class_is_defined(bases, body,
         type("Stray", bases, body)
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("on_recieve", "Did you mean on_receive"),
+        ("server_steps", "Did you mean server_step"),
+        ("corect_gradient", "Did you mean correct_gradient"),
+        ("participant", "Did you mean participants"),
+        ("on_train_batch_strat", "Did you mean on_train_batch_start"),
+        ("place_newcomers", r"reads any more.*newcomers=Newcomers\(place="),
+        ("may_leave", r"reads any more.*wire\(module\)"),
+    ],
+)
+def test_a_method_with_a_misspelt_name_of_a_hook_is_refused(name, reason):
+    for body in (lambda self, *args: None, staticmethod(lambda *args: None), property(lambda self: None)):
+        with pytest.raises(TypeError, match=f"Stray defines {name}, which nothing .*{reason}"):
+            type("Stray", (FederatedCallback,), {name: body})
+    with pytest.raises(TypeError, match=reason):
+        type("Stray", (type("Mixin", (), {name: body}), FederatedCallback), {})
+
+
+@pytest.mark.parametrize("name", ["on_train_batch_start", "on_receive", "_on_recieve", "distances", "on_aggregate"])
+def test_hooks_of_lightning_and_methods_of_an_author_are_let_be(name):
+    type("Own", (FederatedCallback,), {name: lambda self, *args: None})
+
+
+def test_an_attribute_may_be_called_nearly_as_a_hook():
+    assert type("Own", (FederatedCallback,), {"reduced": 1}).reduced == 1
+
+
 def test_facts_in_the_place_of_a_property_of_a_base_are_refused_in_a_run():
     stray = type("Stray", (SCAFFOLD,), {"facts": Facts()})
     with pytest.raises(TypeError, match=r"Stray.facts takes the place of SCAFFOLD.facts .*IN_STEP"):

@@ -137,6 +137,35 @@ def test_a_dataclass_can_be_checked():
         Options(2)
 
 
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: callbacks.FedProx(mu="0.1"), r"FedProx got mu='0\.1'\. Use a number in \[0, inf\)"),
+        (lambda: callbacks.FedKD(detach="yes"), r"FedKD got detach='yes'\. Use True or False"),
+        (lambda: callbacks.FedKD(detach=1), "FedKD got detach=1"),
+        (lambda: callbacks.FedPer(personal=3), r"personal=3\. Use a text, a list, each a text, or None"),
+        (lambda: callbacks.FedPer(personal=["a", 3]), r"personal=\['a', 3\]"),
+        (lambda: callbacks.LocalCheckpoint(monitor=None), "monitor=None. Use a text"),
+        (lambda: datamodules.DigitsDataModule("iid"), r"partitioner='iid'\. Use a Partitioner, or None"),
+        (lambda: datamodules.DigitsDataModule(batch_size="32"), r"batch_size='32'\. Use a whole number in \[1, inf\)"),
+        (lambda: datamodules.DigitsDataModule(seed=0.5), r"seed=0\.5\. Use a whole number"),
+    ],
+)
+def test_values_of_another_kind_are_refused_as_in_a_file(make, sentence):
+    with pytest.raises(ConfigurationError, match=sentence):
+        make()
+
+
+def test_what_an_annotation_forgets_may_be_given_where_it_is_the_default():
+    class Mine(FederatedCallback):
+        def __init__(self, name: str = None, each: list[str] = ()) -> None:  # noqa: RUF013
+            self.name, self.each = name, each
+
+    assert Mine(name=None).name is None and Mine(each=("a",)).each == ("a",)
+    with pytest.raises(ConfigurationError, match="Mine got name=3"):
+        Mine(name=3)
+
+
 def test_ranges_leave_hyperparameters_as_they_are():
     """Lightning reads them from the frames of the constructors."""
 

@@ -393,7 +393,7 @@ def test_files_of_a_run(tmp_path):
     for row in summary["results"]:
         assert set(row) == {
             "model", "stage", "checkpoint", "data", "split", "metric", "mean", "weighted_mean", "std", "variance",
-            "median", "worst", "tenth_percentile", "per_client",
+            "median", "worst", "tenth_percentile", "clients", "per_client",
         }  # fmt: skip
     again = finished(tmp_path, name="mine")
     assert again.run.path.name == "version_1"

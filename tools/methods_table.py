@@ -74,7 +74,8 @@ them say nothing. The runs are short, so that the table can be made again; they 
 method is best. A method below Local has the reason beside it.
 
 Where such runs chose a default, the table is no independent test of it: what the papers of pFedBayes and GPFL leave open
-(seed 0, on test scores), and FedRolex's `scaler` (digits, seeds 0 to 2).
+(seed 0, on test scores), FedRolex's `scaler` (digits, seeds 0 to 2), and FedGH's steps of the server, FedKD's `strength`,
+MAPPER's `warmup` and FedBABU's `epochs` (validation data of digits, with this network, and of FashionMNIST, seeds 0 to 2).
 """
 
 

@@ -35,7 +35,13 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback
 
 NEUTRAL = " neutral"
-OPTIONS: dict[str, dict[str, Any]] = {"PrivateLR": {"factor": 0.5}, "PoissonSampling": {"rate": 0.9}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "PrivateLR": {"factor": 0.5},
+    "PoissonSampling": {"rate": 0.9},
+    "Budget": {"max_steps": 1000},
+    "ClientDP": {"delta": 1e-3, "noise_multiplier": 1.0, "noise_seed": 0},
+    "Krum": {"bad": 0},
+}
 """Options of the callbacks that are no methods."""
 MORE = {"SCAFFOLD server": callbacks.SCAFFOLD(server_lr=0.5), "FedProx zero": callbacks.FedProx(mu=0.0)}
 """Variants that the conformance suite does not need."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -13,7 +13,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedlightning.algorithm import Server, Setup, isolated, move_batch
-from fedlightning.callbacks.shared.representations import LABEL_KEYS, features_at_start, labels_of, refuse_width, rows
+from fedlightning.callbacks.shared.representations import (
+    LABEL_KEYS,
+    features_at_start,
+    labels_of,
+    other_task,
+    refuse_width,
+    rows,
+    targets_in,
+)
 from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
 
 
@@ -116,8 +124,18 @@ def mean_rows(rows: Mapping[str, Tensor], weights: Mapping[str, float], owner: s
     return total.to(known.dtype)
 
 
-def check_public_logits(owner: str, setup: Setup, labels: bool) -> int:
-    """Refuse before round 1 what distillation on public data cannot work with."""
+def check_public_logits(owner: str, setup: Setup, labels: bool, softmax: bool = True) -> int:
+    """Refuse before round 1 what distillation on public data cannot work with. Return the number of logits.
+
+    Args:
+        owner: The method, for the sentence.
+        setup: The federation before round 1.
+        labels: Whether the public data need labels.
+        softmax: Whether logits are compared by their softmax, which means nothing but for one class a sample.
+
+    Raises:
+        ValueError: With the reason.
+    """
     name = type(setup.template).__name__
     if not setup.has_public():
         raise ValueError(
@@ -148,6 +166,7 @@ def check_public_logits(owner: str, setup: Setup, labels: bool) -> int:
                 f"{owner} compares the logits of all models, but {name} gives {logits.shape[1]} and '{other}' {classes}. "
                 "Give all architectures the same classes."
             )
+    refuse_nan_in_public(owner, setup, [setup.module, *setup.modules.values()])
     with suppress(ValueError):  # what else the task's targets are is its own business
         known += [] if own is None else [labels_of(own, owner)]
     largest = max((int(found.max()) for found in known if len(found)), default=-1)
@@ -156,7 +175,29 @@ def check_public_logits(owner: str, setup: Setup, labels: bool) -> int:
             f"{owner} needs a logit for each class, but {name} gives {logits.shape[1]}, and a label is {largest}. Give the "
             "network an output for each class."
         )
+    if softmax and (why := other_task(targets_in(own), int(logits.shape[1]))):
+        raise ValueError(
+            f"{owner} compares predictions by softmax, one class a sample, but {why}. Use it for classification, or "
+            f"another method, such as FedMD(transfer_epochs=0), which compares the predictions themselves."
+        )
     return int(logits.shape[1])
+
+
+def refuse_nan_in_public(owner: str, setup: Setup, modules: Sequence[LightningModule]) -> None:
+    """Refuse before round 1 public samples with NaN or infinite inputs, for which a model gives no finite logits."""
+    seen = 0
+    for batch in setup.public_batches():
+        inputs = inputs_of(batch, owner)
+        finite = torch.isfinite(inputs.flatten(1)).all(1) if inputs.is_floating_point() else inputs.new_ones(0).bool()
+        if not finite.all() and not all(
+            torch.isfinite(_logits_at_start(owner, "the model", module, batch)).all() for module in modules
+        ):
+            bad = seen + int((~finite).nonzero()[0])
+            raise ValueError(
+                f"{owner} compares predictions on public data, and the inputs of public sample {bad} hold NaN or infinite "
+                "values. Leave such samples out of the public data, or fill them in."
+            )
+        seen += len(inputs)
 
 
 def refuse_a_last_batch_of_one(owner: str, setup: Setup, samples: int, batch_size: int | None, way_out: str) -> None:

@@ -87,7 +87,7 @@ class EnsembleFusion(ServerModels):
     # -- before round 1 ------------------------------------------------------------------------------------------------
     def check(self, setup: Setup) -> None:
         """Refuse missing public data, and models without logits."""
-        check_public_logits(self.key, setup, labels=self.validation > 0)
+        check_public_logits(self.key, setup, labels=self.validation > 0, softmax=self.distils)
         if self.distils and self.update_statistics:
             size = setup.public_size()
             count = size - _held(size, self.validation)

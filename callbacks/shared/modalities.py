@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from fedlightning.algorithm import NoLossError, Setup, isolated, training_loss
 from fedlightning.callbacks.shared.representations import LABEL_KEYS
 from fedlightning.layers import expand
 from fedlightning.tensors import module_state
-from fedlightning.wrappers import muted
+from fedlightning.wrappers import Mixin, muted
 
 Parts = dict[str, list[str]]
 
@@ -111,6 +112,17 @@ def rows_with(values: Tensor) -> Tensor:
     return ~values.flatten(1).isnan().all(1) if values.is_floating_point() else values.new_ones(len(values)).bool()
 
 
+class PassesOver(Mixin):
+    """On a module whose training step gives no loss, and so takes no step, while `passes_over` is set."""
+
+    wraps = ("training_step",)
+    passes_over = False
+
+    def around(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the loss, or `None`."""
+        return None if self.passes_over else call(*args, **kwargs)
+
+
 def without(batch: Any, modality: str) -> Any:
     """Return a batch in which no sample has a modality."""
     x = dict(holder_of(batch))
@@ -122,7 +134,8 @@ def refuse_blind_training(setup: Setup, encoders: Mapping[str, list[str]], owner
     """Refuse modules that train an encoder on samples without its modality.
 
     The training step runs on a batch from which one modality after the other is taken away (or which lacks it anyway). Then
-    the loss must be a number, and the encoder have no gradient and no moved buffer.
+    the loss must be a number, and the encoder have no gradient and no moved buffer. Samples that have no other modality
+    are left out with it.
     """
     batch = setup.first_batch()
     inputs = None if batch is None else inputs_of(batch)
@@ -130,6 +143,12 @@ def refuse_blind_training(setup: Setup, encoders: Mapping[str, list[str]], owner
     lacking = [] if inputs is None else [name for name in encoders if name not in there]
     cases = {name: without(batch, name) for name in there if len(there) > 1} | dict.fromkeys(lacking, batch)
     for modality, seen in cases.items():
+        if modality in there:
+            others = torch.stack([rows_with((inputs or {})[name]) for name in there if name != modality]).any(0)
+            if not others.all():
+                if int(others.sum()) < 2:  # batch normalisation cannot train on one
+                    continue
+                seen = apply_to_collection(seen, Tensor, lambda values, rows=others: values[rows])
         module = copy.deepcopy(setup.module).train()
         name, before = type(setup.template).__name__, {k: v.clone() for k, v in module_state(module).items()}
         fault = _fault(module, seen, encoders[modality], before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -24,7 +25,7 @@ from fedlightning.algorithm import (
     move_batch,
     training_loss,
 )
-from fedlightning.callbacks.shared.representations import targets_in
+from fedlightning.callbacks.shared.representations import other_task, targets_in
 from fedlightning.wrappers import frozen_buffers, muted, unmix
 from fedlightning.wrappers.pair import JointLoss, pair, shared_entries, shared_of, sides_of
 
@@ -146,10 +147,28 @@ class SharedPeer(ServerModels):
         return shared_of(server.module_with(server.model))
 
     def personal_module(self, client: Client, stage: Stage) -> LightningModule:
-        """Return the private model; for a client that never trained, the shared one."""
+        """Return the private model; for a client that joins, the shared one until the private one is better.
+
+        A client that joins a fitted federation has a private model that began at random, and a shared one that many have
+        trained. Which of them it deploys is decided by their own losses on its validation data; without any, the shared one.
+        """
         both = client.copy_module()
-        is_new = client.message.tag == NEWCOMER and client.record.visits == 0
-        return shared_of(both) if is_new else unmix(both)
+        if client.message.tag == NEWCOMER and not self._private_is_better(client, both):
+            return shared_of(both)
+        return unmix(both)
+
+    def _private_is_better(self, client: Client, both: LightningModule) -> bool:
+        """Return True if the private model has trained and has the lower loss on the client's validation data."""
+        loader = client.loader("val") if client.steps or client.record.visits else None
+        if not loader:
+            return False
+
+        def losses(module: LightningModule, batch: Any) -> Tensor:
+            own, shared = sides_of(module, batch)
+            return torch.stack([own.loss, shared.loss]).double().expand(len(own.logits), 2)
+
+        own, shared = client.outputs(loader, losses, both).mean(0).tolist()
+        return bool(own < shared)
 
 
 UNHEARD = (
@@ -164,24 +183,6 @@ UNHEARD = (
     *("optimizer_step", "configure_gradient_clipping"),
 )
 """Hooks in a fit that Lightning calls for the client's module only."""
-
-
-def other_task(targets: Tensor | None, classes: int) -> str:
-    """Return what shows that targets are not one class of a sample; empty if nothing does.
-
-    Example:
-        >>> other_task(torch.tensor([0.3, -1.2]), 2), other_task(torch.tensor([1.0, 0.0]), 2)
-        ('targets of a batch are no whole numbers from 0 to 1', '')
-    """
-    if targets is None or not len(targets):
-        return ""
-    if targets[0].numel() > 1:
-        shares = targets.flatten(1).double()
-        if shares.min() >= 0 and torch.allclose(shares.sum(1), torch.ones(len(shares)).to(shares), atol=1e-3):
-            return ""
-        return f"a sample has targets {tuple(targets.shape[1:])}, which are no shares of classes with the sum 1"
-    whole = bool((targets == targets.round()).all()) and 0 <= targets.min() <= targets.max() < classes
-    return "" if whole else f"targets of a batch are no whole numbers from 0 to {classes - 1}"
 
 
 def _written(module: LightningModule) -> list[str]:

@@ -33,6 +33,11 @@ def labels_of(batch: Any, owner: str) -> Tensor:
         what = f"dict with {', '.join(map(str, batch))}"
     if isinstance(found, Tensor) and found.ndim == 2 and found.shape[1] == 1:
         found = found[:, 0]
+    if isinstance(found, Tensor) and found.ndim > 1:
+        raise ValueError(
+            f"{owner} needs one class label a sample, and a sample has targets {tuple(found.shape[1:])} here. Use it for "
+            "classification with one class a sample, or another method."
+        )
     if not isinstance(found, Tensor) or found.ndim != 1:
         raise ValueError(
             f"{owner} needs one class label a sample, and a batch is a {what} here. Let the loader give (x, y, ...) or "
@@ -59,6 +64,24 @@ def targets_in(batch: Any) -> Tensor | None:
     elif isinstance(batch, tuple | list) and len(batch) > 1:
         found = batch[1]
     return found if isinstance(found, Tensor) and found.ndim else None
+
+
+def other_task(targets: Tensor | None, classes: int) -> str:
+    """Return what shows that targets are not one class of a sample; empty if nothing does.
+
+    Example:
+        >>> other_task(torch.tensor([0.3, -1.2]), 2), other_task(torch.tensor([1.0, 0.0]), 2)
+        ('targets of a batch are no whole numbers from 0 to 1', '')
+    """
+    if targets is None or not len(targets):
+        return ""
+    if targets[0].numel() > 1:
+        shares = targets.flatten(1).double()
+        if shares.min() >= 0 and torch.allclose(shares.sum(1), torch.ones(len(shares)).to(shares), atol=1e-3):
+            return ""
+        return f"a sample has targets {tuple(targets.shape[1:])}, which are no shares of classes with the sum 1"
+    whole = bool((targets == targets.round()).all()) and 0 <= targets.min() <= targets.max() < classes
+    return "" if whole else f"targets of a batch are no whole numbers from 0 to {classes - 1}"
 
 
 def head_path(module: LightningModule, head: str | list[str] | None) -> str:

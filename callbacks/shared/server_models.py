@@ -63,6 +63,10 @@ class KeepsClientModels(ServerModels):
         why = "makes a client's model out of what this client has sent before, and has none for one that never trained"
         return Facts(needs=[NO_SERVER_STEP, facts.WHOLE_UPDATES], newcomers=Newcomers(no_model=why))
 
+    def check(self, setup: Setup) -> None:
+        """Warn of weightings, which mix nothing here."""
+        warn_of_weightings(self, setup)
+
     def models(self, server: Server) -> dict[str, State]:
         """Return each client's last model, in client order."""
         stored = server.state.get(self.key, {}).get("models", {})
@@ -77,6 +81,16 @@ class KeepsClientModels(ServerModels):
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:
         """Return ``None``: the server's models are the clients' own."""
         return None
+
+
+def warn_of_weightings(callback: FederatedCallback, setup: Setup) -> None:
+    """Warn of callbacks that weigh clients in a mean, where a method has weights of its own."""
+    for other in setup.callbacks:
+        if other is not callback and other.weighting is not None:
+            setup.warn(
+                f"{other.key}'s weighting={other.weighting!r} does nothing: {callback.key} combines the clients' models with "
+                f"weights of its own. Remove {other.key} if it is there for that only."
+            )
 
 
 def sent_models(updates: Iterable[Update]) -> dict[str, State]:

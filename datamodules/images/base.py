@@ -15,6 +15,7 @@ from fedlightning.datamodules.arrays import ArrayFederatedDataModule
 from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.readers import check_images
 from fedlightning.datamodules.views import ArrayDataset
+from fedlightning.ranges import checked
 
 
 class PixelScale:
@@ -73,6 +74,7 @@ class ImageFederatedDataModule(ArrayFederatedDataModule):
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
+    @checked
     def __init__(
         self,
         root: str = "data",

@@ -1,4 +1,4 @@
-"""The trainer's arguments, checked at the door: every refusal names the thing, the value, the rule and the way out."""
+"""The trainer's arguments, checked as they are given: every refusal names the thing, the value, the rule and the way out."""
 
 from fedlightning.arguments.inputs import (
     assigned_models,
@@ -9,27 +9,22 @@ from fedlightning.arguments.inputs import (
     federated_data,
     held_out_clients,
 )
-from fedlightning.arguments.local import check_keeping, local_trainer, logged_clients, loggers, ordinary_callbacks
+from fedlightning.arguments.local import check_keeping, ordinary_callbacks
 from fedlightning.arguments.newcomers import assigned_newcomers, check_new_clients, new_clients, new_clients_data
-from fedlightning.arguments.values import check, check_folder, failure_policy, loop_of, parse_time
+from fedlightning.arguments.values import check, loop_of, parse_time
 
 __all__ = [
     "assigned_models",
     "assigned_newcomers",
     "check",
     "check_clients",
-    "check_folder",
     "check_keeping",
     "check_model",
     "check_new_clients",
     "check_prediction_data",
     "evaluated_clients",
-    "failure_policy",
     "federated_data",
     "held_out_clients",
-    "local_trainer",
-    "logged_clients",
-    "loggers",
     "loop_of",
     "new_clients",
     "new_clients_data",

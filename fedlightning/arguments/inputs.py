@@ -1,4 +1,4 @@
-"""What `fit` and its kin are given (module, data, clients' ids), checked at the door."""
+"""What `fit` and its kin are given (module, data, clients' ids), checked as they are given."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from urllib.parse import quote
 
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils.data import Dataset
 
-from fedlightning.blueprint.module_check import check_module
 from fedlightning.compat.pytorch_lightning import adapt
 from fedlightning.datamodules.base import FederatedDataModule, in_order
 from fedlightning.datamodules.held_out import draw_clients, draw_held_out
@@ -25,10 +26,11 @@ from fedlightning.visit.description import Description
 
 def check_model(model: Any) -> LightningModule:
     """Return a LightningModule instance, or refuse. One of `pytorch_lightning` is made one of `lightning.pytorch`."""
-    adapt(model)
+    if not isinstance(model, LightningModule):
+        adapt(model)
     if isinstance(model, LightningModule):
         for module in map(model.model, model.models) if isinstance(model, ClientModels) else [model]:
-            check_module(module)
+            _check_module(module)
         return model
     if model is None:
         raise ConfigurationError("There is no model to train. Pass a LightningModule: fit(MyModule(), datamodule).")
@@ -37,6 +39,32 @@ def check_model(model: Any) -> LightningModule:
     raise ConfigurationError(
         f"fit() got a {type(model).__name__} as model. Pass a LightningModule: it says how to train and what to optimise."
     )
+
+
+def _check_module(model: LightningModule) -> None:
+    """Refuse a module that cannot be copied, or whose parameters are not there yet."""
+    name = type(model).__name__
+    parameters = dict(model.named_parameters())
+    for path, entry in (parameters | dict(model.named_buffers())).items():
+        if isinstance(entry, UninitializedParameter | UninitializedBuffer):
+            raise ConfigurationError(
+                f"{name} has layers without a size ('{path}'), which are made by their first batch. Clients and server need "
+                "the same layers from the start: give the sizes, or pass a batch through the module before fit()."
+            )
+    if not parameters and not is_overridden("configure_model", model):
+        raise ConfigurationError(
+            f"{name} has no parameters. Layers that are made in setup() are too late for a federation, whose server must "
+            "know them: make them in __init__ or configure_model()."
+        )
+    for path, child in model.named_modules():
+        for key, value in vars(child).items():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                raise ConfigurationError(
+                    f"'{path}.{key}'".replace("'.", "'")
+                    + f" of {name} is computed from other tensors, so the module cannot "
+                    "be copied for each client. With torch.nn.utils.weight_norm use torch.nn.utils.parametrizations."
+                    "weight_norm; a tensor of your own must be detached."
+                )
 
 
 def assigned_models(model: LightningModule, data: Description) -> dict[str, str]:
@@ -73,7 +101,8 @@ def federated_data(
     test: Mapping[str, Any] | None,
 ) -> FederatedDataModule:
     """Return the data of a fit, from a federated data module or from loaders by client."""
-    adapt(datamodule, getattr(datamodule, "datamodule", None))
+    if datamodule is not None:
+        adapt(datamodule, getattr(datamodule, "datamodule", None))
     if datamodule is not None and train is not None:
         raise ConfigurationError("fit() got a datamodule and train_dataloaders. Pass one of them.")
     if datamodule is not None and (val is not None or test is not None):

@@ -1,4 +1,4 @@
-"""What runs inside clients (callbacks, loggers, their Trainers' arguments), checked at the door."""
+"""What runs inside clients (callbacks, loggers, their Trainers' arguments), checked as they are given."""
 
 from __future__ import annotations
 
@@ -15,16 +15,13 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.loggers import CSVLogger, Logger
 
-from fedlightning.blueprint.trainer_arguments import FORWARDED
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.hooks import FederatedCallback
 from fedlightning.ranges import may_be_infinite
-from fedlightning.visit.description import Description
 
 if TYPE_CHECKING:
-    from fedlightning.run.folder import RunFolder
+    pass
 
 
 def check_callbacks(given: Mapping[str, Any]) -> None:
@@ -97,45 +94,3 @@ def check_logs(given: Mapping[str, Any], callbacks: Iterable[Callback]) -> None:
     loud = [type(item).__name__ for item in callbacks if isinstance(item, LearningRateMonitor | DeviceStatsMonitor)]
     if loud and not asked:
         warn(f"{loud[0]} logs inside clients, and their logs are off. log_clients=True writes them to the loggers.")
-
-
-def logged_clients(asked: bool | Iterable[str | int], data: Description) -> bool | list[str]:
-    """Return `log_clients` with the clients by name."""
-    if isinstance(asked, bool):
-        return asked
-    names = [str(client) for client in asked]
-    unknown = [name for name in names if name not in data.client_ids]
-    if unknown:
-        raise ConfigurationError(
-            f"log_clients holds '{unknown[0]}', which is no client. They are {list(data.client_ids)[:20]}."
-        )
-    return names
-
-
-def local_trainer(given: Mapping[str, Any], run: RunFolder | None) -> dict[str, Any]:
-    """Return the arguments of the clients' Lightning Trainers."""
-    out = {name: given[name] for name in FORWARDED if given[name] is not None}
-    out["check_val_every_n_epoch"] = given["check_val_every_n_epoch"]
-    if given["check_val_every_n_epoch"] is None:
-        out.pop("check_val_every_n_epoch")
-    if given["fast_dev_run"]:
-        out |= {f"limit_{split}_batches": 1 for split in ("train", "val", "test", "predict")}
-    if run is not None:
-        out["default_root_dir"] = str(run.path)
-    return out
-
-
-def loggers(value: Logger | Iterable[Logger] | bool | None, run: RunFolder | None) -> list[Logger]:
-    """Return the run's Lightning loggers: CSV in the run's folder by default."""
-    if isinstance(value, Logger):
-        return [value]
-    if isinstance(value, bool) or value is None:
-        if not value or run is None:
-            return []
-        return [CSVLogger(run.path, name="", version="logs")]
-    for item in value:
-        if not isinstance(item, Logger):
-            raise ConfigurationError(
-                f"logger={value!r} is no logger. Pass True, False or instances such as CSVLogger('logs')."
-            )
-    return list(value)

@@ -1,4 +1,4 @@
-"""What `onboard` is given (new clients, their data), checked at the door."""
+"""What `onboard` is given (new clients, their data), checked as they are given."""
 
 from __future__ import annotations
 

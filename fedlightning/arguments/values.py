@@ -1,8 +1,7 @@
-"""The trainer's numbers, words and folders, checked at the door."""
+"""The trainer's numbers, words and folders, checked as they are given."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +14,6 @@ from fedlightning.blueprint.ray_options import RayOptions
 from fedlightning.blueprint.trainer_arguments import check_forwarded
 from fedlightning.compat.pytorch_lightning import adapt
 from fedlightning.errors import ConfigurationError, warn
-from fedlightning.federation.failures import FailurePolicy
 from fedlightning.federation.loops import Loop, Synchronous
 from fedlightning.hooks import POOLED
 from fedlightning.ranges import NonNegativeFloat, PositiveFloat, PositiveShare, Range, ShareBelowOne, allows
@@ -93,7 +91,6 @@ def check(given: Mapping[str, Any]) -> None:
         if not isinstance(given[name], str | None) or given[name] not in allowed:
             raise ConfigurationError(f"{name}={given[name]!r} is unknown. Choose one of {list(allowed)}.")
     check_engine(given)
-    loop_of(given["loop"])
     check_failures(given)
     for name, known in (
         ("stages", STAGES),
@@ -167,9 +164,9 @@ def check_place(name: Any, version: Any) -> None:
 
 
 def loop_of(loop: Any) -> Loop:
-    """Return the loop of one run, a copy of its own."""
+    """Return the loop that is named, or refuse."""
     if isinstance(loop, Loop):
-        return copy.deepcopy(loop)
+        return loop
     if loop != "synchronous":
         raise ConfigurationError(
             f"loop={loop!r} says when clients are visited: 'synchronous', or a loop such as "
@@ -234,16 +231,6 @@ def check_failures(given: Mapping[str, Any]) -> None:
         )
 
 
-def failure_policy(given: Mapping[str, Any]) -> FailurePolicy:
-    """Return what becomes of clients that fail."""
-    return FailurePolicy(
-        on_error=given["on_client_error"],
-        retries=given["client_retries"] or 1,
-        min_clients=given["min_clients"],
-        timeout=given["client_timeout"],
-    )
-
-
 def parse_time(value: str | timedelta | Mapping[str, int] | None) -> timedelta | None:
     """Return `max_time`, given in any of Lightning's three forms."""
     if value is None:
@@ -269,13 +256,3 @@ def _not_negative(time: timedelta, given: Any) -> timedelta:
     if time < timedelta(0) or given == {}:
         raise ConfigurationError(f"max_time={given!r} is no time. One hour is '00:01:00:00'.")
     return time
-
-
-def check_folder(folder: Path) -> None:
-    """Refuse a folder in which Lightning would find a checkpoint of a requeued job and load it into every client."""
-    found = sorted(folder.glob("hpc_ckpt_*.ckpt"))
-    if found:
-        raise ConfigurationError(
-            f"{found[0]} is a checkpoint of a job that SLURM ended; Lightning would load it into every client's training. "
-            "Remove it: the run's own state is in checkpoints/last."
-        )

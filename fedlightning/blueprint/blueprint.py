@@ -103,7 +103,7 @@ class Blueprint:
         """Return a blueprint of the same template and settings whose fits only have the given Lightning callbacks."""
         made = Blueprint(self.template, CallbackList([]), replace(self.settings, callbacks=ordinary), self.assigned)
         if getattr(self.precision, "scaler", None) is None:  # a gradient scaler's state must not move
-            made._trainer, made.losses = self.trainer, self.losses
+            made._trainer = self.trainer
         return made
 
     # -- architectures -----------------------------------------------------------------------------------------------

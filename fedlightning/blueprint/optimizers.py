@@ -19,19 +19,19 @@ from fedlightning.errors import ConfigurationError
 def optimizers_of(module: LightningModule) -> list[Optimizer]:
     """The optimizers a module configures; empty where it needs a running trainer to tell."""
     try:
-        configured = _configured(module)
-    except RuntimeError:
+        made = configured(module)
+    except (RuntimeError, AttributeError):  # it needs a trainer, or what `setup` and other hooks of a fit make
         return []
     except (ValueError, TypeError) as error:
         raise ConfigurationError(
             f"{type(module).__name__}.configure_optimizers fails: {' '.join(str(error).split()).rstrip('.')} "
             f"({type(error).__name__})."
         ) from error
-    if configured is None:
+    if made is None:
         raise ConfigurationError(
             f"{type(module).__name__}.configure_optimizers returns nothing, so nothing would train. Return an optimizer."
         )
-    found = optimizers_in(configured)
+    found = optimizers_in(made)
     for optimizer in found:
         for group in optimizer.param_groups:
             for name, value in group.items():
@@ -48,11 +48,11 @@ def have_memory(module: LightningModule) -> bool | None:
     Only then does it matter whether they are kept from visit to visit. `None`: it cannot be told without a trainer.
     """
     try:
-        configured = _configured(module)
+        made = configured(module)
     except Exception:  # it may ask for a trainer in any way; the run itself has worked
         return None
-    optimizers = optimizers_in(configured)
-    if _has_schedule(configured):
+    optimizers = optimizers_in(made)
+    if schedulers_in(made):
         return True
     return any(
         type(optimizer) is not SGD or any(group.get("momentum") for group in optimizer.param_groups)
@@ -60,18 +60,19 @@ def have_memory(module: LightningModule) -> bool | None:
     )
 
 
-def _configured(module: LightningModule) -> Any:
+def configured(module: LightningModule) -> Any:
+    """Return what `configure_optimizers` gives for a copy of a module, as it is."""
     with quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return copy.deepcopy(module).configure_optimizers()
 
 
-def _has_schedule(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(_has_schedule(item) for item in value.values())
-    if isinstance(value, list | tuple):
-        return any(_has_schedule(item) for item in value)
-    return isinstance(value, LRScheduler)
+def schedulers_in(value: Any) -> list[LRScheduler]:
+    """The schedulers of learning rates in any of the forms that ``configure_optimizers`` may return."""
+    if isinstance(value, LRScheduler):
+        return [value]
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return [scheduler for item in items for scheduler in schedulers_in(item)]
 
 
 def optimizers_in(value: Any) -> list[Optimizer]:

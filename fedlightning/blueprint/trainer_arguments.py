@@ -49,6 +49,8 @@ FORWARDED = (
     "reload_dataloaders_every_n_epochs",
 )
 """Passed on as the user gave them. `default_root_dir` is set, too, but from the folder of the run."""
+OF_DEVICES = ("accelerator", "devices", "strategy", "num_nodes", "precision", "plugins", "profiler")
+"""Those of them that a machine may lack."""
 
 
 def check_forwarded(given: Mapping[str, Any]) -> None:
@@ -101,11 +103,13 @@ def in_cluster(plugins: Any = None) -> bool:
     return any(cluster.detect() for cluster in CLUSTERS)
 
 
-def check_devices(arguments: Mapping[str, Any]) -> None:
-    """Refuse devices, a strategy or plugins that this machine lacks, by making the Trainer that a client would have."""
-    named = ("accelerator", "devices", "strategy", "num_nodes", "precision", "plugins", "profiler")
-    if all(arguments.get(name) in (None, "auto", 1, "cpu") for name in named):
-        return
+def check_devices(given: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+    """Refuse devices, a strategy or plugins that this machine lacks, by making the Trainer that a client would have.
+
+    Args:
+        given: The arguments of :data:`OF_DEVICES` that are not the usual ones.
+        arguments: All arguments of the client's Trainer.
+    """
     try:
         with quiet():
             Trainer(
@@ -117,11 +121,9 @@ def check_devices(arguments: Mapping[str, Any]) -> None:
             )
     except Exception as error:
         text = " ".join(str(error).split())
-        given = {name: arguments[name] for name in named if arguments.get(name) not in (None, "auto", 1)}
         values = ", ".join(f"{name}={value!r}" for name, value in given.items())
         raise ConfigurationError(
-            f"{values or 'The Trainer arguments'}: no client can train with that; {text.rstrip('.')} "
-            f"({type(error).__name__})."
+            f"{values}: no client can train with that; {text.rstrip('.')} ({type(error).__name__})."
         ) from error
 
 

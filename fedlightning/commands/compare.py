@@ -113,6 +113,7 @@ def compare(words: Sequence[str], main: Main) -> int:
         options.vary,
         names,
         metrics=not options.no_report,
+        rehearse=True,
     )
     screen = console()
     plan: Plan = call(make_plan, request)

@@ -24,8 +24,8 @@ from fedlightning.experiments.children import ChildCrash, call
 DESCRIPTION = """\
 Compare finished runs: tables, figures and one HTML page.
 
-RUN is the folder of a run (runs/NAME/version_N), or the --out folder of `fedlightning compare`. Both
-kinds may be given together. Nothing is trained or scored again."""
+RUN is the folder of a run (runs/NAME/version_N), a folder of runs (runs/quickstart), or the --out
+folder of `fedlightning compare`. They may be given together. Nothing is trained or scored again."""
 EXAMPLES = """\
 examples:
   fedlightning report runs/heart
@@ -36,8 +36,10 @@ examples:
 def parser() -> Parser:
     """Return the parser of the command."""
     made = Parser("report", "RUN [RUN ...]", DESCRIPTION, EXAMPLES)
-    made.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of a compare")
-    made.add_argument("--out", type=Path, metavar="DIR", help="folder to write to; default: RUN, if one compare")
+    made.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, of several, or of a compare")
+    made.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder to write to; default: RUN, if it is one folder of several runs"
+    )
     made.add_argument("--metric", help="metric to compare; default: that of the compare, else accuracy, rmse or loss")
     made.add_argument("--checkpoint", help="models to compare: deployed, latest, best_local, best_global")
     made.add_argument("--title", help="title of the page")
@@ -48,7 +50,7 @@ def parser() -> Parser:
 def report(words: Sequence[str]) -> int:
     """Carry out the command and return its exit code."""
     from fedlightning.study.report.build import build_report
-    from fedlightning.study.runs import STUDY_FILE, load_study, read_study_file
+    from fedlightning.study.runs import STUDY_FILE, load_study, read_study_file, runs_below
     from fedlightning.study.tables import tables_of
 
     options = parser().parse_args(list(words))
@@ -58,7 +60,7 @@ def report(words: Sequence[str]) -> int:
             for fault in tables_of(run).faults.values():
                 warn(fault)
     studies = [path / STUDY_FILE for path in runs if (path / STUDY_FILE).exists()]
-    if options.out is None and not (len(runs) == 1 and studies):
+    if options.out is None and not (len(runs) == 1 and (studies or runs_below(runs[0]))):
         raise InputError("--out is missing: say where the report of these runs is to go.")
     known = read_study_file(studies[0]) if studies else {}
     metric, checkpoint = (

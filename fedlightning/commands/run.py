@@ -59,7 +59,7 @@ class Commands(FederatedCLI):
         config.yaml, metrics.csv, summary.json and checkpoints.
         """
         if dry_run:
-            self._rehearse(as_json=json or dry_run == "json")
+            self._dry_run(as_json=json or dry_run == "json")
             return
         screen = console()
         with self._in_words():
@@ -169,7 +169,7 @@ class Commands(FederatedCLI):
                 raise InputError(f"trainer.{error}") from error.__cause__
             raise
 
-    def _rehearse(self, as_json: bool) -> None:
+    def _dry_run(self, as_json: bool) -> None:
         with self._in_words():
             found = self.trainer.dry_run(self.model, self.datamodule)
         if is_writer():

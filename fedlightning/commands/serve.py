@@ -16,9 +16,9 @@ from fedlightning.config.parsing import FederatedCLI
 from fedlightning.datamodules.public_only import PublicDataModule
 from fedlightning.engines.flower import certificates as files
 from fedlightning.engines.flower import programs, reach
-from fedlightning.engines.sites.board import Board, Run, showing
 from fedlightning.engines.sites.elsewhere import DataElsewhere
 from fedlightning.engines.sites.link import connected
+from fedlightning.engines.sites.server_log import Run, ServerLog, showing
 from fedlightning.errors import warn
 from fedlightning.run.files import is_writer
 from fedlightning.run.lock import only_writer
@@ -97,10 +97,10 @@ class Serve(Commands):
         programs.prepare(home / "flower")
         with (
             only_writer(home),
-            _told(Board(home, sites, self._shown, known)) as board,
+            _told(ServerLog(home, sites, self._shown, known)) as log,
             programs.superlink(home, host, port, None if insecure else own, sites) as link,
             connected(link, export == "server", allow_other_code),
-            showing(board),
+            showing(log),
         ):
             with self._in_words():
                 self.trainer.fit(
@@ -113,7 +113,7 @@ class Serve(Commands):
                 if self.trainer.stopped_by is None and self._has_tests():
                     self.trainer.test(checkpoint="all", verbose=False)
             if self.trainer.stopped_by is not None:
-                board.outcome = "stopped by a signal; it goes on with --resume auto"
+                log.outcome = "stopped by a signal; it goes on with --resume auto"
         if is_writer():
             self._report()
         if self.trainer.stopped_by is not None:
@@ -146,18 +146,18 @@ def _is_public(section: Any) -> bool:
 
 
 @contextmanager
-def _told(board: Board) -> Iterator[Board]:
-    """Let a board say how the block has ended."""
+def _told(log: ServerLog) -> Iterator[ServerLog]:
+    """Write down in the log how the block has ended."""
     try:
-        yield board
+        yield log
     except BaseException as error:
-        board.end(
+        log.end(
             f"ended by an error: {explain(error) or type(error).__name__}"
             if isinstance(error, Exception)
             else "stopped"
         )
         raise
-    board.end(board.outcome)
+    log.end(log.outcome)
 
 
 CLASSES: dict[str, type[FederatedCLI]] = {"serve": Serve, "site": AtSite}

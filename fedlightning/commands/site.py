@@ -15,8 +15,8 @@ from fedlightning.config.parsing import FederatedCLI
 from fedlightning.datamodules import FederatedDataModule, NaturalPartitioner, Partitioned
 from fedlightning.engines.flower import certificates as files
 from fedlightning.engines.flower import programs, reach
-from fedlightning.engines.sites.diary import Diary
 from fedlightning.engines.sites.site import Site
+from fedlightning.engines.sites.site_log import SiteLog
 from fedlightning.engines.sites.status import NAME, printable, stamped
 from fedlightning.run.lock import only_writer
 from fedlightning.trainer import FederatedTrainer
@@ -88,13 +88,13 @@ class AtSite(FederatedCLI):
         stopped = False
         with only_writer(home):
             print(stamped(f"Site '{name}' takes part in what {superlink} asks for. Stop it with Ctrl-C."), flush=True)
-            site.diary = Diary(home, name, superlink, here)
+            site.log = SiteLog(home, name, superlink, here)
             try:
                 take_part(site, home, superlink, None if insecure else own)
             except KeyboardInterrupt:
                 stopped = True
             finally:
-                site.diary.end()
+                site.log.end()
         if stopped:
             print(stamped("Stopped. Start it again with the same folder."), flush=True)
             raise SystemExit(130)
@@ -111,24 +111,24 @@ def one_client(data: Any, name: str) -> Any:
 
 def take_part(site: Site, home: Path, server: str, own: Path | None) -> None:
     """Take part for ever: a SuperNode ends where the SuperLink does not know it yet, or no more."""
-    diary, authority = site.diary, None if own is None else own / files.CA
+    site_log, authority = site.log, None if own is None else own / files.CA
     log = programs.Log(home / "supernode.log")
 
     def lives() -> bool:
         """Look at what the SuperNode says, beside the work."""
         for line in log.new_lines():
             if LET_IN in line:
-                diary.connection(None)
+                site_log.connection(None)
             elif FAILED in line:
-                diary.connection(reach.unreachable(server, authority))
+                site_log.connection(reach.unreachable(server, authority))
         return True
 
     while True:
         reason = reach.unreachable(server, authority)
         if reason is not None:
-            diary.connection(reason)
+            site_log.connection(reason)
         else:
-            with programs.supernode(home, server, own, site.name, diary.refused) as answer_all:
+            with programs.supernode(home, server, own, site.name, site_log.refused) as answer_all:
                 answer_all(site.answer, lives)
             lives()
             reason = reach.unreachable(server, authority)
@@ -136,7 +136,7 @@ def take_part(site: Site, home: Path, server: str, own: Path | None) -> None:
             said = log.reason()
             if said is None:  # it was killed
                 reason = reason or f"This site's SuperNode has ended ({home / 'supernode.log'})."
-            diary.connection(
+            site_log.connection(
                 reason
                 or f"{server} does not let this site in: {said}" + (f" It does not know the key {key}." if key else "")
             )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fedlightning.engines.sequential import SequentialEngine
+
 if TYPE_CHECKING:
     from fedlightning.federation.engine import Engine
     from fedlightning.federation.store import ClientStore
@@ -18,7 +20,7 @@ def make_engine(
     clients_per_stack: int | None = None,
     ray: Any = None,
 ) -> Engine:
-    """Make the engine of a name. Only what it needs is imported.
+    """Make the engine of a name. What another one than the default needs is imported here.
 
     Args:
         name: `"sequential"`, `"processes"`, `"vectorized"`, `"ray"` or `"flower"`.
@@ -47,6 +49,4 @@ def make_engine(
         from fedlightning.engines.sites.store import SiteStore
 
         return SitesEngine(runner, SiteStore(), *current())
-    from fedlightning.engines.sequential import SequentialEngine
-
     return SequentialEngine(runner, store)

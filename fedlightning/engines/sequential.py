@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from functools import cached_property
 from typing import TypeVar
 
 from fedlightning.engines.watchdog import Watchdog
 from fedlightning.federation.engine import Engine, Task
 from fedlightning.federation.store import ClientStore
 from fedlightning.visit.record import ClientRecord
-from fedlightning.visit.runner import LocalRunner
 
 __all__ = ["ClientStore", "SequentialEngine"]
 
@@ -23,9 +23,10 @@ class SequentialEngine(Engine):
     Each answer is handed over before the next task starts, so only one model is in memory.
     """
 
-    def __init__(self, runner: LocalRunner, store: ClientStore) -> None:
-        super().__init__(runner, store)
-        self.watchdog = Watchdog(lambda: self.attempts)
+    @cached_property
+    def watchdog(self) -> Watchdog:
+        """Ends the run where a client takes too long."""
+        return Watchdog(lambda: self.attempts)
 
     def map(self, tasks: Iterable[Task[Answer]]) -> Iterator[Answer]:
         for task in tasks:
@@ -42,5 +43,6 @@ class SequentialEngine(Engine):
             yield answer
 
     def close(self) -> None:
-        """End the watchdog."""
-        self.watchdog.close()
+        """End the watchdog, if there is one."""
+        if "watchdog" in vars(self):
+            self.watchdog.close()

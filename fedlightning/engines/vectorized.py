@@ -91,14 +91,13 @@ class VectorizedEngine(SequentialEngine):
     def __init__(self, runner: LocalRunner, store: ClientStore, clients_per_stack: int | None = None) -> None:
         super().__init__(runner, store)
         self._asked = self._size = clients_per_stack
-        self._found: Finding | None = None
         self.device = runner.blueprint.device
         self._evaluation = StackedEvaluation(runner)
         self._training = StackedTraining(runner, self.watchdog.watching)
 
     def check(self) -> None:
         """Refuse a federation that cannot be stacked."""
-        self._found = examine(self.runner)
+        examine(self.runner)
 
     def beside(self, runner: LocalRunner) -> VectorizedEngine:
         return VectorizedEngine(runner, ClientStore(), self._asked)
@@ -180,10 +179,7 @@ class VectorizedEngine(SequentialEngine):
     @property
     def found(self) -> Finding:
         """Findings of :meth:`check`. A resumed run checks at its first visit."""
-        if self._found is None:
-            self.check()
-        assert self._found is not None
-        return self._found
+        return examine(self.runner)
 
     def _visit(self, tasks: Sequence[Visit]) -> Iterator[Update]:
         return self._together_until_settled(tasks, self._visits)

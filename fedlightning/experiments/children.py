@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fedlightning.compat.pytorch_lightning import use_lightning_if_possible
 from fedlightning.compat.sockets import short_sockets
 from fedlightning.config.errors import InputError, explain
 
@@ -74,6 +75,7 @@ def call(function: Callable[..., T], *arguments: Any) -> T:
 
 def _answer(connection: Connection, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
     _lead(Path(os.devnull))
+    use_lightning_if_possible()  # user code is imported here as the runs will import it
     try:
         connection.send(("answer", function(*arguments)))
     except Exception as error:

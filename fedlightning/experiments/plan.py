@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -17,6 +18,7 @@ from typing import Any
 import yaml
 
 from fedlightning.config.errors import InputError, explain
+from fedlightning.errors import ConfigurationError
 from fedlightning.experiments.baselines import AUTO, baseline_config, missing_baselines
 from fedlightning.experiments.methods import Config, Method, labels, split_label, unique
 from fedlightning.study.columns import LOCAL, POOLED
@@ -40,7 +42,8 @@ class Request:
         vary: Keys that are set to the seed beside `trainer.seed`. `None` takes the seed of the validation split, if the
             data have one.
         baselines: Names of algorithms to add, unless they are there already.
-        metrics: Whether to find out, in a dry run of the first method, which scores there will be.
+        metrics: Whether to find out which scores there will be.
+        rehearse: Whether to make a dry run of every method, so that what cannot work is said before the first run.
         matrix: Whether runs are tested with every client's model on every client's data.
     """
 
@@ -53,6 +56,7 @@ class Request:
     baselines: list[str] = field(default_factory=lambda: list(AUTO))
     matrix: bool = True
     metrics: bool = False
+    rehearse: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,12 @@ def make_plan(request: Request, clients: dict[str, int] | None = None) -> Plan:
     first = methods[0]
     for algorithm in added:
         name = unique(algorithm.lower(), {method.name.lower() for method in methods})
-        config, number, vary[name] = reader.read_config(f"baseline {name}", baseline_config(first.config, algorithm))
+        try:
+            config, number, vary[name] = reader.read_config(
+                f"baseline {name}", baseline_config(first.config, algorithm)
+            )
+        except InputError as error:
+            raise InputError(f"{error} Leave it out: --baselines names those to add, or none.") from error
         methods.append(Method(name, first.configs, config, True, number, reader.optimizer_state))
     return Plan(methods, vary, torch.cuda.device_count(), reader.metrics or [])
 
@@ -147,7 +156,6 @@ class _Reader:
 
     def _complete(self, words: list[str], vary: list[str]) -> tuple[Config, int, list[str]]:
         from fedlightning.blueprint.optimizers import have_memory
-        from fedlightning.federation.terms import optimizer_state_of
 
         module, _, name = self.request.cli.partition(":")
         cli = getattr(import_module(module), name)("fit", words)
@@ -157,10 +165,11 @@ class _Reader:
             arguments[_DATA_SEED] = 0
             vary = [*vary, f"data.init_args.{_DATA_SEED}"]
         clients = self._count(cli.datamodule, config["data"])
-        state = optimizer_state_of(cli.trainer.callbacks.callbacks, cli.trainer.arguments["optimizer_state"])
-        self.optimizer_state = None if have_memory(cli.model) is False else state
-        if self.request.metrics and self.metrics is None:
-            self.metrics = _metrics(cli)
+        self.optimizer_state = None if have_memory(cli.model) is False else cli.trainer.optimizer_state
+        if self.request.rehearse and cli.trainer.arguments["engine"] not in ELSEWHERE:
+            metrics = _rehearsed(cli)
+            if self.request.metrics and self.metrics is None:
+                self.metrics = metrics
         if config["trainer"].get("test_data") is None and self.request.matrix and clients <= MATRIX_CLIENTS:
             config["trainer"]["test_data"] = [LOCAL, POOLED, "clients"]
         return config, clients, vary
@@ -180,10 +189,23 @@ class _Reader:
         return self.clients[key]
 
 
-def _metrics(cli: Any) -> list[str]:
-    """Return the names of the scores that a run will have on test data; empty if a dry run fails, as the run will."""
-    try:
-        metrics: list[str] = cli.trainer.dry_run(cli.model, cli.datamodule).metrics
-    except Exception:  # the run itself tells, and does not stop the others
-        return []
+ELSEWHERE = ("ray", "flower")
+"""Engines of which no dry run is made: they would start processes on other machines."""
+
+
+def _rehearsed(cli: Any) -> list[str]:
+    """Make a dry run; return the names of the scores that a run will have on test data.
+
+    What a dry run refuses in a sentence, every run would refuse. What else goes wrong in it, the run itself tells.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # every run says it in its log
+        try:
+            metrics: list[str] = cli.trainer.dry_run(cli.model, cli.datamodule).metrics
+        except ConfigurationError as error:
+            raise InputError(str(error)) from error
+        except Exception as error:
+            if explain(error) is not None:
+                raise
+            return []
     return metrics

@@ -59,8 +59,8 @@ class Architecture:
 
 
 def architectures_of(blueprint: Blueprint) -> dict[str, Architecture]:
-    """Build every architecture of a federation once, by name."""
-    return {name: Architecture(name, blueprint.build("server", name)) for name in blueprint.architectures}
+    """Return what is known of every architecture of a federation, by name."""
+    return {name: Architecture(name, blueprint.reference(name)) for name in blueprint.architectures}
 
 
 def describe(server: Server) -> dict[str, dict[str, Any]]:

@@ -12,7 +12,6 @@ from fedlightning.errors import ConfigurationError, listed, warn
 from fedlightning.federation.server import Server
 from fedlightning.hooks import Change
 from fedlightning.models.client_models import ClientModels
-from fedlightning.run.environment import plain
 from fedlightning.run.fingerprint import CONTENT, differences
 
 Fingerprint = Callable[[Sequence[str], Sequence[str]], dict[str, Any]]
@@ -67,7 +66,7 @@ def changes_since(
             f"All {rounds_done} rounds of the run in {place} are done, so {_named(joined)} cannot train with the others. "
             f"Raise max_rounds above {rounds_done}, or serve new clients by trainer.onboard or `fedlightning onboard`."
         )
-    now = plain(fingerprint(joined, saved["held_out"] if joined else server.held_out))
+    now = fingerprint(joined, saved["held_out"] if joined else server.held_out)
     before = dict(saved["lasting"])
     if not (CONTENT in before and CONTENT in now):  # compared where the data are in memory both times
         before.pop(CONTENT, None)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from fedlightning.federation.server import Server
 from fedlightning.federation.terms import spent_of
 
 
+@dataclass
 class Costs:
     """Seconds, bytes and steps of a run.
 
@@ -21,13 +23,12 @@ class Costs:
         spent_of_rounds: The server's `spent` before the visits after the last round.
     """
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self.evaluation_seconds = 0.0
-        self.history: list[dict[str, float]] = []
-        self.spent_of_rounds: dict[str, int] = {}
-        self._clock = time.monotonic()
-        self._counted: dict[str, float] = {}  # what the whole of the history adds up to
+    seconds: float = 0.0
+    evaluation_seconds: float = 0.0
+    history: list[dict[str, float]] = field(default_factory=list)
+    spent_of_rounds: dict[str, int] = field(default_factory=dict)
+    _clock: float = field(default_factory=time.monotonic)
+    _counted: dict[str, float] = field(default_factory=dict)  # what the whole of the history adds up to
 
     def tick(self) -> None:
         """Add the time since the last tick."""

@@ -1,4 +1,4 @@
-"""A rehearsal of a federation: two rounds of one batch, on copies, and what they say about the run to come."""
+"""A dry run: two rounds of one batch, on copies, and what they say about the run to come."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from fedlightning.federation.architectures import describe
 from fedlightning.federation.dry_run_report import CallbackRole, ClientSize, DryRun
 from fedlightning.federation.engine import Engine, Task
 from fedlightning.federation.federation import Federation
-from fedlightning.federation.one_batch import shapes, spread
+from fedlightning.federation.trial import spread
+from fedlightning.federation.trial_failure import shapes
 from fedlightning.hooks import FederatedCallback
 from fedlightning.messages import tree_bytes
 from fedlightning.scoring.metrics import bare
@@ -59,7 +60,7 @@ SMALL: dict[str, Any] = {
     "min_clients": 1,
     "client_timeout": None,
 } | {f"limit_{split}_batches": 1 for split in ("train", "val", "test", "predict")}
-"""Arguments of the trainer that are others in a rehearsal."""
+"""Arguments of the trainer that are others in a dry run."""
 Answer = TypeVar("Answer")
 
 
@@ -116,7 +117,7 @@ def distinct_clients(data: Description, architecture_of: Callable[[str], str] = 
     return chosen if len(chosen) > 1 else ids[:2]
 
 
-def rehearse(whole: Federation, small: Federation, rounds: int) -> DryRun:
+def dry_run(whole: Federation, small: Federation, rounds: int) -> DryRun:
     """Run two rounds of one batch and describe the run.
 
     Args:
@@ -127,6 +128,9 @@ def rehearse(whole: Federation, small: Federation, rounds: int) -> DryRun:
     Raises:
         FederationError: If every client fails.
     """
+    from fedlightning.run.progress import NoProgress
+
+    progress = NoProgress()
     small.engine = timed = TimedEngine(small.engine.runner, small.store)
     cuda = small.engine.runner.blueprint.device.type == "cuda"
     if cuda:
@@ -138,13 +142,13 @@ def rehearse(whole: Federation, small: Federation, rounds: int) -> DryRun:
         for _ in range(min(2, rounds)):
             timed.seconds = {}
             down, up = small.server.bytes_down, small.server.bytes_up
-            small.round(lambda update: None)
+            small.round(progress)
             down, up = small.server.bytes_down - down, small.server.bytes_up - up
         seconds, steps = timed.seconds, small.server.steps
         if rounds > 2 and sum(seconds.get("Visit", [])) < QUICK:
             timed.seconds = {}
             _allow(small, SEVERAL)
-            small.round(lambda update: None)
+            small.round(progress)
         step = _seconds_of_a_step(seconds, timed.seconds, small.server.steps - steps)
         _measure(report, whole, small, seconds, step, down, up)
         timed.seconds = {}
@@ -205,7 +209,8 @@ def _role(callback: Any, module: nn.Module) -> CallbackRole:
         {name: repr(value) for name, value in callback.hyperparameters().items()},
         key=callback.key,
         weighting="its own" if callable(callback.weighting) else callback.weighting or "",
-        hooks=[name for name in own if name not in ("claims", "hyperparameters", "wire", "check")] + hooks,
+        hooks=[name for name in own if name not in ("claims", "hyperparameters", "wire", "check", "check_step")]
+        + hooks,
         down=list(wire.down),
         up=list(wire.up),
     )

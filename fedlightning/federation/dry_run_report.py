@@ -21,7 +21,7 @@ class ClientSize:
         val: Validation samples.
         test: Test samples.
         batches: Training batches of an epoch.
-        tried: Whether it took part in the rehearsal.
+        tried: Whether it took part in its rounds.
     """
 
     id: str
@@ -57,7 +57,7 @@ class CallbackRole:
 
 @dataclass
 class DryRun:
-    """What a run would do, found by a rehearsal on copies; `print` it.
+    """What a run would do, found by rounds of one batch on copies; `print` it.
 
     Attributes:
         model: Class of the module.
@@ -76,10 +76,10 @@ class DryRun:
         bytes_up: Bytes sent to the server in a round.
         seconds: Estimated seconds of a round, evaluation included.
         training_bytes: Memory of one client that trains: model, gradients, optimizer; without activations.
-        peak_bytes: Memory of the device at most during the rehearsal; 0 on a CPU.
+        peak_bytes: Memory of the device at most during the dry run; 0 on a CPU.
         kept_bytes: Memory of the server's state and all clients' records.
         callbacks: What every callback will do, in order.
-        problems: Clients that failed in the rehearsal, and why.
+        problems: Clients that failed in the dry run, and why.
         warnings: What the run would warn of.
         metrics: Scores on test data, by name without the split.
         held_out: Clients that take no part in training and are scored as unseen clients.

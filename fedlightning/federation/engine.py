@@ -211,11 +211,11 @@ class Engine(ABC):
         self,
         messages: Iterable[Message],
         evaluate: Evaluate,
-        door: Callable[[Message, Update], Update] = lambda message, update: update,
+        check: Callable[[Message, Update], Update] = lambda message, update: update,
         round: int | None = None,
     ) -> Iterator[Update]:
         """Visit clients and yield their updates in the order of the messages, so sums over them have one order."""
-        self.attempts.door = lambda task, answer: door(task.message, answer) if isinstance(task, Visit) else answer
+        self.attempts.check = lambda task, answer: check(task.message, answer) if isinstance(task, Visit) else answer
         yield from self.map(Visit(message, evaluate.of(message.client), round) for message in messages)
 
     def rest(self) -> None:

@@ -203,7 +203,7 @@ class Attempt:
 
     def settle(self, answer: Answer, record: Record) -> tuple[Answer, Record | None] | None:
         """Check an answer that has arrived. Return it with the record to keep, or `None` if the task is to be tried again."""
-        arrived = self.owner.door(self.task, answer)
+        arrived = self.owner.check(self.task, answer)
         failed = self.task.failure(arrived)
         if failed is not None:
             self.tries += 1
@@ -220,8 +220,8 @@ class Attempt:
             self.owner.decisions.add(self.address, reason)
 
 
-def _open_door(task: Any, answer: Any) -> Any:
-    """Let every answer in."""
+def _unchecked(task: Any, answer: Any) -> Any:
+    """Return every answer as it came."""
     return answer
 
 
@@ -237,14 +237,14 @@ class Attempts:
         policy: The trainer's arguments.
         decisions: Tasks that are left out for reasons of the machine.
         note: Is told of a failure that is tried again: client, reason, where, decision.
-        door: Checks the answer to a task on arrival: returns it, or one that says why it was refused.
+        check: Checks the answer to a task on arrival: returns it, or one that says why it was refused.
         clock: Seconds; a test brings its own.
     """
 
     policy: FailurePolicy = FailurePolicy()
     decisions: Decisions = field(default_factory=Decisions)
     note: Callable[[str, str, str, str], None] = _nobody
-    door: Callable[[Any, Any], Any] = _open_door
+    check: Callable[[Any, Any], Any] = _unchecked
     clock: Callable[[], float] = time.monotonic
     _counts: Counter[tuple[int, str, str]] = field(default_factory=Counter)
     _round: int = -1

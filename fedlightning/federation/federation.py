@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedlightning.federation import stages as stage_scores
-from fedlightning.federation.architectures import refuse_mixed, refuse_uncommon
-from fedlightning.federation.changes import (
-    Fingerprint,
-    refuse_mixed_validation,
-)
-from fedlightning.federation.checks import check_callbacks
+from fedlightning.federation.changes import Fingerprint, refuse_mixed_validation
 from fedlightning.federation.costs import Costs
 from fedlightning.federation.deployed import WHEN, export
 from fedlightning.federation.engine import Engine
@@ -22,15 +17,9 @@ from fedlightning.federation.failures import Decisions, FederationError, in_orde
 from fedlightning.federation.intake import note_work, tell_of_misses
 from fedlightning.federation.loops import Loop, Synchronous
 from fedlightning.federation.loops.synchronous import messages
-from fedlightning.federation.refusals import (
-    refuse_data_elsewhere,
-    refuse_loop,
-    refuse_participation,
-    refuse_scores_of_some,
-    tell_of_sizes,
-)
-from fedlightning.federation.sanity import check_steps, first_tries
+from fedlightning.federation.rehearsal import Rehearsal
 from fedlightning.federation.server import Server
+from fedlightning.federation.silence import tell_of_silence
 from fedlightning.federation.state import save_state
 from fedlightning.federation.store import ClientStore
 from fedlightning.federation.summary import evaluation_of, summary_of
@@ -38,8 +27,6 @@ from fedlightning.federation.terms import terms_of
 from fedlightning.federation.unseen import Unseen
 from fedlightning.federation.update_checks import checked
 from fedlightning.hooks import POOLED
-from fedlightning.messages import Update
-from fedlightning.run.environment import plain
 from fedlightning.run.files import is_writer
 from fedlightning.run.persistence import FLUSHED, set_aside
 from fedlightning.run.recorder import Recorder
@@ -47,6 +34,9 @@ from fedlightning.run.timeline import draw_timeline, note_trips
 from fedlightning.scoring.rows import Row, of_clients
 from fedlightning.scoring.tasks import LOCAL
 from fedlightning.visit.requests import Evaluate
+
+if TYPE_CHECKING:
+    from fedlightning.run.progress import NoProgress
 
 MARKS = ("metrics", "loggers")
 """What a saved state knows of the recorder."""
@@ -76,6 +66,7 @@ class Federation:
         final_done: Whether the visits after the last round have happened.
         costs: What the run has cost so far.
         scored: Clients that the newest scored round has scored, if it is of a restored run.
+        left_out: Data that scores were asked for on and that are not in one place.
     """
 
     server: Server
@@ -102,13 +93,17 @@ class Federation:
     def __post_init__(self) -> None:
         self.engine.attempts.note = self._note_try
         self.server.sites = dict(self.engine.sites)
-        self._left_out: list[str] = []
+        self.left_out: list[str] = []
         if not self.engine.runner.described.together:
             asked = (*self.evaluate_data, *self.test_data)
-            self._left_out = [data for data in (POOLED, "clients") if data in asked]
+            self.left_out = [data for data in (POOLED, "clients") if data in asked]
             self.evaluate_data = tuple(data for data in self.evaluate_data if data == LOCAL)
             self.test_data = tuple(data for data in self.test_data if data == LOCAL)
-        self.unseen = Unseen(self.server, self.engine)
+
+    @cached_property
+    def unseen(self) -> Unseen:
+        """The clients that are held out, to be scored."""
+        return Unseen(self.server, self.engine)
 
     def _note_try(self, client: str, reason: str, where: str, decision: str) -> None:
         when = WHEN if where == "checkpoint" else ""
@@ -136,8 +131,8 @@ class Federation:
 
     @cached_property
     def lasting(self) -> dict[str, Any]:
-        """The fingerprint as JSON can hold it."""
-        return plain(self.fingerprint((), self.server.held_out))
+        """What must not change when the run is resumed."""
+        return self.fingerprint((), self.server.held_out)
 
     def begin(self) -> None:
         """Begin a new federation: tell the callbacks, and find out what must not change when the run is resumed."""
@@ -159,61 +154,47 @@ class Federation:
         self.decisions.load(self.rounds_done)
 
     def check(self) -> None:
-        """Let every callback and the engine refuse what cannot work, before round 1.
+        """Refuse what cannot work, before round 1: see :class:`~fedlightning.federation.rehearsal.Rehearsal`.
 
         Raises:
             ValueError: With a sentence.
         """
-        server, engine = self.server, self.engine
-        refuse_participation(server, engine.attempts.policy.min_clients)
-        due = {"val": self.evaluate_data if self.evaluate_every > 0 and self.stages else (), "test": self.test_data}
-        refuse_scores_of_some(server, engine, [split for split, data in due.items() if "local" in data])
-        refuse_data_elsewhere(self._left_out, self.evaluate_data)
-        if not engine.data_here:
-            tell_of_sizes(server.num_samples, engine.sites)
-        refuse_mixed(server)
-        for client in {server.blueprint.architecture_of(client): client for client in server.clients}.values():
-            engine.runner.leaving(client)  # every callback can say it
-        splits = (("val",) if self.evaluate_every > 0 and self.stages else ()) + (("test",) if self.test_data else ())
-        tries = first_tries(engine, splits) if self.sanity_check else []
-        loop = (type(self.loop).__name__, self.loop.absent())
-        has_clock = self.loop.clock is not None
-        tried = check_callbacks(server, engine, self.evaluate_every, *loop, tries, has_clock=has_clock)
-        refuse_uncommon(server)
-        refuse_loop(self.loop, server, self.store, self.evaluate_seconds)
-        engine.check()
-        self.unseen.check()
-        if self.sanity_check:
-            check_steps(engine, splits, tried)
+        Rehearsal(self).ask()
 
-    def round(self, client_done: Callable[[Update], None]) -> list[Row]:
-        """Carry out one round: train, score, tell the callbacks, save. Return its scores.
+    def round(self, progress: NoProgress) -> None:
+        """Carry out one round: train, score, tell the callbacks, save.
+
+        Args:
+            progress: Is told of the round, of each client that has answered, and of the scores.
 
         Raises:
             FederationError: If clients that failed end the run.
             ScoringError: If no model could be scored at a stage.
         """
         try:
-            return self._round(client_done)
+            self._round(progress)
         except (FederationError, stage_scores.ScoringError):
             self.decisions.undo(self.rounds_done + 1)  # who resumes wants its clients tried again
             raise
 
-    def _round(self, client_done: Callable[[Update], None]) -> list[Row]:
+    def _round(self, progress: NoProgress) -> None:
         server = self.server
         server.round = self.rounds_done
+        progress.round_started(server.round, self.loop.visits(server))
         last = server.round + 1 == server.rounds
         due = self._is_evaluated(server.round)
         splits = (("val",) if due else ()) + (("test",) if last and self.test_data else ())
         scored = None if server.evaluated is server.clients else frozenset(server.evaluated)
         inside = Evaluate(splits if "L2" in self.stages else (), self.evaluate_data, scored)
         server.norms.forget_round()
-        updates = self.loop.round(server, self.engine, inside, client_done)
+        updates = self.loop.round(server, self.engine, inside, progress.client_done)
         tell_of_misses(server, updates, self.engine.attempts.policy)
         server.explosions.end_round(server.round + 1)
         server.norms.end_round()
         rows = stage_scores.update_rows(updates, server.model_of, server.round)
         rows += self._validated() if due else []
+        if due and self.stages and server.round < self.evaluate_every:  # the first time
+            tell_of_silence(server, self.engine, "val", rows, asked=False)
         server.scores = stage_scores.by_client(rows)
         self.recorder.record(rows + (self._unseen() if due else []))
         self.recorder.log_clients(updates)
@@ -226,7 +207,7 @@ class Federation:
         self.costs.tick()
         self.costs.count(self.server, self.loop.clock is not None)
         self.save()
-        return rows
+        progress.round_ended(server.round, rows)
 
     def _validated(self) -> list[Row]:
         """Score the server's and the clients' models on validation data."""
@@ -394,5 +375,6 @@ class Federation:
             found = stage_scores.checkpoint_rows(server, self.engine, evaluate)
             rows += [row for row in found if checkpoint in ("all", row.checkpoint)]
             rows += self.unseen.checkpoint_rows((split,), checkpoint)
+        tell_of_silence(server, self.engine, split, rows)
         self.recorder.record(rows)
         return rows

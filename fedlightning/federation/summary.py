@@ -11,7 +11,8 @@ from fedlightning.datamodules.base import SPLITS
 from fedlightning.federation.architectures import describe
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.server import Server
-from fedlightning.run.environment import config_hash, peak_memory_mb, versions
+from fedlightning.run.environment import peak_memory_mb, versions
+from fedlightning.run.fingerprint import config_hash
 from fedlightning.visit.description import Description
 
 

@@ -11,7 +11,8 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
 from fedlightning.hooks.facts import Facts
-from fedlightning.hooks.words import GradientContext, Job, Owner, Phase, Plan, Setup, Stage, Weighting
+from fedlightning.hooks.misspelt import refuse_misspelt
+from fedlightning.hooks.words import FirstStep, GradientContext, Job, Owner, Phase, Plan, Setup, Stage, Weighting
 from fedlightning.messages import Message, Update, Wire
 from fedlightning.ranges import check_on_creation
 from fedlightning.tensors import State
@@ -102,7 +103,7 @@ class FederatedCallback(Callback):
         return Facts()
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Let arguments be checked by their annotations; refuse words of `facts` and methods of a family elsewhere."""
+        """Let arguments be checked by their annotations; refuse words and methods that nothing would read there."""
         super().__init_subclass__(**options)
         maker = next(kind for kind in cls.__mro__ if "__init__" in vars(kind))
         if maker is not object and not issubclass(maker, FederatedCallback):  # of a mixin, which nobody has checked
@@ -120,6 +121,7 @@ class FederatedCallback(Callback):
                     f"{cls.__name__} defines {name}, which is a method of fedlightning.algorithm.{family}. Derive "
                     f"{cls.__name__} from {family}."
                 )
+        refuse_misspelt(cls, {*dir(FederatedCallback), *FAMILIES}, own)
         refuse_lost_facts(cls)
 
     @classmethod
@@ -209,6 +211,9 @@ class FederatedCallback(Callback):
     # -- when you need it: before and after ----------------------------------------------------------------------------
     def check(self, setup: Setup) -> None:
         """Refuse before round 1 what cannot work, with `ValueError` and a sentence."""
+
+    def check_step(self, step: FirstStep) -> None:
+        """As :meth:`check`, of what only a step shows: optimizers that need a Trainer, metrics of validation."""
 
     def on_federation_start(self, server: Server) -> None:
         """Run before the first round of a new federation (not when one is resumed)."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
@@ -206,6 +206,7 @@ class Setup:
         shared_names: Gives the names that travel in round 1; with `without=callback`, those that would without its choice.
         public_size: Gives the number of public samples; 0 without any. Raises ValueError where they have no positions.
         public_batch: Gives the first batch of public data; raises ValueError without any.
+        public_batches: Gives all batches of public data, in the order of their samples.
         warn: Warns the user of something that does not stop the run.
         loop: Name of the class of the loop, which says when clients are visited.
         absent: What keeps clients out of rounds, such as `participation=0.5` or a callback; empty: all take part in each.
@@ -235,7 +236,26 @@ class Setup:
     modules: Mapping[str, LightningModule] = field(default_factory=dict)
     public_size: Callable[[], int] = lambda: 0
     public_batch: Callable[[], Any] = lambda: None
+    public_batches: Callable[[], Iterable[Any]] = lambda: ()
     warn: Callable[[str], None] = lambda text: None
     loop: str = "Synchronous"
     absent: str = ""
     has_clock: bool = False
+
+
+class FirstStep(NamedTuple):
+    """What one step of training and of validation has shown before round 1.
+
+    Attributes:
+        module: Name of the user's class.
+        optimizers: Optimizers of the fit; empty where the clients' data are elsewhere.
+        clips: Hook in which the module changes its gradients after the backward pass; empty: there is none.
+        optimizer_state: Whether optimizers begin anew in every visit (`"reset"`) or go on (`"keep"`).
+        logged: Metrics that the module logs in validation; `None` if that is not known.
+    """
+
+    module: str
+    optimizers: tuple[Any, ...] = ()
+    clips: str = ""
+    optimizer_state: str = "reset"
+    logged: tuple[str, ...] | None = None

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import inspect
 import json
-import warnings
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from lightning.pytorch import Callback, LightningModule
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fedlightning.blueprint.blueprint import Blueprint
-from fedlightning.blueprint.optimizers import optimizers_of
-from fedlightning.compat.quiet import quiet
+from fedlightning.blueprint.optimizers import configured, optimizers_in, schedulers_in
 from fedlightning.hooks import Change, FederatedCallback
 from fedlightning.hooks.words import Stage
 from fedlightning.models.client_models import ClientModels
@@ -62,7 +58,7 @@ def fingerprint(
     data: Description,
     held_out: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return everything that a resumed run must not change, by a name that a person can read.
+    """Return everything that a resumed run must not change, by a name that a person can read, as JSON can hold it.
 
     It covers the trainer's arguments, the callbacks and their options, the module's class, hyper-parameters, plain
     attributes (dropout rates, label smoothing) and frozen parameters, its optimizers and schedulers and their options, who
@@ -99,7 +95,7 @@ def fingerprint(
     if data.content is not None:
         found[CONTENT] = data.content
     found[PUBLIC], found[PUBLIC_CONTENT] = data.public_print, data.public_content
-    return found | _of_loader(data) | _of_model(model)
+    return plain(found | _of_loader(data) | _of_model(model))
 
 
 def of_blueprint(blueprint: Blueprint) -> dict[str, Any]:
@@ -161,13 +157,14 @@ def _of_model(model: LightningModule) -> dict[str, Any]:
         for name, value in vars(module).items():
             if type(value) in PLAIN and not name.startswith("_") and name not in SHAPES:
                 found[f"model.{path}.{name}" if path else f"model.{name}"] = value
-    for index, optimizer in enumerate(_optimizers(model)):
+    made = _configured(model)
+    for index, optimizer in enumerate(optimizers_in(made)):
         place = f"optimizer {index + 1}" if index else "optimizer"
         found[place] = type(optimizer).__name__
         for number, group in enumerate(optimizer.param_groups):
             owner = f"{place} (group {number + 1})" if number else place
             found |= {f"{owner}.{name}": value for name, value in group.items() if name != "params"}
-    for index, scheduler in enumerate(_schedulers(model)):
+    for index, scheduler in enumerate(schedulers_in(made)):
         found |= _of_scheduler(scheduler, f"scheduler {index + 1}" if index else "scheduler")
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     found["model's frozen parameters"] = f"{len(frozen)} ({_hash(frozen)})"
@@ -185,28 +182,11 @@ def _of_scheduler(scheduler: Any, place: str) -> dict[str, Any]:
     return found
 
 
-def _schedulers(model: LightningModule) -> list[Any]:
+def _configured(model: LightningModule) -> Any:
     try:
-        with quiet(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return _schedulers_in(copy.deepcopy(model).configure_optimizers())
-    except Exception:  # as above
-        return []
-
-
-def _schedulers_in(value: Any) -> list[Any]:
-    if isinstance(value, LRScheduler | ReduceLROnPlateau):
-        return [value]
-    if isinstance(value, Mapping):
-        return _schedulers_in(list(value.values()))
-    return [found for item in value for found in _schedulers_in(item)] if isinstance(value, list | tuple) else []
-
-
-def _optimizers(model: LightningModule) -> list[Optimizer]:
-    try:
-        return optimizers_of(model)
+        return configured(model)
     except Exception:  # it needs more than a module alone: what cannot be seen cannot be compared
-        return []
+        return None
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -246,3 +226,46 @@ def _below(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _text(value: Any) -> str:
     return repr(value) if isinstance(value, str) else str(value)
+
+
+# -- plain values -------------------------------------------------------------------------------------------------------
+def plain(config: dict[str, Any]) -> dict[str, Any]:
+    """Return `config` as JSON can hold it, the same in every process.
+
+    Example:
+        >>> plain({"classes": {2: "b", "a": 1}, "names": {"y", "x"}})
+        {'classes': {'2': 'b', 'a': 1}, 'names': ['x', 'y']}
+    """
+    return {name: json.loads(_plain(value)) for name, value in config.items()}
+
+
+def config_hash(config: Any) -> str:
+    """Return a short hash of a configuration."""
+    return hashlib.sha256(_plain(config).encode()).hexdigest()[:12]
+
+
+def _plain(value: Any) -> str:
+    return json.dumps(_with_text_keys(value), sort_keys=True, default=_stable)
+
+
+def _with_text_keys(value: Any) -> Any:
+    """Replace what JSON cannot take or sort: keys that are no texts, and sets, whose order differs between processes."""
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else _key(key): _with_text_keys(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_text_keys(entry) for entry in value]
+    if isinstance(value, set | frozenset):
+        return sorted(_plain(entry) if not isinstance(entry, str) else entry for entry in value)
+    return value
+
+
+def _key(key: Any) -> str:
+    return json.dumps(key) if key is None or isinstance(key, bool | int | float) else _stable(key)
+
+
+def _stable(value: Any) -> str:
+    """Return a text that is the same in every process: an object's text may hold addresses in memory."""
+    text = str(value)
+    if f"{id(value):x}" in text:
+        return f"{type(value).__module__}.{type(value).__qualname__}"
+    return re.sub(r"0x[0-9a-fA-F]+", "0x", text)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fedlightning.errors import ConfigurationError
 from fedlightning.run.files import is_writer, readable_json, write_text_atomically, writing
 from fedlightning.run.lock import LOCK, RunInUseError, RunLock
 from fedlightning.run.metrics import MetricsFile
@@ -207,3 +208,13 @@ def find_last(root: str | Path, name: str) -> Path:
             "Start without resume, give resume='auto' to start or to go on, whichever there is, or the run's folder."
         )
     return max(manifests, key=lambda path: path.stat().st_mtime).parents[2]
+
+
+def refuse_requeued(folder: Path) -> None:
+    """Refuse a folder in which Lightning would find a checkpoint of a requeued job and load it into every client."""
+    found = sorted(folder.glob("hpc_ckpt_*.ckpt"))
+    if found:
+        raise ConfigurationError(
+            f"{found[0]} is a checkpoint of a job that SLURM ended; Lightning would load it into every client's training. "
+            "Remove it: the run's own state is in checkpoints/last."
+        )

@@ -13,12 +13,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from fedlightning.errors import ConfigurationError
 from fedlightning.run.files import write_text_atomically
 from fedlightning.run.growing import Mark
-from fedlightning.run.stores import Store, store_of
+from fedlightning.run.stores import CSVStore, MLFlowStore, Store, TensorBoardStore, WandbStore
 from fedlightning.scoring.results import summarise
 from fedlightning.scoring.rows import LATEST, Row
 
@@ -39,7 +39,7 @@ class Logs:
 
     @cached_property
     def _stores(self) -> list[Store]:
-        return [store_of(logger, self.folder) for logger in self.loggers]
+        return [_store_of(logger, self.folder) for logger in self.loggers]
 
     def log(self, rows: Sequence[Row]) -> None:
         """Give every logger what it has not got of a round, and let it write."""
@@ -122,3 +122,12 @@ def _means(rows: Iterable[Row]) -> dict[str, Any]:
 
 def _name_of(model: str) -> tuple[str, ...]:
     return () if model in ("global", "personal") else (model,)
+
+
+def _store_of(logger: Logger, run: Path | None = None) -> Store:
+    """Return the store of a logger."""
+    if isinstance(logger, CSVLogger | TensorBoardLogger) and "://" not in logger.root_dir:
+        return CSVStore(logger, run) if isinstance(logger, CSVLogger) else TensorBoardStore(logger, run)
+    if isinstance(logger, WandbLogger):
+        return WandbStore(logger, run)
+    return MLFlowStore(logger, run) if isinstance(logger, MLFlowLogger) else Store(logger, run)

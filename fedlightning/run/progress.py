@@ -91,9 +91,18 @@ def score_line(round: int, rows: Sequence[Row], limit: int = 2) -> str:
     for stage in ("G", "L1", "L2"):
         metrics: dict[str, list[float]] = {}
         for row in now:
-            if row.stage == stage and row.value == row.value:
+            if row.stage == stage:
                 metrics.setdefault(row.metric, []).append(row.value)
-        if metrics:
-            shown = list(metrics.items())[:limit]
-            return f"{stage}: " + "  ".join(f"{name} {sum(values) / len(values):.4f}" for name, values in shown)
+        shown = [text for name, values in metrics.items() if (text := _mean_text(name, values))][:limit]
+        if shown:
+            return f"{stage}: " + "  ".join(shown)
     return ""
+
+
+def _mean_text(name: str, values: Sequence[float]) -> str:
+    """Return a metric with its mean over the clients that have one; empty if none has."""
+    defined = [value for value in values if value == value]
+    if not defined:
+        return ""
+    of = "" if len(defined) == len(values) else f" ({len(defined)} of {len(values)} clients)"
+    return f"{name} {sum(defined) / len(defined):.4f}{of}"

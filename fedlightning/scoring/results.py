@@ -16,7 +16,8 @@ def summarise(rows: Iterable[Row]) -> list[dict[str, Any]]:
 
     ``mean`` is uniform over clients, ``weighted_mean`` by evaluated samples, ``std`` and ``variance`` those of the
     population, ``worst`` and ``tenth_percentile`` taken from the bad end (the top for a loss). A value that is not
-    defined for a client (AUROC with one class) is ``null`` there and left out of the statistics.
+    defined for a client (AUROC with one class) is ``null`` there and left out of the statistics, which are over
+    ``clients`` clients.
     """
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
@@ -39,6 +40,7 @@ def summarise(rows: Iterable[Row]) -> list[dict[str, Any]]:
                 "median": float(np.median(values)) if some else None,
                 "worst": float(values.min() if good else values.max()) if some else None,
                 "tenth_percentile": float(np.percentile(values, 10 if good else 90)) if some else None,
+                "clients": len(values),
                 "per_client": {
                     row.client: row.value if finite else None
                     for row, finite in zip(members, defined.tolist(), strict=True)

@@ -59,7 +59,8 @@ def results_table(results: Sequence[Result], split: str = "test", width: int = 8
         groups.setdefault((row["checkpoint"], row["stage"], row["data"]), {})[bare(row)] = row
     order = sorted(groups, key=lambda key: (*_rank(key), key[2]))
     label_width = sum(3 + max(len(text), *(len(key[i]) for key in order)) for i, text in enumerate(_LABEL_COLUMNS))
-    metrics = important_metrics(rows, limit=max(1, (width - label_width) // (_CELL + 3)))
+    cell = max((len(_mean_std(row)) for row in rows), default=_CELL)
+    metrics = important_metrics(rows, limit=max(1, (width - label_width) // (max(cell, _CELL) + 3)))
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for column in _LABEL_COLUMNS:
         table.add_column(column, no_wrap=True)
@@ -159,14 +160,24 @@ def _rank(key: tuple[str, ...]) -> tuple[int, str, int]:
 def _caption(rows: Sequence[Result]) -> str:
     stages = [text for stage, text in STAGES.items() if any(row["stage"] == stage for row in rows)]
     pooled = "; pooled: all clients' data" if any(row["data"] == POOLED for row in rows) else ""
-    return "; ".join(stages) + ". local: a client's own data" + pooled + "."
+    gaps = [row for row in rows if row["mean"] is not None and _defined(row) < len(row["per_client"])]
+    example = f"({_defined(gaps[0])}/{len(gaps[0]['per_client'])})" if gaps else ""
+    undefined = f" {example}: a mean over the clients on whose data the metric is defined." if gaps else ""
+    return "; ".join(stages) + ". local: a client's own data" + pooled + "." + undefined
 
 
 def _mean_std(row: Result | None) -> str:
     if row is None or row["mean"] is None:
         return "-"
-    mean = _number(row["mean"])
-    return f"{mean} ± {_number(row['std'])}" if len(row["per_client"]) > 1 else f"{mean}{' ' * 9}"
+    mean, of = _number(row["mean"]), len(row["per_client"])
+    text = f"{mean} ± {_number(row['std'])}" if of > 1 else f"{mean}{' ' * 9}"
+    some = _defined(row)
+    return text if some == of else f"{text} ({some}/{of})"
+
+
+def _defined(row: Result) -> int:
+    """Return the number of clients for which a metric is defined."""
+    return sum(value is not None for value in row["per_client"].values())
 
 
 def _number(value: float | None) -> str:

@@ -250,7 +250,8 @@ class Place:
     ) -> ScoreRequest:
         """Request the scores of `module` here."""
         seed = (runner.settings.seed, scored.round, self.client, "score", scored.stage, self.split, self.data)
-        return ScoreRequest(module, loader, self.split, seed)
+        whose = POOLED if self.client == EVERYBODY else self.client
+        return ScoreRequest(module, loader, self.split, seed, whose)
 
     def rows(self, scored: ScoredModel, scores: Scores) -> list[Row]:
         """Return the scores as rows."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fedlightning.scoring.metrics import bare
+from fedlightning.scoring.metrics import bare, higher_is_better
 from fedlightning.study.columns import STAGES, UNSEEN
 from fedlightning.study.data import StudyData, Table
 from fedlightning.study.measures import mean_of
@@ -59,12 +59,24 @@ def seed_curves(
 
 
 def round_means(run: Run, metric: str) -> dict[tuple[str, str, int], float | None]:
-    """Return (stage, data, round) -> mean over clients on validation data, `None` if a value is not finite."""
-    groups: dict[tuple[str, str, int], list[float]] = {}
+    """Return (stage, data, round) -> mean over clients on validation data, `None` if a client's model has diverged.
+
+    A metric that is not defined on a client's data is left out of the mean, as in tables.
+    """
+    groups: dict[tuple[str, str, int], dict[str, float]] = {}
+    diverged: set[tuple[str, str, int, str]] = set()
     for row in run.rows:
-        if row.split == "val" and row.checkpoint == "latest" and row.model != UNSEEN and bare(row.metric) == metric:
-            groups.setdefault((row.stage, row.data, row.round), []).append(row.value)
-    return {key: float(np.mean(values)) if all(map(math.isfinite, values)) else None for key, values in groups.items()}
+        if row.split == "val" and row.checkpoint == "latest" and row.model != UNSEEN:
+            if bare(row.metric) == metric:
+                groups.setdefault((row.stage, row.data, row.round), {})[row.client] = row.value
+            if not (math.isfinite(row.value) or higher_is_better(row.metric)):
+                diverged.add((row.stage, row.data, row.round, row.client))
+    means: dict[tuple[str, str, int], float | None] = {}
+    for key, values in groups.items():
+        defined = [value for value in values.values() if math.isfinite(value)]
+        broken = any((*key, client) in diverged for client in values)
+        means[key] = None if broken or not defined else float(np.mean(defined))
+    return means
 
 
 def cumulative_costs(run: Run) -> dict[int, dict[str, float]]:

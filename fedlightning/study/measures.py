@@ -26,9 +26,9 @@ class SeedScore:
     Attributes:
         seed: Seed of the run.
         row: The row as written.
-        diverged: Clients whose model has no finite loss. None of its scores mean anything, so there is no mean.
-        undefined: Clients whose loss is finite but whose score does not exist (such as AUROC with one class). The mean is
-            that of the others.
+        diverged: Clients whose model has no finite loss, or no finite error of another kind where no `loss` was logged. None
+            of its scores mean anything, so there is no mean.
+        undefined: Other clients whose score does not exist (such as AUROC with one class). The mean is that of the others.
 
     Example:
         >>> row = {"metric": "test_auroc", "weighted_mean": 0.75, "per_client": {"a": 0.5, "b": 1.0, "c": None}}
@@ -111,10 +111,14 @@ class RunScores:
 
     def _score(self, row: Mapping[str, Any]) -> SeedScore:
         empty = [client for client, value in row["per_client"].items() if value is None]
-        losses = self._rows.get((*address(row)[:5], "loss"), {}).get("per_client")
-        if losses is None:  # without losses, a score that does not exist looks like a model that diverged
+        where = address(row)[:5]
+        losses = [own for key, own in self._rows.items() if key[:5] == where and not higher_is_better(key[5])]
+        if not losses and len(empty) == len(row["per_client"]):  # nobody has a score, and no loss tells why
             return SeedScore(self.run.seed, row, tuple(empty))
-        diverged = tuple(client for client in row["per_client"] if losses.get(client) is None)
+        told = [own for own in losses if bare(own["metric"]) == "loss"] or losses
+        diverged = tuple(
+            client for client in row["per_client"] if any(own["per_client"].get(client, 0.0) is None for own in told)
+        )
         return SeedScore(self.run.seed, row, diverged, tuple(client for client in empty if client not in diverged))
 
 

@@ -30,6 +30,7 @@ def overview(study: StudyData, problems: Sequence[Problem]) -> Table:
     - `ipr`, `opt_outs` (percent of clients), `pma`, `gma`: see :func:`fedlightning.study.incentives.incentives`.
     - `mb_up`, `mb_down` and `mb_total` (10**6 bytes, all clients and rounds), `local_steps` (all clients together),
       `seconds`, `peak_memory_mb`.
+    - `clients` that have a score (at the seed that has the fewest), of `clients_of`: means are over these.
     - `n_seeds` that have a score, of `seeds` in the study; `comparable`: whether it is on the same test data as the
       others; `flags`: the texts of its problems.
     """
@@ -78,6 +79,8 @@ def _line(study: StudyData, method: str, winner: str | None, gap: dict[str, Any]
         "mb_down": down,
         "mb_total": None if up is None or down is None else up + down,
         **{name: _price(runs, key) for name, key in PRICES.items()},
+        "clients": min((len(score.defined) for score in each), default=0),
+        "clients_of": max((len(score.per_client) for score in each), default=0),
         "n_seeds": sum(score.mean is not None for score in each),
         "seeds": len(study.seeds),
         "comparable": study.comparable(method),

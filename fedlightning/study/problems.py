@@ -195,8 +195,8 @@ def _undefined(study: StudyData) -> Iterator[Problem]:
                 clients += [client for client in score.undefined if client not in clients]
     for metric, clients in found.items():
         text = (
-            f"{metric} does not exist for client {', '.join(clients)} (for example, one class in its data). It is empty "
-            "there, and means are over the other clients."
+            f"{metric} is not defined on the data of client {', '.join(clients)} (one class only, or no positives, for "
+            "example). It is empty there, and means are over the other clients."
         )
         yield Problem("undefined", None, None, text)
 

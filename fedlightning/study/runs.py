@@ -17,7 +17,7 @@ from fedlightning.scoring.row_files import read_rows
 from fedlightning.scoring.rows import Row
 from fedlightning.study.columns import GLOBAL, LOCAL, PERSONAL, UNSEEN
 
-STUDY_FILE = "study.json"
+STUDY_FILE, SUMMARY_FILE = "study.json", "summary.json"
 DEPLOYED = "deployed"
 """Checkpoint rule that is fixed before test data are seen; see :meth:`Run.result`."""
 _BEST = {PERSONAL: ("best_local", "L1"), GLOBAL: ("best_global", "G"), UNSEEN: ("latest", "L1")}
@@ -69,19 +69,33 @@ class Run:
         stage: str | None = None,
         data: str = LOCAL,
     ) -> dict[str, Any] | None:
-        """Return one row of `summary.json`, or `None` if the run has none."""
+        """Return one row of `summary.json`, or `None` if the run has none.
+
+        For :data:`DEPLOYED`, clients that have selected no model have their latest one in it.
+        """
         best, latest_stage = _BEST[model]
         found = [
             row
             for row in self.results
             if (row["model"], row["data"], row["split"]) == (model, data, split) and bare(row["metric"]) == bare(metric)
         ]
+        chosen = []
         for name in (best, "latest") if checkpoint == DEPLOYED else (checkpoint,):
             only = stage or (latest_stage if name == "latest" else None)
-            for row in found:
-                if row["checkpoint"] == name and only in (None, row["stage"]):
-                    return row
-        return None
+            chosen += [row for row in found if row["checkpoint"] == name and only in (None, row["stage"])][:1]
+        return self._filled(*chosen, split=split) if chosen and data == LOCAL else next(iter(chosen), None)
+
+    def _filled(self, row: dict[str, Any], latest: dict[str, Any] | None = None, *, split: str) -> dict[str, Any]:
+        """Return a row of selected models in which clients that selected none have their latest model, as they deploy it."""
+        selected = row["per_client"]
+        if latest is None or set(latest["per_client"]) <= set(selected):
+            return row
+        scores: Scores = {**latest["per_client"], **selected}
+        sizes = self.summary.get("data", {}).get("clients", {})
+        weights = {client: sizes.get(client, {}).get(split) for client, score in scores.items() if score is not None}
+        total = None if None in weights.values() else sum(weights.values())
+        mean = sum(weights[client] * scores[client] for client in weights) / total if total else None
+        return {**row, "per_client": scores, "weighted_mean": mean}
 
     def scores(self, metric: str, **where: Any) -> Scores | None:
         """Return `per_client` of the row that :meth:`result` returns; it takes the same arguments."""
@@ -92,11 +106,11 @@ class Run:
 def load_run(path: str | Path, name: str | None = None, error: str | None = None, baseline: bool = False) -> Run:
     """Read the folder of a run."""
     folder = Path(path)
-    summary_file, config_file = folder / "summary.json", folder / "config.yaml"
+    summary_file, config_file = folder / SUMMARY_FILE, folder / "config.yaml"
     if not summary_file.exists() and error is None:
         raise FileNotFoundError(
             f"{folder} has no summary.json, so it is not a finished run. Give a run's folder, as in "
-            "runs/quickstart/version_0, or the --out folder of a compare."
+            "runs/quickstart/version_0, the folder of several, or the --out folder of a compare."
         )
     summary = _named_values(summary_file, read_json) if summary_file.exists() else {}
     fault = _fault_of_summary(summary)
@@ -116,14 +130,25 @@ def load_run(path: str | Path, name: str | None = None, error: str | None = None
 
 
 def load_study(paths: Iterable[str | Path]) -> list[Run]:
-    """Read the runs of run folders and of `compare` folders, in order.
+    """Read the runs of run folders, of folders of runs, and of `compare` folders, in order.
 
     A run that `compare` lists but that failed, or was not made yet, is included with its `error`.
     """
     runs: list[Run] = []
     for path in map(Path, paths):
-        runs += _runs_of(path) if (path / STUDY_FILE).exists() else [load_run(path)]
+        runs += _runs_of(path) if (path / STUDY_FILE).exists() else map(load_run, runs_below(path) or [path])
     return runs
+
+
+def runs_below(path: Path) -> list[Path]:
+    """Return the finished runs below a folder that is none itself: `VERSION` or `NAME/VERSION`, the oldest first.
+
+    Several of a name and seed are all there, and a study takes the newest.
+    """
+    if (path / SUMMARY_FILE).exists():
+        return []
+    found = [file for depth in ("*", "*/*") for file in path.glob(f"{depth}/{SUMMARY_FILE}")]
+    return [file.parent for file in sorted(found, key=lambda file: (file.stat().st_mtime_ns, file))]
 
 
 def _runs_of(folder: Path) -> list[Run]:

@@ -20,7 +20,8 @@ def results(study: StudyData) -> Table:
     `mean` is the mean over seeds of the uniform mean over clients, `ci95` its interval, `ci95_radius` half its width,
     `n_seeds` the number of seeds that have a value, and `per_seed` their means. `weighted_mean`, `median`, `std`,
     `variance`, `worst`, `tenth_percentile` and `best` are taken over clients, then averaged over seeds. `per_client` is
-    each client's mean over seeds. `undefined` lists clients whose score does not exist. `diverged` (as "seed 1: client
+    each client's mean over seeds. `clients` is how many of `clients_of` have a score, at the seed that has the fewest;
+    `undefined` lists clients whose score does not exist. `diverged` (as "seed 1: client
     3") lists models without a finite loss; with one of these there is no mean. `comparable` is False if the runs were
     tested on other data than the rest.
     """
@@ -48,6 +49,8 @@ def summary(study: StudyData, scores: Mapping[int, SeedScore]) -> dict[str, Any]
         "weighted_mean": mean_of([score.weighted_mean for score in found]),
         **{name: statistic(found, name) for name in STATISTICS},
         "per_client": per_client(found),
+        "clients": min((len(score.defined) for score in found), default=0),
+        "clients_of": max((len(score.per_client) for score in found), default=0),
         "undefined": list(dict.fromkeys(client for score in found for client in score.undefined)),
         "diverged": [f"seed {score.seed}: client {client}" for score in found for client in score.diverged],
     }
@@ -109,7 +112,8 @@ def checkpoints(study: StudyData) -> Table:
 
     `latest` is each client's model as received after the last round (L1), `latest_global` the server's model (G),
     `best_global` the server's model with the best validation score, and `best_local` each client's own best. Each has
-    `..._ci95` and `..._radius`. `deployed` names the one that counts in the overview.
+    `..._ci95` and `..._radius`. `deployed` names the one that counts in the overview, and `selection` is its score minus that
+    of the latest model, paired over seeds: what selection gained or cost.
     """
     kinds = {
         "latest": (PERSONAL, "latest"),
@@ -123,8 +127,18 @@ def checkpoints(study: StudyData) -> Table:
         for name, (model, checkpoint) in kinds.items():
             found = study.find(method, model=model, checkpoint=checkpoint)
             line |= study.estimate([score.mean for score in found.values()]).columns(name)
+        line |= study.estimate(_gains(study, method)).columns("selection")
         lines.append(line | {"deployed": chosen(study, method)[1], "n_seeds": len(study.seeds_of(method))})
     return lines
+
+
+def _gains(study: StudyData, method: str) -> list[float | None]:
+    """Return the deployed score minus that of the latest model of each seed; nothing where the latest is deployed."""
+    model, checkpoint, _ = chosen(study, method)
+    deployed, latest = study.deployed(method), study.find(method, model=model or PERSONAL, checkpoint="latest")
+    pairs = [(deployed[seed].mean, latest[seed].mean) for seed in deployed if seed in latest]
+    known = [None if a is None or b is None else a - b for a, b in pairs]
+    return [] if checkpoint == "latest" else known
 
 
 def measured(study: StudyData) -> Table:

@@ -137,6 +137,7 @@ class Client(ReadsData):
         if loader is None:
             return {}
         self.selections += split == "val"
+        self._runner.scorer.client = self.id
         with self._at(state) as module:
             return self._runner.scorer.score(module, loader, split)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fedlightning.compat.attached import detached_copy
-from fedlightning.hooks import Phase
+from fedlightning.hooks import POOLED, Phase
 from fedlightning.messages import ClientLog, Message
 from fedlightning.seeding import generator
 from fedlightning.tensors import State, clone, load_state, module_state
@@ -127,6 +127,11 @@ class ClientBase:
         """The run's seed, for addresses of randomness that server and client share."""
         return self._blueprint.settings.seed
 
+    @property
+    def max_rounds(self) -> int:
+        """Rounds of the federation, as the trainer was told."""
+        return self._blueprint.settings.max_rounds
+
     def rng(self, purpose: str) -> torch.Generator:
         """Return a generator addressed by (seed, visit, client, purpose)."""
         return generator(self._blueprint.settings.seed, self.visit, self.id, purpose)
@@ -134,6 +139,12 @@ class ClientBase:
     def loader(self, split: str = "train") -> DataLoader[Any] | None:
         """Return the loader of a split: the client's own, or the pooled one in a pooled job."""
         return self._runner.loader(self.message, split)
+
+    def size(self, split: str = "train") -> int:
+        """Return the number of samples in a split of the client's data; of all clients' data in a pooled job."""
+        known = self._runner.described
+        ids = known.client_ids if POOLED in (self.message.data, self.message.client) else [self.id]
+        return sum(known.num_samples(client, split) for client in ids)
 
     def anchor(self, name: str, device: torch.device) -> Tensor | None:
         """Return the value of one entry as the server sent it."""

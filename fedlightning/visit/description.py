@@ -128,7 +128,7 @@ def describe(
     together: bool = True,
 ) -> Description:
     """Describe data that are here and set up. No sample is read, except for the hash of public data if that is asked for."""
-    few = without(data, leave_out)
+    few = without(data, leave_out) if leave_out else data
     ids = list(few.client_ids)
     everybody = [*ids, *left_out, *leave_out]
     found: dict[str, Any] = {}
@@ -145,7 +145,9 @@ def describe(
     if "public" in parts:
         found["public"] = few.public_report()
     if "public content" in parts:
-        found["public_print"], found["public_content"] = _public_print(few), public_content(few.public_dataloader())
+        public = few.public_dataloader()
+        if public is not None:
+            found["public_print"], found["public_content"] = _public_print(public), public_content(public)
     seed = getattr(data, "seed", 0)
     return Description(
         type(data.original).__name__,
@@ -198,10 +200,7 @@ def _loaders(data: FederatedDataModule) -> tuple[dict[str, Mapping[str, Any]], s
     return held, _hash(looks) if any(looks.values()) else None
 
 
-def _public_print(data: FederatedDataModule) -> str | None:
-    loader = data.public_dataloader()
-    if loader is None:
-        return None
+def _public_print(loader: Any) -> str:
     dataset: Any = getattr(loader, "dataset", loader)
     size = len(dataset) if hasattr(dataset, "__len__") else "unknown number of"
     held = getattr(dataset, "indices", None)

@@ -28,6 +28,7 @@ from fedlightning.visit.lightning_loop import release, train_with_lightning
 from fedlightning.visit.loss_terms import loss_terms
 from fedlightning.visit.phase_loss import phase_loss
 from fedlightning.visit.surroundings import Surroundings
+from fedlightning.visit.undefined import nan_where_undefined
 from fedlightning.visit.visit_callback import KeepingVisitCallback, VisitCallback, acting
 
 OF_ONE_FIT = (StochasticWeightAveraging, WeightAveraging, BaseFinetuning)
@@ -63,7 +64,8 @@ def fit(
     validates, name = val_loader is not None, type(client.module).__name__
     own_loss = nullcontext() if phase.is_task else phase_loss(client, phase)
     acting_terms = acting(callbacks.loss_terms(), phase)
-    with own_loss, loss_terms(client, acting_terms) if acting_terms else nullcontext():
+    terms = loss_terms(client, acting_terms) if acting_terms else nullcontext()
+    with own_loss, terms, nan_where_undefined(client.module):
         try:
             if fast_trainer is None:
                 trainer = train_with_lightning(

@@ -112,7 +112,7 @@ def leaving_of(blueprint: Blueprint, client: str) -> Leaving:
 
 
 def _found(blueprint: Blueprint, architecture: str, everything: bool) -> Leaving:
-    module = blueprint.build("server", architecture)
+    module = blueprint.reference(architecture)
     kinds, tied = entry_kinds(module), tied_names(module)
     names = set(kinds)
     for callback in () if everything else blueprint.callbacks:

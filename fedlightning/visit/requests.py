@@ -125,12 +125,14 @@ class ScoreRequest:
         loader: Batches to score it on.
         split: `"val"` or `"test"`.
         seed: Address of the randomness that loader and module may draw.
+        client: Client whose loaders the module finds in its data module; `"pooled"`: those of the union.
     """
 
     module: LightningModule
     loader: DataLoader[Any]
     split: str
     seed: tuple[object, ...]
+    client: str = ""
 
 
 Scoring = Generator[Iterable[ScoreRequest], list[Scores], Answer]
@@ -174,6 +176,7 @@ def score_one(runner: LocalRunner, request: ScoreRequest) -> Scores:
 
 def score_or_miss(runner: LocalRunner, request: ScoreRequest) -> Scores:
     """Score one module; an error in its code or data is a gap in the scores, not the end of the run."""
+    runner.scorer.client = request.client
     try:
         return runner.scorer.score(request.module, request.loader, request.split)
     except BaseException as error:
@@ -220,7 +223,7 @@ def _score_series(runner: LocalRunner, series: list[ScoreRequest]) -> Iterator[S
             first, loaders = rest[0], [one.loader for one in rest]
             with isolated():
                 try:
-                    runner.scorer.score_each(first.module, loaders, first.split, partial(_seed, rest), found)
+                    runner.scorer.score_each(first.module, loaders, first.split, partial(_start, runner, rest), found)
                 except Exception as error:
                     failed = error
             yield from found
@@ -230,7 +233,8 @@ def _score_series(runner: LocalRunner, series: list[ScoreRequest]) -> Iterator[S
             rest = rest[1:]
 
 
-def _seed(requests: Sequence[ScoreRequest], place: int) -> None:
+def _start(runner: LocalRunner, requests: Sequence[ScoreRequest], place: int) -> None:
+    runner.scorer.client = requests[place].client
     seed_all(*requests[place].seed)
 
 

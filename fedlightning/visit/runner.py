@@ -21,7 +21,8 @@ from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.compat.attached import detached
 from fedlightning.compat.quiet import quiet
 from fedlightning.datamodules.base import FederatedDataModule
-from fedlightning.datamodules.held_out import without
+from fedlightning.datamodules.held_out import FewerClients, without
+from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.datamodules.own_generators import kept, readdress
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.views import samples_at
@@ -39,7 +40,7 @@ from fedlightning.visit.monitors import Monitor
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Fit, Score, Scores, score_or_miss
 from fedlightning.visit.scorer import Scorer
-from fedlightning.visit.surroundings import ClientData, Surroundings, user_data
+from fedlightning.visit.surroundings import ClientData, Surroundings
 from fedlightning.visit.visit_callback import VisitCallback, address_of
 
 EPOCHS_OF_A_VISIT = 2**31
@@ -134,8 +135,16 @@ class LocalRunner:
         return self.data.pooled_dataloader(split)
 
     def _make_scorer(self) -> None:
-        self._source = source = user_data(self.data)  # the data module that the user wrote
-        self.scorer = Scorer(self.blueprint, None if source is None else ClientData(source))
+        data = self.data.whole if isinstance(self.data, FewerClients) else self.data
+        source = None if isinstance(data, LoaderDataModule) else getattr(data, "datamodule", data)
+        self._source = source  # the data module that the user wrote; `None` if there are loaders only
+        self.scorer = Scorer(self.blueprint, source, self._loader_of)
+
+    def _loader_of(self, client: str, split: str) -> DataLoader[Any] | None:
+        """Return the loader that a module finds while it is scored; of the first client where nobody is meant."""
+        if client == POOLED:
+            return self.pooled_dataloader(split)
+        return self.data.client_dataloader(client or self.data.client_ids[0], split)
 
     def leaving(self, client: str) -> Leaving:
         """Return what can leave a client, by this side's own configuration."""
@@ -237,15 +246,6 @@ class LocalRunner:
                     return self.blueprint.precision.convert_input(loader.collate_fn(samples_at(dataset, chosen)))
         return None
 
-    def num_batches(self, client: str) -> int:
-        """Return the training batches in an epoch of a client, after `limit_train_batches`."""
-        loader = self.data.client_dataloader(client, "train")
-        return 0 if loader is None else self.settings.train_batches(len(loader))
-
-    def has_pooled(self, split: str) -> bool:
-        """Return True if there is a loader over the union of the clients' data of a split."""
-        return self.together and self.data.pooled_dataloader(split) is not None
-
     def batches_of(self, request: Fit) -> Any:
         """Return the batches that a fit trains on."""
         data = request.phase.data
@@ -264,6 +264,7 @@ class LocalRunner:
         inside = self.surroundings(client, phase)
         fast_trainer = None if self.settings.logs(client.id) else self.loop.fast_trainer(client.module, loader)
         val_loader = self.validation_loader(message)
+        self.scorer.fitted.add(client.module)
         with nullcontext() if phase.train is None else only_training(client.module, phase.train):
             return local_fit.fit(
                 client,

@@ -19,6 +19,8 @@ from fedlightning.visit.fast import refusals
 from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.fast.evaluation import Evaluation, evaluate, may_stay_open, module_refusal
 from fedlightning.visit.lost_batches import refuse_lost_batches
+from fedlightning.visit.surroundings import ClientData
+from fedlightning.visit.undefined import nan_where_undefined
 
 
 class Scorer:
@@ -30,14 +32,24 @@ class Scorer:
 
     Args:
         blueprint: Holds the evaluating Trainer.
-        datamodule: What modules see as `self.trainer.datamodule` while they are scored.
+        source: The user's data module; `None` if there are loaders only.
+        loader_of: Gives the loader of a client (empty: of any) and a split.
 
     Attributes:
+        client: Client whose loaders modules find in `self.trainer.datamodule` while they are scored.
+        fitted: Modules that a fit has set up.
         fast: Whether the Trainer is bypassed where the scores are provably the same (unless `local_loop="trainer"`).
     """
 
-    def __init__(self, blueprint: Blueprint, datamodule: Any = None) -> None:
-        self._blueprint, self._datamodule = blueprint, datamodule
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        source: Any = None,
+        loader_of: Callable[[str, str], Any] = lambda client, split: None,
+    ) -> None:
+        self._blueprint, self.client = blueprint, ""
+        self._datamodule = None if source is None else ClientData(source, lambda split: loader_of(self.client, split))
+        self.fitted: WeakSet[LightningModule] = WeakSet()
         self.fast = blueprint.settings.local_loop != "trainer"
         self._refused: WeakSet[Any] = WeakSet()
         self._tried: set[tuple[Any, bool]] = set()
@@ -54,12 +66,12 @@ class Scorer:
         home = module.device
         before = trainer_of(module)
         losses = self._blueprint.losses
-        vars(self._blueprint.trainer)["datamodule"] = self._datamodule
+        self.set_up(module)
         logged = self._fast(module, loader, testing)
         if logged is None:
             losses.reset()
             trainer = self._blueprint.trainer
-            with quiet():
+            with quiet(), nan_where_undefined(module):
                 run = trainer.test if testing else trainer.validate
                 results = run(module, dataloaders=loader, verbose=False)
             step, loop = ("test_step", trainer.test_loop) if testing else ("validation_step", trainer.validate_loop)
@@ -101,6 +113,20 @@ class Scorer:
         finally:
             to_device(module, home)
             module.trainer = before
+
+    def set_up(self, module: LightningModule) -> None:
+        """Show the data module, and call the `setup` of a fit where a module may rest on it and had none.
+
+        In Lightning the same object is trained and scored.
+        """
+        vars(self._blueprint.trainer)["datamodule"] = self._datamodule
+        if module in self.fitted or not is_overridden("setup", module):
+            return
+        module.trainer = self._blueprint.trainer
+        try:
+            module.setup("fit")
+        except Exception:  # it needs what only a fit has, and the evaluation tells of what is missing there
+            return
 
     def _fast(self, module: LightningModule, loader: Any, testing: bool) -> dict[str, Any] | None:
         """Return the same scores at a fraction of the cost, or `None` if only Lightning's Trainer can compute them."""

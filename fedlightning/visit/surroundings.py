@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedlightning.blueprint.client_logger import ClientLogger
-from fedlightning.datamodules.base import FederatedDataModule
-from fedlightning.datamodules.held_out import FewerClients
-from fedlightning.datamodules.loaders import LoaderDataModule
 
 
 @dataclass
@@ -32,7 +29,7 @@ class ClientData:
 
     Args:
         source: The user's data module.
-        loader: Gives the client's loader of a split. `None`: it is not known whose data are seen.
+        loader: Gives the client's loader of a split. `None`: of a copy, which belongs to no client.
     """
 
     _log_hyperparams = prepare_data_per_node = False
@@ -56,8 +53,8 @@ class ClientData:
     def _of_client(self, split: str) -> Any:
         if self._loader is None:
             raise RuntimeError(
-                f"trainer.datamodule.{split}_dataloader() is called in an evaluation, which may be of several clients. "
-                f"Use trainer.{split}_dataloaders."
+                f"{split}_dataloader() is called on a copy of trainer.datamodule, which belongs to no client. Use "
+                "self.trainer.datamodule."
             )
         return self._loader(split)
 
@@ -82,9 +79,3 @@ class ClientData:
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: the state of the data is not a client's."""
         return {}
-
-
-def user_data(data: FederatedDataModule) -> Any:
-    """Return the data module that the user wrote; `None` if there is none, only loaders."""
-    data = data.whole if isinstance(data, FewerClients) else data
-    return None if isinstance(data, LoaderDataModule) else getattr(data, "datamodule", data)

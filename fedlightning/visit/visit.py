@@ -205,7 +205,7 @@ def _evaluate(
             if loader is not None and there:
                 places.append((data, split))
                 seed = (runner.settings.seed, client.visit, client.id, "score", stage, split, data)
-                requests.append(ScoreRequest(module, loader, split, seed))
+                requests.append(ScoreRequest(module, loader, split, seed, client.id))
     found: list[Scores] = (yield Score(client, requests)) if requests else []
     rows: list[Evaluation] = []
     for (data, split), request, scores in zip(places, requests, found, strict=True):

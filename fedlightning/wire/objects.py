@@ -11,7 +11,7 @@ from typing import Any, Literal, get_type_hints
 from fedlightning.federation.checks import CheckThere
 from fedlightning.federation.deploy import Deploy, Deployed
 from fedlightning.federation.engine import Visit
-from fedlightning.federation.sanity import Tried, TryStep
+from fedlightning.federation.trial import Tried, TryStep
 from fedlightning.messages import ClientLog, Message, Update
 from fedlightning.scoring.rows import Gap, Row
 from fedlightning.scoring.server_model import ServerModel

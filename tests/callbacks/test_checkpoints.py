@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
 import fedlightning
 from fedlightning import FederatedCallback
-from fedlightning.callbacks import FLIU, FedPer, GlobalCheckpoint, LocalCheckpoint
+from fedlightning.callbacks import (
+    CFL,
+    FLIU,
+    IFCA,
+    PIFL,
+    FedAMP,
+    FedGroup,
+    FedPer,
+    FedSoft,
+    FeSEM,
+    GlobalCheckpoint,
+    LocalCheckpoint,
+)
 from fedlightning.federation.stages import ScoringError
 from fedlightning.hooks.callback_list import CallbackList
 from fedlightning.run.checkpoints import load
@@ -60,7 +74,8 @@ NAN = float("nan")
 )
 @pytest.mark.parametrize("kind", [LocalCheckpoint, GlobalCheckpoint])
 def test_the_running_best_is_kept(losses, mode, best, kind):
-    trainer = run(dict.fromkeys(SIZES, losses), kind(mode=mode), 3)
+    papers = {"smooth": 1, "min_samples": 0} if kind is LocalCheckpoint else {}
+    trainer = run(dict.fromkeys(SIZES, losses), kind(mode=mode, **papers), 3)
     entries = [trainer.server.checkpoints.get("GlobalCheckpoint")]
     if kind is LocalCheckpoint:
         entries = [trainer.store.get(client).checkpoints["LocalCheckpoint"] for client in SIZES]
@@ -71,8 +86,28 @@ def test_the_running_best_is_kept(losses, mode, best, kind):
 
 def test_every_client_chooses_for_itself():
     script = {"0": [0, 1.0, 2.0, 3.0], "1": [0, 3.0, 2.0, 1.0], "2": [0, 3.0, 1.0, 2.0]}
-    trainer = run(script, LocalCheckpoint(), 3)
+    trainer = run(script, LocalCheckpoint(smooth=1), 3)
     assert [trainer.store.get(c).checkpoints["LocalCheckpoint"]["round"] for c in SIZES] == [1, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("smooth", "min_samples", "best"),
+    [
+        (1, 0, 2),  # the luckiest round
+        (3, 0, 4),  # the mean of 1, 3 and 2 is lowest
+        (3, 11, 6),  # 10 samples are too few
+        (9, 0, 6),  # never so many
+    ],
+)
+def test_a_round_is_judged_by_several_evaluations_and_few_samples_by_none(smooth, min_samples, best):
+    losses = [99, 9.0, 1.0, 3.0, 2.0, 1.5, 8.0]
+    trainer = run(dict.fromkeys(SIZES, losses), LocalCheckpoint(smooth=smooth, min_samples=min_samples), 6)
+    entry = trainer.store.get("1").checkpoints["LocalCheckpoint"]
+    assert (entry["round"], float(entry["model"]["count"])) == (best, best)
+    before = [entry["recent"], entry["score"]]
+    trainer.validate(verbose=False)  # the last model once more
+    entry = trainer.store.get("1").checkpoints["LocalCheckpoint"]
+    assert [entry["recent"], entry["score"]] == before
 
 
 @pytest.mark.parametrize(
@@ -214,8 +249,17 @@ def test_without_a_global_model_it_is_refused_before_training():
         def on_visit_start(self, client):
             raise AssertionError("training has begun")
 
-    with pytest.raises(ValueError, match=r"GlobalCheckpoint needs a global model.*LocalCheckpoint"):
+    with pytest.raises(
+        ValueError, match=r"GlobalCheckpoint needs a global model.*stays with the clients.*LocalCheckpoint"
+    ):
         federate(Toy(), toy_data(SIZES), [FedPer(), GlobalCheckpoint(), Visited()])
+    for method in (IFCA(), FedGroup(), FeSEM(), FedSoft(), PIFL(monitor="val_loss"), FedAMP()):
+        with pytest.raises(
+            ValueError, match=f"needs one model for all clients, and {method.key} has none.*LocalCheckpoint"
+        ):
+            federate(Toy(), toy_data(SIZES), [method, GlobalCheckpoint(), Visited()])
+    with pytest.raises(ValueError, match=r"CFL splits the model for all .* GlobalCheckpoint selects .*LocalCheckpoint"):
+        federate(Toy(), toy_data(SIZES), [CFL(), GlobalCheckpoint(), Visited()])
 
 
 @pytest.mark.parametrize("callback", [GlobalCheckpoint(monitor="val_f1"), LocalCheckpoint(monitor="val_f1")])
@@ -260,12 +304,24 @@ def test_a_model_that_breaks_on_one_client_does_not_win(bad):
 def test_an_undefined_metric_is_a_gap_and_a_client_that_was_not_scored_is_none():
     server, checkpoint = FakeServer(), GlobalCheckpoint(mode="max")
     server.next_round({"a": 0.8, "b": float("nan"), "c": 0.6})
-    checkpoint.on_round_end(server)
+    with pytest.warns(UserWarning, match=r"mean val_loss of 2 of 3 clients: it is not defined for b"):
+        checkpoint.on_round_end(server)
     assert server.checkpoints["GlobalCheckpoint"]["score"] == pytest.approx(0.7)
     server.next_round({"a": 0.9, "c": 0.9})
     server.failures.append({"round": 2, "client": "b", "where": "G", "reason": "it broke"})
     checkpoint.on_round_end(server)
     assert server.checkpoints["GlobalCheckpoint"]["round"] == 1
+
+
+def test_rounds_with_different_gaps_are_compared_by_the_clients_that_have_both():
+    server, checkpoint = FakeServer(), GlobalCheckpoint(mode="max")
+    for values in ({"a": 0.8, "b": NAN, "c": 0.2}, {"a": 0.7, "b": NAN, "c": NAN}, {"a": 0.9, "b": 0.1, "c": NAN}):
+        server.next_round(values)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            checkpoint.on_round_end(server)
+    best = server.checkpoints["GlobalCheckpoint"]  # round 2: worse on `a`, though its mean is higher; round 3 is better
+    assert (best["round"], best["score"]) == (3, pytest.approx(0.5))
 
 
 def test_a_held_out_client_that_could_not_be_scored_does_not_choose():

@@ -12,13 +12,14 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from fedlightning.algorithm import FederatedCallback, Setup
-from fedlightning.callbacks import DSFL, FCCL, FCCLPlus, FedBE, FedDF, FedMD
+from fedlightning.callbacks import DSFL, FCCL, FCCLPlus, FedBE, FedDF, FedET, FedMD, FjORD, pFedHR, pFedKnow
 from fedlightning.callbacks.shared.distillation import check_public_logits, inputs_of, kl, logits_of
 from fedlightning.callbacks.shared.representations import LABEL_KEYS
 from fedlightning.datamodules.labels import LABEL_KEYS as OF_DATA
 from fedlightning.testing.toys import ToyData, ToyModule, federate
 from tests import helpers
 from tests.callbacks.public import public_data
+from tests.tasks import Task, TaskData, module_for
 
 
 def test_labels_have_the_same_names_everywhere() -> None:
@@ -202,3 +203,45 @@ def test_a_last_public_batch_of_one_is_no_matter_to_other_models() -> None:
     helpers.federate(helpers.Toy(), data, [FedDF(batch_size=8, steps=4)], max_rounds=1)
     still = FedDF(batch_size=8, steps=4, update_statistics=False)
     helpers.federate(helpers.NormNet(), data, [still], max_rounds=1)
+
+
+@pytest.mark.parametrize("task", ["regression", "multi-label"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        *(DSFL(), FedDF(), FedBE(), FCCL(head="head"), FCCLPlus(head="head"), FedET(), pFedHR(), pFedKnow(head="head")),
+        FedMD(transfer_epochs=0, digest_loss="kl"),
+        FjORD(head="head"),
+    ],
+    ids=lambda method: method.key,
+)
+def test_a_softmax_is_refused_where_a_sample_has_no_class(method: FederatedCallback, task: Task) -> None:
+    with pytest.raises(ValueError, match=f"{method.key}.*a sample has targets"):
+        helpers.federate(module_for(task), TaskData(task), [method])
+
+
+@pytest.mark.parametrize("task", ["regression", "multi-label"])
+@pytest.mark.parametrize(
+    "method",
+    [FedMD(transfer_epochs=0), FedDF(steps=0), FedBE(epochs=0), FedET(steps=0), DSFL(distil_epochs=0)],
+    ids=lambda method: method.key,
+)
+def test_what_compares_no_softmax_is_not(method: FederatedCallback, task: Task) -> None:
+    helpers.federate(module_for(task), TaskData(task), [method], max_rounds=1)
+
+
+class Imputes(ToyModule):
+    """Has an answer for inputs that are missing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.nan_to_num())
+
+
+@pytest.mark.parametrize("labels", [False, True])
+def test_public_inputs_that_are_not_finite_are_named(tmp_path: Path, labels: bool) -> None:
+    """It was blamed on the learning rate, after a round."""
+    x = X.clone()
+    x[7, 2] = float("nan")
+    with pytest.raises(ValueError, match=r"Method compares .* inputs of public sample 7 hold NaN or infinite"):
+        fit(tmp_path / "a", Data(TensorDataset(x, Y)), labels=labels)
+    fit(tmp_path / "b", Data(TensorDataset(x, Y)), Imputes(), labels=labels)

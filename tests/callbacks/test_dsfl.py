@@ -8,15 +8,14 @@ from itertools import pairwise
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
 
 from fedlightning.callbacks import DSFL, FedAdam, FedMD, FedPer, FedProx, GlobalCheckpoint, Local, LocalCheckpoint
 from fedlightning.callbacks.dsfl import sharpened
 from fedlightning.federation.failures import FederationError
 from fedlightning.tensors import module_state
-from tests.callbacks.public import PublicToyData, own_models, public_data, resumed, two_models
+from tests.callbacks.public import own_models, public_data, resumed, two_models
 from tests.conformance.case import Case, Kept
-from tests.helpers import CLASSES, FEATURES, NormNet, Toy, close, differs, federate, same, spied, toy_data
+from tests.helpers import CLASSES, NormNet, Toy, close, differs, federate, same, spied, toy_data
 
 CASES = {
     "DSFL": Case(
@@ -164,13 +163,10 @@ def test_clients_that_fail_are_left_out_and_a_round_of_them_ends_in_a_sentence(c
     _, spy = spied(Toy("sgd"), data, [callback], max_rounds=2, on_client_error="skip")
     targets = [m.extras[callback.key] for m in spy.messages if m.tag in ("distil", "digest")]
     assert targets and all(torch.isfinite(value).all() for extras in targets for value in extras.values())
+    alone = public_data((24,))
+    alone.tensors["0"]["train"][0][:] = float("nan")
     with pytest.raises(FederationError, match=r"Round 1: .*client '0' failed"):
-        federate(Toy("sgd"), Broken(toy_data((24,)).tensors), [callback], max_rounds=2, on_client_error="skip")
-
-
-class Broken(PublicToyData):
-    def public_dataloader(self):
-        return DataLoader(TensorDataset(torch.full((9, FEATURES), float("nan")), torch.zeros(9).long()), 4)
+        federate(Toy("sgd"), alone, [callback], max_rounds=2, on_client_error="skip")
 
 
 def start():

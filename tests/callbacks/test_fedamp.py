@@ -168,7 +168,7 @@ def test_settings_that_do_nothing_or_too_much_are_told(callback, sentence):
 @pytest.mark.parametrize("callback", [FedAMP(), HeurFedAMP(), FedAMP(sigma=1.0), HeurFedAMP(sigma=0.0)])
 def test_settings_that_work_are_not_warned_of(callback, recwarn):
     federate(Toy("sgd"), toy_data(), [callback], max_rounds=2)
-    assert not [w for w in recwarn if "FedAMP" in str(w.message)]
+    assert not [w for w in recwarn if "FedAMP" in str(w.message) and "is for clients" not in str(w.message)]
 
 
 def test_groups_far_apart_exchange_no_weight():
@@ -332,3 +332,9 @@ def test_server_steps_are_refused(other):
 def test_senseless_settings_are_refused(kind, options):
     with pytest.raises(ValueError, match=f"{kind.__name__} got {next(iter(options))}="):
         kind(**options)
+
+
+@pytest.mark.parametrize("callback", [FedAMP(), HeurFedAMP()])
+def test_what_it_is_for_is_said(callback):
+    with pytest.warns(UserWarning, match=f"{callback.key} is for clients some of whom have data alike"):
+        federate(Toy("sgd"), toy_data(), [callback], max_rounds=1)

@@ -104,9 +104,9 @@ def test_only_the_body_travels():
 
 
 def test_fine_tuning_by_hand():
-    """Of the whole network from (u, v^0), at a hundredth of the learning rate; the global model stays."""
+    """Of the whole network from (u, v^0), at a share of the learning rate; the global model stays."""
     module, data = Toy("momentum"), toy_data(SIZES)
-    trainer = federate(module, data, [FedBABU(epochs=3)], max_rounds=2)
+    trainer = federate(module, data, [FedBABU(epochs=3, lr_factor=0.01)], max_rounds=2)
     plain = federate(module, data, [FedBABU(epochs=0)], max_rounds=2)
     same(global_state(trainer), global_state(plain))
     model = copy.deepcopy(module)

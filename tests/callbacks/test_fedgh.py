@@ -29,6 +29,7 @@ CASES = {
 }
 KEPT = {"FedGH": Kept("FedGH", options={"head": "net.3"})}
 HEAD = ("net.3.weight", "net.3.bias")
+AUTHORS = {"server_batch_size": 1, "server_epochs": 1, "shuffle": False}
 
 
 class Wide(Deep):
@@ -99,9 +100,15 @@ def by_hand(modules, data, visits, lr, server_lr, momentum=0.0, decay=0.0, size=
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"server_batch_size": 2, "server_epochs": 2, "server_momentum": 0.9, "server_weight_decay": 0.01},
-        {"means": "batches"},
+        AUTHORS,
+        {
+            "shuffle": False,
+            "server_batch_size": 2,
+            "server_epochs": 2,
+            "server_momentum": 0.9,
+            "server_weight_decay": 0.01,
+        },
+        {**AUTHORS, "means": "batches"},
     ],
     ids=["authors", "mini-batches", "means of batches"],
 )
@@ -140,7 +147,7 @@ def test_a_small_last_batch_counts_more_in_means_of_batches():
 
 def test_one_step_on_one_pair_is_a_step_of_softmax_regression():
     """(c), and (d): the row of a class that no client has moves through the softmax alone."""
-    trainer, spy = spied(Toy(), class_data({"0": [1]}), [FedGH(server_lr=0.7)], max_rounds=1)
+    trainer, spy = spied(Toy(), class_data({"0": [1]}), [FedGH(**AUTHORS, server_lr=0.7)], max_rounds=1)
     z = spy.updates[0].extras["FedGH"]["prototypes"][0]
     w, b = (spy.messages[0].state[name] for name in HEAD)
     p = (w @ z + b).softmax(0)
@@ -246,7 +253,7 @@ def test_one_logit_is_two_classes():
         def score(self, batch, split):
             pass
 
-    trainer, spy = spied(OneLogit(), class_data({"0": [0, 1]}), [FedGH(server_lr=0.5)], max_rounds=1)
+    trainer, spy = spied(OneLogit(), class_data({"0": [0, 1]}), [FedGH(**AUTHORS, server_lr=0.5)], max_rounds=1)
     z, labels = (spy.updates[0].extras["FedGH"][part] for part in ("prototypes", "classes"))
     w, b = spy.messages[0].state["net.2.weight"], spy.messages[0].state["net.2.bias"]
     for row, label in zip(z, labels, strict=True):
@@ -263,6 +270,33 @@ def test_labels_to_ignore_are_in_no_mean():
         FedGH(means=means).on_send(SimpleNamespace(steps=1, feature_pass=lambda taps: [((z, y), {"z": z})]), update)
         assert update.extras["FedGH"]["classes"].tolist() == [1]
         torch.testing.assert_close(update.extras["FedGH"]["prototypes"][0], (z[0] + z[2]) / 2)
+
+
+def test_a_round_trains_the_header_well():
+    """One pass at 0.01 hardly moved it, and a client deploys its extractor under it."""
+    gained = []
+    for method in (FedGH(), FedGH(**AUTHORS, server_lr=0.01)):
+        trainer, spy = spied(Toy(), class_data({"0": [0, 1], "1": [1, 2], "2": [0, 2]}), [method], max_rounds=1)
+        sent = [update.extras["FedGH"] for update in spy.updates]
+        z, labels = (torch.cat([one[part] for one in sent]) for part in ("prototypes", "classes"))
+        losses = [
+            float(F.cross_entropy(z @ state[HEAD[0]].T + state[HEAD[1]], labels.long()))
+            for state in (spy.messages[0].state, trainer.server.model)
+        ]
+        gained.append(losses[0] - losses[1])
+    assert gained[0] > 3 * gained[1] > 0
+
+
+def test_a_header_with_batch_normalisation_trains_without_a_last_pair_of_its_own():
+    class NormHead(Toy):
+        def make(self, hidden, dropout):
+            head = nn.Sequential(nn.BatchNorm1d(hidden), nn.Linear(hidden, CLASSES))
+            return nn.Sequential(nn.Linear(FEATURES, hidden), nn.Tanh(), head)
+
+    data = class_data({"0": [0, 1], "1": [1, 2], "2": [0]})
+    method = FedGH(head="net.2", server_batch_size=4)
+    federate(NormHead(), data, [method], max_rounds=2)
+    federate(NormHead(), class_data({"0": [0]}), [method], max_rounds=2)
 
 
 def test_a_frozen_header_stays():
@@ -303,7 +337,7 @@ def test_headers_that_cannot_be_trained_on_rows_are_refused():
     with pytest.raises(
         ValueError, match=r"`net.head` of Skips at the server on 1 representations .* larger server_batch"
     ):
-        federate(Skips(), toy_data(), [FedGH(head="net.head")])
+        federate(Skips(), toy_data(), [FedGH(head="net.head", server_batch_size=1)])
     federate(Skips(), toy_data(), [FedGH(head="net.head", server_batch_size=3)], max_rounds=1)
     with pytest.raises(ValueError, match=r"`net` of Toy and nothing else, but it is the whole model"):
         federate(Toy(), toy_data(), [FedGH(head="net")])

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from fedlightning.callbacks import SCAFFOLD, FedAdam, FedAvg, FedKD, FedProx, Local
 from fedlightning.callbacks.fedkd import factors, product
 from fedlightning.tensors import module_state
+from fedlightning.wrappers.pair import Side
 from tests.callbacks.common import SIZES, batches, deployed
 from tests.callbacks.test_fml import OTHER, PREFIX, mixed, seeded, shared_state, small
 from tests.conformance.case import Case, Kept
@@ -21,7 +22,8 @@ from tests.helpers import CLASSES, FEATURES, Toy, close, federate, global_state,
 CASES = {
     "FedKD": Case(FedKD(OTHER, head="head"), neutral=FedKD(strength=0.0)),
     "FedKD whole": Case(
-        FedKD(OTHER, head="head", detach=True, energy_start=1.0, energy_end=1.0), neutral=FedKD(strength=0.0)
+        FedKD(OTHER, head="head", strength=1.0, detach=False, energy_start=1.0, energy_end=1.0),
+        neutral=FedKD(strength=0.0),
     ),
 }
 KEPT = {
@@ -46,7 +48,7 @@ def compressed(change, energy):
     return torch.tensor((u[:, :keep] * s[:keep]) @ v[:keep], dtype=torch.float32), keep
 
 
-def by_hand(privates, maps, student, data, visits, energies, detach, hidden=True):
+def by_hand(privates, maps, student, data, visits, energies, detach, strength, hidden=True):
     """Teacher, student and map of representations of every client, written from the paper."""
     kept = []
     for number, (clients, energy) in enumerate(zip(visits, energies, strict=True)):
@@ -73,7 +75,7 @@ def by_hand(privates, maps, student, data, visits, energies, detach, hidden=True
                 if hidden:
                     mapped = reps[1] @ maps[client].T
                     near = [(reps[0] - stop(mapped)).square().mean(), (stop(reps[0]) - mapped).square().mean()]
-                total = task[0] + (kl(q, z) + near[0]) / scale + task[1] + (kl(z, q) + near[1]) / scale
+                total = task[0] + task[1] + strength * (kl(q, z) + near[0] + kl(z, q) + near[1]) / scale
                 for stepper in steppers:
                     stepper.zero_grad()
                 total.backward()
@@ -97,7 +99,8 @@ def by_hand(privates, maps, student, data, visits, energies, detach, hidden=True
 @pytest.mark.parametrize("detach", [False, True])
 def test_three_rounds_by_hand_with_two_architectures_and_absent_clients(detach):
     data, module, student = toy_data(SIZES), mixed(), wide()
-    method = FedKD(student, detach=detach, energy_start=0.8, energy_end=0.95)
+    strength = 0.3 if detach else 1.0
+    method = FedKD(student, strength=strength, detach=detach, energy_start=0.8, energy_end=0.95)
     options = {"max_rounds": 3, "local_epochs": 2, "participation": 2}
     trainer, spy = spied(module, data, [method], **options)
     visits = [sorted(spy.of_round(number)) for number in range(3)]
@@ -109,11 +112,23 @@ def test_three_rounds_by_hand_with_two_architectures_and_absent_clients(detach):
         built = trainer.server.blueprint.build("server", name)
         maps[client] = nn.Parameter(built.get_submodule("shared_projection").weight.detach().clone())
     energies = [0.8, 0.85, 0.9]
-    privates, student, kept = by_hand(start, maps, copy.deepcopy(student), data, visits, energies, detach)
+    privates, student, kept = by_hand(start, maps, copy.deepcopy(student), data, visits, energies, detach, strength)
     assert any(kept)  # something did travel as factors
     for client in SIZES:
         close(deployed(trainer, client), module_state(privates[client]), atol=1e-5)
     close(module_state(trainer.module()), module_state(student), atol=1e-5)
+
+
+def test_the_gradient_of_the_task_keeps_its_sign_when_losses_are_small():
+    """With a gradient through the denominator the step goes uphill on the task: the authors' form."""
+    slopes = []
+    for method in (FedKD(), FedKD(strength=1.0, detach=False)):
+        losses = torch.full((2,), 0.01, requires_grad=True)
+        logits = torch.tensor([[[2.0, -1.0]], [[-1.0, 2.0]]])
+        own, shared = (Side(loss, z, torch.zeros(1, 3)) for loss, z in zip(losses, logits, strict=True))
+        method.joint_loss()(own, shared, None).backward()
+        slopes.append(losses.grad)
+    assert (slopes[0] > 0).all() and (slopes[1] < 0).all()
 
 
 def test_without_distillation_and_compression_it_is_fedavg_beside_local_training():
@@ -228,3 +243,8 @@ def test_wrong_use_is_refused():
     with pytest.raises(ValueError, match=r"`net.1` of ConvHead is a Conv1d.*hidden=False"):
         federate(ConvHead(), data, [FedKD(small())])
     federate(ConvHead(), data, [FedKD(small(), hidden=False)], max_rounds=1)
+
+
+def test_that_private_models_may_stay_behind_is_said():
+    with pytest.warns(UserWarning, match=r"FedKD\(strength=0.3\) draws each private model .* Compare it with Local"):
+        federate(Toy(), toy_data(SIZES), [FedKD(small())], max_rounds=1)

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import functional as F
 
-from fedlightning.callbacks import FedAdam, FedAvg, FedMultimodal, FedProx
+from fedlightning.callbacks import SCAFFOLD, FedAdam, FedAvg, FedMultimodal, FedProx, Harmony
 from fedlightning.tensors import module_state
 from tests.conformance.case import Case, Kept
 from tests.helpers import Toy, close, federate, global_state, mean_of, same, spied, toy_data
@@ -160,3 +160,34 @@ def test_both_halves_are_better_than_each_alone_and_a_client_without_one_does_no
     assert both > max(upper, lower) + 0.05
     lacking, _ = accuracy(["upper", "lower"], tmp_path / "lacking", {"upper": 1, "upper+lower": 3})
     assert lacking > max(upper, lower)
+
+
+def one_sample_with_one_modality():
+    """Every client has all modalities, and some of its samples A alone."""
+    data = senses(2, batch_size=8)
+    data.setup()
+    for client in data.client_ids:
+        few = torch.from_numpy(data.indices(client))[::3]
+        for name in "DR":
+            data._splits["train"].dataset.inputs[name][few] = float("nan")
+    return data
+
+
+@pytest.mark.parametrize("method", [FedMultimodal(), Harmony(stage1=1)], ids=["FedMultimodal", "Harmony"])
+def test_samples_with_one_modality_are_judged_by_the_data(method):
+    """The check takes a modality away; a sample of the first batch that then has none says nothing of the data."""
+    module = network(unimodal_heads=True)
+    trainer = federate(module, one_sample_with_one_modality(), [method], max_rounds=2)
+    assert not trainer.summary.get("failures")
+    with pytest.raises(ValueError, match=r"without 'A' Blind gives 'encoders\.A\.weight' a gradient"):
+        federate(Blind(zeros=True), one_sample_with_one_modality(), [FedMultimodal()])
+
+
+def test_control_variates_of_all_clients_are_refused_beside_encoders_of_some():
+    callbacks = [FedMultimodal(weighting="uniform"), SCAFFOLD()]
+    with pytest.raises(
+        ValueError, match=r"FedMultimodal averages an encoder over the clients that have .* and SCAFFOLD "
+    ):
+        federate(network(), senses(3), callbacks)
+    both = [FedMultimodal(weighting="uniform", holders_only=False), SCAFFOLD()]
+    federate(network(), senses(3), both, max_rounds=1, local_steps=1)

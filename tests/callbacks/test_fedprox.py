@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fedlightning.callbacks import FedPer, FedProx
+from fedlightning.callbacks import DSGD, FLIU, L2GD, FedPer, FedProx
 from fedlightning.tensors import distance, module_state
 from tests.callbacks.common import MAKES, batches, descend
 from tests.conformance.case import Case, Kept
@@ -44,6 +44,34 @@ def test_one_local_step_is_fedavg_at_any_strength(optimizer):
     module, data = Toy(optimizer), toy_data()
     plain = global_state(federate(module, data, local_steps=1, max_rounds=3))
     same(plain, global_state(federate(module, data, [FedProx(mu=10.0)], local_steps=1, max_rounds=3)))
+
+
+@pytest.mark.parametrize(
+    ("others", "options"),
+    [
+        ([], {"local_steps": 1}),
+        ([DSGD()], {"local_steps": 1}),
+        ([], {"local_epochs": 1, "accumulate_grad_batches": 5}),
+    ],
+)
+def test_it_says_that_it_does_nothing_in_one_step(others, options):
+    with pytest.warns(UserWarning, match=r"FedProx\(mu=0.1\) does nothing here: a visit is one step"):
+        federate(Toy(), toy_data(), [FedProx(), *others], max_rounds=1, **options)
+
+
+@pytest.mark.filterwarnings("error:FedProx")
+@pytest.mark.parametrize(
+    ("others", "options"),
+    [
+        ([], {"local_steps": 2}),
+        ([], {"local_epochs": 1}),
+        ([L2GD(lam=0.1)], {"local_steps": 1}),
+        ([FLIU()], {"local_steps": 1}),
+        ([FedPer()], {"local_epochs": 2}),
+    ],
+)
+def test_it_says_nothing_where_it_pulls(others, options):
+    federate(Toy(), toy_data(), [FedProx(), *others], max_rounds=1, **options)
 
 
 def test_two_local_steps_are_not():

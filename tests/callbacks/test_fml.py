@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from fedlightning.callbacks import (
     LocalCheckpoint,
 )
 from fedlightning.callbacks.fml import MutualLoss
-from fedlightning.callbacks.shared.mutual import other_task
+from fedlightning.callbacks.shared.representations import other_task
 from fedlightning.models import ClientModels
 from fedlightning.tensors import module_state
 from fedlightning.testing.toys import ToyModule
@@ -259,6 +260,18 @@ def test_the_private_step_does_not_see_the_shared_parameters():
     alone = small("sgd")
     alone.training_step(batch, 0).backward()
     close(found, {name: p.grad for name, p in alone.named_parameters()})
+
+
+def test_shorter_steps_of_the_private_model_under_sgd_are_said():
+    with pytest.warns(
+        UserWarning, match=r"FML\(alpha=0.25\) leaves the private model 0.25 .* 4 times the learning rate"
+    ):
+        federate(Toy("sgd"), toy_data(SIZES), [FML(small("sgd"), alpha=0.25)], max_rounds=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for optimizer, alpha in (("adam", 0.5), ("sgd", 1.0)):
+            federate(Toy(optimizer), toy_data(SIZES), [FML(small(optimizer), alpha=alpha)], max_rounds=1)
+    assert not any("leaves the private model" in str(one.message) for one in caught)
 
 
 def test_wrong_use_is_refused():

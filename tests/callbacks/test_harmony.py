@@ -22,7 +22,8 @@ SENSORS = {"A": 1, "A+D": 2, "A+D+R": 1}
 
 def two_stages(module=None, data=None, **options):
     module = module or network(unimodal_heads=True)
-    arguments = {"max_rounds": 4} | {k: options.pop(k) for k in ("max_rounds", "participation") if k in options}
+    given = ("max_rounds", "participation", "local_loop")
+    arguments = {"max_rounds": 4} | {k: options.pop(k) for k in given if k in options}
     data = data or senses(4, sensors=SENSORS)
     trainer, spy = spied(module, data, [Harmony(**{"stage1": 2, **options})], **arguments)
     return module, trainer, spy
@@ -176,3 +177,33 @@ def test_the_bias_of_small_weights_and_of_none(scale):
     assert float(bias({"w": w}, {"w": turned}, ["w"])) == pytest.approx(1.0, abs=1e-12)
     assert float(bias({"w": w}, {"w": -w}, ["w"])) == pytest.approx(2.0, abs=1e-12)
     assert float(bias({"w": gone}, {"w": w}, ["w"])) == float(bias({"w": w}, {"w": gone}, ["w"])) == 0.0
+
+
+def rare(of: str = "D", kept: int = 1, client: str = "1"):
+    """Data in which only `kept` samples of a client have a modality."""
+    data = senses(4, sensors=SENSORS, batch_size=4)
+    data.setup()
+    held = torch.from_numpy(data.indices(client))
+    data._splits["train"].dataset.inputs[of][held[kept:]] = float("nan")
+    return data
+
+
+@pytest.mark.parametrize("loop", ["fast", "trainer"])
+def test_a_batch_without_a_sample_of_the_modality_is_passed_over_and_counted(loop):
+    module = network(unimodal_heads=True, norm=False)
+    with pytest.warns(
+        UserWarning, match="Harmony passes over batches of client '1' in which no sample has the modality"
+    ):
+        _, trainer, spy = two_stages(module, rare(), max_rounds=3, stage1=2, local_loop=loop)
+    assert not trainer.summary.get("failures")
+    sent = spy.of_round(0)["1"]
+    assert differs(of_encoder("D", sent.state), of_encoder("D", module_state(module)))
+    batches = -(-len(rare().indices("1")) // 4)
+    assert trainer.store.get("1").state["Harmony"]["passed_over"] >= 2 * (batches - 3)
+    assert sent.steps < 2 * batches  # of A and D
+
+
+def test_both_loops_pass_over_the_same_batches():
+    module = network(unimodal_heads=True)
+    ends = [two_stages(module, rare(), max_rounds=2, stage1=2, local_loop=loop)[1] for loop in ("fast", "trainer")]
+    same(*map(global_state, ends))

@@ -64,6 +64,21 @@ def test_pruned_weights_stay_zero_and_nobodys_elements_stay(make, others):
     close({"b": end["net.0.bias"]}, {"b": mean["net.0.bias"]}, atol=1e-7)
 
 
+@pytest.mark.parametrize("make", [lambda: Toy("adam"), lambda: NormNet("momentum"), lambda: Toy("adamw")])
+def test_pruned_weights_stay_zero_although_an_optimizer_goes_on(make):
+    """What is pruned changes from round to round, and momentum of the round before would move it."""
+    method = pFedKnow(prune=0.5, **SURE)
+    _, spy = spied(make(), toy_data(), [method], max_rounds=3, local_epochs=2, optimizer_state="keep")
+    sent = {(message.round, message.client): message.state for message in spy.messages}
+    changed = 0
+    for update in spy.updates:
+        for name in ("net.0.weight", "net.3.weight"):
+            pruned = sent[update.round, update.client][name] == 0
+            assert not bool(update.state[name][pruned].any())
+            changed += update.round > 0 and not torch.equal(pruned, sent[0, update.client][name] == 0)
+    assert changed
+
+
 def test_labels_of_clients_do_not_matter_and_those_of_the_server_do():
     module, ends = Toy(), []
     for turned in ((), ("1", "2"), ("0",)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +23,8 @@ from fedlightning.callbacks import (
     FedSGD,
     FedSoft,
     FeSEM,
+    HeurFedAMP,
+    HeurpFedLA,
     Local,
     LocalCheckpoint,
     pFedLA,
@@ -53,3 +56,15 @@ def test_parts_of_models_are_refused_where_whole_ones_are_compared(tmp_path, met
 @pytest.mark.parametrize("method", [FedAvg, FedALA, CFL, FeSEM])
 def test_parts_of_models_go_into_means(tmp_path, method):
     make_trainer(tmp_path, [method(), FedLP()]).fit(Toy(), datamodule=toy_data())
+
+
+@pytest.mark.parametrize(
+    "method", [FedAMP(), HeurFedAMP(), FedFomo(), pFedLA(), HeurpFedLA(), FedSoft()], ids=lambda m: m.key
+)
+def test_a_weighting_that_does_nothing_is_said(method):
+    with pytest.warns(UserWarning, match=rf"FedAvg's weighting='uniform' does nothing: {method.key} combines"):
+        federate(Toy(), toy_data(), [method, FedAvg(weighting="uniform")], max_rounds=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        federate(Toy(), toy_data(), [method, FedAvg(weighting=None)], max_rounds=1)
+    assert not any("does nothing" in str(one.message) for one in caught)

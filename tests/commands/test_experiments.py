@@ -14,7 +14,9 @@ import pytest
 
 from fedlightning.cli import main
 from fedlightning.commands.compare import default_out
+from fedlightning.study.runs import load_study
 from tests.experiments.tiny import small
+from tests.study.folders import write_study
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,6 +75,16 @@ def test_a_report_of_single_runs_needs_a_place(capsys):
     (run / "summary.json").write_text(json.dumps({"results": [], "seed": 0, "num_samples": {}}))
     assert main(["report", str(run)]) == 2
     assert "--out is missing" in capsys.readouterr().err
+
+
+def test_a_folder_of_runs_is_a_study_and_the_place_of_its_report(tmp_path, capsys):
+    """As `examples/quickstart.py` leaves it: a folder for each method."""
+    home = Path("runs/quickstart")
+    write_study(home, {"fedavg": ["FedAvg"], "local": ["Local"]}, seeds=[0])
+    assert main(["report", str(home)]) == 0
+    assert (home / "report.html").exists()
+    assert [run.name for run in load_study([home])] == ["fedavg", "local"]
+    assert [run.name for run in load_study([home / "local"])] == ["local"]
 
 
 def test_the_folder_of_a_compare_follows_from_its_methods():

@@ -109,7 +109,7 @@ def test_a_site_knows_its_clients_before_flower_is_asked(tmp_path, monkeypatch):
     (tmp_path / "processed.cleveland.data").write_text("\n".join([ROW + ",0", ROW + ",1"] * 20))
     told = []
     monkeypatch.setattr("fedlightning.commands.site.programs.prepare", lambda home: None)
-    monkeypatch.setattr("fedlightning.commands.site.take_part", lambda site, *_: told.append(site.diary.status.clients))
+    monkeypatch.setattr("fedlightning.commands.site.take_part", lambda site, *_: told.append(site.log.status.clients))
     words = ["site", "--config", "configs/sites/run.yaml", "--config", "configs/sites/data.yaml", "--superlink=x:1"]
     assert main([*words, "--name=a", "--insecure=true", f"--folder={tmp_path}", f"--data.root={tmp_path}"]) == 0
     assert told == [["cleveland"]]

@@ -1,3 +1,5 @@
+import warnings
+
 import lightning.pytorch as pl
 import numpy as np
 import pytest
@@ -123,14 +125,21 @@ def test_unshuffled_loaders_stay_unshuffled():
 
 
 def test_validation_and_test_are_cut_from_each_client():
-    data = ready(TrainOnly(lambda: DataLoader(tensors(), batch_size=5, shuffle=True)), IIDPartitioner(4), seed=3)
+    with pytest.warns(UserWarning, match=r"TrainOnly has no test data: 20% .* are cut off for testing"):
+        data = ready(TrainOnly(lambda: DataLoader(tensors(), batch_size=5, shuffle=True)), IIDPartitioner(4), seed=3)
     for client in data.client_ids:
         sizes = [data.num_samples(client, split) for split in ("train", "val", "test")]
         assert sizes == [32, 8, 10]  # 50: a fifth for testing, then a fifth of 40 for validation
         assert data.class_counts(client, "val") == [2, 2, 2, 2]  # stratified
         parts = [samples(data, client, split) for split in ("train", "val", "test")]
         assert len(set.union(*parts)) == 50
-    other = ready(TrainOnly(lambda: DataLoader(tensors(), batch_size=5)), IIDPartitioner(4), test_fraction=0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        asked = ready(
+            TrainOnly(lambda: DataLoader(tensors(), batch_size=5)), IIDPartitioner(4), test_fraction=0.2, seed=3
+        )
+        other = ready(TrainOnly(lambda: DataLoader(tensors(), batch_size=5)), IIDPartitioner(4), test_fraction=0.0)
+    assert samples(asked, "0", "test") == samples(data, "0", "test")
     assert other.client_dataloader("0", "test") is None and other.num_samples("0") == 40
     no_val = ready(TrainOnly(lambda: DataLoader(tensors())), IIDPartitioner(4), val_fraction=0.0, test_fraction=0.0)
     assert no_val.pooled_dataloader("val") is None and no_val.val_dataloader() == []

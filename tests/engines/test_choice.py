@@ -9,6 +9,7 @@ from fedlightning import FederatedTrainer
 from fedlightning.callbacks import MOON, FedAvg
 from fedlightning.engines import choice
 from fedlightning.engines.sequential import SequentialEngine
+from fedlightning.engines.stacked import vectorizable
 from fedlightning.engines.vectorized import VectorizedEngine
 from tests.helpers import Toy, federate, global_state, make_trainer, same, toy_data
 
@@ -18,9 +19,12 @@ def fit(engine="auto", callback=None, root=None, **options):
     return federate(Toy(), toy_data((16,) * 5), [callback or FedAvg()], root, engine=engine, **options)
 
 
-def test_small_models_are_stacked():
+def test_small_models_are_stacked(monkeypatch):
+    tried, once = [], vectorizable._try_step
+    monkeypatch.setattr(vectorizable, "_try_step", lambda *args: tried.append(args) or once(*args))
     found = fit()
     assert type(found.federation.engine) is VectorizedEngine
+    assert len(tried) == 1, "what was found as the engine was chosen holds in the rehearsal and in the rounds"
     same(global_state(found), global_state(fit("vectorized")))
 
 

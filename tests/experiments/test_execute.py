@@ -62,6 +62,15 @@ def test_a_failure_does_not_stop_the_others(study):
     assert "Results on test data" in (out / "runs/good/seed_3/log.txt").read_text()
 
 
+def test_what_a_dry_run_refuses_is_said_before_the_first_run(tmp_path, capsys):
+    small(tmp_path / "good.yaml", "GlobalCheckpoint")
+    small(tmp_path / "wrong.yaml", model=f"{HERE}.Wrong")
+    assert main(["compare", "good.yaml", "wrong.yaml", "--seeds=2", "--out=out", *COMMON]) == 2
+    said = capsys.readouterr().err
+    assert "wrong (wrong.yaml): Wrong.training_step fails" in said and "no such column" in said
+    assert not (tmp_path / "out").exists()
+
+
 def test_seeds_and_what_varies_reach_the_runs(study):
     out, _ = study
     summaries = {}

@@ -9,11 +9,11 @@ import pytest
 from fedlightning.commands.study import parse_seeds, split_words
 from fedlightning.config.errors import InputError
 from fedlightning.experiments.baselines import AUTO, algorithms_of, baseline_config, missing_baselines
-from fedlightning.experiments.children import Outcome
+from fedlightning.experiments.children import Outcome, call
 from fedlightning.experiments.methods import Method, differences, labels, split_label
 from fedlightning.experiments.plan import make_plan
 from fedlightning.experiments.study_file import StudyFile
-from tests.experiments.tiny import CALLBACKS, HERE, request, small
+from tests.experiments.tiny import CALLBACKS, HERE, is_the_same_library, request, small
 
 
 @pytest.fixture(autouse=True)
@@ -263,3 +263,8 @@ def test_a_run_that_the_study_does_not_know_is_not_touched(tmp_path):
     (tmp_path / "runs/m/seed_0/metrics.csv").write_text("round\n")
     with pytest.raises(InputError, match=r"holds a run that study.json does not know. Choose another --out"):
         StudyFile(tmp_path).plan([method()], [0], VARY, None)
+
+
+def test_plans_read_modules_of_pytorch_lightning_as_runs_do():
+    pytest.importorskip("pytorch_lightning.core.module")
+    assert call(is_the_same_library)

@@ -27,12 +27,17 @@ CALLBACKS = "fedlightning.callbacks"
 
 
 class Kill(Callback):
-    """The process gets SIGKILL at the beginning of the visit number ``visit`` that this file has counted."""
+    """The process gets SIGKILL at the beginning of the visit number ``visit`` that this file has counted.
+
+    Visits of a dry run, which writes nothing, are not counted.
+    """
 
     def __init__(self, counter: str, visit: int) -> None:
         self.counter, self.visit = counter, visit
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.log_dir is None:
+            return
         with Path(self.counter).open("a") as file:
             file.write("x")
         if Path(self.counter).stat().st_size == self.visit:
@@ -40,8 +45,19 @@ class Kill(Callback):
 
 
 class Crash(Classifier):
+    """Fails in a run, and not in a dry run, which writes nothing."""
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        raise KeyError("boom")
+        if self.trainer.log_dir is not None:
+            raise KeyError("boom")
+        return super().training_step(batch, batch_idx)
+
+
+class Wrong(Classifier):
+    """Fails at once."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise KeyError("no such column")
 
 
 def surroundings() -> dict[str, Any]:
@@ -57,6 +73,13 @@ def surroundings() -> dict[str, Any]:
         "threads of the server": len(os.listdir(f"/proc/{os.getppid()}/task")),
         "cuda": torch.cuda.is_initialized(),
     }
+
+
+def is_the_same_library() -> bool:
+    """Whether code that imports `pytorch_lightning` gets the classes that federations are made of."""
+    import pytorch_lightning
+
+    return pytorch_lightning.LightningModule is LightningModule
 
 
 class MyAlgorithm(FederatedCallback):

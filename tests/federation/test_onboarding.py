@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fedlightning
-from fedlightning.callbacks import FedAMP, FedAvg, FedPer, FedRep, LocalAdaptation
+from fedlightning.callbacks import FML, FedAMP, FedAvg, FedKD, FedKEMF, FedPer, FedRep, FedType, LocalAdaptation
 from fedlightning.cli import main
 from fedlightning.errors import ConfigurationError
 from fedlightning.hooks import FederatedCallback
@@ -268,3 +268,26 @@ def test_every_method_lets_them_join_or_says_why_not(name, tmp_path):
     assert "failures" not in json.loads((trainer.run.path / "onboarding.json").read_text())
     assert same_tree([models, state], [trainer.server.models, trainer.server.state])
     assert set(trainer.store) <= {"site0", "site1", "site2", "pooled"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [FML, FedKD, lambda shared: FedKEMF(shared, steps=0), FedType])
+def test_a_random_private_model_does_not_take_the_place_of_a_trained_shared_one(method, tmp_path):
+    """One epoch trains a private model less than the federation has trained the shared one; many epochs train it more."""
+    torch.manual_seed(5)
+    callback = method(Toy("sgd", lr=0.3, hidden=5))
+    data = toy_data({"a": 60, "b": 60, "c": 60})
+    trainer = federate(Toy("sgd", lr=0.3), data, [callback], root=tmp_path, max_rounds=6, local_epochs=5)
+    new = toy_data({"x": 24, "y": 24}, val=20)
+    new.tensors["y"] = {split: (x, 2 - y) for split, (x, y) in new.tensors["y"].items()}  # unlike all others
+    for epochs in (1, 60):
+        trainer.onboard(new, epochs=epochs, verbose=False)
+        rows = read_rows(trainer.run.path / "onboarding.csv")
+        losses = {
+            (row.client, row.checkpoint): row.value
+            for row in rows
+            if (row.stage, row.split, row.metric) == ("L1", "val", "val_loss")
+        }
+        assert losses["x", "onboarded"] <= losses["x", "latest"] * (1 + 1e-6)
+        assert losses["y", "onboarded"] <= losses["y", "latest"] * (1 + 1e-6)
+    assert losses["y", "onboarded"] < 0.7 * losses["y", "latest"]  # its private model

@@ -75,7 +75,11 @@ RUNS = {
     "fedbn": lambda: (NormNet("adam"), [FedBN()], {"float_buffers": "local"}),
     "local": lambda: (Toy("adam"), [Local()], {}),
     "central": lambda: (Toy("adam"), [Central()], {}),
-    "checkpoints": lambda: (Toy("sgd"), [GlobalCheckpoint(mode="max"), LocalCheckpoint(mode="max"), FedAdam()], {}),
+    "checkpoints": lambda: (
+        Toy("sgd"),
+        [GlobalCheckpoint(mode="max"), LocalCheckpoint(mode="max", smooth=1), FedAdam()],
+        {},
+    ),
 }
 
 

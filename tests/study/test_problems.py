@@ -14,6 +14,8 @@ import fedlightning  # noqa: F401  before lightning
 # isort: split
 from fedlightning.scoring.rows import Row
 from fedlightning.study.export import comparison
+from fedlightning.study.report.context import Context
+from fedlightning.study.report.sections.scores import _defined
 from fedlightning.study.study import Study, ranks, seed_ranks
 from tests.study.folders import METHODS, deployed, write_study
 
@@ -83,13 +85,34 @@ def test_a_score_that_does_not_exist_is_told_from_a_diverged_model(tmp_path):
     assert line["undefined"] == ["c"] and line["per_client"]["c"] is None and line["diverged"] == []
 
 
-def test_without_a_loss_nothing_excuses_a_nan(tmp_path):
+@pytest.mark.parametrize("alone", [True, False])
+def test_without_a_loss_another_error_tells_of_a_model_that_diverged(tmp_path, alone):
+    """A score of one client that does not exist is a gap, unless an error is not finite there or nobody has a score."""
+
     def edit(method, seed, rows, summary):
-        rows = [row for row in rows if not row.metric.endswith("loss")]
+        rows = [row for row in rows if not (alone and row.metric.endswith("loss"))]
+        rows = [replace(row, metric=row.metric.replace("loss", "rmse")) for row in rows]
         return [changed(r, math.nan) if (r.client, method, seed) == ("c", "fliu", 0) else r for r in rows]
 
     study = Study(write_study(tmp_path, edit=edit))
-    assert texts(study, "nan") and row_of(study, "fliu")["mean"] is None
+    line = row_of(study, "fliu")
+    assert bool(texts(study, "nan")) != alone and (line["mean"] is None) != alone
+    assert bool(texts(study, "undefined")) == alone and (line["clients"], line["clients_of"]) == (3, 4)
+
+    def nobody(method, seed, rows, summary):
+        return [changed(r, math.nan) for r in rows if not r.metric.endswith("loss")] if method == "fliu" else None
+
+    assert texts(Study(write_study(tmp_path / "nobody", edit=nobody)), "nan")
+
+
+def test_curves_and_tables_are_over_the_clients_that_have_a_score(tmp_path):
+    def edit(method, seed, rows, summary):
+        return [changed(r, math.nan) if r.client == "c" and r.metric.endswith("accuracy") else r for r in rows]
+
+    study = Study(write_study(tmp_path, edit=edit))
+    assert all(line["mean"] is not None for line in study.curves())
+    notes = _defined(Context(study, {}))
+    assert notes == ["accuracy is not defined on every client's data: its means are over 3 of 4 clients."]
 
 
 def test_a_gap_in_a_curve_is_said(tmp_path):

@@ -158,6 +158,24 @@ def test_checkpoints_side_by_side(study, root):
         assert row[name] == pytest.approx(seed_means(root, "fedavg", **where).mean())
     assert line(table, method="fliu")["best_global"] is None
     assert row["deployed"] == "best_local"
+    gain = seed_means(root, "fedavg", checkpoint="best_local") - seed_means(
+        root, "fedavg", checkpoint="latest", stage="L1"
+    )
+    assert row["selection"] == pytest.approx(gain.mean()) and row["selection_ci95"] == pytest.approx(t_interval(gain))
+    latest = Study(study.runs, checkpoint="latest").checkpoints()
+    assert all(row["selection"] is None for row in latest)
+
+
+def test_a_client_that_has_selected_no_model_deploys_its_latest(tmp_path):
+    def edit(method, seed, rows, summary):
+        return [row for row in rows if row.client != "c" or row.checkpoint != "best_local"]
+
+    study = Study(write_study(tmp_path, {"fliu": METHODS["fliu"]}, seeds=[0], edit=edit))
+    (score,) = study.deployed("fliu").values()
+    own = deployed(tmp_path, "fliu", 0) | {"c": deployed(tmp_path, "fliu", 0, checkpoint="latest", stage="L1")["c"]}
+    assert score.per_client == pytest.approx(own)
+    assert score.mean == pytest.approx(np.mean(list(own.values())))
+    assert score.weighted_mean == pytest.approx(np.average(list(own.values()), weights=[TEST_SIZES[c] for c in own]))
 
 
 def test_another_checkpoint_rule_moves_every_deployed_number(root, study):

@@ -74,7 +74,7 @@ def test_what_the_client_alone_has_is_not_lost_because_it_was_sent():
 
 def test_extras_that_nobody_declared_and_private_entries_in_them_stay():
     class Leak(FederatedCallback):
-        def __init__(self, key: str = "Leak", spec: str = "state") -> None:
+        def __init__(self, key: str = "Leak", spec: str | Extra = "state") -> None:
             self.where, self.spec = key, spec
 
         def wire(self, module):

@@ -135,5 +135,46 @@ def test_a_module_sees_the_data_module_with_the_clients_loaders(tmp_path, loop):
     trainer.fit(Looks(), Partitioned(data, IIDPartitioner(3), labels=lambda dataset: dataset.tensors[1].numpy()))
     folders = [str(trainer.run.path / "clients" / client) for client in ("0", "1", "2")]
     sizes = [trainer.federation.server.num_samples[client] for client in ("0", "1", "2")]
-    assert Looks.seen == [(size, folder, folder) for size, folder in zip(sizes, folders, strict=True)]
+    visits, run = [(size, folder, folder) for size, folder in zip(sizes, folders, strict=True)], str(trainer.run.path)
+    assert [one for one in Looks.seen if one[1] != run] == visits
+    assert {size for size, folder, _ in Looks.seen if folder == run} == set(sizes)  # while it is scored
     assert data.prepared == 1 and not (trainer.run.path / "clients").exists()
+
+
+class Weighted(Toy):
+    """Weights classes by how often they are in the client's training data, which `setup` counts."""
+
+    stages: tuple = ("fit", "validate", "test")
+
+    def setup(self, stage):
+        if stage in self.stages:
+            labels = torch.cat([batch[1] for batch in self.trainer.datamodule.train_dataloader()])
+            self.weights = 1 / (1 + torch.bincount(labels, minlength=3).float())
+
+    def score(self, batch, split):
+        loss = torch.nn.functional.cross_entropy(self(batch[0]), batch[1], weight=self.weights, reduction="sum")
+        self.log(f"{split}_loss", loss, reduce_fx="sum")
+        self.log(f"{split}_weight", self.weights.sum(), reduce_fx="max")
+
+
+class WeightedInFit(Weighted):
+    stages = ("fit",)
+
+
+@pytest.mark.parametrize("kind", [Weighted, WeightedInFit])
+@pytest.mark.parametrize("loop", ["fast", "trainer"])
+def test_modules_that_read_their_data_in_setup_are_scored_as_they_are_trained(kind, loop):
+    torch.manual_seed(0)
+    data = toy_data([30, 41], shuffle=False)
+    trainer = make_trainer(None, max_rounds=1, evaluate_every=1, local_loop=loop, sanity_check=True)
+    trainer.fit(kind(), data)
+    trainer.test(verbose=False)
+    counts = {client: torch.bincount(data.tensors[client]["train"][1], minlength=3).float() for client in "01"}
+    counts["all"] = counts["0"] + counts["1"]
+    found = [
+        row for row in trainer.rows if row.metric.endswith("_weight") and (row.data == "local" or row.stage == "G")
+    ]
+    assert {row.stage for row in found} == {"G", "L1", "L2"} and {"0", "1", "all"} <= {row.client for row in found}
+    for row in found:
+        assert row.value == pytest.approx(float((1 / (1 + counts[row.client])).sum())), row
+    assert not trainer.server.failures

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fedlightning.engines.sites.meeting import PING, Meeting
+from fedlightning.engines.sites.connections import PING, Connections
 from fedlightning.engines.sites.window import Entry, Window
 
 WITHOUT = "the run goes on without its site until that is back"
@@ -19,11 +19,11 @@ class Absent:
     anything, or is greeted again.
 
     Args:
-        meeting: The sites.
+        connections: The sites.
     """
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
+    def __init__(self, connections: Connections) -> None:
+        self._meeting = connections
         self._since: dict[str, tuple[float, int]] = {}  # by site: when it was too slow, and its answers until then
 
     def mark(self, site: str, now: float) -> None:

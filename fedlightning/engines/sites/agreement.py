@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import fedlightning
 from fedlightning.blueprint.blueprint import Blueprint
-from fedlightning.run.environment import plain
-from fedlightning.run.fingerprint import of_blueprint
+from fedlightning.run.fingerprint import of_blueprint, plain
 from fedlightning.tensors import State
 
 MACHINE = ("accelerator", "devices", "strategy", "num_nodes", "plugins", "profiler", "default_root_dir")

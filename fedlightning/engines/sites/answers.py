@@ -1,4 +1,4 @@
-"""What sites may answer: what is wrong with an answer before the server's door looks at it."""
+"""What sites may answer: what is wrong with an answer before the server checks what it says."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from fedlightning.engines.sites.asked import is_text
-from fedlightning.engines.sites.meeting import SENTENCE
+from fedlightning.engines.sites.connections import SENTENCE
 from fedlightning.engines.sites.status import printable
 from fedlightning.federation.checks import CheckThere
 from fedlightning.federation.deploy import Deployed
 from fedlightning.federation.engine import Task, Visit
-from fedlightning.federation.sanity import Tried, TryStep
+from fedlightning.federation.trial import Tried, TryStep
 from fedlightning.messages import Update
 from fedlightning.scoring.rows import Gap, Row
 from fedlightning.scoring.tasks import ScoreClient, ScoreModel
@@ -25,7 +25,7 @@ NO_NAME = f"its site names metrics by other than at most {METRICS} short texts t
 
 
 def fault(task: Task[Any], answer: Any) -> str | None:
-    """Return what is wrong with an answer before the server's door looks at it; `None` if nothing is."""
+    """Return what is wrong with an answer before the server checks what it says; `None` if nothing is."""
     if isinstance(task, Visit):
         return _fault_of_update(task.evaluate, answer)
     if isinstance(task, ScoreModel | ScoreClient):
@@ -36,12 +36,8 @@ def fault(task: Task[Any], answer: Any) -> str | None:
         if any(row.client not in of or (row.round, row.stage, row.model, row.checkpoint) != asked for row in answer):
             return NOT_ASKED
         return _fault_of_places(task.evaluate, [(row.client, row.data, row.split, row.metric) for row in answer])
-    if isinstance(task, TryStep):
+    if isinstance(task, TryStep | CheckThere):
         return None if isinstance(answer, Tried) else f"its site answers with a {type(answer).__name__}"
-    if isinstance(task, CheckThere):
-        fits = isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], str | None)
-        texts = fits and isinstance(answer[1], list) and all(isinstance(text, str) for text in answer[1])
-        return None if texts else f"its site answers with a {type(answer).__name__}"
     if not isinstance(answer, Deployed) or answer.client != task.client or answer.module is not None:
         return "its site does not say what became of its model"
     return None
@@ -82,13 +78,11 @@ def in_lines(answer: Any) -> Any:
         answer[:] = [
             replace(row, reason=printable(row.reason, SENTENCE)) if isinstance(row, Gap) else row for row in answer
         ]
-    elif isinstance(answer, tuple):
-        refusal, said = answer
-        answer = refusal and printable(refusal, SENTENCE), [printable(text, SENTENCE) for text in said]
     elif isinstance(answer, Deployed):
         answer = replace(answer, reason=answer.reason and printable(answer.reason, SENTENCE))
     elif isinstance(answer, Tried):
-        answer = replace(answer, refusal=answer.refusal and printable(answer.refusal, SENTENCE))
+        said = [printable(text, SENTENCE) for text in answer.said]
+        answer = replace(answer, refusal=answer.refusal and printable(answer.refusal, SENTENCE), said=said)
     return answer
 
 

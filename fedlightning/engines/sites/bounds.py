@@ -32,7 +32,7 @@ from fedlightning.federation.checks import PLAIN, CheckThere
 from fedlightning.federation.deploy import Deploy
 from fedlightning.federation.engine import Visit
 from fedlightning.federation.loops.synchronous import ROUNDS
-from fedlightning.federation.sanity import TryStep
+from fedlightning.federation.trial import TryStep
 from fedlightning.hooks import Change
 from fedlightning.messages import Message, check_extras
 from fedlightning.scoring.rows import UNSEEN

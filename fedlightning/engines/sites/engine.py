@@ -17,9 +17,9 @@ from fedlightning.engines.sites import code
 from fedlightning.engines.sites.absent import WITHOUT, Absent
 from fedlightning.engines.sites.agreement import agreement, digest, state_digest
 from fedlightning.engines.sites.answers import fault, in_lines, is_note, is_version
-from fedlightning.engines.sites.board import Doing, board_of
+from fedlightning.engines.sites.connections import Connections, Reply
 from fedlightning.engines.sites.link import Link
-from fedlightning.engines.sites.meeting import Meeting, Reply
+from fedlightning.engines.sites.server_log import Doing, log_of_server
 from fedlightning.engines.sites.status import printable, stamped
 from fedlightning.engines.sites.store import SiteStore
 from fedlightning.engines.sites.window import BUDGET, Entry, Window
@@ -68,13 +68,13 @@ class SitesEngine(Engine):
         super().__init__(runner, store)
         self.brings_models = export
         self.versions = store
-        self.meeting = Meeting(link, self._hello, self._session, lambda: self.attempts.clock())
-        self.meeting.allow_other_code = allow_other_code
+        self.connections = Connections(link, self._hello, self._session, lambda: self.attempts.clock())
+        self.connections.allow_other_code = allow_other_code
         self._code = code.of_blueprint(runner.blueprint)
-        self.absent = Absent(self.meeting)
-        self.board = board_of(link.expected)
+        self.absent = Absent(self.connections)
+        self.log = log_of_server(link.expected)
         self._wanted = link.expected
-        self._waits_for = ""  # what keeps the run from its beginning, for the board
+        self._waits_for = ""  # what keeps the run from its beginning, for the log
         self._stage = "fit"
         self._public: dict[str, Any] | None = None
         self._left_out: list[str] = []
@@ -85,11 +85,11 @@ class SitesEngine(Engine):
 
     @property
     def sites(self) -> dict[str, str]:
-        return {client: name for name, clients in self.meeting.clients.items() for client in clients}
+        return {client: name for name, clients in self.connections.clients.items() for client in clients}
 
     @property
     def width(self) -> int:
-        return max(len(self.meeting.names), 1)
+        return max(len(self.connections.names), 1)
 
     # -- the run, as sites must know it --------------------------------------------------------------------------------
     def _about(self) -> dict[str, Any]:
@@ -128,10 +128,10 @@ class SitesEngine(Engine):
         self.runner.set_up(stage)  # public data, if there are any
         self._public = public_facts(self.runner.data)
         said = ""
-        while len(self.meeting.names) < self._wanted:
-            if (waits := self.meeting.waits(self._wanted)) != said:
+        while len(self.connections.names) < self._wanted:
+            if (waits := self.connections.waits(self._wanted)) != said:
                 rank_zero_info(stamped(said := waits))
-            self._waits_for = f"waits for sites: {len(self.meeting.names)} of {self._wanted} are here"
+            self._waits_for = f"waits for sites: {len(self.connections.names)} of {self._wanted} are here"
             self._listen()
         self._waits_for = ""
 
@@ -149,10 +149,10 @@ class SitesEngine(Engine):
         if known is None:
             found = self._ask_all(
                 {"do": "describe", "leave_out": []},
-                lambda: {name: told for name, (when, told) in self.meeting.told.items() if when == session},
+                lambda: {name: told for name, (when, told) in self.connections.told.items() if when == session},
             )
             known = self._merge(found)
-            self._merged, self.meeting.relied = (session, known), (session, found)
+            self._merged, self.connections.relied = (session, known), (session, found)
         self.runner.know(known)
         return known
 
@@ -160,7 +160,7 @@ class SitesEngine(Engine):
         own: list[Description] = []
         for name, answer in found.items():
             if not isinstance(answer, Description) or set(answer.sizes) - {
-                *self.meeting.clients[name],
+                *self.connections.clients[name],
                 *self._left_out,
             }:
                 raise ConfigurationError(f"Site '{name}' does not describe its data as a site does.")
@@ -172,25 +172,25 @@ class SitesEngine(Engine):
 
     def _listen(self) -> list[Reply]:
         """Greet who has come, and return replies."""
-        self.meeting.greet()
-        found = self.meeting.receive(POLL)
-        self.board.look(self.meeting, self._doing, self._waits_for)
-        for node in list(self.meeting.refused):
-            why = self.meeting.why(node)
-            self.meeting.tell(NOTICE)
+        self.connections.greet()
+        found = self.connections.receive(POLL)
+        self.log.look(self.connections, self._doing, self._waits_for)
+        for node in list(self.connections.refused):
+            why = self.connections.why(node)
+            self.connections.tell(NOTICE)
             raise ConfigurationError(f"The run does not begin: {why}")
         return found
 
     def _ask_all(self, asked: dict[str, Any], told: Callable[[], Mapping[str, Any]] = dict) -> dict[str, Any]:
         """Ask all sites, and return their answers by name."""
         ended = self.attempts.clock() + PATIENCE
-        self._members = names = self._members or list(self.meeting.names.values())
+        self._members = names = self._members or list(self.connections.names.values())
         answers = {name: answer for name, answer in told().items() if name in names}
         waits: dict[str, str] = {}  # name of the site by that of its reply
         while silent := [name for name in names if name not in answers]:
-            for node, name in self.meeting.names.items():
-                if name in silent and name not in waits.values() and self.meeting.is_ready(node):
-                    waits[self.meeting.send(node, asked)] = name
+            for node, name in self.connections.names.items():
+                if name in silent and name not in waits.values() and self.connections.is_ready(node):
+                    waits[self.connections.send(node, asked)] = name
             for reply in self._listen():
                 name = waits.pop(reply.number, "")
                 if "refused" in reply.content:
@@ -226,7 +226,7 @@ class SitesEngine(Engine):
         source, window, is_over = iter(tasks), self._window, False
         self.close()
         if self.absent.marked:  # they may have answered since, or are here again
-            self.meeting.greet()
+            self.connections.greet()
             self._receive(0.0)
         while True:
             while not is_over and window.has_room(self.width):
@@ -252,11 +252,11 @@ class SitesEngine(Engine):
         return entry
 
     def _hand_out(self) -> None:
-        meeting = self.meeting
-        ready = {node for node in meeting.names if meeting.is_ready(node)}
-        for batch in self._window.due(meeting.where, ready, self.attempts.clock()):
+        connections = self.connections
+        ready = {node for node in connections.names if connections.is_ready(node)}
+        for batch in self._window.due(connections.where, ready, self.attempts.clock()):
             tasks = [self._request(entry) for entry in batch.entries]
-            self._window.sent(meeting.send(batch.node, {"do": "tasks", "tasks": tasks, "budget": BUDGET}), batch)
+            self._window.sent(connections.send(batch.node, {"do": "tasks", "tasks": tasks, "budget": BUDGET}), batch)
 
     def _request(self, entry: Entry) -> dict[str, Any]:
         versions = self.versions
@@ -269,22 +269,22 @@ class SitesEngine(Engine):
         }
 
     def _collect(self) -> None:
-        meeting, window = self.meeting, self._window
-        meeting.greet()
+        connections, window = self.connections, self._window
+        connections.greet()
         self._receive(POLL)
-        meeting.ping(self.absent.nodes)
-        self.board.look(meeting, self._doing)
-        for entry in window.astray(meeting.names):  # the connection is gone: wait for another
+        connections.ping(self.absent.nodes)
+        self.log.look(connections, self._doing)
+        for entry in window.astray(connections.names):  # the connection is gone: wait for another
             self._unsend(entry)
         timeout, now = self.attempts.policy.timeout, self.attempts.clock()
-        for entry in [] if timeout is None else window.late(meeting.where, now, timeout):
+        for entry in [] if timeout is None else window.late(connections.where, now, timeout):
             self._unsend(entry)
             self.absent.mark(self.sites.get(entry.client, ""), now)
             self._give_up(entry, self.attempts.too_slow, lasts=True)
-        meeting.ping(self.absent.nodes)
+        connections.ping(self.absent.nodes)
 
     def _receive(self, seconds: float) -> None:
-        for reply in self.meeting.receive(seconds):
+        for reply in self.connections.receive(seconds):
             entries = self._window.came(reply.number)
             if (
                 entries is not None and "unknown" not in reply.content
@@ -295,7 +295,7 @@ class SitesEngine(Engine):
         """Give up what absent sites are to do, when nothing else is left to wait for: for them it was waited once."""
         if not self.absent.to_give_up(self._window, self.sites, self.attempts.clock()):
             return
-        if self.meeting.greet():  # somebody has just come
+        if self.connections.greet():  # somebody has just come
             self._receive(POLL)
         for entry in self.absent.to_give_up(self._window, self.sites, self.attempts.clock()):
             self._unsend(entry)
@@ -305,14 +305,14 @@ class SitesEngine(Engine):
         """Return what each site is at, for people: the first of what it was sent."""
         found: dict[str, tuple[str, int | None]] = {}
         for entry in self._window:
-            name = self.meeting.names.get(self.meeting.where.get(entry.client, ""))
+            name = self.connections.names.get(self.connections.where.get(entry.client, ""))
             if entry.sent is not None and name is not None and name not in found:
                 found[name] = in_words(entry.task), entry.task.address[0]
         return found
 
     def _unsend(self, entry: Entry) -> None:
         for name in self._window.unsend(entry):
-            self.meeting.forget(name)
+            self.connections.forget(name)
 
     def _take(self, reply: Reply, entries: Sequence[Entry | None]) -> None:
         """Take the answers of a reply, each by itself: one that is refused or nonsense does not spoil the others."""
@@ -324,9 +324,9 @@ class SitesEngine(Engine):
                 elif entry is not None:
                     self._give_up(entry, f"its site refuses: {refused}", lasts=False)
             return
-        found = [(entry, self.meeting.read(part)) for entry, part in zip(entries, parts, strict=True)]
+        found = [(entry, self.connections.read(part)) for entry, part in zip(entries, parts, strict=True)]
         done = [(entry, content) for entry, content in found if not {"unknown", "lost"} & set(content)]
-        self._window.answered(reply.node, self.meeting.where, self.attempts.clock())
+        self._window.answered(reply.node, self.connections.where, self.attempts.clock())
         for entry, content in done or [(entry, {"refused": "it carries out none"}) for entry in entries]:
             if entry is None:
                 continue
@@ -375,4 +375,4 @@ class SitesEngine(Engine):
 
     def close(self) -> None:
         for name in self._window.clear():
-            self.meeting.forget(name)
+            self.connections.forget(name)

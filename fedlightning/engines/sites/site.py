@@ -20,16 +20,16 @@ from fedlightning.engines.sites import code
 from fedlightning.engines.sites.agreement import agreement, versions
 from fedlightning.engines.sites.asked import ENVELOPES, fault_of_request
 from fedlightning.engines.sites.bounds import REPEATS, Here, fault, out_of_turn
-from fedlightning.engines.sites.diary import Diary
 from fedlightning.engines.sites.greeting import PARTS, leaving, own_key
 from fedlightning.engines.sites.records import Records
+from fedlightning.engines.sites.site_log import SiteLog
 from fedlightning.engines.sites.texts import Texts
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.checks import CheckThere
 from fedlightning.federation.deploy import Deploy
 from fedlightning.federation.engine import Visit
-from fedlightning.federation.sanity import TryStep
 from fedlightning.federation.store import Note
+from fedlightning.federation.trial import TryStep
 from fedlightning.run.fingerprint import differences
 from fedlightning.scoring.tasks import ScoreClient, ScoreModel
 from fedlightning.tensors import load_state, module_state
@@ -84,7 +84,7 @@ class Site:
         allow_other_code: Take part although the server has other code under the same names, if it allows that too.
 
     Attributes:
-        diary: Is told what happens here, for people; at first it says nothing.
+        log: Is told what happens here, for people; at first it says nothing.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Site:
         allow_other_code: bool = False,
     ) -> None:
         self.name = name
-        self.diary = Diary(None, name, say=lambda line: None)
+        self.log = SiteLog(None, name, say=lambda line: None)
         self._code, self._allow_other_code = code.of_blueprint(blueprint), allow_other_code  # now: what was imported
         self._data_code, self._key = code.digest(code.of_objects([data, *_within(data)])), own_key(folder / "key")
         self.records = Records(folder / "records")
@@ -128,7 +128,7 @@ class Site:
             return work()
         except Exception as error:
             reason = self.texts.of_error(error)
-            self.diary.refused(reason)
+            self.log.refused(reason)
             return write({"refused": reason})
 
     def _reply(self, request: bytes) -> bytes:
@@ -141,7 +141,7 @@ class Site:
             return write(self._hello(asked))
         if asked["do"] == "turned away":
             _refuse(fault_of_request("turned away", asked))
-            self.diary.turned_away(asked["why"])
+            self.log.turned_away(asked["why"])
             return write({"answer": None})
         session = self._session
         if session is None or session.key != asked["session"]:
@@ -160,7 +160,7 @@ class Site:
         """Make what is needed for a run, or refuse it."""
         if self._session is None or self._session.key != asked["session"]:
             self._session = self._open(asked)
-            self.diary.joined(self._session.run, self._leaves(self._session.runner))
+            self.log.joined(self._session.run, self._leaves(self._session.runner))
         session = self._session
         if session.told is None:
             session.told = self._told(session.runner.describe(parts=PARTS), session)
@@ -273,10 +273,10 @@ class Site:
             self._trained[client, version] += 1
             if self._trained[client, version] > REPEATS:
                 raise RefusedError(f"client '{client}' has trained {REPEATS} times from one version of its record.")
-        self.diary.began(task)
+        self.log.began(task)
         with noting() as errors:
             answer, after = task.run(session.runner, record)
-        self.diary.ended(task, answer)
+        self.log.ended(task, answer)
         of = [callback for callback in session.runner.callbacks if callback.key == getattr(task, "callback", "")]
         ours = all(type(callback).__module__.startswith("fedlightning.") for callback in of)
         answer = self.texts.of_answer(task, answer, errors, ours)

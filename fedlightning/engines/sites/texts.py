@@ -19,7 +19,7 @@ from typing import Any
 
 from fedlightning.federation.checks import CheckThere
 from fedlightning.federation.deploy import Deployed
-from fedlightning.federation.sanity import Tried
+from fedlightning.federation.trial import Tried
 from fedlightning.messages import Update
 from fedlightning.scoring.rows import Gap
 from fedlightning.visit.failing import in_words
@@ -76,18 +76,15 @@ class Texts:
             ]
         elif isinstance(answer, Deployed) and answer.reason is not None:
             answer = replace(answer, reason=self._withheld(answer.reason, errors))
+        elif isinstance(task, CheckThere):
+            answer = replace(answer, said=answer.said if ours else [self._withheld(text, ()) for text in answer.said])
+            if answer.refusal is not None and not (errors and _is_fixed(errors[-1], CHECKING)):
+                where = f"{task.callback} refuses to run at client '{task.client}'"
+                answer = replace(answer, refusal=f"{where}: {self._withheld(answer.refusal, errors)}.")
         elif isinstance(answer, Tried) and answer.refusal is not None:
             said = self._withheld(answer.refusal, [] if answer.cause is None else [answer.cause])
             where = f"A step of {task.split} data fails for client '{task.client}', tried before round 1"
             answer = replace(answer, refusal=f"{where}: {said}.")
-        elif isinstance(task, CheckThere):
-            refusal, said = answer
-            fixed = bool(errors) and _is_fixed(errors[-1], CHECKING)
-            if refusal is not None and not fixed:
-                refusal = (
-                    f"{task.callback} refuses to run at client '{task.client}': {self._withheld(refusal, errors)}."
-                )
-            answer = (refusal, said if ours else [self._withheld(text, ()) for text in said])
         return answer
 
     def _below(self, path: str) -> str:

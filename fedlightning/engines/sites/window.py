@@ -17,7 +17,7 @@ from typing import Any
 from fedlightning.federation.checks import CheckThere
 from fedlightning.federation.engine import Task
 from fedlightning.federation.failures import Attempt
-from fedlightning.federation.sanity import TryStep
+from fedlightning.federation.trial import TryStep
 
 AHEAD = 4
 """Tasks for each site that are drawn ahead of the answers, however large they are."""

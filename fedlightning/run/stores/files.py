@@ -81,7 +81,7 @@ class CSVStore(FileStore):
         return super().mark() | self._so_far.mark()
 
     def start(self) -> Mark:
-        return self.mark() | {"lines": 0}  # what is there will be removed by the logger
+        return super().mark() | {"lines": 0}  # what is there will be removed by the logger
 
     def reopen(self, mark: Mark | None, rounds: int, differs: bool) -> None:
         super().reopen(mark, rounds, differs)

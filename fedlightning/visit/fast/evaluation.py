@@ -5,7 +5,7 @@ The hooks are called in the Trainer's order with the same arguments, so the modu
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,7 @@ from fedlightning.visit.fast.log import LogCollector
 from fedlightning.visit.fast.trainer import FastTrainer
 from fedlightning.visit.fast.values import Value
 from fedlightning.visit.probes import TRANSFERS
+from fedlightning.visit.undefined import nan_where_undefined
 
 SPECIAL = frozenset(
     f"on_{name}_{what}" for name in ("validation", "test") for what in ("model_eval", "model_train")
@@ -125,7 +126,7 @@ class Evaluation(AbstractContextManager["Evaluation"]):
         self._collector = LogCollector(module, training=False)
         self._trainer = self._new_trainer()
         self._hooks = Hooks(self._trainer, self._collector)
-        self._quiet = without_warnings()
+        self._quiet, self._marks = without_warnings(), ExitStack()
         self._modes: list[tuple[nn.Module, bool]] = []  # of the module's parts, before
         self._parameters: list[nn.Parameter] = []
         self._is_open = False
@@ -144,6 +145,7 @@ class Evaluation(AbstractContextManager["Evaluation"]):
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         if kind is None:
             self._close()
+        self._marks.close()
         self._collector.detach()
         self._quiet.__exit__(None, None, None)
 
@@ -173,6 +175,7 @@ class Evaluation(AbstractContextManager["Evaluation"]):
         if hooks.overridden("configure_model"):
             with self._base.strategy.tensor_init_context(), precision.module_init_context():
                 module.configure_model()
+        self._marks.enter_context(nan_where_undefined(module))
         precision.convert_module(module)
         to_device(module, self._device)
         module.zero_grad()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fedlightning.engines.sites import meeting
-from fedlightning.engines.sites.meeting import PING
+from fedlightning.engines.sites import connections
+from fedlightning.engines.sites.connections import PING
 from tests.engines.sites.helpers import SHARES, Line, a_site, at_sites, sites
 from tests.engines.sites.test_failures import visits_of
 
@@ -47,7 +47,7 @@ def test_a_silent_site_is_waited_for_once(tmp_path):
 
 
 def test_a_silent_site_that_answers_again_takes_part_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(meeting, "LOST", -1.0)  # the question is among what is lost here: it is asked again
+    monkeypatch.setattr(connections, "LOST", -1.0)  # the question is among what is lost here: it is asked again
     line = Line(sites(tmp_path / "sites", max_rounds=ROUNDS))
     Silent(line, begin=1, end=2)
     run = at_sites(line, tmp_path / "server", max_rounds=ROUNDS)

@@ -21,7 +21,7 @@ from fedlightning.federation.checks import CheckThere
 from fedlightning.federation.deploy import Deploy
 from fedlightning.federation.engine import Visit
 from fedlightning.federation.loops.synchronous import ROUNDS
-from fedlightning.federation.sanity import TryStep
+from fedlightning.federation.trial import TryStep
 from fedlightning.messages import Message, Update
 from fedlightning.scoring.server_model import ServerModel
 from fedlightning.scoring.tasks import ScoreClient, ScoredModel, ScoreModel

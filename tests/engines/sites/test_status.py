@@ -1,4 +1,4 @@
-"""The board of a server and the diary of a site: what they say, what they write, and what is read back."""
+"""The logs of a server and of a site: what they say, what they write, and what is read back."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 import pytest
 
 from fedlightning.callbacks import FedProx
-from fedlightning.engines.sites.board import Board, Run, showing
-from fedlightning.engines.sites.diary import Diary
+from fedlightning.engines.sites.server_log import Run, ServerLog, showing
+from fedlightning.engines.sites.site_log import SiteLog
 from fedlightning.engines.sites.status import FILE, OwnStatus, ServerStatus, StatusFile, printable, read
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.failures import ClientFailedError
@@ -36,15 +36,15 @@ class Always(StatusFile):
         super().write(status, lasting)
 
 
-def board(folder, said, **given):
-    return Board(folder, 2, say=said.append, file=Always(folder, every=0.0), **given)
+def log(folder, said, **given):
+    return ServerLog(folder, 2, say=said.append, file=Always(folder, every=0.0), **given)
 
 
 def test_what_a_server_shows_while_a_run_goes_on(tmp_path):
     """At a visit of round 2 the file has both sites, what they do, and the failure of round 1."""
     line, said, seen = Line(sites(tmp_path / "sites")), [], []
     failures = [{"client": "site1"}, {"client": "site1"}, {"client": "site0"}]
-    own = board(tmp_path, said, run=lambda: Run("runs/x", 1, 2, failures), known=["basel", NAMES[0]])
+    own = log(tmp_path, said, run=lambda: Run("runs/x", 1, 2, failures), known=["basel", NAMES[0]])
 
     def watched(name, data):
         if any(round == 1 for round, _ in updates_of(data)):
@@ -77,7 +77,7 @@ def test_what_a_server_shows_while_a_run_goes_on(tmp_path):
 
 def test_a_site_that_goes_and_comes_back_is_said(tmp_path):
     line, said, states = Line(sites(tmp_path / "sites")), [], []
-    own = board(tmp_path, said)
+    own = log(tmp_path, said)
 
     def go(node, data):
         if "1" in line.sites and node == "1" and visits_of(data, 1):
@@ -98,7 +98,7 @@ def test_a_site_that_goes_and_comes_back_is_said(tmp_path):
 
 
 def test_a_refusal_is_shown_with_its_reason(tmp_path):
-    own = board(tmp_path, [])
+    own = log(tmp_path, [])
     line = Line({"0": sites(tmp_path / "a")["0"], "1": sites(tmp_path / "b", FedProx(mu=0.3))["1"]})
     line.owner = lambda node: {"1": NAMES[1]}.get(node)
     with showing(own), pytest.raises(ConfigurationError):
@@ -142,7 +142,7 @@ def test_a_site_that_the_server_refuses_is_told_why(tmp_path):
     """At its own terminal and in its own file, before the server ends; what it is told does nothing to the terminal."""
     parts, said = sites(tmp_path / "sites"), []
     parts["1"].name = NAMES[0]
-    parts["1"].diary = Diary(tmp_path, "basel", "fl:1", SHARES[1], say=said.append)
+    parts["1"].log = SiteLog(tmp_path, "basel", "fl:1", SHARES[1], say=said.append)
     with pytest.raises(ConfigurationError, match="another site is here under the name"):
         at_sites(Line(parts), tmp_path / "server")
     assert said[-1].startswith(
@@ -166,8 +166,8 @@ def test_a_refused_site_that_hears_nothing_is_not_waited_for_for_ever(tmp_path):
 
 def test_lines_have_the_time_in_front(capsys, monkeypatch):
     monkeypatch.setattr("time.strftime", lambda form: "2031-01-02 03:04:05")
-    Diary(None, "basel", "fl:1").connection(None)
-    Board(None, 1)._say("Site 'basel' is gone.")
+    SiteLog(None, "basel", "fl:1").connection(None)
+    ServerLog(None, 1)._say("Site 'basel' is gone.")
     out, err = capsys.readouterr()
     assert out == "2031-01-02 03:04:05 Connected to fl:1.\n" and err == "2031-01-02 03:04:05 Site 'basel' is gone.\n"
 
@@ -218,9 +218,9 @@ def test_a_site_by_another_sites_key_is_refused(tmp_path):
 
 def test_the_diary_of_a_site(tmp_path):
     parts, said = sites(tmp_path / "sites"), []
-    parts["0"].diary = Diary(tmp_path, "basel", "fl:1", SHARES[0], say=said.append)
-    parts["0"].diary.connection("Gone.")
-    parts["0"].diary.joined("a name that the run has until its server has read what it goes on with")
+    parts["0"].log = SiteLog(tmp_path, "basel", "fl:1", SHARES[0], say=said.append)
+    parts["0"].log.connection("Gone.")
+    parts["0"].log.joined("a name that the run has until its server has read what it goes on with")
     at_sites(Line(parts), tmp_path / "server")
     parts["0"].answer(b"nonsense")
     parts["0"].answer(b"nonsense")
@@ -234,7 +234,7 @@ def test_the_diary_of_a_site(tmp_path):
         f"Round {round}: trained client {client}" for round in (1, 2) for client in SHARES[0]
     ]
     assert len(said) == 7 and said[6].startswith("Refused a request of fl:1: ")
-    parts["0"].diary.end()
+    parts["0"].log.end()
     assert read(tmp_path).state == "ended"
 
 

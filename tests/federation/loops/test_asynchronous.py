@@ -310,7 +310,7 @@ def test_a_client_that_arrives_twice_in_a_round_is_scored_once_by_its_last(tmp_p
 
 
 def test_a_model_that_a_client_has_selected_is_of_the_round_of_its_score(tmp_path: Path):
-    callbacks = [FedBuff(2), LocalCheckpoint(stage="L2")]
+    callbacks = [FedBuff(2), LocalCheckpoint(stage="L2", smooth=1)]
     trainer = federate(Toy(), toy_data(), callbacks, tmp_path, loop=Asynchronous(SLOW), max_rounds=12, stages=["L2"])
     rows = [row for row in trainer.federation.recorder.rows if row.stage == "L2" and row.metric == "val_loss"]
     best = {}
@@ -458,7 +458,7 @@ def test_a_client_that_fails_counts_for_nothing():
 
 def test_a_run_of_failures_ends():
     with pytest.raises(FederationError, match="out of memory"):
-        watched(Asynchronous(VirtualClock(FixedSpeed(1.0))), [Fails("012")])
+        watched(Asynchronous(VirtualClock(FixedSpeed(1.0))), [Fails(["0", "1", "2"])])
 
 
 def test_nobody_can_be_reached_any_more(tmp_path: Path):

@@ -18,6 +18,7 @@ from fedlightning.engines.stacked.stack import join_tree
 from fedlightning.visit.evaluation_names import names_of
 from fedlightning.visit.fast.hooks import of_module
 from fedlightning.visit.log_rules import scalar
+from fedlightning.visit.undefined import nan_where_undefined
 
 Feed = list[tuple[Step, Sequence[Sequence[Tensor]], int]]
 """A client's steps: each with its outputs, `[output][row]`, and the client's row."""
@@ -53,7 +54,7 @@ def scores_of(
 ) -> dict[str, float]:
     """Return what a client's module has logged at the end of the epoch."""
     noted = _Noted()
-    with on_device(module, device), evaluating(module, noted.log):
+    with on_device(module, device), evaluating(module, noted.log), nan_where_undefined(module):
         for hook in hooks.before:
             getattr(module, hook)()
         metrics = _feed(module, feed)

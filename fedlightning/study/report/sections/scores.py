@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fedlightning.scoring.metrics import higher_is_better
+from fedlightning.scoring.metrics import bare, higher_is_better
 from fedlightning.study.columns import GLOBAL, LOCAL, POOLED, STAGES
 from fedlightning.study.report.cells import Column, interval_of, is_number, summary
 from fedlightning.study.report.context import LABELS, METHOD, SEEDS, Context, Row
@@ -46,7 +46,7 @@ def overview(context: Context) -> Section | None:
         "All methods, best mean first",
         _columns(context),
         rows,
-        [_BOLD, *_not_asked(context), *_deployed(rows)],
+        [_BOLD, *_not_asked(context), *_deployed(rows), *_defined(context)],
     )
     return context.section(
         "overview",
@@ -108,6 +108,19 @@ def _deployed(rows: Sequence[Row]) -> list[str]:
     return [f"Deployed: {'; '.join(each)}."] if each else []
 
 
+def _defined(context: Context) -> list[str]:
+    """Return a note for each metric that is undefined on some clients' data: over how many its means are."""
+    found: dict[str, set[tuple[int, int]]] = {}
+    for line in context.study.results():
+        if line["data"] == LOCAL and line["split"] == context.study.split and line["undefined"]:
+            found.setdefault(bare(line["metric"]), set()).add((line["clients"], line["clients_of"]))
+    return [
+        f"{LABELS.get(name, name)} is not defined on every client's data: its means are over "
+        f"{' or '.join(f'{some} of {of}' for some, of in sorted(counts))} clients."
+        for name, counts in found.items()
+    ]
+
+
 def measured(context: Context) -> Section | None:
     """Show every metric of the deployed models, calibration error among them."""
     rows = context.in_order(context.study.measured())
@@ -120,7 +133,9 @@ def measured(context: Context) -> Section | None:
                better="high" if higher_is_better(name) else "low")
         for name in names
     ]  # fmt: skip
-    table = context.table("measured", "Mean over clients, each on its own test data", columns, rows, [_BOLD_ONLY])
+    table = context.table(
+        "measured", "Mean over clients, each on its own test data", columns, rows, [_BOLD_ONLY, *_defined(context)]
+    )
     return context.section(
         "measured",
         "Everything that was measured",
@@ -189,8 +204,14 @@ def checkpoints(context: Context) -> Section | None:
         {r["method"]: [_dot(context, r[k], r, f"{k}_ci95", title) for k, title in kinds.items()] for r in rows},
     )  # fmt: skip
     columns = [METHOD, *(Column(kind, title, radius=f"{kind}_radius", decimals=4) for kind, title in kinds.items())]
+    columns.append(
+        Column("selection", "selection", "difference", interval="selection_ci95", decimals=4,
+               help="score of the deployed model minus that of the latest")
+    )  # fmt: skip
     columns += [Column("deployed", "deployed", "text"), Column("n_seeds", "seeds", "count")]
-    table = context.table("checkpoints", f"Test {context.metric} by checkpoint", columns, rows)
+    table = context.table(
+        "checkpoints", f"Test {context.metric} by checkpoint", columns, rows, _selection(context, rows)
+    )
     return context.section(
         "checkpoints",
         "Which checkpoint to deploy",
@@ -199,6 +220,19 @@ def checkpoints(context: Context) -> Section | None:
         "Latest: after the last round. Best global: the round with the best validation score of the server's model. Best "
         "local: each client's own best round. All are chosen on validation data and scored on test data.",
     )
+
+
+def _selection(context: Context, rows: Sequence[Row]) -> list[str]:
+    """Return the line that says for which methods selection gained, and for which it cost."""
+    said = []
+    for word, sign in (("gained", 1), ("cost", -1)):
+        found = [
+            f"{row['method']} {abs(row['selection']):.4f}"
+            for row in rows
+            if is_number(row["selection"]) and row["selection"] * (sign if context.higher else -sign) > 0
+        ]
+        said += [f"{word} {', '.join(found)}"] if found else []
+    return [f"Against the latest models, selection {'; it '.join(said)}."] if said else []
 
 
 def _dot(context: Context, mean: float | None, row: Row, interval: str, group: str = "") -> Dot:

@@ -16,7 +16,7 @@ def _say(text: str) -> None:
     print(stamped(text), flush=True)
 
 
-class Diary:
+class SiteLog:
     """Says what happens at a site, each thing when it changes, and keeps its file.
 
     Args:

@@ -1,4 +1,4 @@
-"""The server's board of its sites: who is here, since when and what each does, for people at the server and for a file."""
+"""What a server tells of its sites, in lines and in a file: who is here, since when, and what each does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedlightning.engines.sites.meeting import Meeting
+from fedlightning.engines.sites.connections import Connections
 from fedlightning.engines.sites.status import NAME, ServerStatus, SiteStatus, StatusFile, of_clients, printable, stamped
 
 Doing = Mapping[str, tuple[str, int | None]]
@@ -19,7 +19,7 @@ Doing = Mapping[str, tuple[str, int | None]]
 
 @dataclass(frozen=True)
 class Run:
-    """What a board shows of the run.
+    """What the log shows of the run.
 
     Attributes:
         folder: Its folder.
@@ -38,7 +38,7 @@ def _say(text: str) -> None:
     print(stamped(text), file=sys.stderr, flush=True)  # a progress bar on the terminal makes room for it
 
 
-class Board:
+class ServerLog:
     """Compares who is here with who was, says what has changed, and keeps the file of `fedlightning sites`.
 
     Args:
@@ -73,16 +73,16 @@ class Board:
         self._began: dict[str, float] = {}
         self._seen: set[str] = set()
 
-    def look(self, meeting: Meeting, doing: Callable[[], Doing], waits_for: str = "") -> None:
+    def look(self, connections: Connections, doing: Callable[[], Doing], waits_for: str = "") -> None:
         """Take in what has changed, and write it down when it is time to."""
-        self._who(meeting)
+        self._who(connections)
         if not self._file.is_due:
             return
         self._status.doing = waits_for
         now, work = self._clock(), doing()
         for name, site in self._sites.items():
             self._does(site, work.get(name) if site.state == "connected" else None, now)
-            site.heard = meeting.heard.get(name, site.heard)
+            site.heard = connections.heard.get(name, site.heard)
         self._write()
 
     def end(self, outcome: str) -> None:
@@ -96,26 +96,26 @@ class Board:
         self._write(lasting=True)
 
     # -- who -----------------------------------------------------------------------------------------------------------
-    def _who(self, meeting: Meeting) -> None:
-        for name, since in meeting.since.items():
+    def _who(self, connections: Connections) -> None:
+        for name, since in connections.since.items():
             site = self._sites.setdefault(name, SiteStatus(name))
             if site.state != "connected" or self._began.get(name) != since:
-                self._here(site, meeting, since)
+                self._here(site, connections, since)
         for name, site in self._sites.items():
-            if site.state == "connected" and name not in meeting.since:
+            if site.state == "connected" and name not in connections.since:
                 site.state, site.since = "not connected", self._clock()
                 self._say(f"Site '{name}' is gone; it may come back.")
-        for node in set(self._refused) - set(meeting.refused):
+        for node in set(self._refused) - set(connections.refused):
             del self._refused[node]
-        for node in meeting.refused:
-            why = printable(meeting.why(node))
+        for node in connections.refused:
+            why = printable(connections.why(node))
             old = self._refused.get(node)
             if old is None or old.reason != why:
-                name = meeting.link.owner(node) or "?"
+                name = connections.link.owner(node) or "?"
                 self._refused[node] = SiteStatus(_name(name), [], "refused", self._clock(), why)
 
-    def _here(self, site: SiteStatus, meeting: Meeting, since: float) -> None:
-        clients = meeting.clients[site.name]
+    def _here(self, site: SiteStatus, connections: Connections, since: float) -> None:
+        clients = connections.clients[site.name]
         again = site.name in self._seen
         site.clients = [printable(client, NAME) for client in clients]
         site.state, site.since, site.reason = "connected", since, ""
@@ -150,19 +150,19 @@ def _name(name: str) -> str:
     return printable(name, NAME)
 
 
-_shown: list[Board] = []
+_shown: list[ServerLog] = []
 
 
 @contextmanager
-def showing(board: Board) -> Iterator[Board]:
-    """Let engines that are made inside the block tell a board of their sites."""
-    _shown.append(board)
+def showing(log: ServerLog) -> Iterator[ServerLog]:
+    """Let engines that are made inside the block write into a log."""
+    _shown.append(log)
     try:
-        yield board
+        yield log
     finally:
-        _shown.remove(board)
+        _shown.remove(log)
 
 
-def board_of(expected: int) -> Board:
-    """Return the board of this process, or one without a file."""
-    return _shown[-1] if _shown else Board(expected=expected)
+def log_of_server(expected: int) -> ServerLog:
+    """Return the log of this process, or one without a file."""
+    return _shown[-1] if _shown else ServerLog(expected=expected)

@@ -11,9 +11,10 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from fedlightning.algorithm import Change, Facts, FederatedCallback
 from fedlightning.callbacks import FENDA, SCAFFOLD
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.one_batch import spread
+from fedlightning.federation.trial import spread
 from tests.helpers import Toy, federate, global_state, make_trainer, same, toy_data
 
 
@@ -63,7 +64,7 @@ class NanRate(Toy):
 REFUSED = [
     (
         BadTest(),
-        r"BadTest.test_step fails for client '0' on a batch of test data.*KeyError: 'age' \(test_sanity.py, line",
+        r"BadTest.test_step fails for client '0' on a batch of test data.*KeyError: 'age' \(test_trial.py, line",
     ),
     (BadValidation(), r"BadValidation.validation_step fails .* batch of val data, tried before round 1: TypeError"),
     (LateLayers(), r"LateLayers.setup makes 'head.weight'.*Make layers in __init__ or configure_model"),
@@ -123,6 +124,42 @@ def test_results_do_not_depend_on_it(callbacks, loop, tmp_path):
     same(*map(global_state, runs))
     assert draws[0] == draws[1]
     assert runs[0].rows == runs[1].rows
+
+
+class Watches(Toy):
+    """Its steps need what a callback has put into the module, and see the end of an epoch."""
+
+    ended = before = 0
+
+    def training_step(self, batch, batch_idx):
+        assert (
+            self.trainer.fit_loop is not None
+        )  # the fast loop has none: the step is tried again with Lightning's Trainer
+        return super().training_step(batch, batch_idx) + 0.0 * self.extra.sum()
+
+    def on_validation_epoch_end(self):
+        Watches.ended += 1
+
+
+class AddsToTheModule(FederatedCallback):
+    facts = Facts(changes={Change.MODULE})
+
+    def wrap_module(self, module, owner):
+        module.extra = nn.Parameter(torch.zeros(2))
+        return module
+
+    def on_federation_start(self, server):
+        Watches.before = Watches.ended
+
+
+@pytest.mark.parametrize("loop", ["auto", "trainer"])
+def test_a_try_ends_after_its_batch(loop, tmp_path):
+    """What comes at the end of an epoch is of the whole of it, and is left to the run."""
+    Watches.ended, Watches.before = 0, 1
+    trainer = make_trainer(tmp_path, [AddsToTheModule()], sanity_check=True, local_loop=loop, max_rounds=1)
+    trainer.fit(Watches(), datamodule=toy_data())
+    assert Watches.before == 0 < Watches.ended
+    assert "add" not in vars(trainer.federation.engine.runner.blueprint.losses)
 
 
 def test_the_users_loaders_are_not_touched():

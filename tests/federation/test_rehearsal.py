@@ -10,7 +10,7 @@ import pytest
 from fedlightning.algorithm import ClientSelection
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.loops import Asynchronous, Synchronous
-from fedlightning.federation.refusals import refuse_data_elsewhere, refuse_loop, refuse_participation, tell_of_sizes
+from fedlightning.federation.rehearsal import Rehearsal
 from fedlightning.hooks import CallbackList, FederatedCallback
 
 
@@ -29,7 +29,7 @@ class Divides(FederatedCallback):
         return 1.0
 
 
-def server(*callbacks, participation=1.0, samples=5):
+def of_server(*callbacks, participation=1.0, samples=5):
     clients = ["a", "b", "c"]
     return SimpleNamespace(
         callbacks=CallbackList(list(callbacks)),
@@ -37,56 +37,78 @@ def server(*callbacks, participation=1.0, samples=5):
         clients=clients,
         num_samples=dict.fromkeys(clients, samples),
         participants=lambda: clients[: round(participation * 3)],
+        blueprint=None,
+        is_mixed=False,
     )
+
+
+def rehearsal(server=None, needed=1, **federation):
+    engine = SimpleNamespace(
+        attempts=SimpleNamespace(policy=SimpleNamespace(min_clients=needed)),
+        data_here=federation.pop("data_here", True),
+        sites=federation.pop("sites", {}),
+    )
+    return Rehearsal(SimpleNamespace(server=server or of_server(), engine=engine, **federation))
 
 
 def test_two_that_say_who_takes_part():
     with pytest.raises(ConfigurationError, match=r"participation=0\.5 and Chooses both say"):
-        refuse_participation(server(Chooses(), participation=0.5), 1)
+        rehearsal(of_server(Chooses(), participation=0.5), 1).participation()
 
 
 def test_two_that_say_how_updates_are_combined():
     with pytest.raises(ConfigurationError, match=r"Divides names the number .* and Reduces combines"):
-        refuse_participation(server(Reduces(), Divides()), 1)
+        rehearsal(of_server(Reduces(), Divides()), 1).participation()
 
 
 def test_rounds_with_fewer_clients_than_needed():
     with pytest.raises(ConfigurationError, match="min_clients=3, but a round visits 1 of the 3"):
-        refuse_participation(server(participation=0.4), 3)
-    refuse_participation(server(participation=0.4), 1)
-    refuse_participation(server(Chooses()), 3)  # how many it takes is not known before
+        rehearsal(of_server(participation=0.4), 3).participation()
+    rehearsal(of_server(participation=0.4), 1).participation()
+    rehearsal(of_server(Chooses()), 3).participation()  # how many it takes is not known before
 
 
 def test_nobody_with_a_training_sample():
     with pytest.raises(ValueError, match="None of the 3 clients has a training sample"):
-        refuse_participation(server(samples=0), 1)
+        rehearsal(of_server(samples=0), 1).participation()
 
 
 def test_data_that_nobody_has_together():
     with pytest.warns(UserWarning, match="pooled data and other clients' data are left out"):
-        refuse_data_elsewhere(["pooled", "clients"], ["local"])
+        rehearsal(left_out=["pooled", "clients"], evaluate_data=["local"]).data_elsewhere()
     with pytest.raises(ConfigurationError, match="on pooled data only"):
-        refuse_data_elsewhere(["pooled"], [])
-    refuse_data_elsewhere([], [])
+        rehearsal(left_out=["pooled"], evaluate_data=[]).data_elsewhere()
+    rehearsal(left_out=[], evaluate_data=[]).data_elsewhere()
+
+
+def loop_of(loop, is_here=True, evaluate_seconds=None):
+    store = SimpleNamespace(is_here=is_here)
+    rehearsal(loop=loop, store=store, evaluate_seconds=evaluate_seconds).loop()
 
 
 def test_a_loop_without_a_clock_counts_no_virtual_seconds():
     with pytest.raises(ConfigurationError, match="has no clock"):
-        refuse_loop(Synchronous(), server(), SimpleNamespace(is_here=True), 10.0)
+        loop_of(Synchronous(), evaluate_seconds=10.0)
 
 
 def test_a_loop_that_holds_records_back_has_them_here():
     with pytest.raises(ConfigurationError, match="Asynchronous carries out visits before they count"):
-        refuse_loop(Asynchronous(), server(), SimpleNamespace(is_here=False), None)
-    refuse_loop(Asynchronous(), server(), SimpleNamespace(is_here=True), None)
+        loop_of(Asynchronous(), is_here=False)
+    loop_of(Asynchronous())
+
+
+def claims(sizes, sites):
+    rehearsal(
+        SimpleNamespace(num_samples=sizes, blueprint=None, is_mixed=False), data_here=False, sites=sites
+    ).claimed_sizes()
 
 
 def test_a_claim_of_nearly_all_samples_is_told_of():
     """Nobody at the server can check it: the size is as greeted, and it weighs."""
     with pytest.warns(UserWarning, match=r"client 'b' at site 'rome' says .* 1000000000 .* 100\.0% of all.* is 40\b"):
-        tell_of_sizes({"a": 20, "b": 10**9, "c": 40, "d": 50}, {"b": "rome"})
+        claims({"a": 20, "b": 10**9, "c": 40, "d": 50}, {"b": "rome"})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tell_of_sizes({"a": 20, "b": 3900, "c": 40, "d": 50}, {})
-        tell_of_sizes({"a": 20, "b": 10**9}, {})  # who of two is it?
-        tell_of_sizes({}, {})
+        claims({"a": 20, "b": 3900, "c": 40, "d": 50}, {})
+        claims({"a": 20, "b": 10**9}, {})  # who of two is it?
+        claims({}, {})

@@ -1,4 +1,4 @@
-"""Who is connected, and requests and replies: :class:`Meeting` greets sites, and greets those again that have forgotten."""
+"""Who is connected, and requests and replies: :class:`Connections` greets sites, and those again that have forgotten."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Reply:
 
     Attributes:
         node: The site that it came from.
-        number: Name of the reply, as :meth:`Meeting.send` returned it.
+        number: Name of the reply, as :meth:`Connections.send` returned it.
         content: The reply; has `answer`, `refused` or `unknown`: the site does not know the run, or was not reached.
     """
 
@@ -56,7 +56,7 @@ class Request:
 
 
 @dataclass
-class Meeting:
+class Connections:
     """The sites of a run.
 
     Args:

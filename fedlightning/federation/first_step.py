@@ -1,0 +1,165 @@
+"""Questions that only a step answers, asked before round 1: optimizers, sparse gradients, batches of one, metrics."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.nn.modules.batchnorm import _BatchNorm  # no public name for all of them
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
+
+from fedlightning.compat.quiet import quiet
+from fedlightning.datamodules.own_generators import kept
+from fedlightning.datamodules.views import samples_at
+from fedlightning.errors import ConfigurationError, ControlFlow, listed, warn
+from fedlightning.federation.engine import Engine
+from fedlightning.hooks import FirstStep, Phase
+from fedlightning.messages import Message
+from fedlightning.seeding import isolated
+from fedlightning.visit.client import Client
+from fedlightning.visit.record import ClientRecord
+from fedlightning.visit.requests import Fit
+from fedlightning.visit.runner import LocalRunner
+from fedlightning.wrappers import user_class
+
+MOST_CLIENTS = 1000
+"""Clients whose loaders are looked at for a last batch of one sample."""
+OF_ONE = "Expected more than 1 value per channel"
+"""Beginning of what torch says of a batch that cannot be normalised."""
+
+
+def ask_first_step(engine: Engine, architecture: str, logged: Callable[[], Iterable[list[str]]]) -> None:
+    """Let callbacks refuse what a step of training and of validation shows, and tell of batches of one sample.
+
+    Args:
+        engine: Has the runner, and its data where they are here.
+        architecture: Name of the architecture.
+        logged: Gives what the module logs in validation, for some clients; nothing if it is not validated.
+
+    Raises:
+        ConfigurationError: With a sentence.
+    """
+    runner, blueprint = engine.runner, engine.runner.blueprint
+    asking = [one for one in blueprint.callbacks if one.claims("check_step")]
+    correcting = next((one for one in blueprint.callbacks if one.claims("correct_gradient")), None)
+    name = user_class(blueprint.template_of(architecture)).__name__
+    seen = Look()
+    batch = runner.first_batch() if engine.data_here and len(blueprint.architectures) == 1 else None
+    if batch is not None:
+        if asking or correcting is not None:
+            seen, _ = _first_step(runner, batch)
+        _tell_of_batches_of_one(runner)
+    if correcting is not None and seen.sparse and not any(one.claims("shared_names") for one in blueprint.callbacks):
+        raise ConfigurationError(
+            f"The gradients of '{seen.sparse}' of {name} are sparse, and {correcting.key} adds to gradients. Make the layer "
+            "with sparse=False, or leave the callback out."
+        )
+    if asking:
+        known = {metric: None for names in _found(logged) for metric in names}  # one client may lack what another has
+        state = blueprint.settings.optimizer_state
+        step = FirstStep(name, tuple(seen.optimizers), seen.clips, state, tuple(known) or None)
+        for callback in asking:
+            callback.check_step(step)
+
+
+def _found(logged: Callable[[], Iterable[list[str]]]) -> Iterable[list[str]]:
+    try:
+        yield from logged()
+    except Exception:  # a step that fails is refused where all steps are tried
+        return
+
+
+class StepDone(ControlFlow):
+    """Ends a fit after its first batch.
+
+    Args:
+        seen: What was seen of it. The callback of a fit is a copy.
+    """
+
+    def __init__(self, seen: Look) -> None:
+        super().__init__()
+        self.seen = seen
+
+
+class Look(Callback):
+    """Looks at the first step of a fit, and ends it.
+
+    Attributes:
+        optimizers: Optimizers of the fit.
+        sparse: Name of a parameter whose gradient is sparse; empty: there is none.
+        clips: Hook in which the module changes its gradients; empty: in none.
+    """
+
+    def __init__(self) -> None:
+        self.optimizers: list[Optimizer] = []
+        self.sparse = self.clips = ""
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Note gradients that are sparse."""
+        sparse = (n for n, p in pl_module.named_parameters() if p.grad is not None and p.grad.layout != torch.strided)
+        self.sparse = self.sparse or next(sparse, "")
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Note the optimizers, and end the fit."""
+        self.optimizers = list(trainer.optimizers)
+        kind = user_class(pl_module)
+        hooks = ("configure_gradient_clipping", "on_before_optimizer_step", "on_after_backward")
+        self.clips = next((hook for hook in hooks if getattr(kind, hook) is not getattr(LightningModule, hook)), "")
+        raise StepDone(self)
+
+
+def _first_step(runner: LocalRunner, batch: Any) -> tuple[Look, Exception | None]:
+    """Take one step on a copy of the module; return what was seen, and what the step raised."""
+    client = next(one for one in runner.described.client_ids if runner.described.num_samples(one))
+    loader: DataLoader[Any] = DataLoader([batch], batch_size=None, collate_fn=_as_it_is)  # type: ignore[arg-type]
+    with isolated(runner.settings.seed, "first step"), quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        alone = runner.beside(runner.blueprint.without_callbacks([Look()]))
+        alone.loop.give_up("one step is looked at")
+        visitor = Client(alone, Message(0, client, {}, ()), ClientRecord(), runner.blueprint.build(client))
+        visitor.num_samples = 1
+        try:
+            alone.fit(Fit(visitor, visitor.message, Phase(), alone.settings.work, loader))
+        except StepDone as done:
+            return done.seen, None
+        except Exception as error:  # of the user's code: a step that fails is refused where all steps are tried
+            return Look(), error
+    return Look(), None
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+# -- batches of one sample ---------------------------------------------------------------------------------------------
+def _tell_of_batches_of_one(runner: LocalRunner) -> None:
+    """Say which clients' last batch is a single sample that the module cannot normalise: their visits would fail."""
+    module = runner.blueprint.template
+    if not any(isinstance(child, _BatchNorm) for child in module.modules()):
+        return
+    found: dict[str, Any] = {}  # client -> its loader
+    for client in runner.described.client_ids[:MOST_CLIENTS]:
+        loader: Any = runner.data.client_dataloader(client, "train")
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or loader.drop_last:
+            continue
+        if loader.batch_size is not None and len(loader.dataset) % loader.batch_size == 1:  # type: ignore[arg-type]
+            found[client] = loader
+    if not found:
+        return
+    client, loader = next(iter(found.items()))
+    with kept(loader.dataset):
+        alone = runner.blueprint.precision.convert_input(loader.collate_fn(samples_at(loader.dataset, [0])))
+    _, error = _first_step(runner, alone)
+    if error is None or OF_ONE not in str(error):
+        return
+    count = len(loader.dataset)
+    warn(
+        f"The last batch of {len(found)} of {len(runner.described.client_ids)} clients ({listed(found)}) is a single "
+        f"sample, which BatchNorm cannot normalise: client '{client}' has {count} training samples in batches of "
+        f"{loader.batch_size}. Their visits will fail. Set drop_last=True in the data (batches are drawn anew in every "
+        "epoch, so that no sample is left out for good), or another batch_size."
+    )

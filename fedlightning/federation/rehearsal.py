@@ -1,0 +1,334 @@
+"""The rehearsal before round 1: :meth:`Rehearsal.ask` is the one list of questions, in the order in which they are asked.
+
+What cannot work is refused in a sentence. The modules that questions look at are built once. What takes a client's batch is
+asked where the batch is: the checks of callbacks (:mod:`~fedlightning.federation.checks`) and one batch of every step
+(:mod:`~fedlightning.federation.trial`); where that is another machine, all of it travels together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import LightningModule
+
+from fedlightning.datamodules.base import SPLITS
+from fedlightning.errors import ConfigurationError, listed, warn
+from fedlightning.federation.architectures import refuse_mixed, refuse_uncommon
+from fedlightning.federation.checks import CheckThere, Public, setup_of
+from fedlightning.federation.engine import Task
+from fedlightning.federation.failures import at_site
+from fedlightning.federation.trial import StepTrials, Tried, TryStep
+from fedlightning.hooks import POOLED, Change, FederatedCallback, Setup, changes_of, refuse_combinations
+from fedlightning.hooks.facts import EVERY_SCORE
+
+if TYPE_CHECKING:
+    from fedlightning.federation.federation import Federation
+
+FAR = 100
+"""Times the median of the others' samples from which a claim is told of."""
+WORDS = {POOLED: "pooled data", "clients": "other clients' data"}
+
+
+class BatchElsewhere(BaseException):
+    """A check asks for a client's batch, and the clients' data are elsewhere. No `except Exception` of a check catches it."""
+
+
+class Rehearsal:
+    """A federation before round 1, and what is known of it.
+
+    Args:
+        federation: The federation.
+
+    Attributes:
+        tried: Steps that were tried already, together with the checks of callbacks.
+    """
+
+    def __init__(self, federation: Federation) -> None:
+        self.federation, self.server, self.engine = federation, federation.server, federation.engine
+        self.blueprint, self.is_mixed = self.server.blueprint, self.server.is_mixed
+        self.tried: dict[TryStep, Tried] = {}
+
+    def ask(self) -> None:
+        """Ask everything. What costs little comes first, and a callback's own check before what knows less.
+
+        Raises:
+            ValueError: With a sentence, if something cannot work.
+        """
+        for question in (
+            self.participation,
+            self.scored_clients,
+            self.data_elsewhere,
+            self.claimed_sizes,
+            self.models,
+            self.callbacks,
+            partial(refuse_uncommon, self.server),
+            self.loop,
+            self.engine.check,
+            self.held_out,
+            self.steps,
+        ):
+            question()
+
+    # -- what is known -------------------------------------------------------------------------------------------------
+    @cached_property
+    def modules(self) -> dict[str, LightningModule]:
+        """A module of every architecture, built once for all who look at it."""
+        return {name: self.blueprint.build("server", name) for name in self.server.architectures}
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """What callbacks are told in plain values: the attributes :data:`~fedlightning.federation.checks.PLAIN`."""
+        server, settings, loop = self.server, self.blueprint.settings, self.federation.loop
+        return {
+            "clients": server.clients,
+            "num_samples": server.num_samples,
+            "max_rounds": server.max_rounds,
+            "local_epochs": settings.local_epochs,
+            "local_steps": settings.local_steps,
+            "optimizer_state": settings.optimizer_state,
+            "trainer_arguments": settings.trainer_arguments,
+            "evaluate_every": self.federation.evaluate_every,
+            "participation": server.participation,
+            "loop": type(loop).__name__,
+            "absent": self._absent or loop.absent(),
+            "has_clock": loop.clock is not None,
+        }
+
+    @property
+    def _absent(self) -> str:
+        """What keeps clients out of rounds, the loop apart; empty: nothing."""
+        share, count = self.server.participation, len(self.server.clients)
+        if share < count if isinstance(share, int) else share < 1.0:
+            return f"participation={share}"
+        away = {Change.ABSENCE, Change.PARTICIPANTS}
+        return next((callback.key for callback in self.server.callbacks if away & changes_of(callback)), "")
+
+    @cached_property
+    def batches(self) -> Mapping[str, int]:
+        """Training batches in an epoch of each client."""
+        return self.engine.describe(parts=["batches"]).batches
+
+    @cached_property
+    def pooled(self) -> tuple[str, ...]:
+        """Splits whose union over the clients can be had in one place."""
+        return self.engine.describe(parts=["pooled"]).pooled
+
+    @cached_property
+    def splits(self) -> tuple[str, ...]:
+        """Splits of which any client has samples."""
+        known = self.engine.runner.described
+        return tuple(split for split in SPLITS if any(known.num_samples(client, split) for client in known.client_ids))
+
+    @cached_property
+    def first_client(self) -> str | None:
+        """The first client that has a training batch; `None`: nobody has."""
+        return next((client for client in self.engine.runner.described.client_ids if self.batches[client]), None)
+
+    @property
+    def scored_splits(self) -> Mapping[str, Sequence[str]]:
+        """The splits that models will be scored on, each with whose data."""
+        run = self.federation
+        due = {"val": run.evaluate_data} if run.evaluate_every > 0 and run.stages else {}
+        return due | ({"test": run.test_data} if run.test_data else {})
+
+    def first_batch(self) -> Any:
+        """Return a training batch of the first client that has one; `None` if nobody has. Every call reads it anew."""
+        if self.engine.data_here:
+            return self.engine.runner.first_batch()
+        if self.first_client is None:
+            return None
+        raise BatchElsewhere
+
+    # -- the configuration ---------------------------------------------------------------------------------------------
+    def participation(self) -> None:
+        """Refuse rounds that nobody, or two, could plan or finish."""
+        server, needed = self.server, self.engine.attempts.policy.min_clients
+        visited = len(server.participants())
+        chooser = server.callbacks.role("participants")
+        if chooser is not None and server.participation != 1.0:
+            raise ConfigurationError(
+                f"participation={server.participation} and {chooser.key} both say who takes part in a round. Remove one of "
+                "them."
+            )
+        reducer, divisor = server.callbacks.role("reduce"), server.callbacks.role("denominator")
+        if reducer is not None and divisor is not None:
+            raise ConfigurationError(
+                f"{divisor.key} names the number that a sum of updates is divided by, and {reducer.key} combines updates in "
+                "a way of its own. Remove one of them."
+            )
+        if chooser is None and isinstance(needed, int) and needed > visited:
+            raise ConfigurationError(
+                f"min_clients={needed}, but a round visits {visited} of the {len(server.clients)} clients: no round could "
+                "be finished. Lower it, or raise participation."
+            )
+        if sum(server.num_samples.values()) == 0:
+            raise ValueError(f"None of the {len(server.clients)} clients has a training sample. Check the partition.")
+
+    def scored_clients(self) -> None:
+        """Refuse `evaluate_clients` where every client's scores are needed, or where those that it drew have none."""
+        server, known = self.server, self.engine.runner.described
+        if server.evaluated is server.clients:
+            return
+        for callback in server.callbacks:
+            if EVERY_SCORE in callback.facts.needs:
+                raise ConfigurationError(
+                    f"{callback.key} goes by the scores of every client, and evaluate_clients scores "
+                    f"{len(server.evaluated)} of {len(server.clients)}. Leave evaluate_clients out, or {callback.key}."
+                )
+        for split in (split for split, data in self.scored_splits.items() if "local" in data):
+            drawn, having = (
+                [client for client in clients if known.num_samples(client, split)]
+                for clients in (server.evaluated, server.clients)
+            )
+            if having and not drawn:
+                raise ConfigurationError(
+                    f"evaluate_clients drew {listed(server.evaluated)}, and "
+                    f"none of them has {split} samples, so that nobody would be scored on them; {len(having)} of the "
+                    f"{len(server.clients)} clients have some. Raise evaluate_clients, or give every client a {split} split."
+                )
+
+    def data_elsewhere(self) -> None:
+        """Warn of scores on data that are not in one place; refuse a run that would have no others."""
+        if not self.federation.left_out:
+            return
+        words = " and ".join(WORDS[data] for data in self.federation.left_out)
+        if not self.federation.evaluate_data:
+            raise ConfigurationError(
+                f"Models are to be scored on {words} only, and the clients' data are not in one place. Add 'local' to "
+                "evaluate_data."
+            )
+        warn(f"Scores on {words} are left out: the clients' data are not in one place.")
+
+    def claimed_sizes(self) -> None:
+        """Say where a client that is elsewhere claims many more samples than all others: nobody here can check that."""
+        sizes = {} if self.engine.data_here else self.server.num_samples
+        client = max(sizes, key=lambda name: sizes[name], default="")
+        others = sorted(size for name, size in sizes.items() if name != client and size)
+        if len(others) > 1 and sizes[client] > FAR * (usual := others[len(others) // 2]):
+            share = sizes[client] / sum(sizes.values())
+            said = f"client '{client}' says that it has {sizes[client]} training samples, {share:.1%} of all"
+            warn(
+                f"{at_site(said, client, self.engine.sites.get(client))}; the median of the others is {usual}. It is "
+                "weighted by them in a mean, and nobody here can check it: if you do not believe it, leave it out, or "
+                "weight uniformly."
+            )
+
+    def models(self) -> None:
+        """Refuse callbacks that several models are too many for, and those that cannot say what leaves a client."""
+        refuse_mixed(self.server)
+        for client in {self.blueprint.architecture_of(client): client for client in self.server.clients}.values():
+            self.engine.runner.leaving(client)
+
+    def loop(self) -> None:
+        """Refuse a loop that cannot run these callbacks, or not here."""
+        loop, seconds = self.federation.loop, self.federation.evaluate_seconds
+        if seconds is not None and loop.clock is None:
+            raise ConfigurationError(
+                f"evaluate_seconds={seconds} counts virtual seconds, and the loop {loop!r} has no clock. "
+                "Give it one (docs/explanation/time.md), or use evaluate_every, which counts rounds."
+            )
+        loop.check(self.server)
+        if loop.holds_records and not self.federation.store.is_here:
+            raise ConfigurationError(
+                f"The loop {type(loop).__name__} carries out visits before they count, and holds back what clients "
+                "keep until then; here their records are at their sites. Leave out trainer.loop (with a method that runs in "
+                "rounds), or use an engine that has the clients here (engine='sequential')."
+            )
+
+    def held_out(self) -> None:
+        """Refuse held-out clients that could never be scored."""
+        if self.server.held_out:
+            self.federation.unseen.check()
+
+    def steps(self) -> None:
+        """Run one batch of every step that the run will use, on copies."""
+        if self.federation.sanity_check:
+            self._trials.check(self.modules)
+
+    @cached_property
+    def _trials(self) -> StepTrials:
+        return StepTrials(self.engine, list(self.scored_splits), self.tried)
+
+    # -- callbacks -----------------------------------------------------------------------------------------------------
+    def callbacks(self) -> None:
+        """Let callbacks refuse what cannot work: each alone, and one beside another.
+
+        A check that needs a batch from elsewhere is made there, together with the steps that :meth:`steps` will try.
+        Refusals and warnings come in the order of the callbacks all the same.
+        """
+        done: list[tuple[list[str], CheckThere | None]] = []  # what each has said, or the task that is to say it
+        refused: ValueError | None = None
+        for callback, name, setup in self._checks():
+            said: list[str] = []
+            setup.warn, there = said.append, None
+            try:
+                callback.check(setup)
+            except BatchElsewhere:
+                there = self._there(callback, name, setup)
+            except ValueError as error:  # it counts if none of those before refuses
+                refused = self._without_public(callback.key, str(error)) or error
+                break
+            done.append((said, there))
+        checks = [there for _, there in done if there is not None]
+        trials = refused is None and self.federation.sanity_check and not self.engine.data_here
+        steps = list(self._trials.first()) if trials else []
+        tasks: list[Task[Tried]] = [*checks, *steps]
+        answers = list(self.engine.map(tasks)) if tasks else []
+        self.tried.update(zip(steps, answers[len(checks) :], strict=True))
+        found = iter(answers)
+        for said, there in done:
+            if there is not None:
+                answer = next(found)
+                said = answer.said
+                if answer.refusal is not None:
+                    raise self._without_public(there.callback, answer.refusal) or ConfigurationError(answer.refusal)
+            for text in said:
+                warn(text)
+        if refused is not None:
+            raise refused
+
+    def _checks(self) -> list[tuple[FederatedCallback, str, Setup]]:
+        """Return every callback, for every architecture; callbacks that cannot stand together are refused."""
+        public = Public(self.engine.public, self.blueprint)
+        found = []
+        for name in self.modules:
+            setup = setup_of(
+                self,
+                self.blueprint,
+                self.modules,
+                name,
+                public,
+                first_batch=self.first_batch,
+                shared_names=partial(self.server.shared_in, name),
+            )
+            refuse_combinations(setup.callbacks, setup)
+            found += [(callback, name, setup) for callback in self.server.callbacks]
+        return found
+
+    def _there(self, callback: FederatedCallback, architecture: str, setup: Setup) -> CheckThere:
+        shared = {"": tuple(setup.shared_names())}
+        shared |= {other.key: tuple(setup.shared_names(without=other)) for other in setup.callbacks}
+        return CheckThere(
+            callback.key,
+            architecture,
+            str(self.first_client),
+            self.facts,
+            shared,
+            self.batches,
+            self.pooled,
+            self.splits,
+            is_mixed=self.is_mixed,
+            has_public=not self._no_public,
+        )
+
+    @cached_property
+    def _no_public(self) -> str:
+        """What is said of a method that needs public data, where they are missing and the clients are elsewhere."""
+        return self.engine.no_public if self.engine.no_public and self.engine.public()[0] is None else ""
+
+    def _without_public(self, callback: str, refusal: str) -> ConfigurationError | None:
+        """Return the refusal of a callback that misses public data, with the way out of where the clients are elsewhere."""
+        missing = "public data" in refusal and self._no_public
+        return ConfigurationError(f"{callback} {missing}") if missing else None

@@ -1,0 +1,144 @@
+"""What only a step shows is asked before round 1: optimizers, sparse gradients, batches of one sample, metrics."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fedlightning.callbacks import SCAFFOLD, FedAvg, FedPer, FedProx, GlobalCheckpoint, LocalCheckpoint
+from fedlightning.federation import federation
+from tests.helpers import NormNet, Toy, make_trainer, toy_data
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch):
+    """A round fails the test."""
+
+    def round(*args, **options):
+        raise AssertionError("a round has begun")
+
+    monkeypatch.setattr(federation.Federation, "round", round)
+
+
+def start(module, *callbacks, sizes=(24, 16), **options):
+    trainer = make_trainer(None, callbacks, sanity_check=True, **options)
+    trainer.fit(module, toy_data(sizes))
+    return trainer
+
+
+class NeedsTrainer(Toy):
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), 0.01)
+        steps = self.trainer.estimated_stepping_batches
+        return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)]
+
+
+class MadeInSetup(Toy):
+    def setup(self, stage):
+        self.make_optimizer = partial(torch.optim.AdamW, lr=0.01)
+
+    def configure_optimizers(self):
+        return self.make_optimizer(self.parameters())
+
+
+class Sparse(Toy):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 6, sparse=True)
+
+    def logits(self, x):
+        return self.net(x + self.embedding((x[:, 0].abs() * 3).long().clamp(0, 9)))
+
+
+@pytest.mark.parametrize(
+    ("module", "callback", "sentence"),
+    [
+        (NeedsTrainer, SCAFFOLD(), r"AdamW's movement is no sum of gradients\. Use SCAFFOLD\(option=1\)"),
+        (MadeInSetup, SCAFFOLD(), r"AdamW's movement is no sum of gradients\. Use SCAFFOLD\(option=1\)"),
+        (Sparse, SCAFFOLD(option=1), r"'embedding\.weight' of Sparse are sparse, and SCAFFOLD adds"),
+        (Sparse, FedProx(mu=0.1), r"'embedding\.weight' of Sparse are sparse, and FedProx adds"),
+    ],
+)
+def test_what_cannot_work_is_refused(nothing_runs, module, callback, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        start(module(), callback, local_steps=2)
+
+
+def test_what_works_is_left_alone():
+    start(MadeInSetup(), FedAvg(), max_rounds=1)
+    start(Sparse(), FedAvg(), max_rounds=1)
+    start(Sparse(), FedPer(personal=["embedding"]), FedProx(mu=0.1), max_rounds=1)
+
+
+class Clips(Toy):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+
+
+def test_a_module_that_clips_its_own_gradients_is_said():
+    with pytest.warns(UserWarning, match=r"where Clips\.configure_gradient_clipping changes gradients"):
+        start(Clips(), SCAFFOLD(), max_rounds=1, local_steps=2)
+
+
+# -- batches of one sample ---------------------------------------------------------------------------------------------
+class Images(NormNet):
+    """A single image has many pixels to normalise."""
+
+    def logits(self, x):
+        return self.net[3](nn.functional.relu(self.net[1](self.net[0](x).unsqueeze(-1).repeat(1, 1, 4)).mean(-1)))
+
+
+@pytest.mark.parametrize(
+    ("module", "sizes", "said"), [(NormNet, (17, 16), True), (NormNet, (18, 16), False), (Images, (17, 16), False)]
+)
+def test_a_last_batch_of_one_sample_is_told_where_it_fails(module, sizes, said):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        start(module(), FedAvg(), sizes=sizes, max_rounds=1)
+    texts = [str(one.message) for one in caught if "BatchNorm" in str(one.message)]
+    assert bool(texts) == said
+    if said:
+        assert "The last batch of 1 of 2 clients (0) is a single sample" in texts[0] and "drop_last=True" in texts[0]
+
+
+# -- monitors ----------------------------------------------------------------------------------------------------------
+class Other(Toy):
+    names: tuple = ("val/loss", "val/acc")
+
+    def score(self, batch, split):
+        loss = F.cross_entropy(self.logits(batch[0]), batch[1])
+        for name in self.names:
+            self.log(name, loss)
+
+
+class Accuracy(Other):
+    names = ("val_acc",)
+
+
+class TwoLosses(Other):
+    names = ("loss_a", "loss_b")
+
+
+@pytest.mark.parametrize("callback", [LocalCheckpoint(), GlobalCheckpoint()], ids=lambda one: one.key)
+@pytest.mark.parametrize("module", [Accuracy, TwoLosses])
+def test_a_metric_that_nobody_logs_is_refused(nothing_runs, callback, module):
+    with pytest.raises(
+        ValueError, match=rf"monitors 'val_loss', but validation gives .*{module.names[0]}.*set monitor="
+    ):
+        start(module(), callback, evaluate_every=1)
+
+
+def test_the_only_loss_is_monitored_by_default():
+    trainer = start(Other(), LocalCheckpoint(), GlobalCheckpoint(), evaluate_every=1)
+    losses = [row.value for row in trainer.rows if (row.stage, row.metric, row.client) == ("L1", "val/loss", "0")]
+    assert trainer.store.get("0").checkpoints["LocalCheckpoint"]["score"] == pytest.approx(sum(losses) / len(losses))
+    assert trainer.server.checkpoints["GlobalCheckpoint"]["round"] in (1, 2)
+
+
+def test_nothing_is_asked_where_nothing_is_validated():
+    start(Accuracy(), LocalCheckpoint(), evaluate_every=0, max_rounds=1)
