@@ -14,6 +14,7 @@ QUICKSTART_ARGS ?=
 BIN := $(VENV)/bin
 BASE := $(VENV)/.installed-base
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -c constraints.txt
 
 # One thread a process: more of them on contended cores make small models many times slower.
@@ -24,7 +25,7 @@ PYTEST = $(ONE_THREAD) $(BYTECODE) $(BIN)/python -m pytest -q -n $(JOBS) --dist 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-all test-slow test-anywhere test-flower test-flower-all test-flower-catalogue coverage lint format types registry bench clean distclean
+.PHONY: help install quickstart test test-all test-slow test-anywhere test-flower test-flower-all test-flower-catalogue coverage lint format types registry docs test-docs bench clean distclean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -92,6 +93,17 @@ test-flower-catalogue: $(FLOWER_STAMP) ## every method over a real SuperLink: so
 	FEDLIGHTNING_CATALOGUE=$(CATALOGUE) FEDLIGHTNING_CATALOGUE_SERVERS=$(CATALOGUE_SERVERS) $(ONE_THREAD) \
 		$(FLOWER_VENV)/bin/python -m pytest -q -m slow tests/engines/flower/test_catalogue.py $(PYTEST_ARGS)
 
+$(DOCS_STAMP): $(STAMP)
+	$(PIP_INSTALL) -e ".[docs]"
+	@touch $@
+
+docs: $(DOCS_STAMP) ## build the site in docs/_build/html: warnings are errors, tutorials run
+	$(ONE_THREAD) MPLBACKEND=agg $(BIN)/python -m sphinx -b html -W --keep-going -q $(SPHINX_ARGS) docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+test-docs: docs ## open pages of the site in headless Chromium, if there is one: widths, colours, search
+	$(PYTEST) -n 0 -m slow tests/docs $(PYTEST_ARGS)
+
 coverage: $(STAMP) ## run the tests and report the lines and branches they miss
 	$(PYTEST) --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)
 
@@ -116,6 +128,7 @@ bench: $(STAMP) ## measure speed and memory against a bare PyTorch loop (an idle
 	$(BIN)/python -m benchmarks.memory
 
 clean: ## remove build products and caches (not the environment, not the results of runs)
+	rm -rf docs/_build docs/tutorials docs/reference/api docs/reference/methods
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* htmlcov
 	find . -name __pycache__ -type d -not -path './.venv*' -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 

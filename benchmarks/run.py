@@ -37,7 +37,7 @@ TARGETS = {
     ("mlp", "fedlightning (from loaders)"): 1.15,
     ("logistic", "fedlightning (vectorized)"): 0.12,
 }
-"""Target ratios; `docs/performance.md` says what limits those that are not reached."""
+"""Target ratios; `docs/results/performance.md` says what limits those that are not reached."""
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -37,7 +37,7 @@ class LocalCheckpoint(ModelSelection):
 
     FENDA-FL paper (Tavakoli et al., 2024): the only selection that fits personalised methods. The paper takes the round with
     the lowest loss: ``smooth=1, min_samples=0``. On few validation samples that is the luckiest round rather than the best
-    model, so that by default a round is judged by the mean of the last evaluations. ``docs/evaluation.md`` has what was
+    model, so that by default a round is judged by the mean of the last evaluations. ``docs/results/measured.md`` has what was
     measured.
 
     A score that is not finite is left out. Until there are as many scores as ``smooth`` says, the latest model is kept.

@@ -60,7 +60,8 @@ class PLayerFL(Stackable):
     (FedPer, FedBN) stay there.
 
     Args:
-        threshold: The threshold `t > 1`. The paper gives no value; 1.05 is calibrated in `docs/player_fl.md`. Each run
+        threshold: The threshold `t > 1`. The paper gives no value; 1.05 is calibrated in
+            `docs/results/playerfl_threshold.md`. Each run
             writes the ratio of every layer and p as a function of t to `figures/sensitivity.png`.
         split: Fixes p instead. 0 shares nothing; L is FedAvg.
         shift: Federates so many layers more (+1) or fewer (-1) than p: the paper's variants.

@@ -1,4 +1,4 @@
-"""A hundred thousand clients, each made when it is visited; a hundred of them are scored (docs/many_clients.md).
+"""A hundred thousand clients, each made when it is visited; a hundred of them are scored (docs/how-to/many_clients.md).
 
 python examples/many_clients.py [--clients 100000] [--rounds 20] [--out runs/many_clients]
 """

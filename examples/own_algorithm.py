@@ -2,7 +2,7 @@
 
     python examples/own_algorithm.py [--rounds 15] [--alpha 0.1] [--out runs/own_algorithm]
 
-docs/write-an-algorithm.md explains it line by line. The script runs the conformance checks on the callback, then trains
+docs/how-to/write_an_algorithm.md explains what it uses. The script runs the conformance checks on the callback, then trains
 it and FedAvg on scikit-learn's digits, split over 10 clients by Dirichlet(0.1) label skew.
 """
 

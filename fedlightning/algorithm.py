@@ -3,7 +3,7 @@
 >>> from fedlightning.algorithm import Client, FederatedCallback, Message, Server, State, Update
 
 The contract and its words (:mod:`fedlightning.hooks`), the two roles, what travels, addressed randomness, and losses and
-gradients that leave no trace. `docs/write-an-algorithm.md` takes one method from its pseudocode to a checked callback.
+gradients that leave no trace. `docs/how-to/write_an_algorithm.md` takes one method from its pseudocode to a checked callback.
 
 Beside it there are arithmetic over named tensors (:mod:`fedlightning.tensors`), a module as layers
 (:mod:`fedlightning.layers`), graphs of neighbours (:mod:`fedlightning.topology`) and wrapped modules

@@ -113,6 +113,10 @@ def _find(command: str) -> Callable[[list[str]], int]:
         from fedlightning.commands.report import report
 
         return report
+    if command == "card":
+        from fedlightning.commands.card import card
+
+        return card
     if command == "algorithms":
         from fedlightning.commands.algorithms import algorithms
 

@@ -221,7 +221,8 @@ class Fitted:
 
         Each new client makes one visit as the method's clients do, on its own training data, and sends nothing back: the
         federation stays as it is. The run's folder gets `onboarding.csv`, `onboarding.json` and `checkpoints/newcomers/`,
-        in the place of those of an earlier call; no other file changes. `docs/newcomers.md` says what each method does.
+        in the place of those of an earlier call; no other file changes. `docs/how-to/late_clients.md` says
+        what each method does.
         """
         if run is not None:
             if model is None or datamodule is None:

@@ -1,4 +1,4 @@
-"""The demo of sites: compose.yaml, the unit for systemd and docs/deploy.md have the same commands, and they parse."""
+"""The demo of sites: compose.yaml, the unit for systemd and docs/how-to/deploy.md have the same commands, and they parse."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedlightning.config.parsing import FederatedCLI
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "examples" / "sites"
-PAGE = (ROOT / "docs" / "deploy.md").read_text()
+PAGE = (ROOT / "docs/how-to/deploy.md").read_text()
 COMPOSE = yaml.safe_load((DEMO / "compose.yaml").read_text())
 SITES = ("cleveland", "hungarian", "switzerland", "va")
 COMMANDS = [

@@ -2,26 +2,71 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import importlib.util
 import inspect
 import re
 import sys
+import textwrap
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
+import torch
 import yaml
 
 import fedlightning
+
+# isort: split
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader, TensorDataset
+
 from fedlightning.catalogue import ALGORITHMS
+from fedlightning.commands import COMMANDS
+from fedlightning.config.schema import config_schema
 from fedlightning.hooks import FederatedCallback
+from fedlightning.testing.toys import ToyModule
+from tests.helpers import samples, toy_data
 from tests.processes import forked
 from tests.test_rooms import ORDER
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")), *sorted(ROOT.glob("docs/*.md"))]
-GUIDE = (ROOT / "docs/write-an-algorithm.md").read_text()
+OWN = ("README", "CONTRIBUTING", "SECURITY", "AGENTS", "CHANGELOG")
+WRITTEN = sorted(path for path in ROOT.glob("docs/**/*.md") if not {"_build", "tutorials"} & set(path.parts))
+PAGES = [*(ROOT / f"{name}.md" for name in OWN), *sorted(ROOT.glob("skills/**/*.md")), *WRITTEN]
+GUIDE = (ROOT / "docs/how-to/write_an_algorithm.md").read_text()
+SCHEMA = config_schema()
+RUNS = (
+    "index",
+    "start/your_module",
+    "explanation/time",
+    "explanation/no_server",
+    "explanation/multimodal",
+    "how-to/many_clients",
+    "reference/wire_format",
+)
+"""Pages whose code runs as it stands. That of others is parsed and its imports are tried: it needs runs or accounts."""
 NO_NAMES = {"fedlightning.callbacks.FedDyn", "fedlightning.algorithms"}
 """What is no name of the package: the guide's example, and the group of entry points."""
+
+
+class OwnData(LightningDataModule):
+    """The reader's own data."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(*samples("0", "train", 300)), 8, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(*samples("0", "val", 60)), 8)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(*samples("0", "test", 60)), 8)
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).with_suffix("").as_posix()
 
 
 def test_contributing_lists_the_rooms_in_their_order() -> None:
@@ -30,13 +75,13 @@ def test_contributing_lists_the_rooms_in_their_order() -> None:
     assert [set(line) for line in lines] == [set(rooms) for rooms in ORDER]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         assert link.startswith("https://") or (page.parent / link).exists(), link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_names_of_the_package_exist(page: Path) -> None:
     for path in sorted(set(re.findall(r"\bfedlightning(?:\.\w+)+", page.read_text())) - NO_NAMES):
         module, _, name = path.rpartition(".")
@@ -46,13 +91,86 @@ def test_names_of_the_package_exist(page: Path) -> None:
             assert hasattr(importlib.import_module(module), name), path
 
 
-def test_the_guide_has_every_hook() -> None:
-    common = {"key", "client", "hyperparameters"}
-    for name, value in vars(FederatedCallback).items():
-        if (inspect.isfunction(value) and not name.startswith("_")) or name == "weighting":
-            assert name in common or f"`{name}" in GUIDE, name
+def test_every_page_is_in_the_contents() -> None:
+    """A page that no list of contents names is found by nobody."""
+    for page in WRITTEN:
+        contents = page.parent / "index.md" if page.stem != "index" else ROOT / "docs/index.md"
+        entry = page.stem if page.stem != "index" else f"{page.parent.name}/index"
+        assert page == ROOT / "docs/index.md" or re.search(rf"^{entry}$", contents.read_text(), re.MULTILINE), page
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=name_of)
+def test_code_in_pages_parses_and_imports(page: Path) -> None:
+    for block in re.findall(r"^```py(?:thon)?\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        for node in ast.walk(ast.parse(textwrap.dedent(block))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fedlightning"):
+                module = importlib.import_module(str(node.module))
+                assert all(hasattr(module, one.name) for one in node.names), (node.module, [n.name for n in node.names])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_code_in_pages_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it stands, with a tiny module and tiny data for the reader's own."""
+    monkeypatch.chdir(tmp_path)
+    known: dict[str, Any] = {"torch": torch, "MyModule": ToyModule, "MyDataModule": OwnData, "my_clients": toy_data()}
+    known |= {"client": None}
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / f"{name}.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(block.replace('FENDA(head="net.fc")', 'FENDA(head="head")'), known)
+
+
+@pytest.mark.parametrize("page", [*WRITTEN, ROOT / "README.md"], ids=name_of)
+def test_commands_in_pages_exist(page: Path) -> None:
+    for block in re.findall(r"^```(?:bash)?\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        for command in re.findall(r"^(?:\$ |\S*/)?fedlightning (\w+)", block, re.MULTILINE):
+            assert command in COMMANDS or command == "COMMAND", command
+        for path in re.findall(r"--config (configs/[\w./-]+\.yaml)", block):
+            assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("page", [*WRITTEN, ROOT / "README.md", *sorted(ROOT.glob("skills/**/*.md"))], ids=name_of)
+def test_yaml_in_pages_matches_the_schema(page: Path) -> None:
+    for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        if "{...}" in block or "services:" in block:  # what is left out cannot be read
+            continue
+        config = yaml.safe_load(block)
+        if isinstance(config, dict) and {"trainer", "model", "data"} & set(config):
+            jsonschema.Draft202012Validator(SCHEMA).validate(config)
+
+
+def test_hand_written_pages_are_short() -> None:
+    """Readers come for an answer: cut before you raise this. Results that a tool writes are apart."""
+    words = sum(len(page.read_text().split()) for page in WRITTEN if page.name != "methods.md")
+    assert words <= 26_000
+
+
+def test_files_for_agents_are_short_and_true() -> None:
+    agents, (skill,) = (ROOT / "AGENTS.md").read_text(), ROOT.glob("skills/*/SKILL.md")
+    assert len(agents.splitlines()) < 60 and len(skill.read_text().splitlines()) < 150
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for line in re.findall(r"^make ([a-z -]+?)(?: PYTEST_ARGS|  |$)", agents, re.MULTILINE):
+        assert set(line.split()) <= set(targets), line
+
+
+def test_the_picture_of_a_round_is_the_one_that_is_drawn() -> None:
+    spec = importlib.util.spec_from_file_location("diagrams", ROOT / "docs/_ext/diagrams.py")
+    assert spec is not None and spec.loader is not None
+    diagrams = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(diagrams)
+    assert (ROOT / "docs/images/round.svg").read_text() == diagrams.of_a_round(alone=True)
+
+
+def test_the_guide_has_the_contract_and_every_hook_has_words() -> None:
     nine = GUIDE.partition("## The contract: nine hooks")[2].partition("## ")[0]
     assert len(re.findall(r"^\| `(\w+)\(", nine, re.MULTILINE)) == 9
+    for base in (FederatedCallback, *FederatedCallback.__subclasses__()):
+        for name, value in vars(base).items() if base.__module__.startswith("fedlightning.hooks") else ():
+            if inspect.isfunction(value) and not name.startswith("_"):
+                assert value.__doc__, (
+                    f"{base.__name__}.{name} has no docstring, of which its entry in the reference is made"
+                )
 
 
 def test_the_reader_s_own_files_run(tmp_path: Path) -> None:

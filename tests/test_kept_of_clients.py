@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from fedlightning.catalogue import ALGORITHMS, find
+from fedlightning.catalogue import find
 from fedlightning.testing.toys import ToyData, federate
 from tests.conformance.case import Case, collect
 
@@ -41,12 +41,3 @@ def test_the_catalogue_says_what_the_server_keeps_of_each_client(name):
         assert row.of_clients, f"{row.name} keeps tensors of {sorted(kept)} at the server"
     if name in FEW:
         assert bool(kept) == bool(row.of_clients)
-
-
-def test_the_page_names_those_that_keep_something():
-    from pathlib import Path
-
-    page = Path("docs/deploy.md").read_text()
-    for row in ALGORITHMS:
-        if row.of_clients:
-            assert f"`{row.name}`" in page, row.name

@@ -1,4 +1,4 @@
-"""Run every algorithm of the catalogue at its defaults on three data sets, and write `docs/methods.md` from the runs.
+"""Run every algorithm of the catalogue at its defaults on three data sets, and write `docs/results/methods.md` from the runs.
 
     python -m tools.methods_table --heart FOLDER --mnist FOLDER [--out runs/methods] [--only FedAvg,Local] [--data digits]
 
@@ -42,7 +42,7 @@ from fedlightning.federation.loops import Asynchronous, WaitFree
 from fedlightning.models import MLP, Classifier, DigitsCNN, TinyNet
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "methods.md"
+PAGE = ROOT / "docs/results/methods.md"
 NOTES = ROOT / "tools" / "methods_notes.yaml"
 DATA = "digits,heart,mnist"
 SEEDS = (0, 1, 2)
@@ -64,7 +64,7 @@ LDSGD and SWIFT (100 rounds), gradient clipping for HeteroFL, BatchNorm for FedB
 public data for those that need some, a client whose labels are the server's for pFedKnow. FedAsync and FedBuff run on a
 virtual clock with all clients at work (log-normal speeds, sigma 0.5) until as many updates have arrived as the others'
 ten rounds have. Methods for models of different sizes have one model here; what they are for is in
-[heterogeneous.md](heterogeneous.md).
+[the page on different models](../explanation/different_models.md).
 
 Accuracy is the mean over clients, on each client's own test data, of the model that it would deploy after the last
 round (stage L1, no checkpoint selection), and its standard deviation over seeds, which also move the split. The worst

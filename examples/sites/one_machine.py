@@ -1,4 +1,4 @@
-"""A server and its sites on one machine, each a process in a folder of its own, by the plain commands of docs/deploy.md.
+"""A server and its sites on one machine, each a process in a folder of its own, by the commands of docs/how-to/deploy.md.
 
     python examples/sites/one_machine.py [--rounds 5] [--out runs/sites]        breast tumours, shared out over three sites
     python examples/sites/one_machine.py --root data/heart_disease              the four hospitals of Heart Disease

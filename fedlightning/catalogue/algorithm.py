@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ FAMILIES = {
     "other": "Of other packages",
 }
 """Families of algorithms and their headings; `"other"` where a package does not say."""
+ROLE = re.compile(r":\w+:`~?(?:\w+\.)*(\w+)`")
+"""A reference of the documentation to a class, of which a terminal shows the name."""
 WHOLE = "the whole model"
 """What can leave a client, unless its method keeps some entries from ever leaving."""
 
@@ -110,7 +113,7 @@ class Algorithm:
     def options(self) -> list[Option]:
         """Return the arguments: names, types and defaults from the signature, texts from the docstring."""
         cls = self.load()
-        texts, values = _argument_texts(cls), ranges_of(cls)
+        texts, values = argument_texts(cls), ranges_of(cls)
         return [
             Option(
                 name,
@@ -123,14 +126,16 @@ class Algorithm:
         ]
 
 
-def _argument_texts(cls: type) -> dict[str, str]:
+def argument_texts(cls: type) -> dict[str, str]:
+    """Return what a class's docstring says of each argument, without markup."""
     from docstring_parser import parse
 
     texts: dict[str, str] = {}
     for ancestor in reversed(cls.__mro__):
         for parameter in parse(ancestor.__doc__ or "").params:
             for name in parameter.arg_name.split(","):  # "beta1, beta2: decay"
-                texts[name.strip()] = " ".join((parameter.description or "").replace("`", "").split())
+                text = ROLE.sub(r"\1", parameter.description or "").replace("`", "")
+                texts[name.strip()] = " ".join(text.split())
     return texts
 
 

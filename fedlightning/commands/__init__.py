@@ -13,6 +13,7 @@ COMMANDS = {
     "compare": "Train several methods over several seeds, add baselines, write a report.",
     "sweep": "Search for the best values of options on validation data.",
     "report": "Compare finished runs: tables, figures and one HTML page.",
+    "card": "Write a model card beside the models of a run, for the Hugging Face Hub.",
     "partition": "Show the samples of each client: a table, a picture and a CSV file.",
     "algorithms": "List the algorithms, or explain one.",
     "configs": "List the configurations that come with the package, or copy them.",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -11,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedlightning.catalogue import FAMILIES, Algorithm, find, list_algorithms, rows
+from fedlightning.commands.json_output import print_json
 from fedlightning.commands.terminal import console
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.config.errors import InputError
@@ -24,21 +27,52 @@ def algorithms(words: Sequence[str]) -> int:
         exit_on_error=False,
     )
     parser.add_argument("name", nargs="*", help="algorithm (any case), or a pattern to list: 'fed*', 'personal'")
-    names = parser.parse_args(list(words)).name
+    parser.add_argument("--json", action="store_true", help="one line of JSON, for programs")
+    options = parser.parse_args(list(words))
+    names = options.name
+    if options.json:
+        print_json("algorithms", algorithms=[as_dict(row, bool(names)) for row in _chosen(names)])
+        return 0
     screen = console()
     if not names:
         show_list(screen, list_algorithms())
     for name in names:
-        listed = list_algorithms(name) if "*" in name or name.lower() in FAMILIES else []
+        listed = _pattern(name)
         if listed:
             show_list(screen, listed)
-            continue
-        try:
-            row = find(name)
-        except ValueError as error:
-            raise InputError(str(error)) from error
-        show_algorithm(screen, row)
+        else:
+            show_algorithm(screen, _found(name))
     return 0
+
+
+def as_dict(row: Algorithm, with_options: bool) -> dict[str, Any]:
+    """Return a row for programs.
+
+    Args:
+        row: The row.
+        with_options: Whether its class is imported, for its options.
+    """
+    found = asdict(row) | {"config": row.config}
+    return found | {"options": [asdict(option) for option in row.options()]} if with_options else found
+
+
+def _chosen(names: Sequence[str]) -> list[Algorithm]:
+    """Return the rows that names and patterns mean, each once; all of them for none."""
+    if not names:
+        return list(rows())
+    found = {one: _found(one) for name in names for one in _pattern(name) or [name]}
+    return list(found.values())
+
+
+def _pattern(name: str) -> list[str]:
+    return list_algorithms(name) if "*" in name or name.lower() in FAMILIES else []
+
+
+def _found(name: str) -> Algorithm:
+    try:
+        return find(name)
+    except ValueError as error:
+        raise InputError(str(error)) from error
 
 
 def show_list(console: Console, names: Sequence[str]) -> None:

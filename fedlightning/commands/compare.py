@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fedlightning.commands.report import write_report_aside
+from fedlightning.commands.json_output import print_json
+from fedlightning.commands.report import overview_of, write_report_aside
 from fedlightning.commands.study import (
     CLI,
     INTERRUPTED,
@@ -90,6 +91,7 @@ def parser() -> Parser:
         "best_local, best_global; default: deployed",
     )
     report.add_argument("--no-report", action="store_true", help="write no report")
+    report.add_argument("--json", action="store_true", help="print the overview as one line of JSON too, the last one")
     return made
 
 
@@ -154,6 +156,12 @@ def compare(words: Sequence[str], main: Main) -> int:
         if states["done"] and not options.no_report:
             write_report_aside(out, [out], metric, options.checkpoint, screen)
     say(screen, f"\nRuns and study.json: {shown(out)}")
+    if options.json:
+        found = {"metric": metric, "checkpoint": options.checkpoint, "overview": [], "problems": []}
+        if states["done"]:
+            found = call(overview_of, [out], metric, options.checkpoint)
+        page = out / "report.html" if states["done"] and not options.no_report else None
+        print_json("compare", out=out, page=page, failed=len(states["failed"]), **found)
     return 1 if states["failed"] else 0
 
 

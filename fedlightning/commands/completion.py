@@ -39,7 +39,7 @@ def completion(words: Sequence[str]) -> int:
 def script(shell: str) -> str:
     """Return the completion script of `shell`, with the options of all parsers."""
     from fedlightning.catalogue import list_algorithms
-    from fedlightning.commands import COMMANDS, certificates, compare, configs, report, serve, sites, sweep
+    from fedlightning.commands import COMMANDS, card, certificates, compare, configs, report, serve, sites, sweep
     from fedlightning.commands.run import Commands, cli_class
     from fedlightning.commands.study import PASSED_ON
     from fedlightning.config.names import class_names
@@ -47,11 +47,12 @@ def script(shell: str) -> str:
 
     passed_on = [option for option in Commands.option_strings("fit") if PASSED_ON.match(option)]
     choices = {
-        "algorithms": list_algorithms(),
+        "algorithms": ["--json", *list_algorithms()],
         "completion": ["bash", "zsh"],
-        "configs": ["list", "copy", "--to", "--force", *configs.names()],
+        "configs": ["list", "copy", "schema", "--to", "--force", "--json", *configs.names()],
         "compare": [*compare.parser().option_strings(), *passed_on, *class_names()],
         "sweep": [*sweep.parser().option_strings(), *passed_on, *class_names()],
+        "card": card.parser().option_strings(),
         "report": report.parser().option_strings(),
         "sites": sites.parser().option_strings(),
         "certificates": certificates.parser().option_strings(),

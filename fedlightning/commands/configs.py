@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
 import fedlightning
+from fedlightning.commands.json_output import print_json
 from fedlightning.config.errors import InputError, suggestion
 
 FOLDER = Path(fedlightning.__file__).parent / "configs"
@@ -17,7 +19,12 @@ List the configurations that come with the package, or copy one or several into 
 where they can be changed and stacked:
 
   fedlightning configs copy quickstart algorithms/fenda
-  fedlightning fit --config configs/quickstart.yaml --config configs/algorithms/fenda.yaml"""
+  fedlightning fit --config configs/quickstart.yaml --config configs/algorithms/fenda.yaml
+
+schema prints a JSON Schema of configurations, by which editors complete and check YAML files:
+
+  fedlightning configs schema > fedlightning.json
+  # yaml-language-server: $schema=fedlightning.json      (first line of a YAML file)"""
 
 
 def names() -> dict[str, Path]:
@@ -33,14 +40,25 @@ def configs(words: Sequence[str]) -> int:
         formatter_class=RawDescriptionHelpFormatter,
         exit_on_error=False,
     )
-    parser.add_argument("action", nargs="?", choices=("list", "copy"), default="list", help="default: list")
+    parser.add_argument("action", nargs="?", choices=("list", "copy", "schema"), default="list", help="default: list")
     parser.add_argument("names", nargs="*", metavar="NAME", help="as listed; a folder's name stands for all in it")
     parser.add_argument("--to", type=Path, default=Path("configs"), metavar="DIR", help="default: configs")
     parser.add_argument("--force", action="store_true", help="overwrite files that are there")
+    parser.add_argument("--json", action="store_true", help="list: one line of JSON, for programs")
     options = parser.parse_args(list(words))
+    if options.action == "schema":
+        from fedlightning.config.schema import config_schema
+
+        print(json.dumps(config_schema(), indent=1))
+        return 0
     known = names()
     if options.action == "list":
-        for name in _chosen(options.names, known) if options.names else known:
+        listed = _chosen(options.names, known) if options.names else list(known)
+        if options.json:
+            about = [{"name": name, "file": known[name], "about": _first_line(known[name])} for name in listed]
+            print_json("configs", configs=about)
+            return 0
+        for name in listed:
             print(f"{name:<44} {_first_line(known[name])}".rstrip())
         return 0
     if not options.names:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from fedlightning.commands.json_output import print_json
 from fedlightning.commands.terminal import console, say
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.config.parsing import FederatedCLI
@@ -24,7 +25,9 @@ class PartitionCommand(FederatedCLI):
         self.config.model, self.config.trainer.callbacks, self.config.trainer.logger = None, None, None
         super().instantiate_classes()
 
-    def partition(self, out: str = "partition", split: Literal["train", "val", "test"] = "train") -> None:
+    def partition(
+        self, out: str = "partition", split: Literal["train", "val", "test"] = "train", json: bool = False
+    ) -> None:
         """Show the samples of each client: a table, a picture and a CSV file."""
         from fedlightning.arguments import federated_data
         from fedlightning.datamodules import describe, plot_partition
@@ -43,7 +46,8 @@ class PartitionCommand(FederatedCLI):
             f"mean {report.mean_total_variation:.3f}.",
             highlight=False,
         )
-        if (public := data.public_report()) is not None:
+        public = data.public_report()
+        if public is not None:
             screen.print(f"Public: {public_in_words(public)}.", highlight=False)
         folder = Path(out)
         folder.mkdir(parents=True, exist_ok=True)
@@ -55,7 +59,10 @@ class PartitionCommand(FederatedCLI):
             writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
             writer.writeheader()
             writer.writerows(rows)
-        say(screen, f"\nFiles: {folder / 'partition.csv'}, {folder / 'partition.png'}")
+        files = [folder / "partition.csv", folder / "partition.png"]
+        say(screen, f"\nFiles: {files[0]}, {files[1]}")
+        if json:
+            print_json("partition", split=split, clients=report.rows(), public=public, files=files)
 
 
 def partition_table(report: Any, width: int) -> Table:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fedlightning.commands.json_output import print_json
 from fedlightning.commands.study import Parser
 from fedlightning.commands.terminal import console, say, shown
 from fedlightning.compat.rich_tables import print_whole
@@ -42,6 +43,7 @@ def parser() -> Parser:
     made.add_argument("--metric", help="metric to compare; default: that of the compare, else accuracy, rmse or loss")
     made.add_argument("--checkpoint", help="models to compare: deployed, latest, best_local, best_global")
     made.add_argument("--title", help="title of the page")
+    made.add_argument("--json", action="store_true", help="print the overview as one line of JSON too, the last one")
     return made
 
 
@@ -61,15 +63,25 @@ def report(words: Sequence[str]) -> int:
     if options.out is None and not (len(runs) == 1 and (studies or runs_below(runs[0]))):
         raise InputError("--out is missing: say where the report of these runs is to go.")
     known = read_study_file(studies[0]) if studies else {}
-    page = build_report(
-        options.out or runs[0],
-        runs,
-        metric=options.metric or known.get("metric"),
-        checkpoint=options.checkpoint or known.get("checkpoint", "deployed"),
-        title=options.title,
+    metric, checkpoint = (
+        options.metric or known.get("metric"),
+        options.checkpoint or known.get("checkpoint", "deployed"),
     )
+    page = build_report(options.out or runs[0], runs, metric=metric, checkpoint=checkpoint, title=options.title)
     say(console(), f"Report: {shown(page)}")
+    if options.json:
+        print_json("report", page=page, **overview_of(runs, metric, checkpoint))
     return 0
+
+
+def overview_of(runs: Sequence[Path], metric: str | None, checkpoint: str) -> dict[str, Any]:
+    """Return the fields of `--json` that the runs tell, with the metric that was chosen."""
+    from fedlightning.study.runs import load_study
+    from fedlightning.study.study import Study
+
+    study = Study(load_study(runs), metric=metric, checkpoint=checkpoint)
+    problems = list(dict.fromkeys(problem.text for problem in study.problems))
+    return {"metric": study.metric, "checkpoint": checkpoint, "overview": study.overview(), "problems": problems}
 
 
 def write_report(out: Path, runs: Sequence[Path], metric: str | None, checkpoint: str, screen: Console) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from json import dumps
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
 
 from fedlightning.commands.folders import find_run, leave_nothing, to_resume, with_run_config
+from fedlightning.commands.json_output import print_json
 from fedlightning.commands.partition import PartitionCommand
 from fedlightning.commands.terminal import console, say, shown
 from fedlightning.config.errors import InputError, explain
@@ -25,8 +26,9 @@ from fedlightning.trainer import FederatedTrainer
 
 def run(command: str, words: Sequence[str]) -> int:
     """Parse and carry out one command."""
-    dry = {"--dry-run": "--dry_run=true", "--dry_run": "--dry_run=true", "--dry-run=json": "--dry_run=json"}
-    words = with_run_config(command, [dry.get(word, word) for word in words])
+    flags = {"--dry-run": "--dry_run=true", "--dry_run": "--dry_run=true", "--dry-run=json": "--dry_run=json"}
+    flags |= {"--json": "--json=true"}
+    words = with_run_config(command, [flags.get(word, word) for word in words])
     cli = cli_class(command)(command, words)
     getattr(cli, command)(**cli.options())
     return 0
@@ -49,6 +51,7 @@ class Commands(FederatedCLI):
         allow_config_change: bool = False,
         allow_new_clients: bool = False,
         dry_run: bool | Literal["json"] = False,
+        json: bool = False,
     ) -> None:
         """Train a federation, test it and show the results.
 
@@ -56,7 +59,7 @@ class Commands(FederatedCLI):
         config.yaml, metrics.csv, summary.json and checkpoints.
         """
         if dry_run:
-            self._dry_run(as_json=dry_run == "json")
+            self._dry_run(as_json=json or dry_run == "json")
             return
         screen = console()
         with self._in_words():
@@ -75,6 +78,9 @@ class Commands(FederatedCLI):
             results = self.trainer.results
         if is_writer():
             self._show(results, screen)
+            if json:
+                costs = {key: self.trainer.summary.get(key) for key in ("bytes_up", "bytes_down", "seconds")}
+                print_json("fit", **self._fields(), **costs, failures=self.trainer.summary.get("failures", []))
         if stopped is not None:
             raise SystemExit(stopped.code)
 
@@ -90,13 +96,18 @@ class Commands(FederatedCLI):
         if self.trainer.run is not None:
             say(screen, f"\nRun: {shown(self.trainer.run.path)}")
 
-    def validate(self, run: str, checkpoint: str = "all") -> None:
-        """Score a finished or interrupted run on validation data."""
-        self._evaluate(run, checkpoint, "val")
+    def _fields(self) -> dict[str, Any]:
+        """Return what `--json` says of a run, whichever command has scored it."""
+        folder = None if self.trainer.run is None else self.trainer.run.path
+        return {"run": folder, "rounds": self.trainer.rounds_done, "results": self.trainer.results}
 
-    def test(self, run: str, checkpoint: str = "all") -> None:
+    def validate(self, run: str, checkpoint: str = "all", json: bool = False) -> None:
+        """Score a finished or interrupted run on validation data."""
+        self._evaluate(run, checkpoint, "val", json)
+
+    def test(self, run: str, checkpoint: str = "all", json: bool = False) -> None:
         """Score a finished or interrupted run on test data. The scores go to its metrics.csv and summary.json."""
-        self._evaluate(run, checkpoint, "test")
+        self._evaluate(run, checkpoint, "test", json)
 
     def predict(
         self,
@@ -162,11 +173,11 @@ class Commands(FederatedCLI):
         with self._in_words():
             found = self.trainer.dry_run(self.model, self.datamodule)
         if is_writer():
-            print(json.dumps(found.as_dict(), indent=2) if as_json else found)
+            print(dumps(found.as_dict(), indent=2) if as_json else found)
         if found.problems:
             raise InputError(f"{len(found.problems)} clients failed in the dry run; the first: {found.problems[0]}.")
 
-    def _evaluate(self, run: str, checkpoint: str, split: Literal["val", "test"]) -> None:
+    def _evaluate(self, run: str, checkpoint: str, split: Literal["val", "test"], as_json: bool) -> None:
         folder = find_run(run)
         self.trainer.restore(self.model, self.datamodule, folder)
         score = self.trainer.test if split == "test" else self.trainer.validate
@@ -176,3 +187,6 @@ class Commands(FederatedCLI):
             print_results(results, split, screen)
             rounds = f"after {self.trainer.rounds_done} of {self.trainer.max_rounds} rounds"
             say(screen, f"\nRun: {shown(folder)} ({rounds})")
+            if as_json:
+                fields = self._fields() | {"run": folder, "results": results}
+                print_json("validate" if split == "val" else "test", **fields)

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fedlightning.commands.json_output import print_json
 from fedlightning.commands.study import INTERRUPTED, Parser, check_jobs, parse_seeds, show_commands, show_failures
 from fedlightning.commands.terminal import console, say, shown
 from fedlightning.commands.trials import Sweep
@@ -59,6 +60,7 @@ def parser() -> Parser:
     values.add_argument("--metric", default="loss", help="metric to optimise, on validation data; default: loss")
     values.add_argument("--test", action="store_true", help="score the best trial (only) on test data at the end")
     values.add_argument("--test-metric", default="accuracy", help="metric that --test shows; default: accuracy")
+    values.add_argument("--json", action="store_true", help="print the trials as one line of JSON too, the last one")
     made.add_runs("1")
     return made
 
@@ -101,6 +103,9 @@ def sweep(words: Sequence[str], main: Main) -> int:
         show_trials(going, screen)
         if options.test and going.best is not None:
             test_best(going, going.best)
+    if options.json:
+        trials = [{"name": one.name, "values": one.values, "objective": one.objective} for one in going.ranked]
+        print_json("sweep", out=options.out, metric=options.metric, trials=trials)
     return 1 if states["failed"] or going.best is None else 0
 
 

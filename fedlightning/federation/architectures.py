@@ -92,7 +92,8 @@ def refuse_mixed(server: Server) -> None:
         if not _is_right(callback):
             raise ConfigurationError(
                 f"{callback.key} works on models of one architecture, and ClientModels gives clients several "
-                f"({', '.join(server.architectures)}). Use a method for models that differ (docs/heterogeneous.md), or one "
+                f"({', '.join(server.architectures)}). Use a method for models that differ "
+                "(docs/explanation/different_models.md), or one "
                 "architecture for all."
             )
 
@@ -125,7 +126,7 @@ def refuse_unlike(model: str, sent: Architecture, names: tuple[str, ...], client
             f"'{name}' travels between clients of different architectures: it is {tuple(sent.shapes[name])} in "
             f"'{sent.name}', the architecture of the {model} model, and {have} in '{own.name}', which client '{client}' has. "
             "Only a part that all models have under the same names and shapes can be shared: use a method that shares "
-            "predictions, prototypes or a common part (docs/heterogeneous.md), or one architecture for all."
+            "predictions, prototypes or a common part (docs/explanation/different_models.md), or one architecture for all."
         )
 
 
@@ -144,6 +145,7 @@ def refuse_other_choice(server: Server, model: str, names: tuple[str, ...], clie
         raise ConfigurationError(
             f"'{name}' travels in '{yes}' and not in '{no}', and client '{client}' has '{own.name}' while the {model} model "
             f"has '{sent.name}': what travels must be the same part of all models. Name the layers that all have in "
-            "common (LGFedAvg(shared=...)), use a method for models that differ (docs/heterogeneous.md), or one "
+            "common (LGFedAvg(shared=...)), use a method for models that differ "
+            "(docs/explanation/different_models.md), or one "
             "architecture for all."
         )

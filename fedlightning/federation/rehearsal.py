@@ -227,7 +227,7 @@ class Rehearsal:
         if seconds is not None and loop.clock is None:
             raise ConfigurationError(
                 f"evaluate_seconds={seconds} counts virtual seconds, and the loop {loop!r} has no clock. "
-                "Give it one (docs/time.md), or use evaluate_every, which counts rounds."
+                "Give it one (docs/explanation/time.md), or use evaluate_every, which counts rounds."
             )
         loop.check(self.server)
         if loop.holds_records and not self.federation.store.is_here:

@@ -17,7 +17,7 @@ class ClientModels(LightningModule):
 
     It takes the place of the one module that clients otherwise share. Each client builds, trains and deploys the module that
     it is assigned; this one is never run. All of them must take the same inputs and give outputs of the same meaning. Which
-    methods work on such a federation, and what travels in them, is in docs/heterogeneous.md.
+    methods work on such a federation, and what travels in them, is in docs/explanation/different_models.md.
 
     Args:
         models: By name, LightningModules that train themselves: loss, optimizer and metrics are each module's own. List them

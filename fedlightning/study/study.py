@@ -1,6 +1,6 @@
 """A study: several methods and seeds on the same data, and every number that comparing them needs.
 
-`docs/evaluation.md` says what each number means and where it comes from.
+`docs/reference/evaluation.md` says what each number means and where it comes from.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What crosses to or from a site: tensors and plain values in one binary format, described in docs/wire.md.
+"""What crosses to or from a site: tensors and plain values in one binary format.
+
+docs/reference/wire_format.md describes it.
 
 Nothing here pickles, and nothing that is read names code: an object is a kind from a fixed list and its fields.
 """

@@ -1,4 +1,4 @@
-"""The code in docs/layer_diagnostics.md runs as it stands, and the configuration stacks on a run."""
+"""The code in docs/how-to/layer_diagnostics.md runs as it stands, and the configuration stacks on a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedlightning.cli import main
 from tests.helpers import CLASSES, FEATURES, Toy, samples
 
 ROOT = Path(__file__).parents[2]
-GUIDE = (ROOT / "docs/layer_diagnostics.md").read_text()
+GUIDE = (ROOT / "docs/how-to/layer_diagnostics.md").read_text()
 PLAIN, QUESTIONS = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
 CONFIG = ROOT / "configs/diagnostics/layers.yaml"
 

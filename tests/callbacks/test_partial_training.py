@@ -140,7 +140,7 @@ def test_it_composes_with_terms_in_the_gradient_and_a_server_optimizer(method):
 
 
 def test_a_server_optimizer_with_momentum_moves_on_what_nobody_held():
-    """Its pseudo-gradient is 0 there, as docs/heterogeneous.md says: without momentum such elements stay, bit for bit."""
+    """Its pseudo-gradient is 0 there, as different_models.md says: without momentum such elements stay, bit for bit."""
     for beta1 in (0.9, 0.0):
         method, step = HeteroFL(masked_loss=False), FedAdam(beta1=beta1, weighting="uniform")
         trainer, spy = spied(Toy(), toy_data(SIZES), [method, step], max_rounds=6, participation=1)

@@ -52,7 +52,7 @@ def prepare(home: Path) -> None:
         import flwr  # noqa: F401
     except ImportError:
         raise ConfigurationError(
-            "Sites need Flower: pip install 'fedlightning[flower]' (in an environment of its own; see docs/deploy.md)."
+            "Sites need Flower: pip install 'fedlightning[flower]' (in an environment of its own; see docs/how-to/deploy.md)."
         ) from None
 
 

@@ -1,4 +1,7 @@
-"""What a site tells of itself when it is greeted, before round 1: this table, and nothing else. docs/deploy.md lists it."""
+"""What a site tells of itself when it is greeted, before round 1: this table, and nothing else.
+
+docs/how-to/deploy.md lists it.
+"""
 
 from __future__ import annotations
 

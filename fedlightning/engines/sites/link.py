@@ -63,6 +63,6 @@ def current() -> tuple[Link, bool, bool]:
         raise ConfigurationError(
             "engine='flower' trains at sites, to which this process has no connection. Start it with `fedlightning serve`, "
             "and each site with `fedlightning site`. A client's model is a file at its site (fedlightning.load opens it), "
-            "and new sites join when the run is resumed (docs/deploy.md)."
+            "and new sites join when the run is resumed (docs/how-to/deploy.md)."
         )
     return _current[-1]

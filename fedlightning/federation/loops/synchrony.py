@@ -26,7 +26,7 @@ def refuse_synchronous(callback: FederatedCallback) -> None:
     if callback.claims("plan_round"):
         raise ConfigurationError(
             f"{callback.key} plans its rounds, and an asynchronous loop has no rounds to plan: its plan would be ignored. "
-            "Leave out trainer.loop, or take an algorithm that runs there (docs/time.md)."
+            "Leave out trainer.loop, or take an algorithm that runs there (docs/explanation/time.md)."
         )
     facts = callback.facts
     if facts.asynchronous is None and facts.takes_part:

@@ -1,4 +1,4 @@
-"""What leaves a site in its greeting is what docs/deploy.md says, byte for byte."""
+"""What leaves a site in its greeting is what docs/how-to/deploy.md says, byte for byte."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def greetings(line: Line, root: Path, algorithm=None, public=False) -> list[byte
 
 
 def on_the_page() -> dict[str, str]:
-    page = Path("docs/deploy.md").read_text().partition("### What a greeting tells")[2].partition("\n## ")[0]
+    page = Path("docs/how-to/deploy.md").read_text().partition("### What a greeting tells")[2].partition("\n## ")[0]
     return dict(re.findall(r"^\| `(\w+)` \| ([a-z ]+?) \|", page, flags=re.M))
 
 

@@ -1,4 +1,4 @@
-"""What does not run at sites is refused before round 1, in the words of the list in docs/deploy.md."""
+"""What does not run at sites is refused before round 1, in the words of the list in docs/how-to/deploy.md."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_it_is_refused_with_a_way_out(tmp_path, name):
 
 
 def test_the_page_names_them():
-    page = Path("docs/deploy.md").read_text().partition("## What runs")[2].partition("\n## ")[0]
+    page = Path("docs/how-to/deploy.md").read_text().partition("## What runs")[2].partition("\n## ")[0]
     table = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     assert {name for cell in table for name in re.findall(r"`([A-Z]\w+)`", cell)} == {
         name.split()[0] for name in REFUSED

@@ -1,0 +1,227 @@
+"""`fedlightning card`: a model card of a run, in the format of the Hugging Face Hub, beside the models that it describes."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fedlightning.catalogue import find
+from fedlightning.commands.folders import find_run
+from fedlightning.commands.json_output import print_json
+from fedlightning.commands.study import Parser
+from fedlightning.commands.terminal import console, say, shown
+from fedlightning.config.errors import InputError
+from fedlightning.run.files import read_json
+from fedlightning.scoring.metrics import higher_is_better
+from fedlightning.study.runs import Run, load_run
+
+DESCRIPTION = """\
+Write a model card (README.md) and copy the global model and the configuration beside it: a folder that
+huggingface_hub can upload. The card has the data, the method, the scores of each client with intervals, what was
+shared, and what a reader has to add. Models of single clients are copied only with --clients."""
+EXAMPLES = """\
+examples:
+  fedlightning card runs/quickstart/version_0
+  fedlightning card runs/heart/version_2 --out card --license apache-2.0
+"""
+ADD = "*To be added by whoever publishes this: whose data these are, with which consent, and what the model is for.*"
+"""What no run knows."""
+GLOBAL, PRIVACY = Path("checkpoints/global.ckpt"), Path("privacy.json")
+USE = """## Use it
+
+```python
+import fedlightning
+
+model = fedlightning.load("checkpoints/global.ckpt", trust=["your_package"])  # your own classes need your word
+```
+"""
+
+
+def parser() -> Parser:
+    """Return the parser of the command."""
+    made = Parser("card", "RUN", DESCRIPTION, EXAMPLES)
+    made.add_argument("run", metavar="RUN", help="folder of a finished run")
+    made.add_argument("--out", type=Path, metavar="DIR", help="folder to write to; default: RUN/card")
+    made.add_argument(
+        "--license", metavar="NAME", help="licence of the model, as the Hub writes it, such as apache-2.0"
+    )
+    made.add_argument("--metric", default="accuracy", help="metric of the table by client; default: accuracy")
+    made.add_argument("--clients", action="store_true", help="copy the models of single clients too")
+    made.add_argument("--force", action="store_true", help="overwrite a card that is there")
+    made.add_argument("--json", action="store_true", help="print the files as one line of JSON too, the last one")
+    return made
+
+
+def card(words: Sequence[str]) -> int:
+    """Carry out the command and return its exit code."""
+    options = parser().parse_args(list(words))
+    folder = find_run(options.run)
+    run = load_run(folder)
+    out: Path = options.out or folder / "card"
+    if (out / "README.md").exists() and not options.force:
+        raise InputError(f"{out / 'README.md'} is there already. Give another folder with --out, or --force.")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "README.md").write_text(card_of(run, options.metric, options.license), encoding="utf-8")
+    files = [out / "README.md"]
+    wanted = [Path("config.yaml"), GLOBAL]
+    if options.clients:
+        wanted += [path.relative_to(folder) for path in sorted(folder.glob("checkpoints/clients/*.ckpt"))]
+    for path in wanted:
+        if (folder / path).exists():
+            (out / path).parent.mkdir(parents=True, exist_ok=True)
+            files.append(Path(shutil.copyfile(folder / path, out / path)))
+    say(console(), f"Card: {shown(out / 'README.md')} ({len(files)} files)")
+    if options.json:
+        print_json("card", out=out, files=files)
+    return 0
+
+
+def card_of(run: Run, metric: str, licence: str | None = None) -> str:
+    """Return the card of a run.
+
+    Args:
+        run: A finished run.
+        metric: Metric of the table by client.
+        licence: Licence of the model.
+    """
+    summary = run.summary
+    parts = [
+        _head(run, metric, licence),
+        f"# {summary.get('model', 'A model')}, trained by {_names(summary)} on {summary.get('num_clients', '?')} clients\n",
+        f"Made with FedLightning {summary.get('versions', {}).get('fedlightning', '?')}.\n",
+        f"{ADD}\n",
+        "## Data\n",
+        *_data(summary),
+        "## Method\n",
+        *_methods(summary),
+        "## Scores\n",
+        *_scores(run, metric),
+        "## What was shared\n",
+        *_shared(run),
+    ]
+    if run.path is not None and (run.path / GLOBAL).exists():
+        parts.append(USE)
+    return "\n".join(parts)
+
+
+def _names(summary: Mapping[str, Any]) -> str:
+    return " + ".join(_algorithms(summary)) or "FedAvg"
+
+
+def _algorithms(summary: Mapping[str, Any]) -> list[str]:
+    """Return the callbacks of a run that the catalogue has."""
+    found = []
+    for name in summary.get("callbacks", {}):
+        try:
+            found.append(find(name).name)
+        except ValueError:  # a checkpoint, or a callback of the user's
+            continue
+    return found
+
+
+def _head(run: Run, metric: str, licence: str | None) -> str:
+    """Return the front matter that the Hub reads."""
+    row = run.result(metric) or run.result(metric, model="global")
+    front: dict[str, Any] = {
+        "library_name": "pytorch-lightning",
+        "tags": ["federated-learning", "fedlightning", *_algorithms(run.summary)],
+        "metrics": [metric],
+    }
+    if licence:
+        front["license"] = licence
+    if row is not None and row["mean"] is not None:
+        result = {"type": metric, "value": round(row["mean"], 4), "name": f"{metric}, mean over clients"}
+        data = run.summary.get("data", {}).get("module", "federated data")
+        front["model-index"] = [
+            {
+                "name": run.name,
+                "results": [
+                    {"task": {"type": "other"}, "dataset": {"name": data, "type": "other"}, "metrics": [result]}
+                ],
+            }
+        ]
+    return f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n"
+
+
+def _data(summary: Mapping[str, Any]) -> Iterator[str]:
+    data = summary.get("data", {})
+    clients = list(data.get("clients", {}).values())
+    yield f"`{data.get('module', '?')}`, divided by `{data.get('partition', '?')}`.\n"
+    if clients:
+        sizes = sorted(client["train"] for client in clients)
+        held = {split: sum(client[split] for client in clients) for split in ("val", "test")}
+        yield (
+            f"{len(clients)} clients with {sizes[0]} to {sizes[-1]} training samples ({sum(sizes)} in all), "
+            f"{held['val']} for validation, {held['test']} for test.\n"
+        )
+
+
+def _methods(summary: Mapping[str, Any]) -> Iterator[str]:
+    for name in _algorithms(summary) or ["FedAvg"]:
+        row = find(name)
+        options = ", ".join(f"{key}={value!r}" for key, value in summary.get("callbacks", {}).get(name, {}).items())
+        yield f"**{name}**({options}): {row.sentence} {row.paper}.\n"
+    others = [name for name in summary.get("callbacks", {}) if name not in _algorithms(summary)]
+    if others:
+        yield f"Beside it: {', '.join(others)}.\n"
+    steps, terms = summary.get("local_steps_total"), summary.get("terms", {})
+    yield (
+        f"{summary.get('rounds', '?')} rounds, {steps} local steps of all clients together, optimizers "
+        f"{'kept' if terms.get('optimizer_state') == 'keep' else 'made anew'} in every visit, seed {summary.get('seed')}.\n"
+    )
+
+
+def _scores(run: Run, metric: str) -> Iterator[str]:
+    """Return a table by client: the deployed model and the global one, with intervals where they are shares."""
+    own, shared = run.scores(metric) or {}, run.scores(metric, model="global") or {}
+    if not own and not shared:
+        yield f"The run has no test scores of {metric}.\n"
+        return
+    sizes = {name: client["test"] for name, client in run.summary.get("data", {}).get("clients", {}).items()}
+    worst = min if higher_is_better(metric) else max
+    for model, scores in (("deployed", own), ("global", shared)):
+        values = [value for value in scores.values() if value is not None]
+        if values:
+            mean = sum(values) / len(values)
+            yield f"Mean over clients, {model} model: {mean:.3f}; worst client {worst(values):.3f}."
+    yield "\n| client | test samples | deployed model | global model |\n|---|---|---|---|"
+    for client in run.clients:
+        cells = (_with_interval(scores.get(client), sizes.get(client), metric) for scores in (own, shared))
+        yield f"| {client} | {sizes.get(client, '-')} | {' | '.join(cells)} |"
+    yield "\nIntervals (95 %, Wilson) are over a client's test samples; they do not hold what another seed would change.\n"
+
+
+def _with_interval(value: float | None, samples: int | None, metric: str) -> str:
+    """Return a score, with Wilson's interval of a share: Wilson, JASA 1927."""
+    if value is None:
+        return "-"
+    if metric != "accuracy" or not samples:
+        return f"{value:.3f}"
+    z = 1.96
+    centre = (value + z * z / (2 * samples)) / (1 + z * z / samples)
+    radius = z / (1 + z * z / samples) * math.sqrt(value * (1 - value) / samples + z * z / (4 * samples**2))
+    return f"{value:.3f} [{max(0.0, centre - radius):.3f}, {min(1.0, centre + radius):.3f}]"
+
+
+def _shared(run: Run) -> Iterator[str]:
+    summary = run.summary
+    for name in _algorithms(summary) or ["FedAvg"]:
+        row = find(name)
+        yield f"- **{name}**: down {row.down}; up {row.up}. What may ever leave a client: {row.leaves}."
+        if row.of_clients:
+            yield f"- The server kept of each client: {row.of_clients}."
+    up, down = summary.get("bytes_up", 0), summary.get("bytes_down", 0)
+    yield f"- {up / 1e6:.1f} MB went up and {down / 1e6:.1f} MB down, over all clients and rounds."
+    energy = summary.get("energy")
+    yield f"- Energy: {energy}." if energy else "- Energy was not measured."
+    spent = run.path / PRIVACY if run.path is not None else None
+    if spent is None or not spent.exists():
+        yield "- No differential privacy was accounted for: models can say something about the data they were trained on.\n"
+        return
+    told = ", ".join(f"{name} {value}" for name, value in read_json(spent).items())
+    yield f"- Differential privacy, as the run accounted for it ({PRIVACY}): {told}. The scores above are not covered.\n"
