@@ -31,6 +31,7 @@ from fedlightning.algorithm import (
     Update,
     generator,
 )
+from fedlightning.callbacks.fednova import FedNova
 from fedlightning.callbacks.shared.distillation import check_public_logits, kl, logits_of, refuse_a_last_batch_of_one
 from fedlightning.callbacks.shared.representations import labels_of
 from fedlightning.tensors import clone, module_state
@@ -87,6 +88,11 @@ class EnsembleFusion(ServerModels):
     # -- before round 1 ------------------------------------------------------------------------------------------------
     def check(self, setup: Setup) -> None:
         """Refuse missing public data, and models without logits."""
+        if any(isinstance(other, FedNova) for other in setup.callbacks):
+            raise ValueError(
+                f"FedNova rescales the mean of the updates, and {self.key} distils into it: the order of the list would change "
+                f"the models. Remove FedNova or {self.key}."
+            )
         check_public_logits(self.key, setup, labels=self.validation > 0, softmax=self.distils)
         if self.distils and self.update_statistics:
             size = setup.public_size()
