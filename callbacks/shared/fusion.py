@@ -90,8 +90,8 @@ class EnsembleFusion(ServerModels):
         """Refuse missing public data, and models without logits."""
         if any(isinstance(other, FedNova) for other in setup.callbacks):
             raise ValueError(
-                f"FedNova rescales the mean of the updates, and {self.key} distils into it: the order of the list would change "
-                f"the models. Remove FedNova or {self.key}."
+                f"FedNova rescales the mean of the updates, and {self.key} distils into it: the order of the list would "
+                f"change the models. Remove FedNova or {self.key}."
             )
         check_public_logits(self.key, setup, labels=self.validation > 0, softmax=self.distils)
         if self.distils and self.update_statistics:
