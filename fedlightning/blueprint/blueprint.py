@@ -99,9 +99,10 @@ class Blueprint:
             self.precision.convert_module(module)
         return module
 
-    def without_callbacks(self, ordinary: list[Callback]) -> Blueprint:
-        """Return a blueprint of the same template and settings whose fits only have the given Lightning callbacks."""
-        made = Blueprint(self.template, CallbackList([]), replace(self.settings, callbacks=ordinary), self.assigned)
+    def without_callbacks(self, ordinary: list[Callback], **settings: Any) -> Blueprint:
+        """Return a blueprint of the same template whose fits only have the given Lightning callbacks, and other settings."""
+        given = replace(self.settings, callbacks=ordinary, **settings)
+        made = Blueprint(self.template, CallbackList([]), given, self.assigned)
         if getattr(self.precision, "scaler", None) is None:  # a gradient scaler's state must not move
             made._trainer = self.trainer
         return made

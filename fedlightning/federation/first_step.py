@@ -118,8 +118,7 @@ def _first_step(runner: LocalRunner, batch: Any) -> tuple[Look, Exception | None
     loader: DataLoader[Any] = DataLoader([batch], batch_size=None, collate_fn=_as_it_is)  # type: ignore[arg-type]
     with isolated(runner.settings.seed, "first step"), quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        alone = runner.beside(runner.blueprint.without_callbacks([Look()]))
-        alone.loop.give_up("one step is looked at")
+        alone = runner.beside(runner.blueprint.without_callbacks([Look()], local_loop="trainer"))
         visitor = Client(alone, Message(0, client, {}, ()), ClientRecord(), runner.blueprint.build(client))
         visitor.num_samples = 1
         try:

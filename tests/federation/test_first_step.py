@@ -142,3 +142,12 @@ def test_the_only_loss_is_monitored_by_default():
 
 def test_nothing_is_asked_where_nothing_is_validated():
     start(Accuracy(), LocalCheckpoint(), evaluate_every=0, max_rounds=1)
+
+
+@pytest.mark.parametrize("local_loop", ["fast", "trainer", "auto"])
+def test_the_look_at_a_step_leaves_the_choice_of_the_loop_alone(local_loop):
+    trainer = make_trainer(
+        None, [FedProx(mu=0.1), GlobalCheckpoint()], max_rounds=1, local_loop=local_loop, evaluate_every=1
+    )
+    trainer.fit(Toy(), datamodule=toy_data((8, 8)))
+    assert trainer.summary["local_loop"].startswith("trainer" if local_loop == "trainer" else "fast")
