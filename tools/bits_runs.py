@@ -166,7 +166,8 @@ def onboarded(callbacks: Sequence[Any], **arguments: Any) -> Run:
         parts |= parts_of(trainer)
         try:
             rows = trainer.onboard(verbose=False)
-            parts["onboarding"] = sorted([sorted((k, str(v)) for k, v in row.items()) for row in rows])
+            told = [[(k, str(v)) for k, v in row.items() if k != "clients"] for row in rows]
+            parts["onboarding"] = sorted(map(sorted, told))
         except ValueError as error:
             parts["sentence"] = str(error)
 
