@@ -29,8 +29,6 @@ from fedlightning.callbacks.client_dp_spending import accountant_of, releases_in
 from fedlightning.ranges import PositiveFloat, PositiveShare
 from fedlightning.tensors import entry_kinds, tied_names
 
-EPS = 1e-6
-"""Relative rounding beyond which a mean moves further than its change by one client: that of 16 bits."""
 FEW = 100
 """Clients below which the noise drowns what they learn, in most settings."""
 BOUNDED = Need(
@@ -162,14 +160,16 @@ class ClientDP(ClientSelection):
                 f"'{tied[0]}' is one tensor under several names, each of which ClientDP would give noise of its own. "
                 "Keep it with the clients, or untie it."
             )
-        entries = setup.module.state_dict()
-        half = [
-            name for name in setup.shared_names() if entries[name].is_floating_point() and _eps(entries[name]) > EPS
+        trained = [
+            (name, one.dtype)
+            for name, one in setup.module.named_parameters()
+            if name in travelling and one.requires_grad
         ]
-        if half:
+        other = [(name, dtype) for name, dtype in trained if dtype not in (torch.float32, torch.float64)]
+        if other:
             raise ValueError(
-                f"'{half[0]}' is {entries[half[0]].dtype}: rounding a mean to that moves it further than ClientDP's noise "
-                "allows for. Keep the model in float32; precision='16-mixed' or 'bf16-mixed' does."
+                f"'{other[0][0]}' is {other[0][1]}, and ClientDP covers float32 and float64: rounding a mean to 16 "
+                "bits moves it further than the noise allows for. precision='16-mixed' or 'bf16-mixed' keeps float32."
             )
         if self.delta * len(setup.clients) >= 1:
             setup.warn(
@@ -277,14 +277,20 @@ class ClientDP(ClientSelection):
         return [client for client in chosen if server.num_samples[client] > 0]  # the others add nothing to the sum
 
     def on_send(self, client: Client, update: Update) -> None:
-        """Cut the change to length ``C``; what is not trained goes back as it came."""
+        """Cut the change to length ``C``; what is not trained goes back as it came.
+
+        Raises:
+            ValueError: If that length is too short for the precision of the model.
+        """
         trainable = {name for name, kind in entry_kinds(client.module).items() if kind == "trainable"}
         sent = {name: client.received[name] for name in update.state}
         moved = [name for name in update.state if name in trainable]
         changes = {name: update.state[name].double() - sent[name].double() for name in moved}
         limit = self.clip - _rounding([sent[name] for name in moved])
         norm = _norm(changes.values())
-        factor = 1.0 if norm <= limit else max(limit, 0.0) / norm
+        if limit <= 0.0:
+            raise ValueError(f"ClientDP(clip={self.clip:g}) is within the rounding of the model's entries. Raise clip.")
+        factor = 1.0 if norm <= limit else limit / norm
         for name in update.state:
             value = sent[name]
             update.state[name] = (
@@ -329,8 +335,9 @@ class ClientDP(ClientSelection):
         for name, value in mean.items():
             release.update(name.encode() + value.contiguous().numpy().tobytes())
         self._spend(server, release.hexdigest()[:32])
+        bound = release.hexdigest() if self.noise_seed is None else ""  # two means never share their noise
         for name, value in mean.items():
-            draws = self._draws(server, f"noise {name}|{release.hexdigest()}")  # two means never share their noise
+            draws = self._draws(server, f"noise {name}{bound}")
             noise = torch.randn(value.shape, generator=draws, dtype=torch.float64)
             noisy[name] = (value + std * noise).to(server.model[name].dtype)
         return noisy
@@ -392,7 +399,3 @@ def _norm(values: Any) -> float:
 def _rounding(values: Sequence[Tensor]) -> float:
     """Return by how much the length of a change may grow when it is added to values of their own precision."""
     return sum(2 * torch.finfo(value.dtype).eps * float(value.double().norm()) for value in values)
-
-
-def _eps(value: Tensor) -> float:
-    return torch.finfo(value.dtype).eps

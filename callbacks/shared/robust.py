@@ -82,6 +82,11 @@ class RobustRule(FederatedCallback):
                 f"{self!r} needs {self.needed} clients in a round, and {drawn} take part. Raise participation, or take a "
                 "rule that needs fewer."
             )
+        numbers = setup.module.state_dict()
+        if odd := [name for name in setup.shared_names() if numbers[name].is_complex()]:
+            raise ValueError(
+                f"{self.key} judges real numbers, and '{odd[0]}' is complex. Take another rule, or the mean."
+            )
         for other in setup.callbacks:
             extras = sorted(other.wire(setup.module).up)
             if extras:

@@ -30,6 +30,7 @@ from fedlightning.callbacks import (
     PoissonSampling,
 )
 from fedlightning.clock import SampleSpeed, VirtualClock
+from fedlightning.federation.failures import FederationError
 from fedlightning.federation.loops import Asynchronous, Synchronous
 from fedlightning.messages import Message, Update
 from tests.helpers import NormNet, Toy, federate, global_state, make_trainer, same, toy_data
@@ -192,7 +193,7 @@ def test_two_means_of_one_round_never_share_their_noise():
         state={}, clients=["a"], round=0, run_dir=None, trainable=["w"], max_rounds=1, shared_names=lambda: ("w",)
     )
     server.model = {"w": torch.zeros(50)}
-    callback = dp()
+    callback = dp(noise_seed=None)
     one, same_one, other = (
         callback.on_reduced(server, {"w": value})["w"] - value for value in (torch.zeros(50),) * 2 + (torch.ones(50),)
     )
@@ -356,7 +357,7 @@ def test_a_layer_that_stays_gets_no_noise():
         ([dp()], {}, NormNet, "is a running statistic that travels"),
         ([dp()], {"loop": Asynchronous()}, Toy, "ClientDP"),
         ([dp()], {"loop": Synchronous(VirtualClock(SampleSpeed(1.0)), first=2)}, Toy, "first=2 takes in as many"),
-        ([dp()], {"precision": "bf16-true"}, Toy, "is torch.bfloat16: rounding a mean"),
+        ([dp()], {"precision": "bf16-true"}, Toy, "is torch.bfloat16, and ClientDP covers"),
         ([ClientDP(delta=1e-3, noise_multiplier=0.1, epsilon=0.1)], {}, Toy, "one round with noise_multiplier=0.1"),
     ],
 )
@@ -369,6 +370,15 @@ def test_batchnorm_that_stays_with_the_clients_is_right():
     trainer = make_trainer(None, [dp(clip=0.1)], max_rounds=1, float_buffers="local")
     trainer.fit(module(NormNet), datamodule=toy_data(SIZES))
     assert trainer.rounds_done == 1
+
+
+def test_complex_entries_and_a_clip_below_the_rounding_are_refused():
+    toy = module()
+    toy.phase = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=r"'phase' is torch.complex64, and ClientDP covers float32"):
+        federate(toy, toy_data(SIZES), [dp()], max_rounds=1)
+    with pytest.raises(FederationError, match="is within the rounding of the model's entries"):
+        federate(module(), toy_data(SIZES), [dp(clip=1e-9)], max_rounds=1)
 
 
 def test_neither_noise_nor_epsilon():
