@@ -160,17 +160,12 @@ class ClientDP(ClientSelection):
                 f"'{tied[0]}' is one tensor under several names, each of which ClientDP would give noise of its own. "
                 "Keep it with the clients, or untie it."
             )
-        trained = [
-            (name, one.dtype)
-            for name, one in setup.module.named_parameters()
-            if name in travelling and one.requires_grad
-        ]
-        other = [(name, dtype) for name, dtype in trained if dtype not in (torch.float32, torch.float64)]
-        if other:
-            raise ValueError(
-                f"'{other[0][0]}' is {other[0][1]}, and ClientDP covers float32 and float64: rounding a mean to 16 "
-                "bits moves it further than the noise allows for. precision='16-mixed' or 'bf16-mixed' keeps float32."
-            )
+        for name, entry in setup.module.named_parameters():
+            if name in travelling and entry.requires_grad and entry.dtype not in (torch.float32, torch.float64):
+                raise ValueError(
+                    f"'{name}' is {entry.dtype}, and ClientDP covers float32 and float64: rounding a mean to 16 bits moves "
+                    "it further than the noise allows for. precision='16-mixed' or 'bf16-mixed' keeps float32."
+                )
         if self.delta * len(setup.clients) >= 1:
             setup.warn(
                 f"ClientDP(delta={self.delta:g}) lets the guarantee fail for one of {len(setup.clients)} clients. Take one "
@@ -270,11 +265,11 @@ class ClientDP(ClientSelection):
             )
 
     def participants(self, server: Server) -> Sequence[str]:
-        """Return who takes part: a coin for each, from the secret."""
+        """Return who takes part: a coin for each, from the secret. Who has no samples would add nothing."""
         drawn = torch.rand(len(server.clients), generator=self._draws(server, "participants"), dtype=torch.float64)
         pairs = zip(server.clients, drawn.tolist(), strict=True)
-        chosen = [client for client, coin in pairs if coin < self.rate and server.is_reachable(client)]
-        return [client for client in chosen if server.num_samples[client] > 0]  # the others add nothing to the sum
+        there = {client for client in server.clients if server.is_reachable(client) and server.num_samples[client]}
+        return [client for client, coin in pairs if coin < self.rate and client in there]
 
     def on_send(self, client: Client, update: Update) -> None:
         """Cut the change to length ``C``; what is not trained goes back as it came.
