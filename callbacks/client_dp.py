@@ -196,8 +196,7 @@ class ClientDP(ClientSelection):
                 f"ClientDP: one round with noise_multiplier={noise:g} and rate={self.rate:g} spends "
                 f"{self.epsilon_after(1, noise):.3g}, more than epsilon={self.epsilon:g}. Raise noise_multiplier."
             )
-        if rounds < server.max_rounds:
-            server.stop(self, f"a further round would exceed epsilon={self.epsilon:g}", after=rounds - 1)
+        self.on_round_start(server)
 
     def _own(self, server: Server) -> dict[str, Any]:
         """Return the secret and the noise of this run, which it has from round 1 on.
@@ -252,17 +251,22 @@ class ClientDP(ClientSelection):
 
     # -- a round -------------------------------------------------------------------------------------------------------
     def on_round_start(self, server: Server) -> None:
-        """Refuse a round that would exceed the budget: a run that was extended.
+        """See that a run ends before it exceeds the budget, one that was extended too.
 
         Raises:
-            ValueError: With the way out.
+            ValueError: If this round would exceed it.
         """
-        spent = self.epsilon_after(server.round + 1, self._own(server)["noise_multiplier"])
-        if self.epsilon is not None and spent > self.epsilon * (1 + 1e-9):
+        noise, planned = self._own(server)["noise_multiplier"], server.stopped is not None
+        if self.epsilon is None or planned or self.epsilon_after(server.max_rounds, noise) <= self.epsilon:
+            return
+        spent, rounds = self.epsilon_after(server.round + 1, noise), self._rounds_in_budget(noise, server.max_rounds)
+        if spent > self.epsilon * (1 + 1e-9):
             raise ValueError(
-                f"Round {server.round + 1} would spend epsilon={spent:.4g} in all, more than the budget of {self.epsilon:g}: "
-                "its noise was solved for fewer rounds. Start a new run with this number of rounds."
+                f"Round {server.round + 1} would spend epsilon={spent:.4g} in all, more than the budget of {self.epsilon:g}. "
+                "Start a new run, planned for this number of rounds."
             )
+        last = max(rounds - 1 - server.round, 0)
+        server.stop(self, f"a further round would exceed epsilon={self.epsilon:g}", after=last)
 
     def participants(self, server: Server) -> Sequence[str]:
         """Return who takes part: a coin for each, from the secret. Who has no samples would add nothing."""

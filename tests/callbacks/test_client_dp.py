@@ -254,6 +254,10 @@ def test_a_run_ends_before_the_round_that_would_exceed_it_and_a_resumed_one_too(
     again.fit(module(), datamodule=toy_data(SIZES), resume="last")
     assert again.rounds_done == rounds
     same(again.server.model, whole.server.model)
+    trainer("extended", 3).fit(module(), datamodule=toy_data(SIZES))
+    extended = trainer("extended")
+    extended.fit(module(), datamodule=toy_data(SIZES), resume="last")
+    assert extended.summary["stopped"] == whole.summary["stopped"] and extended.rounds_done == rounds
     rows = (again.run.path / "privacy.csv").read_text().splitlines()
     assert len(rows) == 1 + rounds
 
