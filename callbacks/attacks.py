@@ -61,6 +61,10 @@ class Attack(FederatedCallback):
         if server.sites:
             raise ValueError(f"{self.key} is an attack for simulations, and these clients are at sites. Remove it.")
 
+    def on_round_start(self, server: Server) -> None:
+        """Refuse real sites in a run that goes on with another configuration too."""
+        self.on_federation_start(server)
+
     def on_send(self, client: Client, update: Update) -> None:
         """Put the attack in the place of the honest change."""
         if client.id not in self.clients or client.evaluating:

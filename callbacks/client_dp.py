@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import secrets
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -25,13 +23,12 @@ from fedlightning.algorithm import (
     Setup,
     State,
     Update,
-    add_round,
     warn,
 )
+from fedlightning.callbacks.client_dp_spending import accountant_of, releases_in, solved_noise, write_spending
 from fedlightning.ranges import PositiveFloat, PositiveShare
 from fedlightning.tensors import entry_kinds, tied_names
 
-FILE, SPENT = "privacy.csv", "privacy.json"
 FEW = 100
 """Clients below which the noise drowns what they learn, in most settings."""
 BOUNDED = Need(
@@ -70,10 +67,12 @@ class ClientDP(ClientSelection):
     numbers, sample counts and costs in the run's folder: who gives those away gives more away. What stays with a client
     (personal layers and models) is never released, and gets no noise.
 
-    Epsilon is worked out by Opacus (``pip install fedlightning[privacy]``). Each round's spending is in `privacy.json` before
-    its model is released, and in `privacy.csv`; a run ends before the round that would exceed `epsilon`. Noise comes from a
-    secret of the operating system's, which lies in the saved state alone: a resumed run gives the same bits, and neither
-    configuration, logs nor exported models hold it. Attacks on the rounding of floating-point noise are not countered.
+    Epsilon is worked out by Opacus (``pip install fedlightning[privacy]``). What is spent is in `privacy.csv` and
+    `privacy.json` before a model is released; a run ends before the round that would exceed `epsilon`. Noise comes from a
+    secret of the operating system's, which lies in the saved state alone: neither configuration, logs nor exported models
+    hold it. A round that a resumed run does again gives the same bits; where its mean is another one (a client failed), its
+    noise is another one too, and it counts as a further release. Attacks on the rounding of floating-point noise are not
+    countered.
 
     Args:
         delta: Probability with which the guarantee may fail; well below one over the number of clients.
@@ -128,7 +127,7 @@ class ClientDP(ClientSelection):
         Raises:
             ValueError: With the leak and a way out.
         """
-        _accountant(self.accountant)
+        accountant_of(self.accountant)
         if isinstance(setup.participation, int) or setup.participation != 1.0:
             raise ValueError(
                 f"participation={setup.participation} draws a fixed number of clients, which ClientDP does not account for. "
@@ -161,6 +160,17 @@ class ClientDP(ClientSelection):
                 f"'{tied[0]}' is one tensor under several names, each of which ClientDP would give noise of its own. "
                 "Keep it with the clients, or untie it."
             )
+        for name, entry in setup.module.named_parameters():
+            if name in travelling and entry.requires_grad and entry.dtype not in (torch.float32, torch.float64):
+                raise ValueError(
+                    f"'{name}' is {entry.dtype}, and ClientDP covers float32 and float64: rounding a mean to 16 bits moves "
+                    "it further than the noise allows for. precision='16-mixed' or 'bf16-mixed' keeps float32."
+                )
+        if self.delta * len(setup.clients) >= 1:
+            setup.warn(
+                f"ClientDP(delta={self.delta:g}) lets the guarantee fail for one of {len(setup.clients)} clients. Take one "
+                f"well below {1 / len(setup.clients):.2g}."
+            )
         if len(setup.clients) < FEW:
             setup.warn(
                 f"ClientDP hides one of {len(setup.clients)} clients: the noise that this takes is as large as what they "
@@ -186,19 +196,33 @@ class ClientDP(ClientSelection):
                 f"ClientDP: one round with noise_multiplier={noise:g} and rate={self.rate:g} spends "
                 f"{self.epsilon_after(1, noise):.3g}, more than epsilon={self.epsilon:g}. Raise noise_multiplier."
             )
-        if rounds < server.max_rounds:
-            server.stop(self, f"a further round would exceed epsilon={self.epsilon:g}", after=rounds - 1)
+        self.on_round_start(server)
 
     def _own(self, server: Server) -> dict[str, Any]:
-        """Return the secret and the noise of this run, which it has from the first time somebody asks."""
+        """Return the secret and the noise of this run, which it has from round 1 on.
+
+        Raises:
+            ValueError: If earlier rounds were not private, or had other options.
+        """
+        given = [self.noise_multiplier, self.rate, self.noise_seed]
         if self.key not in server.state:
+            if server.round > 0:
+                raise ValueError(
+                    f"{server.round} rounds of this run were without ClientDP, and are not private. Start a new run."
+                )
             noise = self.noise_multiplier
             if noise is None:
                 assert self.epsilon is not None
-                noise = _solved(self.epsilon, self.delta, self.rate, server.max_rounds, self.accountant)
+                noise = solved_noise(self.epsilon, self.delta, self.rate, server.max_rounds, self.accountant)
             secret = secrets.token_hex(16) if self.noise_seed is None else f"seed {self.noise_seed}"
-            server.state[self.key] = {"secret": secret, "noise_multiplier": noise}
-        return server.state[self.key]
+            server.state[self.key] = {"secret": secret, "noise_multiplier": noise, "given": given}
+        kept = server.state[self.key]
+        if kept["given"] != given:
+            raise ValueError(
+                f"ClientDP accounts for all rounds by one noise_multiplier, rate and noise_seed: they were {kept['given']}, "
+                f"and are {given} now. Resume with those of before, or start a new run."
+            )
+        return kept
 
     def _rounds_in_budget(self, noise: float, most: int) -> int:
         """Return how many of `most` rounds the budget allows."""
@@ -221,39 +245,51 @@ class ClientDP(ClientSelection):
             raise ValueError("ClientDP solves for the noise when a run starts. Give noise_multiplier to ask before.")
         if rounds == 0:
             return 0.0
-        counted = _accountant(self.accountant)
+        counted = accountant_of(self.accountant)
         counted.history = [(noise, self.rate, rounds)]
         return float(counted.get_epsilon(delta=self.delta))
 
     # -- a round -------------------------------------------------------------------------------------------------------
     def on_round_start(self, server: Server) -> None:
-        """Refuse a round that would exceed the budget: a run that was extended.
+        """See that a run ends before it exceeds the budget, one that was extended too.
 
         Raises:
-            ValueError: With the way out.
+            ValueError: If this round would exceed it.
         """
-        spent = self.epsilon_after(server.round + 1, self._own(server)["noise_multiplier"])
-        if self.epsilon is not None and spent > self.epsilon * (1 + 1e-9):
+        noise, planned = self._own(server)["noise_multiplier"], server.stopped is not None
+        if self.epsilon is None or planned or self.epsilon_after(server.max_rounds, noise) <= self.epsilon:
+            return
+        spent, rounds = self.epsilon_after(server.round + 1, noise), self._rounds_in_budget(noise, server.max_rounds)
+        if spent > self.epsilon * (1 + 1e-9):
             raise ValueError(
-                f"Round {server.round + 1} would spend epsilon={spent:.4g} in all, more than the budget of {self.epsilon:g}: "
-                "its noise was solved for fewer rounds. Start a new run with this number of rounds."
+                f"Round {server.round + 1} would spend epsilon={spent:.4g} in all, more than the budget of {self.epsilon:g}. "
+                "Start a new run, planned for this number of rounds."
             )
+        last = max(rounds - 1 - server.round, 0)
+        server.stop(self, f"a further round would exceed epsilon={self.epsilon:g}", after=last)
 
     def participants(self, server: Server) -> Sequence[str]:
-        """Return who takes part: a coin for each, from the secret."""
+        """Return who takes part: a coin for each, from the secret. Who has no samples would add nothing."""
         drawn = torch.rand(len(server.clients), generator=self._draws(server, "participants"), dtype=torch.float64)
         pairs = zip(server.clients, drawn.tolist(), strict=True)
-        return [client for client, coin in pairs if coin < self.rate and server.is_reachable(client)]
+        there = {client for client in server.clients if server.is_reachable(client) and server.num_samples[client]}
+        return [client for client, coin in pairs if coin < self.rate and client in there]
 
     def on_send(self, client: Client, update: Update) -> None:
-        """Cut the change to length ``C``; what is not trained goes back as it came."""
+        """Cut the change to length ``C``; what is not trained goes back as it came.
+
+        Raises:
+            ValueError: If that length is too short for the precision of the model.
+        """
         trainable = {name for name, kind in entry_kinds(client.module).items() if kind == "trainable"}
         sent = {name: client.received[name] for name in update.state}
         moved = [name for name in update.state if name in trainable]
         changes = {name: update.state[name].double() - sent[name].double() for name in moved}
         limit = self.clip - _rounding([sent[name] for name in moved])
         norm = _norm(changes.values())
-        factor = 1.0 if norm <= limit else max(limit, 0.0) / norm
+        if limit <= 0.0:
+            raise ValueError(f"ClientDP(clip={self.clip:g}) is within the rounding of the model's entries. Raise clip.")
+        factor = 1.0 if norm <= limit else limit / norm
         for name in update.state:
             value = sent[name]
             update.state[name] = (
@@ -288,43 +324,53 @@ class ClientDP(ClientSelection):
         return self.rate * len(server.clients)
 
     def on_reduced(self, server: Server, state: State) -> State:
-        """Write down what this round spends, then add the noise."""
-        self._spend(server)
-        std = float(self._own(server)["noise_multiplier"]) * self.clip / (self.rate * len(server.clients))
-        trainable, noisy = set(server.trainable), dict(state)
-        for name in sorted(trainable & state.keys()):
-            value = state[name]
-            noise = torch.randn(value.shape, generator=self._draws(server, f"noise {name}"), dtype=torch.float64)
-            noisy[name] = (value.double() + std * noise).to(value.dtype)
+        """Write down what this round spends, then add the noise: to entries that nobody has sent too."""
+        own = self._own(server)
+        std = float(own["noise_multiplier"]) * self.clip / (self.rate * len(server.clients))
+        noisy = dict(state)
+        names = sorted(set(server.trainable) & {*server.shared_names(), *state})
+        mean = {name: state.get(name, server.model[name]).double() for name in names}
+        release = hashlib.sha256(f"{own['secret']}|{server.round}".encode())
+        for name, value in mean.items():
+            release.update(name.encode() + value.contiguous().numpy().tobytes())
+        self._spend(server, release.hexdigest()[:32])
+        bound = release.hexdigest() if self.noise_seed is None else ""  # two means never share their noise
+        for name, value in mean.items():
+            draws = self._draws(server, f"noise {name}{bound}")
+            noise = torch.randn(value.shape, generator=draws, dtype=torch.float64)
+            noisy[name] = (value + std * noise).to(server.model[name].dtype)
         return noisy
 
-    def _spend(self, server: Server) -> None:
-        noise = float(self._own(server)["noise_multiplier"])
-        epsilon = self.epsilon_after(server.round + 1, noise)
-        row = (
-            server.round + 1,
-            epsilon if self.noise_seed is None else math.nan,
-            self.delta,
-            noise,
-            self.clip,
-            self.rate,
-        )
+    def _spend(self, server: Server, release: str) -> None:
+        """Write down what a release spends; the same one again spends nothing.
+
+        Raises:
+            ValueError: If it would exceed the budget: rounds were done again, and came out differently.
+        """
+        noise, rows = float(self._own(server)["noise_multiplier"]), releases_in(server.run_dir)
+        known = any(row[0] == str(server.round + 1) and row[-1] == release for row in rows)
+        releases = max(len(rows) + (not known), server.round + 1)
+        epsilon = self.epsilon_after(releases, noise)
+        if self.epsilon is not None and not known and epsilon > self.epsilon * (1 + 1e-9):
+            raise ValueError(
+                f"Round {server.round + 1} is release {releases} of this run, since rounds were done again after an "
+                f"interruption. It would spend epsilon={epsilon:.4g} in all, more than the budget of {self.epsilon:g}."
+            )
+        told = {
+            "private": self.noise_seed is None,
+            "epsilon": epsilon if self.noise_seed is None else None,
+            "delta": self.delta,
+            "unit": "client",
+            "against": "everybody who sees the server's models; not the server, nor who knows the participants",
+            "rounds": server.round + 1,
+            "releases": releases,
+            "noise_multiplier": noise,
+            "clip": self.clip,
+            "rate": self.rate,
+            "accountant": self.accountant,
+        }
         if server.run_dir is not None:
-            told = {
-                "private": self.noise_seed is None,
-                "epsilon": epsilon if self.noise_seed is None else None,
-                "delta": self.delta,
-                "unit": "client",
-                "against": "everybody who sees the server's models; not the server, nor who knows the participants",
-                "rounds": server.round + 1,
-                "noise_multiplier": noise,
-                "clip": self.clip,
-                "rate": self.rate,
-                "accountant": self.accountant,
-            }
-            _write(server.run_dir / SPENT, told)
-            columns = ("round", "epsilon", "delta", "noise_multiplier", "clip", "rate")
-            add_round(server.run_dir / FILE, columns, server.round + 1, [row])
+            write_spending(server.run_dir, told, rows, None if known else release)
 
     def on_federation_end(self, server: Server) -> None:
         """Say what was spent."""
@@ -332,7 +378,7 @@ class ClientDP(ClientSelection):
         if self.noise_seed is not None:
             warn("ClientDP: this run is not private, because its noise came from a fixed seed.")
         elif server.run_dir is not None:
-            spent = self.epsilon_after(server.round + 1, noise)
+            spent = self.epsilon_after(max(len(releases_in(server.run_dir)), server.round + 1), noise)
             warn(
                 f"ClientDP: epsilon={spent:.4g} at delta={self.delta:g} for each client, against everybody who sees the "
                 f"models (noise_multiplier={noise:.4g}). Scores and logs in the run's folder are not covered."
@@ -345,24 +391,6 @@ class ClientDP(ClientSelection):
         return torch.Generator().manual_seed(seed)
 
 
-def _accountant(name: str) -> Any:
-    try:
-        from opacus.accountants import create_accountant
-    except ImportError as error:
-        raise ValueError("ClientDP counts with Opacus: pip install 'fedlightning[privacy]'.") from error
-    return create_accountant(name)
-
-
-def _solved(epsilon: float, delta: float, rate: float, rounds: int, accountant: str) -> float:
-    from opacus.accountants.utils import get_noise_multiplier
-
-    return float(
-        get_noise_multiplier(
-            target_epsilon=epsilon, target_delta=delta, sample_rate=rate, steps=rounds, accountant=accountant
-        )
-    )
-
-
 def _norm(values: Any) -> float:
     return math.sqrt(math.fsum(float(value.double().square().sum()) for value in values))
 
@@ -370,10 +398,3 @@ def _norm(values: Any) -> float:
 def _rounding(values: Sequence[Tensor]) -> float:
     """Return by how much the length of a change may grow when it is added to values of their own precision."""
     return sum(2 * torch.finfo(value.dtype).eps * float(value.double().norm()) for value in values)
-
-
-def _write(path: Path, told: dict[str, Any]) -> None:
-    """Write a JSON file as a whole."""
-    aside = path.with_suffix(".part")
-    aside.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-    aside.replace(path)

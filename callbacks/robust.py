@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 import torch
@@ -36,6 +37,10 @@ class NormClippedMean(RobustRule):
         super().__init__(mixing)
         self.max_norm = max_norm
         self.max_share = max_share
+
+    def least(self) -> int:
+        """Return 3 for the median norm: that of two clients is half of a bad one's."""
+        return 3 if isinstance(self.max_norm, str) else 1
 
     def combine(self, changes: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted mean of the clipped changes."""
@@ -86,11 +91,11 @@ class TrimmedMean(RobustRule):
 
     def least(self) -> int:
         """Return how many clients there must be for one value to be left out at each end."""
-        return 1 if self.trim == 0 else next(m for m in range(1, 10**6) if int(self.trim * m + 1e-9) >= 1)
+        return 1 if self.trim == 0 else max(3, math.ceil((1 - 1e-9) / self.trim))
 
     def combine(self, changes: Tensor, weights: Tensor) -> Tensor:
         """Return the coordinate-wise trimmed mean."""
-        count = int(self.trim * len(changes) + 1e-9)
+        count = min(int(self.trim * len(changes) + 1e-9), (len(changes) - 1) // 2)
         return changes.sort(dim=0).values[count : len(changes) - count].mean(dim=0)
 
 
@@ -117,8 +122,8 @@ class Krum(RobustRule):
         self.chosen = chosen
 
     def least(self) -> int:
-        """Return 2 f + 3, or what there is to choose from."""
-        return max(2 * self.bad + 3, self.chosen)
+        """Return 2 f + 3, or as many as leave the bad ones out of the choice."""
+        return max(2 * self.bad + 3, self.chosen + self.bad)
 
     def combine(self, changes: Tensor, weights: Tensor) -> Tensor:
         """Return the mean of the changes with the lowest scores; of equal scores the first."""

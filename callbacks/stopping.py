@@ -109,7 +109,8 @@ class FederatedEarlyStopping(ModelSelection):
             return
         kept = server.state.get(self.key, {})
         best: Values = kept.get("values", {})
-        if not best or self.better(found, best):
+        broken = not any(map(math.isfinite, best.values()))  # nothing to compare with: whatever is finite is better
+        if not best or (broken and any(map(math.isfinite, found.values()))) or self.better(found, best):
             server.state[self.key] = {"values": found, "round": server.round + 1, "waited": 0}
             return
         waited = kept["waited"] + 1
@@ -148,6 +149,12 @@ class FederatedEarlyStopping(ModelSelection):
     def _values(self, server: Server) -> dict[str, float]:
         """Return the monitored value of every client of this round; none in a round that is not evaluated."""
         scored = (self.stage, "local", "val")
+        stages = sorted({stage for _, stage, _, split, _ in server.scores if split == "val"})
+        if stages and self.stage not in stages and self.key not in server.state:
+            raise ValueError(
+                f"FederatedEarlyStopping goes by scores of stage {self.stage}, and this run has those of "
+                f"{', '.join(stages)}. Set stage=... to one that is scored, or add it to the trainer's stages."
+            )
         known = {metric for _, *place, metric in server.scores if tuple(place) == scored}
         if known and self.monitor not in known:
             raise ValueError(

@@ -9,10 +9,24 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from fedlightning.algorithm import Facts, FederatedCallback, Newcomers, Range, Server, Setup, State, Update, warn
+from fedlightning.algorithm import (
+    Change,
+    Facts,
+    FederatedCallback,
+    Need,
+    Newcomers,
+    Range,
+    Server,
+    Setup,
+    State,
+    Update,
+    warn,
+)
 
 Bad = Annotated[int, Range("[0, inf)", "It counts bad clients.")]
 """A number of bad clients that a rule is to bear."""
+ONE_MODEL = Need("has to judge every update before it moves a model", (Change.MODEL_OF, Change.PLACES))
+"""Methods that keep several models make some of them out of single updates, as where clusters are founded or split."""
 
 
 class RobustRule(FederatedCallback):
@@ -21,8 +35,8 @@ class RobustRule(FederatedCallback):
     A rule is given the changes ``u_i = w_i - w`` of the clients that trained, as rows of one matrix in float64, and returns
     the change of the server's model. Names that came from different clients (methods that send parts of a model) are
     judged apart, those that came from the same clients as one joint vector over all trainable entries. A name with fewer
-    senders than it needs keeps its value, with a warning. Where the server has several models each is combined from
-    the clients that trained it. Floating-point buffers are combined by their coordinate-wise median, integer buffers too.
+    senders than it needs keeps its value, with a warning. Methods that keep several models at the server are refused.
+    Floating-point buffers are combined by their coordinate-wise median, integer buffers too.
 
     Args:
         mixing: Number ``f`` of bad clients before whom each change is first replaced by the mean of its ``m - f`` nearest,
@@ -52,8 +66,8 @@ class RobustRule(FederatedCallback):
 
     @property
     def facts(self) -> Facts:
-        """It holds nothing from round to round."""
-        return super().facts.extend(mixes_architectures=True, newcomers=Newcomers(join=True))
+        """It holds nothing from round to round, and combines one model."""
+        return super().facts.extend(mixes_architectures=True, newcomers=Newcomers(join=True), needs=[ONE_MODEL])
 
     def check(self, setup: Setup) -> None:
         """Refuse rounds of too few clients, and whatever lets a client into the server's state past the rule.
@@ -67,6 +81,11 @@ class RobustRule(FederatedCallback):
             raise ValueError(
                 f"{self!r} needs {self.needed} clients in a round, and {drawn} take part. Raise participation, or take a "
                 "rule that needs fewer."
+            )
+        numbers = setup.module.state_dict()
+        if odd := [name for name in setup.shared_names() if numbers[name].is_complex()]:
+            raise ValueError(
+                f"{self.key} judges real numbers, and '{odd[0]}' is complex. Take another rule, or the mean."
             )
         for other in setup.callbacks:
             extras = sorted(other.wire(setup.module).up)

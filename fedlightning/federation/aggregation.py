@@ -62,7 +62,7 @@ class Aggregation:
             reduced[model] = self.reducer.reduce(server, updates)
         if nobody and any(callback.claims("on_reduced") for callback in server.callbacks):
             present = server.models[GLOBAL]
-            reduced.setdefault(GLOBAL, {name: present[name] for name in server.shared_names()})
+            reduced[GLOBAL] = reduced.get(GLOBAL) or {name: present[name] for name in server.shared_names()}
         step = server.callbacks.role("server_step")
         for model, state in reduced.items():
             if not state:

@@ -311,7 +311,7 @@ class Federation:
             | {"terms": terms_of(self.server, sorted(self._kept()), self._validations())}
             | ({"config_changes": self.changes} if self.changes else {})
             | ({"held_out": self.unseen.summary()} if self.server.held_out else {})
-            | ({"stopped": self.server.stopped} if self.server.stopped else {})
+            | ({"stopped": self.server.stopped} if self.server.rounds < self.server.max_rounds else {})
             | ({"failures": in_order(self.server.failures, self.server.clients)} if self.server.failures else {})
             | ({"warnings": self.server.explosions.warnings} if self.server.explosions.warnings else {})
         )

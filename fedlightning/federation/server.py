@@ -197,7 +197,7 @@ class Server(KeepsModels):
         return self.max_rounds if self.stopped is None else min(self.stopped["round"], self.max_rounds)
 
     def stop(self, by: FederatedCallback, reason: str, after: int = 0) -> None:
-        """End the run as if `max_rounds` were reached: models are scored, tested and exported. The first reason counts.
+        """End the run as if `max_rounds` were reached: models are scored, tested and exported. The earliest end counts.
 
         Args:
             by: The callback that ends it.
@@ -205,10 +205,11 @@ class Server(KeepsModels):
             after: Further rounds; 0: this one was the last. A round that is known beforehand to be the last is scored
                 as such, at stage L2 too.
         """
-        if self.stopped is None:
-            last = self.round + 1 + after
+        last = self.round + 1 + after
+        if self.stopped is None or last < self.stopped["round"]:
             self.stopped = {"round": last, "by": by.key, "reason": reason}
-            rank_zero_info(f"{by.key} ends the run after round {last} of {self.max_rounds}: {reason}.")
+            if last < self.max_rounds:
+                rank_zero_info(f"{by.key} ends the run after round {last} of {self.max_rounds}: {reason}.")
 
     def note_failure(
         self, client: str, reason: str, where: str = "training", when: str = "", decision: str = ""

@@ -217,7 +217,9 @@ jobs in flight."""
 
 def _is_over(saved: SavedState) -> bool:
     ended = saved.extra.get("stopped")  # a callback's decision holds, however many rounds there might be
-    return ended is None and bool(saved.extra.get(FINAL) or saved.extra.get(FLUSHED))
+    return (ended is None or ended["round"] > saved.rounds_done) and bool(
+        saved.extra.get(FINAL) or saved.extra.get(FLUSHED)
+    )
 
 
 def _not_over(newest: SavedState) -> SavedState:

@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("opacus", reason="ClientDP counts with Opacus: pip install 'fedlightning[privacy]'")
 
+from fedlightning.algorithm import Change, Facts, FederatedCallback
 from fedlightning.callbacks import (
     APFL,
     IFCA,
@@ -28,7 +29,9 @@ from fedlightning.callbacks import (
     LocalCheckpoint,
     PoissonSampling,
 )
-from fedlightning.federation.loops import Asynchronous
+from fedlightning.clock import SampleSpeed, VirtualClock
+from fedlightning.federation.failures import FederationError
+from fedlightning.federation.loops import Asynchronous, Synchronous
 from fedlightning.messages import Message, Update
 from tests.helpers import NormNet, Toy, federate, global_state, make_trainer, same, toy_data
 
@@ -138,8 +141,9 @@ def test_the_noise_has_its_variance_whoever_came(rate):
         round=0,
         run_dir=None,
         trainable=["w"],
+        shared_names=lambda: ("w", "unsent"),
+        model={"w": torch.zeros(100, 200)},
         max_rounds=1,
-        is_reachable=lambda one: True,
     )
     callback.on_federation_start(server)
     noise = callback.on_reduced(server, {"w": torch.zeros(100, 200), "kept": torch.ones(3)})
@@ -150,6 +154,50 @@ def test_the_noise_has_its_variance_whoever_came(rate):
     server.round = 1
     other = callback.on_reduced(server, {"w": torch.zeros(100, 200)})["w"]
     assert abs(float(torch.corrcoef(torch.stack([noise["w"].flatten(), other.flatten()]))[0, 1])) < 0.05
+
+
+def noise_of(names, before, after):
+    return {name: float((after[name] - before[name]).abs().max()) for name in names}
+
+
+def test_entries_that_nobody_sent_get_noise_too():
+    """Else they would tell that none of those who send them took part."""
+
+    class Parts(FederatedCallback):
+        facts = Facts(changes={Change.PARTS})
+
+        def on_send(self, client, update):
+            update.state = {name: value for name, value in update.state.items() if not name.startswith("net.3")}
+
+    trainer = federate(module(), toy_data(SIZES), [Parts(), dp()], max_rounds=1)
+    before, after = module().state_dict(), global_state(trainer)
+    assert all(value > 0.01 for value in noise_of(after, before, after).values())
+
+
+def test_a_round_of_clients_that_are_all_late_releases_noise():
+    loop = Synchronous(VirtualClock(SampleSpeed(1.0)), deadline=0.1)
+    trainer = federate(module(), toy_data(SIZES), [dp()], max_rounds=1, loop=loop)
+    before, after = module().state_dict(), global_state(trainer)
+    assert all(value > 0.01 for value in noise_of(after, before, after).values())
+
+
+def test_clients_without_samples_are_not_asked():
+    """A round that drew nobody else would end the run, and tell that the others were not drawn."""
+    trainer = federate(module(), toy_data({"0": 0, "1": 24}), [dp(rate=0.3)], max_rounds=6)
+    assert trainer.rounds_done == 6 and not trainer.server.failures
+
+
+def test_two_means_of_one_round_never_share_their_noise():
+    """As where a round is done again after an interruption and a client fails: the difference would be free of noise."""
+    server = SimpleNamespace(
+        state={}, clients=["a"], round=0, run_dir=None, trainable=["w"], max_rounds=1, shared_names=lambda: ("w",)
+    )
+    server.model = {"w": torch.zeros(50)}
+    callback = dp(noise_seed=None)
+    one, same_one, other = (
+        callback.on_reduced(server, {"w": value})["w"] - value for value in (torch.zeros(50),) * 2 + (torch.ones(50),)
+    )
+    assert torch.equal(one, same_one) and float((one - other).abs().max()) > 0.1
 
 
 def test_a_round_that_draws_nobody_releases_noise():
@@ -206,6 +254,10 @@ def test_a_run_ends_before_the_round_that_would_exceed_it_and_a_resumed_one_too(
     again.fit(module(), datamodule=toy_data(SIZES), resume="last")
     assert again.rounds_done == rounds
     same(again.server.model, whole.server.model)
+    trainer("extended", 3).fit(module(), datamodule=toy_data(SIZES))
+    extended = trainer("extended")
+    extended.fit(module(), datamodule=toy_data(SIZES), resume="last")
+    assert extended.summary["stopped"] == whole.summary["stopped"] and extended.rounds_done == rounds
     rows = (again.run.path / "privacy.csv").read_text().splitlines()
     assert len(rows) == 1 + rounds
 
@@ -230,6 +282,51 @@ def test_what_a_round_spends_is_on_disk_before_its_model_is_there(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         cut_at(trainer, 1)
     assert json.loads((trainer.run.path / "privacy.json").read_text())["rounds"] == 2
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_what_is_written_down_counts_every_release(tmp_path, differs):
+    callback = dp(noise_seed=None)
+    server = SimpleNamespace(
+        state={}, clients=["a"], run_dir=tmp_path, trainable=["w"], max_rounds=9, shared_names=lambda: ("w",)
+    )
+    server.model = {"w": torch.zeros(5)}
+    for round, value in ((0, 0.0), (1, 1.0), (1, 2.0 if differs else 1.0), (2, 3.0)):
+        server.round = round
+        callback.on_reduced(server, {"w": torch.full((5,), value)})
+    told, count = json.loads((tmp_path / "privacy.json").read_text()), 4 if differs else 3
+    assert (told["rounds"], told["releases"]) == (3, count)
+    assert told["epsilon"] == pytest.approx(callback.epsilon_after(count))
+    assert len((tmp_path / "privacy.csv").read_text().splitlines()) == 1 + count
+
+
+def test_rounds_that_are_done_again_do_not_exceed_the_budget(tmp_path):
+    callback = dp(noise_seed=None, noise_multiplier=2.0, epsilon=dp(noise_multiplier=2.0).epsilon_after(2) + 1e-6)
+    server = SimpleNamespace(
+        state={}, clients=["a"], run_dir=tmp_path, trainable=["w"], max_rounds=2, shared_names=lambda: ("w",)
+    )
+    server.model = {"w": torch.zeros(5)}
+    with pytest.raises(ValueError, match=r"Round 2 is release 3 of this run.*more than the budget"):
+        for round, value in ((0, 0.0), (0, 1.0), (1, 1.0)):
+            server.round = round
+            callback.on_reduced(server, {"w": torch.full((5,), value)})
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "reason"),
+    [
+        ({}, {"rate": 0.1}, "one noise_multiplier, rate and noise_seed"),
+        ({}, {"noise_multiplier": 5.0}, "one noise_multiplier, rate and noise_seed"),
+        ({}, {"noise_seed": None}, "one noise_multiplier, rate and noise_seed"),
+        (None, {}, "1 rounds of this run were without ClientDP"),
+    ],
+)
+def test_a_resumed_run_cannot_change_what_was_accounted_for(tmp_path, first, second, reason):
+    begun = [FedAvg(weighting="uniform")] if first is None else [dp(**first)]
+    make_trainer(tmp_path, begun, max_rounds=1, name="run").fit(module(), datamodule=toy_data(SIZES))
+    again = make_trainer(tmp_path, [dp(**second)], max_rounds=2, name="run")
+    with pytest.raises(ValueError, match=reason):
+        again.fit(module(), datamodule=toy_data(SIZES), resume="last", allow_config_change=True)
 
 
 # -- beside others -----------------------------------------------------------------------------------------------------
@@ -263,6 +360,8 @@ def test_a_layer_that_stays_gets_no_noise():
         ([dp()], {"participation": 2}, Toy, "draws a fixed number of clients|participation"),
         ([dp()], {}, NormNet, "is a running statistic that travels"),
         ([dp()], {"loop": Asynchronous()}, Toy, "ClientDP"),
+        ([dp()], {"loop": Synchronous(VirtualClock(SampleSpeed(1.0)), first=2)}, Toy, "first=2 takes in as many"),
+        ([dp()], {"precision": "bf16-true"}, Toy, "is torch.bfloat16, and ClientDP covers"),
         ([ClientDP(delta=1e-3, noise_multiplier=0.1, epsilon=0.1)], {}, Toy, "one round with noise_multiplier=0.1"),
     ],
 )
@@ -275,6 +374,15 @@ def test_batchnorm_that_stays_with_the_clients_is_right():
     trainer = make_trainer(None, [dp(clip=0.1)], max_rounds=1, float_buffers="local")
     trainer.fit(module(NormNet), datamodule=toy_data(SIZES))
     assert trainer.rounds_done == 1
+
+
+def test_complex_entries_and_a_clip_below_the_rounding_are_refused():
+    toy = module()
+    toy.phase = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=r"'phase' is torch.complex64, and ClientDP covers float32"):
+        federate(toy, toy_data(SIZES), [dp()], max_rounds=1)
+    with pytest.raises(FederationError, match="is within the rounding of the model's entries"):
+        federate(module(), toy_data(SIZES), [dp(clip=1e-9)], max_rounds=1)
 
 
 def test_neither_noise_nor_epsilon():

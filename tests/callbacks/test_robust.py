@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedlightning.callbacks import IFCA, SCAFFOLD, FedBuff, FedLP, FedPer, FedProto, HeteroFL
+from fedlightning.callbacks import CFL, IFCA, SCAFFOLD, FedBuff, FedGroup, FedLP, FedPer, FedProto, HeteroFL
 from fedlightning.callbacks.attacks import GaussianAttack, ModelReplacement, SignFlip
 from fedlightning.callbacks.robust import (
     CenteredClipping,
@@ -161,6 +161,8 @@ def test_edges():
     torch.testing.assert_close(combined(TrimmedMean(trim=0.49), u), combined(CoordinateMedian(), u))
     torch.testing.assert_close(combined(Krum(bad=0, chosen=9), u), u.mean(dim=0))
     assert any(torch.equal(combined(Krum(bad=3), u), row) for row in u)
+    assert combined(TrimmedMean(trim=0.49999999999), draws(4)).isfinite().all()
+    assert TrimmedMean(trim=1e-7).least() == 10**7
     wide = NormClippedMean(max_norm=1e9, max_share=1.0)
     torch.testing.assert_close(combined(wide, u), shares(9) @ u)
 
@@ -231,6 +233,13 @@ def test_beside_methods_that_send_parts_or_keep_several_models(others, options):
     )
 
 
+def test_complex_entries_are_refused():
+    toy = Toy()
+    toy.phase = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    with pytest.raises(ValueError, match="CoordinateMedian judges real numbers, and 'phase' is complex"):
+        federate(toy, toy_data(SHAPES), [CoordinateMedian()], max_rounds=1)
+
+
 def test_names_with_too_few_senders_keep_their_values():
     class Parts(FederatedCallback):
         facts = Facts(changes={Change.PARTS})
@@ -266,6 +275,14 @@ def test_names_with_too_few_senders_keep_their_values():
         ([CoordinateMedian(), FedBuff(buffer_size=2)], {"loop": Asynchronous()}, "CoordinateMedian|denominator"),
         ([CoordinateMedian(), IFCA(num_clusters=2)], {}, "IFCA takes cluster.* from clients"),
         ([CoordinateMedian(), Krum()], {}, "both claim 'reduce'"),
+        (
+            [CoordinateMedian(), CFL()],
+            {},
+            "CoordinateMedian has to judge every update before it moves a model, and CFL",
+        ),
+        ([CoordinateMedian(), FedGroup()], {}, "CoordinateMedian has to judge every update.*FedGroup"),
+        ([NormClippedMean()], {"participation": 2}, "needs 3 clients in a round, and 2 take part"),
+        ([Krum(bad=1, chosen=5)], {}, "needs 6 clients in a round, and 5 take part"),
         ([SignFlip(["nobody"])], {}, "SignFlip is to be made by client 'nobody', who is not among"),
     ],
 )

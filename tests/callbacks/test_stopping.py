@@ -14,6 +14,7 @@ from fedlightning.callbacks import (
     FedAvg,
     FederatedEarlyStopping,
     FedPer,
+    FedRep,
     GlobalCheckpoint,
     LocalAdaptation,
     LocalCheckpoint,
@@ -65,6 +66,8 @@ def alike(*losses):
         ([1, 2, 3, 3, 3, 3, 3, 3, 3], {"patience": 2, "mode": "max"}, 6),
         ([5, NAN, INF, 4, NAN, NAN, 4, 4, 4], {"patience": 2}, 4),  # a loss that is NaN or infinite is no improvement
         ([5, NAN, 4, NAN, NAN, NAN, 4, 4, 4], {"patience": 3}, 7),
+        ([NAN, 5, 4, 3, 2, 1, 0.9, 0.8, 0.7], {"patience": 1}, None),  # whatever is finite is better than that
+        ([INF, NAN, 5, 4, 4, 4, 4, 4, 4], {"patience": 2}, 7),
     ],
 )
 def test_it_ends_when_nothing_was_better_for_so_many_evaluations(losses, options, ends):
@@ -248,6 +251,61 @@ def test_a_budget_without_a_limit_and_an_unknown_monitor():
     trainer = make_trainer(None, [FederatedEarlyStopping("loss")], max_rounds=2, evaluate_every=1)
     with pytest.raises(ValueError, match=r"monitors 'loss', but validation gives \['val_"), pytest.warns(UserWarning):
         trainer.fit(module(), datamodule=toy_data((8, 8)))
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "options"),
+    [
+        ([FederatedEarlyStopping(), GlobalCheckpoint(stage="G")], {"stages": ["G"]}),
+        ([FederatedEarlyStopping(stage="G"), FedPer(personal=["net.3"]), LocalCheckpoint(smooth=1)], {}),
+    ],
+)
+def test_a_stage_that_is_not_scored_is_refused(callbacks, options):
+    trainer = make_trainer(None, callbacks, max_rounds=2, evaluate_every=1, **options)
+    with pytest.raises(ValueError, match=r"goes by scores of stage (L1|G), and this run has those of "):
+        trainer.fit(module(), datamodule=toy_data((8, 8)))
+
+
+def test_the_earliest_end_counts():
+    class Later(FederatedCallback):
+        def on_federation_start(self, server):
+            server.stop(self, "it is to end then", after=4)
+
+    trainer = make_trainer(None, [Later(), Budget(max_steps=9)], max_rounds=9)
+    trainer.fit(module(), datamodule=toy_data((8, 8)))
+    assert trainer.summary["stopped"]["by"] == "Budget" and trainer.rounds_done < 5
+
+
+def test_a_run_that_had_all_its_rounds_was_not_ended_early(tmp_path):
+    trainer = make_trainer(tmp_path, [Budget(max_steps=2)], max_rounds=1)
+    trainer.fit(module(), datamodule=toy_data((8, 8)))
+    assert "stopped" not in trainer.summary
+    again = make_trainer(tmp_path, [Budget(max_steps=2)], max_rounds=3)
+    again.fit(module(), datamodule=toy_data((8, 8)), resume="last")
+    assert again.rounds_done == 1 and again.summary["stopped"]["by"] == "Budget"
+
+
+def test_a_decision_of_the_last_round_holds_in_a_longer_run(tmp_path):
+    """Its one more round begins before what was done because the run seemed over."""
+
+    def run(name, rounds, **resume):
+        callbacks = [
+            FederatedEarlyStopping(patience=1, min_delta=100),
+            FedRep(personal=["net.3"]),
+            LocalCheckpoint(smooth=1),
+        ]
+        trainer = make_trainer(tmp_path, callbacks, max_rounds=rounds, evaluate_every=1, name=name)
+        trainer.fit(module(), datamodule=toy_data((8, 8)), **resume)
+        return trainer
+
+    whole, cut = run("whole", 9), run("cut", 2)
+    assert whole.rounds_done == 3 and cut.rounds_done == 2
+    again = run("cut", 9, resume="last")
+    assert again.rounds_done == 3
+    assert again.summary["stopped"] == whole.summary["stopped"]
+    same(again.server.model, whole.server.model)
+    for client in ("0", "1"):
+        same(again.module(client).state_dict(), whole.module(client).state_dict())
 
 
 def test_nothing_keeps_the_best_models_is_said():

@@ -91,6 +91,12 @@ class Synchronous(Loop):
                     f"{callback.key} takes updates in as they arrive, and synchronous rounds wait for everybody. Give the "
                     "trainer an asynchronous loop: loop=fedlightning.federation.loops.Asynchronous() (trainer.loop)."
                 )
+        owner = server.callbacks.role("denominator")
+        if owner is not None and self.first is not None:
+            raise ConfigurationError(
+                f"first={self.first} takes in as many updates as that, and {owner.key} divides their sum by a number "
+                "of its own, whoever comes. Leave first out, or give the loop a deadline."
+            )
         if self.clock is not None:
             self.clock.check(server.clients)
 
@@ -173,6 +179,8 @@ def run_round(
             jobs = None
     intake.refuse_if_all_failed()
     intake.refuse_if_too_few()
+    if server.callbacks.role("denominator") is not None:  # a sum over a fixed number, which nobody's work may be too
+        visited = any(update.error is None and update.steps for update in intake.done)
     intake.step(nobody=not visited)
     return intake.done
 

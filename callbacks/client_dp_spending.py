@@ -1,0 +1,69 @@
+"""What ClientDP spends: the accountant, and the files of a run's folder that tell of every release."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROWS, TOLD = "privacy.csv", "privacy.json"
+COLUMNS = ("round", "epsilon", "delta", "noise_multiplier", "clip", "rate", "release")
+
+
+def accountant_of(name: str) -> Any:
+    """Return an accountant of Opacus.
+
+    Raises:
+        ValueError: If Opacus is not installed.
+    """
+    try:
+        from opacus.accountants import create_accountant
+    except ImportError as error:
+        raise ValueError("ClientDP counts with Opacus: pip install 'fedlightning[privacy]'.") from error
+    return create_accountant(name)
+
+
+def solved_noise(epsilon: float, delta: float, rate: float, rounds: int, accountant: str) -> float:
+    """Return the noise multiplier with which a number of rounds spends `epsilon`."""
+    from opacus.accountants.utils import get_noise_multiplier
+
+    return float(
+        get_noise_multiplier(
+            target_epsilon=epsilon, target_delta=delta, sample_rate=rate, steps=rounds, accountant=accountant
+        )
+    )
+
+
+def releases_in(folder: Path | None) -> list[list[str]]:
+    """Return the rows of `privacy.csv`: a row a release, also of rounds that were done again and came out differently."""
+    if folder is None or not (folder / ROWS).exists():
+        return []
+    return list(csv.reader(io.StringIO((folder / ROWS).read_text(encoding="utf-8"))))[1:]
+
+
+def write_spending(folder: Path, told: Mapping[str, Any], rows: Sequence[Sequence[Any]], release: str | None) -> None:
+    """Write both files, each as a whole: first the row of a new release, then the sum of all.
+
+    Args:
+        folder: The run's folder.
+        told: What `privacy.json` says.
+        rows: The rows so far.
+        release: Name of the new release; `None`: it has a row.
+    """
+    if release is not None:
+        known = {**told, "round": told["rounds"], "epsilon": math.nan if told["epsilon"] is None else told["epsilon"]}
+        text = io.StringIO()
+        new = [known.get(column, release) for column in COLUMNS]
+        csv.writer(text, lineterminator="\n").writerows([COLUMNS, *rows, new])
+        _write(folder / ROWS, text.getvalue())
+    _write(folder / TOLD, json.dumps(told, indent=1) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    aside = path.with_suffix(path.suffix + ".part")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(path)
