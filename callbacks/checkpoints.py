@@ -30,6 +30,8 @@ from fedlightning.tensors import clone, module_state, ties
 
 DEFAULT = "val_loss"
 """Metric that is monitored unless a user says another: where the module logs no such, its only loss."""
+MORE_IS_BETTER = frozenset({"accuracy", "acc", "auroc", "auc", "f1"})
+"""Words of metrics whose lowest value nobody looks for: `mode="min"` with one of these is an oversight."""
 
 
 class LocalCheckpoint(ModelSelection):
@@ -87,7 +89,7 @@ class LocalCheckpoint(ModelSelection):
         """Warn where there is nothing to select by, or too little for a mean."""
         _warn_without_validation(self, setup)
         count = setup.max_rounds // setup.evaluate_every if setup.evaluate_every else 0
-        if 1 < count < self.smooth:
+        if setup.has_split("val") and 1 < count < self.smooth:
             setup.warn(
                 f"{self.key} judges a round by the mean of {self.smooth} evaluations, and the run has {count}: every client "
                 f"keeps its latest model. Set smooth to at most {count}; 1 takes the best single evaluation."
@@ -95,7 +97,7 @@ class LocalCheckpoint(ModelSelection):
 
     def check_step(self, step: FirstStep) -> None:
         """Refuse a metric that validation does not log."""
-        _check_monitor(self, step)
+        check_monitor(self, step)
 
     def on_client_evaluated(
         self, client: Client, stage: Stage, split: str, metrics: Mapping[str, float], module: LightningModule
@@ -182,7 +184,7 @@ class GlobalCheckpoint(ModelSelection):
 
     def check_step(self, step: FirstStep) -> None:
         """Refuse a metric that validation does not log."""
-        _check_monitor(self, step)
+        check_monitor(self, step)
 
     def on_federation_start(self, server: Server) -> None:
         """Refuse methods without a global model.
@@ -304,7 +306,7 @@ def monitor_of(callback: Any, known: Iterable[str]) -> str:
     names, monitor = list(known), str(callback.monitor)
     if monitor in names:
         return monitor
-    losses = [name for name in names if "loss" in re.split(r"[^a-z0-9]+|_", name.lower())]
+    losses = [name for name in names if "loss" in _words(name)]
     if (monitor, callback.mode) == (DEFAULT, "min") and len(losses) == 1:
         return losses[0]
     raise ValueError(
@@ -313,10 +315,26 @@ def monitor_of(callback: Any, known: Iterable[str]) -> str:
     )
 
 
-def _check_monitor(callback: Any, step: FirstStep) -> None:
-    if step.logged is not None and monitor_of(callback, step.logged) != callback.monitor:
-        told = f"{step.module} logs no '{callback.monitor}'"
-        rank_zero_info(f"{callback.key} monitors '{monitor_of(callback, step.logged)}': {told}, and no other loss.")
+def _words(metric: str) -> list[str]:
+    return re.split(r"[^a-z0-9]+|_", metric.lower())
+
+
+def check_monitor(callback: Any, step: FirstStep) -> None:
+    """Refuse a metric that validation does not log; say which one stands in for the default.
+
+    Raises:
+        ValueError: With the metrics that there are.
+    """
+    if step.logged is None:
+        return
+    found = monitor_of(callback, step.logged)
+    if found != callback.monitor:
+        rank_zero_info(
+            f"{callback.key} monitors '{found}': {step.module} logs no '{callback.monitor}' in validation, and this "
+            "is its only loss."
+        )
+    if callback.mode == "min" and MORE_IS_BETTER & set(_words(found)):
+        warn(f"{callback.key} monitors '{found}' with mode='min', so its lowest value is the best. Set mode='max'.")
 
 
 def _warn_without_validation(callback: Any, setup: Setup) -> None:

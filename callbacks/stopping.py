@@ -10,6 +10,7 @@ from fedlightning.algorithm import (
     Change,
     Facts,
     FederatedCallback,
+    FirstStep,
     ModelSelection,
     Newcomers,
     Range,
@@ -17,6 +18,7 @@ from fedlightning.algorithm import (
     Setup,
     warn,
 )
+from fedlightning.callbacks.checkpoints import check_monitor, monitor_of
 from fedlightning.ranges import NonNegativeFloat
 
 Values = Mapping[str, float]
@@ -34,7 +36,7 @@ class FederatedEarlyStopping(ModelSelection):
     without one in the list it is the models of the last round, some evaluations after the best.
 
     Args:
-        monitor: Metric that the module logs in validation. Default ``"val_loss"``.
+        monitor: Metric that the module logs in validation. Default ``"val_loss"``, or the only loss that it logs.
         stage: Whose scores: ``"L1"`` (default) the models that clients hold after aggregation; ``"G"`` the server's;
             ``"L2"`` the models after local training, where all clients take part in every round.
         mode: ``"min"`` (default) or ``"max"``.
@@ -98,6 +100,10 @@ class FederatedEarlyStopping(ModelSelection):
                 "LocalCheckpoint() or GlobalCheckpoint() to the callbacks."
             )
 
+    def check_step(self, step: FirstStep) -> None:
+        """Refuse a metric that validation does not log."""
+        check_monitor(self, step)
+
     def on_round_end(self, server: Server) -> None:
         """Compare this round's scores with the best so far, and end the run if there was nothing better for too long.
 
@@ -123,8 +129,8 @@ class FederatedEarlyStopping(ModelSelection):
             }
             server.stop(
                 self,
-                f"{what[self.criterion]} {self.monitor} ({self.stage}) has not improved in {waited} evaluations; the best "
-                f"was in round {kept['round']}",
+                f"{what[self.criterion]} {self._monitored(server)} ({self.stage}) has not improved in {waited} "
+                f"evaluation{'s' if waited > 1 else ''}; the best was in round {kept['round']}",
                 after=1,
             )
 
@@ -146,8 +152,8 @@ class FederatedEarlyStopping(ModelSelection):
         worth = min if self.criterion == "worst client" else _mean
         return worth(now.values()) > worth(before.values()) + self.min_delta
 
-    def _values(self, server: Server) -> dict[str, float]:
-        """Return the monitored value of every client of this round; none in a round that is not evaluated."""
+    def _monitored(self, server: Server) -> str:
+        """Return the metric of the scores of this round that is compared."""
         scored = (self.stage, "local", "val")
         stages = sorted({stage for _, stage, _, split, _ in server.scores if split == "val"})
         if stages and self.stage not in stages and self.key not in server.state:
@@ -156,12 +162,11 @@ class FederatedEarlyStopping(ModelSelection):
                 f"{', '.join(stages)}. Set stage=... to one that is scored, or add it to the trainer's stages."
             )
         known = {metric for _, *place, metric in server.scores if tuple(place) == scored}
-        if known and self.monitor not in known:
-            raise ValueError(
-                f"FederatedEarlyStopping monitors '{self.monitor}', but validation gives {sorted(known)}. Log it in "
-                "validation_step, or set monitor=... to one of these."
-            )
-        found = server.score(self.monitor, stage=self.stage)
+        return monitor_of(self, known) if known else self.monitor
+
+    def _values(self, server: Server) -> dict[str, float]:
+        """Return the monitored value of every client of this round; none in a round that is not evaluated."""
+        found = server.score(self._monitored(server), stage=self.stage)
         fewest = self.min_samples if self.criterion == "worst client" else 0
         values = {client: value for client, (value, size) in found.items() if size >= fewest}
         if found and not values:

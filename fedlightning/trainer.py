@@ -39,8 +39,8 @@ class FederatedTrainer(Assembly):
 
     Args:
         max_rounds: Rounds of the federation.
-        local_epochs: Epochs a participant trains per round (default 1); or
-        local_steps: Optimizer steps a participant trains per round.
+        local_epochs: Epochs a participant trains per round. Default 1, unless `local_steps` is given.
+        local_steps: Optimizer steps a participant trains per round, instead of `local_epochs`.
         participation: Share (float in (0, 1]) or number (int) of clients that take part in a round, drawn uniformly.
         held_out: Clients that take no part in training and are scored as unseen clients, whenever the others are: a share
             (float in [0, 1)), a number (int), or a list of their ids. Shares and numbers are drawn with the data module's

@@ -451,6 +451,25 @@ def test_important_metrics_come_first() -> None:
     assert results_table(rows()).row_count == 6
 
 
+def test_slashes_are_names_of_splits_too() -> None:
+    found = [row | {"metric": row["metric"].replace("_", "/", 1)} for row in rows()]
+    assert important_metrics(found) == ["accuracy", "loss", "my_score"]
+
+
+def test_what_does_not_fit_is_named() -> None:
+    console = Console(width=60, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    print_results(rows(), console=console)
+    assert "No room for loss, my_score; the results have them." in " ".join(console.export_text().split())
+
+
+def test_a_model_for_which_there_is_room_is_shown() -> None:
+    more = (("latest", "L1"), ("best_global", "G"))
+    others = [row | {"checkpoint": name, "stage": stage} for name, stage in more for row in rows()]
+    table = client_table(rows() + others, width=80)
+    assert table is not None
+    assert [str(column.header) for column in table.columns][-2:] == ["best_global G", "best_local L1"]
+
+
 def test_many_clients_and_no_results(capsys: pytest.CaptureFixture[str]) -> None:
     print_results(rows(clients=21))
     assert "Each client" not in capsys.readouterr().out

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 import fedlightning
@@ -55,11 +57,11 @@ def configs(words: Sequence[str]) -> int:
     if options.action == "list":
         listed = _chosen(options.names, known) if options.names else list(known)
         if options.json:
-            about = [{"name": name, "file": known[name], "about": _first_line(known[name])} for name in listed]
+            about = [{"name": name, "file": known[name], "about": _about(known[name])} for name in listed]
             print_json("configs", configs=about)
             return 0
         for name in listed:
-            print(f"{name:<44} {_first_line(known[name])}".rstrip())
+            print(f"{name:<44} {_about(known[name])}".rstrip())
         return 0
     if not options.names:
         raise InputError("name what to copy: fedlightning configs copy quickstart algorithms/fenda, or copy all.")
@@ -87,6 +89,13 @@ def _chosen(wanted: Sequence[str], known: dict[str, Path]) -> list[str]:
     return list(out)
 
 
-def _first_line(path: Path) -> str:
-    line = path.read_text().partition("\n")[0]
-    return line.removeprefix("#").strip() if line.startswith("#") else ""
+def _about(path: Path) -> str:
+    """Return the first sentences of a file's comment: those of its first line, without one that introduces a command."""
+    text = ""
+    for line in takewhile(lambda line: re.match("# ?[^ ]", line), path.read_text().splitlines()):
+        text = f"{text} {line.removeprefix('#').strip()}".strip()
+        sentences = re.split(r"(?<=[.?]) (?=[A-Z(])", text)
+        whole = [sentence for sentence in sentences if sentence.endswith((".", "?"))]
+        if whole:
+            return " ".join(whole)
+    return text

@@ -57,7 +57,12 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, command: str, words: str, description: str, epilog: str) -> None:
         name = f"fedlightning {command}"
         super().__init__(
-            name, f"{name} {words} [OPTIONS]", description, epilog, formatter_class=_Help, allow_abbrev=False
+            name,
+            " ".join(filter(None, (name, words, "[OPTIONS]"))),
+            description,
+            epilog,
+            formatter_class=_Help,
+            allow_abbrev=False,
         )
 
     def error(self, message: str) -> Any:

@@ -22,7 +22,7 @@ from fedlightning.experiments.ray_runner import ray_options
 from fedlightning.experiments.space import combinations, parse_grid, parse_search
 from fedlightning.experiments.study_file import StudyFile, only_one
 from fedlightning.experiments.sweep import Proposals, Trial
-from fedlightning.scoring.metrics import higher_is_better
+from fedlightning.scoring.metrics import bare, higher_is_better
 
 DESCRIPTION = """\
 Try values of options and choose the best on validation data.
@@ -141,7 +141,7 @@ def test_best(going: Sweep, best: Trial) -> None:
 
 def show_trials(going: Sweep, screen: Console) -> None:
     """Print a table of all trials, best first."""
-    metric = f"val_{going.options.metric.removeprefix('val_')}"
+    metric = f"val_{bare(going.options.metric)}"
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     keys = list(dict.fromkeys(key for trial in going.trials for key in trial.values))
     for key in keys:

@@ -22,7 +22,7 @@ from fedlightning.experiments.space import Values
 from fedlightning.experiments.study_file import StudyFile
 from fedlightning.experiments.sweep import NO_TEST, Trial, objective, override, ranked
 from fedlightning.run.files import write_text_atomically
-from fedlightning.scoring.metrics import higher_is_better
+from fedlightning.scoring.metrics import bare, higher_is_better
 
 if TYPE_CHECKING:
     from fedlightning.blueprint.ray_options import RayOptions
@@ -128,7 +128,7 @@ class Sweep:
             "format": 1,
             "command": self.study.data["command"],
             "configs": self.options.config,
-            "metric": f"val_{self.options.metric.removeprefix('val_')}",
+            "metric": f"val_{bare(self.options.metric)}",
             "seeds": self.seeds,
             "best": None if best is None else best.name,
             "trials": [

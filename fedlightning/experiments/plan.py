@@ -198,8 +198,10 @@ def _rehearsed(cli: Any) -> list[str]:
 
     What a dry run refuses in a sentence, every run would refuse. What else goes wrong in it, the run itself tells.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # every run says it in its log
+    from fedlightning.compat.quiet import quiet
+
+    with warnings.catch_warnings(), quiet():  # every run says it in its log
+        warnings.simplefilter("ignore")
         try:
             metrics: list[str] = cli.trainer.dry_run(cli.model, cli.datamodule).metrics
         except ConfigurationError as error:

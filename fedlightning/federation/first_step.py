@@ -156,9 +156,16 @@ def _tell_of_batches_of_one(runner: LocalRunner) -> None:
     if error is None or OF_ONE not in str(error):
         return
     count = len(loader.dataset)
+    way_out = (
+        "Set drop_last=True in the data (batches are drawn anew in every epoch, so that no sample is left out for good), or "
+        "another batch_size."
+    )
+    if count == 1:
+        way_out = (
+            "Give the client more samples or leave the client out, or take another normalisation, such as GroupNorm."
+        )
     warn(
         f"The last batch of {len(found)} of {len(runner.described.client_ids)} clients ({listed(found)}) is a single "
-        f"sample, which BatchNorm cannot normalise: client '{client}' has {count} training samples in batches of "
-        f"{loader.batch_size}. Their visits will fail. Set drop_last=True in the data (batches are drawn anew in every "
-        "epoch, so that no sample is left out for good), or another batch_size."
+        f"sample, which BatchNorm cannot normalise: client '{client}' has {count} training sample{'s' * (count > 1)} in "
+        f"batches of {loader.batch_size}. Their visits will fail. {way_out}"
     )

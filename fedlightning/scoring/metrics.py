@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-LOWER_IS_BETTER = ("loss", "ece", "error", "err", "perplexity", "mse", "rmse", "mae", "nll", "brier", "divergence")
-"""Words (parts of a name between underscores) of metrics where less is better."""
+LOWER_IS_BETTER = (
+    *("loss", "ece", "error", "err", "perplexity", "mse", "rmse", "mae", "nll", "brier"),
+    *("divergence", "distance"),
+)
+"""Words of metrics where less is better, as parts of a name: `val_loss`, `test/loss`, `MeanSquaredError`."""
 
 DEFAULTS = ("accuracy", "rmse", "loss")
 """Metrics that runs are compared by if nobody says, the first that all of them have."""
@@ -52,9 +56,9 @@ def outside(bounds: Mapping[str, tuple[float, float]], metric: str, value: float
 
 
 def bare(metric: str) -> str:
-    """The name without its split: ``test_accuracy`` is ``accuracy``."""
+    """The name without its split: ``test_accuracy`` and ``test/accuracy`` are ``accuracy``."""
     for split in ("train", "val", "test"):
-        metric = metric.removeprefix(f"{split}_")
+        metric = metric.removeprefix(f"{split}_").removeprefix(f"{split}/")
     return metric
 
 
@@ -63,8 +67,13 @@ def higher_is_better(metric: str) -> bool:
 
     >>> higher_is_better("test_accuracy"), higher_is_better("val_loss"), higher_is_better("ece")
     (True, False, False)
+    >>> higher_is_better("val/loss"), higher_is_better("test_MeanAbsoluteError"), higher_is_better("test/F1Score")
+    (False, False, True)
     """
-    return not any(word in LOWER_IS_BETTER for word in bare(metric).lower().split("_"))
+    words = re.findall(
+        r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", metric
+    )  # at signs, digits and capitals: torchmetrics' class names
+    return not any(word.lower() in LOWER_IS_BETTER for word in words)
 
 
 def choose_metric(known: Sequence[Sequence[str]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -10,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fedlightning.compat.rich_tables import print_whole
+from fedlightning.errors import listed
 from fedlightning.hooks import POOLED
 from fedlightning.scoring.rows import UNSEEN
 from fedlightning.scoring.tasks import LOCAL
@@ -29,7 +31,9 @@ Result = dict[str, Any]
 
 
 def important_metrics(results: Sequence[Result], limit: int | None = None) -> list[str]:
-    """Return the metrics in `results` without their split (`test_loss` is `loss`), those of :data:`PREFERRED` first.
+    """Return the metrics in `results` without their split, those of :data:`PREFERRED` first.
+
+    Both `test_loss` and `test/loss` are `loss`.
 
     Example:
         >>> rows = [{"metric": f"test_{name}", "split": "test"} for name in ("loss", "dice", "accuracy")]
@@ -44,7 +48,7 @@ def important_metrics(results: Sequence[Result], limit: int | None = None) -> li
 def bare(row: Result) -> str:
     """Return the name of a row's metric without its split."""
     name: str = row["metric"]
-    return name.removeprefix(f"{row['split']}_")
+    return name.removeprefix(f"{row['split']}_").removeprefix(f"{row['split']}/")
 
 
 def results_table(results: Sequence[Result], split: str = "test", width: int = 80, unseen: bool = False) -> Table:
@@ -89,8 +93,11 @@ def client_table(
     columns = {(row["checkpoint"], row["stage"]): row for row in rows if bare(row) == metric}
     if not columns:
         return None
-    order = sorted(columns, key=_rank)[: max(1, (width - 8) // 17)]
+    order = sorted(columns, key=_rank)
     clients = list(dict.fromkeys(client for key in order for client in columns[key]["per_client"]))
+    taken = 2 + max(len("client"), *map(len, clients))
+    ends = list(accumulate((3 + max(len(" ".join(key)), len("0.0000")) for key in order), initial=taken))[1:]
+    order = order[: max(1, sum(end <= width for end in ends))]
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("client", no_wrap=True)
     for checkpoint, stage in order:
@@ -116,15 +123,18 @@ def print_results(
             continue
         whose = "Unseen clients, which took no part in training: results" if unseen else "Results"
         console.print(f"{whose} on {words} (mean ± standard deviation over clients)", style="bold")
-        print_whole(console, results_table(results, split, console.width, unseen))
+        table = results_table(results, split, console.width, unseen)
+        print_whole(console, table)
         console.print(_caption(rows), highlight=False)
+        if left := important_metrics(rows)[len(table.columns) - len(_LABEL_COLUMNS) :]:
+            console.print(f"No room for {listed(left)}; the results have them.", highlight=False)
         ids = {client for row in rows if row["data"] == LOCAL for client in row["per_client"]}
-        table = client_table(results, split, width=console.width, unseen=unseen)
-        if table is not None and 1 < len(ids) <= clients:
+        by_client = client_table(results, split, width=console.width, unseen=unseen)
+        if by_client is not None and 1 < len(ids) <= clients:
             metric = important_metrics(rows)[0]
             each = "Each unseen client" if unseen else "Each client"
             console.print(f"\n{each} on its own {words}: {_LABELS.get(metric, metric)}", style="bold")
-            print_whole(console, table)
+            print_whole(console, by_client)
 
 
 def evaluation_line(summary: Mapping[str, Any]) -> str | None:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:  # planning a comparison needs the sentences, not the study
     from fedlightning.study.data import StudyData, Table
 
 NOT_EQUAL = "Not on equal terms"
-REMEDY = "--optimizer-state reset (or keep) makes all alike"
+REMEDY = "fedlightning compare --optimizer-state reset (or keep) makes all alike"
 WORDS = {
     "keep": ("keeps its optimizers' state from visit to visit", "keep their optimizers' state from visit to visit"),
     "reset": ("begins every visit with new optimizers", "begin every visit with new optimizers"),

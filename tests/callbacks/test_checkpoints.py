@@ -9,6 +9,7 @@ import torch
 
 import fedlightning
 from fedlightning import FederatedCallback
+from fedlightning.algorithm import FirstStep
 from fedlightning.callbacks import (
     CFL,
     FLIU,
@@ -357,6 +358,23 @@ def test_a_client_that_failed_in_training_is_no_reason_to_select_a_round(tmp_pat
 def test_losses_of_different_clients_are_not_compared():
     with pytest.raises(ValueError, match=r"compares the losses of the clients that trained, and participation=2"):
         federate(Toy(), toy_data(), [GlobalCheckpoint(stage="L2")], participation=2, evaluate_every=1)
+
+
+@pytest.mark.parametrize("metric", ["val_acc", "val/acc", "val_f1"])
+def test_the_lowest_accuracy_is_no_goal_without_a_warning(metric):
+    step = FirstStep("Toy", (), "", "reset", (metric, "val_loss"))
+    with pytest.warns(UserWarning, match=f"monitors '{metric}' with mode='min', so its lowest value is the best"):
+        LocalCheckpoint(monitor=metric).check_step(step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LocalCheckpoint(monitor=metric, mode="max").check_step(step)
+        LocalCheckpoint().check_step(step)
+
+
+def test_without_validation_data_a_mean_of_evaluations_is_no_matter():
+    with pytest.warns(UserWarning) as told:
+        federate(Toy(), toy_data(val=0), [LocalCheckpoint()], max_rounds=2, evaluate_every=1)
+    assert not any("judges a round" in str(one.message) for one in told)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ def test_configs(capsys: pytest.CaptureFixture[str]) -> None:
     found = last_line(["configs", "--json"], capsys)["configs"]
     assert {"quickstart", "algorithms/fenda"} <= {one["name"] for one in found}
     assert all(Path(one["file"]).exists() and one["about"] for one in found)
+    assert [one["name"] for one in found if one["about"][-1] in ",:;"] == []
 
 
 def test_partition(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -10,7 +10,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fedlightning.callbacks import SCAFFOLD, FedAvg, FedPer, FedProx, GlobalCheckpoint, LocalCheckpoint
+from fedlightning.callbacks import (
+    SCAFFOLD,
+    FedAvg,
+    FederatedEarlyStopping,
+    FedPer,
+    FedProx,
+    GlobalCheckpoint,
+    LocalCheckpoint,
+)
 from fedlightning.federation import federation
 from tests.helpers import NormNet, Toy, make_trainer, toy_data
 
@@ -106,6 +114,11 @@ def test_a_last_batch_of_one_sample_is_told_where_it_fails(module, sizes, said):
         assert "The last batch of 1 of 2 clients (0) is a single sample" in texts[0] and "drop_last=True" in texts[0]
 
 
+def test_a_client_of_one_sample_is_not_told_to_drop_it():
+    with pytest.warns(UserWarning, match="has 1 training sample in batches of 8. .* leave the client out"):
+        start(NormNet(), FedAvg(), sizes=(1, 16), max_rounds=1)
+
+
 # -- monitors ----------------------------------------------------------------------------------------------------------
 class Other(Toy):
     names: tuple = ("val/loss", "val/acc")
@@ -124,7 +137,9 @@ class TwoLosses(Other):
     names = ("loss_a", "loss_b")
 
 
-@pytest.mark.parametrize("callback", [LocalCheckpoint(), GlobalCheckpoint()], ids=lambda one: one.key)
+@pytest.mark.parametrize(
+    "callback", [LocalCheckpoint(), GlobalCheckpoint(), FederatedEarlyStopping()], ids=lambda one: one.key
+)
 @pytest.mark.parametrize("module", [Accuracy, TwoLosses])
 def test_a_metric_that_nobody_logs_is_refused(nothing_runs, callback, module):
     with pytest.raises(
@@ -138,6 +153,14 @@ def test_the_only_loss_is_monitored_by_default():
     losses = [row.value for row in trainer.rows if (row.stage, row.metric, row.client) == ("L1", "val/loss", "0")]
     assert trainer.store.get("0").checkpoints["LocalCheckpoint"]["score"] == pytest.approx(sum(losses) / len(losses))
     assert trainer.server.checkpoints["GlobalCheckpoint"]["round"] in (1, 2)
+
+
+def test_early_stopping_takes_the_only_loss_too():
+    stopping = FederatedEarlyStopping(stage="G", patience=1, min_delta=9.0)
+    trainer = start(Other(), stopping, GlobalCheckpoint(), evaluate_every=1, max_rounds=5)
+    assert trainer.rounds_done == 3 and "val/loss (G) has not improved in 1 evaluation;" in str(
+        trainer.summary["stopped"]
+    )
 
 
 def test_nothing_is_asked_where_nothing_is_validated():

@@ -16,7 +16,7 @@ from fedlightning.cli import main
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner, IIDPartitioner
 from fedlightning.federation.summary import describe_data
 from fedlightning.run.metrics import METRICS_MARK, MetricsFile
-from fedlightning.scoring.metrics import higher_is_better
+from fedlightning.scoring.metrics import bare, higher_is_better
 from fedlightning.study.runs import load_run, load_study
 from fedlightning.study.tables import tables_of
 from fedlightning.visit.description import describe
@@ -120,6 +120,30 @@ def test_costs_of_rounds_survive_a_resume(tmp_path):
 def test_directions():
     assert not any(higher_is_better(name) for name in ("val_loss", "ece", "test_ece", "mse", "token_perplexity"))
     assert all(higher_is_better(name) for name in ("accuracy", "test_f1_macro", "auroc", "closeness"))
+
+
+def test_directions_of_names_with_slashes_and_capitals():
+    lower = (
+        "val/loss",
+        "test/dice_loss",
+        "loss/val",
+        "test-loss",
+        "valLoss",
+        "test_MAE",
+        "RMSE",
+        "val_MeanSquaredError",
+    )
+    assert not any(higher_is_better(name) for name in lower)
+    assert all(higher_is_better(name) for name in ("val/acc", "test_MultilabelAUROC", "BinaryF1Score", "val/closeness"))
+
+
+def test_names_without_their_split():
+    assert [bare(name) for name in ("test_loss", "test/loss", "val/acc", "loss/val")] == [
+        "loss",
+        "loss",
+        "acc",
+        "loss/val",
+    ]
 
 
 DAMAGE = {

@@ -147,7 +147,7 @@ def _price(methods: Sequence[Row], first: Row) -> Answer | None:
         other = next(row for row in methods if row["method"] == least)
         sentence += f" The least is sent by {least}: {_megabytes(sent[least])}, for a mean of {number(other['mean'])}."
     elif len(sent) > 1:
-        sentence += " No other method sends less."
+        sentence += " No other federated method sends less."
     return Answer("At what price?", _megabytes(own), sentence)
 
 

@@ -213,6 +213,8 @@ def test_a_difference_is_called_real_only_beyond_the_variation_of_seeds(tmp_path
     assert answer.answer == expected
     assert f"{best} is {abs(line['mean']):.3f} ahead of the second" in answer.sentence
     assert found["At what price?"].sentence.startswith(f"{best} sends ")
+    least = ("No other federated method sends less.", "The least is sent by ")  # local training sends nothing
+    assert any(words in found["At what price?"].sentence for words in least)
 
 
 def test_seeds_that_change_nothing_say_nothing_about_chance(tmp_path):

@@ -93,7 +93,7 @@ def _gains(context: Context, clients: Sequence[str]) -> Gallery | None:
         f"Gain of each client over {siloed}",
         "Marks: what each client gains over its score alone; medians: "
         + summary([(m, _median(of)) for m, of in gains.items()]),
-        lambda: strips(gains, context.styles, f"{context.over(siloed)}, a mark a client", zero=True),
+        lambda: strips(gains, context.styles, f"{context.over(siloed)}, one mark per client", zero=True),
     )
     caption = f"{context.over(siloed)[:1].upper()}{context.over(siloed)[1:]}, by client, mean over seeds"
     table = by_client_table(context, "clients-gain", caption, gains, clients, "difference", "high")

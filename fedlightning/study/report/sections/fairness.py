@@ -34,7 +34,7 @@ def fairness(context: Context) -> Section | None:
             "fairness-scores",
             f"How {context.metric} is spread over clients",
             f"Marks: test {context.metric} of each client; medians: {_medians(scores)}.",
-            lambda: strips(by_method, context.styles, f"test {context.metric}, a mark a client"),
+            lambda: strips(by_method, context.styles, f"test {context.metric}, one mark per client"),
         ),
     ]
     table = context.table("fairness", "Spread over clients, and incentives", _columns(context, rows), rows)
@@ -86,7 +86,7 @@ def _appeal(context: Context) -> Gallery | None:
         "fairness-appeal",
         "Personal model appeal (PMA)",
         f"Marks: appeal of each client; left of 0 FedAvg is better; medians: {_medians(known)}.",
-        lambda: strips(shown, context.styles, f"{context.over('FedAvg')}, a mark a client", zero=True),
+        lambda: strips(shown, context.styles, f"{context.over('FedAvg')}, one mark per client", zero=True),
     )
     caption = "Personal model appeal of each client, mean over seeds: positive where FedAvg’s global model is worse"
     table = by_client_table(context, "appeal", caption, shown, clients, "difference", "high")
