@@ -20,6 +20,7 @@ from fedlightning.experiments.ray_runner import ray_options, refuse_ray_within
 from tests.experiments.tiny import HERE, small
 
 RAY = ["--runner=ray"]
+ROOT = Path(__file__).parents[2]
 VARYING = {"seconds", "evaluation_seconds", "peak_memory_mb", "check"}  # `check` is a digest of the others
 
 
@@ -65,6 +66,8 @@ def timeless(data: Any) -> Any:
 @pytest.mark.slow
 def test_the_files_are_those_of_processes(tmp_path, monkeypatch, own_ray):
     made = []
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # Ray's workers are programs of their own
     for runner in ([], RAY):
         folder = tmp_path / str(len(made))
         small(folder / "good.yaml", "GlobalCheckpoint")
