@@ -26,6 +26,8 @@ from fedlightning.algorithm import (
     warn,
 )
 from fedlightning.callbacks.client_dp_spending import accountant_of, releases_in, solved_noise, write_spending
+from fedlightning.callbacks.shared.secret_noise import normal, uniform
+from fedlightning.callbacks.shared.single_updates import refuse_other_ways
 from fedlightning.ranges import PositiveFloat, PositiveShare
 from fedlightning.tensors import entry_kinds, tied_names
 
@@ -133,18 +135,7 @@ class ClientDP(ClientSelection):
                 f"participation={setup.participation} draws a fixed number of clients, which ClientDP does not account for. "
                 f"Leave it out, and give ClientDP(rate=...)."
             )
-        for other in setup.callbacks:
-            extras = sorted(other.wire(setup.module).up)
-            if extras:
-                raise ValueError(
-                    f"{other.key} takes {', '.join(extras)} from clients, which ClientDP neither bounds nor covers with "
-                    "noise. Remove one of the two."
-                )
-            if other is not self and other.claims("on_update"):
-                raise ValueError(
-                    f"{other.key} keeps what it sees of single updates, which ClientDP cannot cover with noise. Remove "
-                    "one of the two."
-                )
+        refuse_other_ways(self, setup, "neither bounds nor covers with noise")
         travelling = set(setup.shared_names())
         loose = [
             name for name, kind in setup.kinds.items() if name in travelling and kind not in ("trainable", "frozen")
@@ -270,7 +261,7 @@ class ClientDP(ClientSelection):
 
     def participants(self, server: Server) -> Sequence[str]:
         """Return who takes part: a coin for each, from the secret. Who has no samples would add nothing."""
-        drawn = torch.rand(len(server.clients), generator=self._draws(server, "participants"), dtype=torch.float64)
+        drawn = uniform(self._own(server)["secret"], f"{server.round}|participants", len(server.clients))
         pairs = zip(server.clients, drawn.tolist(), strict=True)
         there = {client for client in server.clients if server.is_reachable(client) and server.num_samples[client]}
         return [client for client, coin in pairs if coin < self.rate and client in there]
@@ -336,8 +327,7 @@ class ClientDP(ClientSelection):
         self._spend(server, release.hexdigest()[:32])
         bound = release.hexdigest() if self.noise_seed is None else ""  # two means never share their noise
         for name, value in mean.items():
-            draws = self._draws(server, f"noise {name}{bound}")
-            noise = torch.randn(value.shape, generator=draws, dtype=torch.float64)
+            noise = normal(own["secret"], f"{server.round}|noise {name}|{bound}", value.shape)
             noisy[name] = (value + std * noise).to(server.model[name].dtype)
         return noisy
 
@@ -383,12 +373,6 @@ class ClientDP(ClientSelection):
                 f"ClientDP: epsilon={spent:.4g} at delta={self.delta:g} for each client, against everybody who sees the "
                 f"models (noise_multiplier={noise:.4g}). Scores and logs in the run's folder are not covered."
             )
-
-    def _draws(self, server: Server, purpose: str) -> torch.Generator:
-        """Return a generator addressed by the secret, the round and a purpose."""
-        text = f"{self._own(server)['secret']}|{server.round}|{purpose}"
-        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
-        return torch.Generator().manual_seed(seed)
 
 
 def _norm(values: Any) -> float:

@@ -22,6 +22,7 @@ from fedlightning.algorithm import (
     Update,
     warn,
 )
+from fedlightning.callbacks.shared.single_updates import refuse_other_ways
 
 Bad = Annotated[int, Range("[0, inf)", "It counts bad clients.")]
 """A number of bad clients that a rule is to bear."""
@@ -87,18 +88,7 @@ class RobustRule(FederatedCallback):
             raise ValueError(
                 f"{self.key} judges real numbers, and '{odd[0]}' is complex. Take another rule, or the mean."
             )
-        for other in setup.callbacks:
-            extras = sorted(other.wire(setup.module).up)
-            if extras:
-                raise ValueError(
-                    f"{other.key} takes {', '.join(extras)} from clients, which {self.key} does not judge: one bad client "
-                    "would have its way by them. Remove one of the two."
-                )
-            if other.claims("on_update"):
-                raise ValueError(
-                    f"{other.key} goes by single updates before {self.key} has judged them: one bad client would have its "
-                    "way. Remove one of the two."
-                )
+        refuse_other_ways(self, setup, "does not judge: one bad client would have its way by them")
 
     def reduce(self, server: Server, updates: list[Update]) -> State:
         """Combine the updates of one model."""

@@ -1,0 +1,48 @@
+"""Random numbers that nobody can guess without a secret.
+
+A `torch.Generator` on the CPU has 2^32 streams, whatever its seed: noise from it could be found by trying them all, and
+subtracted. These numbers are made of the output of SHAKE-256, which has as many streams as there are secrets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def uniform(secret: str, address: str, count: int) -> np.ndarray:
+    """Return float64 numbers in (0, 1), the same for the same secret and address.
+
+    Args:
+        secret: What nobody else knows.
+        address: What the numbers are for.
+        count: How many.
+
+    Example:
+        >>> uniform("a secret", "round 1", 2).round(4).tolist() == uniform("a secret", "round 1", 2).round(4).tolist()
+        True
+    """
+    stream = hashlib.shake_256(f"{secret}|{address}".encode()).digest(8 * count)
+    return (np.frombuffer(stream, dtype="<u8") >> np.uint64(11)).astype(np.float64) * 2.0**-53 + 2.0**-54
+
+
+def normal(secret: str, address: str, shape: torch.Size) -> Tensor:
+    """Return standard normal float64 numbers by Box and Muller's transform.
+
+    Args:
+        secret: What nobody else knows.
+        address: What the numbers are for.
+        shape: Shape of the result.
+
+    Example:
+        >>> normal("a secret", "round 1", torch.Size([2, 3])).shape
+        torch.Size([2, 3])
+    """
+    half = (shape.numel() + 1) // 2
+    first, second = np.split(uniform(secret, address, 2 * half), 2)
+    length, angle = np.sqrt(-2.0 * np.log(first)), 2.0 * np.pi * second
+    found = np.concatenate([length * np.cos(angle), length * np.sin(angle)])[: shape.numel()]
+    return torch.from_numpy(found).reshape(shape)
