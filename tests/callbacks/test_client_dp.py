@@ -396,3 +396,15 @@ def test_a_fixed_seed_is_not_private(tmp_path):
         trainer.fit(module(), datamodule=toy_data(SIZES))
     told = json.loads((trainer.run.path / "privacy.json").read_text())
     assert told["private"] is False and told["epsilon"] is None
+
+
+def test_the_sum_is_divided_by_the_expected_number_of_participants(monkeypatch):
+    """Whoever came: the only participant's change counts as one over half of the clients."""
+    monkeypatch.setattr(ClientDP, "participants", lambda self, server: ["1"])
+    private = [dp(noise_multiplier=TINY, clip=1e6, rate=0.5)]
+    found = global_state(federate(module(), toy_data(SIZES), private, max_rounds=1, update_limit=None))
+    alone = global_state(federate(module(), toy_data({"1": SIZES["1"]}), [FedAvg()], max_rounds=1))
+    before = module().state_dict()
+    for name, value in found.items():
+        expected = before[name] + (alone[name] - before[name]) / (0.5 * len(SIZES))
+        torch.testing.assert_close(value, expected, atol=1e-5, rtol=1e-4)

@@ -301,3 +301,9 @@ def test_a_resumed_run_is_the_same_under_attack(tmp_path):
     whole = run("whole", 4)
     run("cut", 2)
     same(whole, run("cut", 4, resume="last"))
+
+
+def test_a_client_with_most_samples_has_no_more_than_its_largest_share():
+    u, weights = draws(4), torch.tensor([0.85, 0.05, 0.05, 0.05], dtype=torch.float64)
+    expected = 0.4 * u[0] + 0.2 * (u[1] + u[2] + u[3])
+    torch.testing.assert_close(combined(NormClippedMean(max_norm=1e9, max_share=0.4), u, weights), expected)

@@ -34,3 +34,7 @@ def test_torch_has_too_few_streams_for_secrets():
 @pytest.mark.parametrize("bits", [32, 40, 64, 127])
 def test_every_bit_of_a_secret_counts(bits):
     assert not np.array_equal(uniform(f"{5:032x}", "a", 4), uniform(f"{5 + 2**bits:032x}", "a", 4))
+
+
+def test_no_number_comes_twice():
+    assert len(normal("secret", "a", torch.Size([10_000])).unique()) == 10_000
