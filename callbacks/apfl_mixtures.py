@@ -11,7 +11,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fedlightning.algorithm import Client, NoLossError, State, optimizers_in, training_loss
+from fedlightning.algorithm import Client, NoLossError, State, training_loss
+from fedlightning.blueprint.optimizers import optimizers_in
 from fedlightning.callbacks.apfl import alpha_slope, mix, next_alpha
 from fedlightning.tensors import clone, entry_kinds, first_nonfinite, interpolate, load_state, module_state
 from fedlightning.wrappers import mix_logits, personal_gradients

@@ -1,4 +1,4 @@
-"""What ClientDP spends: the accountant, and the files of a run's folder that tell of every release."""
+"""What ClientDP and SampleDP spend: the accountant, and the files of a run's folder that tell of every release."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,19 @@ def accountant_of(name: str) -> Any:
     try:
         from opacus.accountants import create_accountant
     except ImportError as error:
-        raise ValueError("ClientDP counts with Opacus: pip install 'fedlightning[privacy]'.") from error
+        raise ValueError("Epsilon is counted by Opacus: pip install 'fedlightning[privacy]'.") from error
     return create_accountant(name)
 
 
+@lru_cache(maxsize=4096)
+def spent_by(accountant: str, delta: float, history: tuple[tuple[float, float, int], ...]) -> float:
+    """Return the epsilon of steps: noise multiplier, rate and number of each kind. Clients of one size ask alike."""
+    counted = accountant_of(accountant)
+    counted.history = list(history)
+    return float(counted.get_epsilon(delta=delta))
+
+
+@lru_cache(maxsize=1024)
 def solved_noise(epsilon: float, delta: float, rate: float, rounds: int, accountant: str) -> float:
     """Return the noise multiplier with which a number of rounds spends `epsilon`."""
     from opacus.accountants.utils import get_noise_multiplier
@@ -60,6 +70,11 @@ def write_spending(folder: Path, told: Mapping[str, Any], rows: Sequence[Sequenc
         new = [known.get(column, release) for column in COLUMNS]
         csv.writer(text, lineterminator="\n").writerows([COLUMNS, *rows, new])
         _write(folder / ROWS, text.getvalue())
+    write_told(folder, told)
+
+
+def write_told(folder: Path, told: Mapping[str, Any]) -> None:
+    """Write `privacy.json` as a whole."""
     _write(folder / TOLD, json.dumps(told, indent=1) + "\n")
 
 

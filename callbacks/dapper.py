@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from fedlightning.algorithm import NEWCOMER, Client, Phase, Setup, move_batch, training_loss, warn
+from fedlightning.algorithm import NEWCOMER, Change, Client, Phase, Setup, move_batch, training_loss, warn
 from fedlightning.callbacks.local_adaptation import AdaptsAtEnd
 from fedlightning.ranges import PositiveFloat, PositiveInt, Share
 
@@ -59,6 +59,7 @@ class Dapper(AdaptsAtEnd):
         1.0
     """
 
+    facts = AdaptsAtEnd.facts.extend(changes={Change.READS})
     part, head, num_layers = "all", None, 1
 
     def __init__(

@@ -71,7 +71,7 @@ class FedALA(FederatedCallback):
         tensor([1., 2., 3.])
     """
 
-    facts = Facts(changes={Change.START})
+    facts = Facts(changes={Change.START, Change.READS})
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from fedlightning.algorithm import Client, Phase, Setup, Stage, WeightingName, generator
+from fedlightning.algorithm import Change, Client, Facts, Phase, Setup, Stage, WeightingName, generator
 from fedlightning.callbacks.shared.conformal import PredictionSets, calibrate
 from fedlightning.callbacks.shared.mutual import SharedPeer, divergence
 from fedlightning.callbacks.shared.representations import labels_of
@@ -108,6 +108,11 @@ class FedType(SharedPeer):
         self.head = head
         self.shared_head = shared_head
         self.weighting = weighting
+
+    @property
+    def facts(self) -> Facts:
+        """It makes sets of labels out of a part of the client's samples."""
+        return super().facts.extend(changes={Change.READS})
 
     def compares(self) -> bool:
         """Return whether the losses compare predictions, as classes."""

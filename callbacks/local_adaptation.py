@@ -8,7 +8,7 @@ from typing import Literal
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedlightning.algorithm import NEWCOMER, Client, Facts, Job, Message, Phase, Server, Setup, Stage
+from fedlightning.algorithm import NEWCOMER, Change, Client, Facts, Job, Message, Phase, Server, Setup, Stage
 from fedlightning.callbacks.checkpoints import is_better, monitored
 from fedlightning.callbacks.own_models import KeepsModel
 from fedlightning.callbacks.partial import other_names, part_names
@@ -167,6 +167,11 @@ class LocalAdaptation(AdaptsAtEnd):
         self.keep_if_better = keep_if_better
         self.monitor = monitor
         self.mode = mode
+
+    @property
+    def facts(self) -> Facts:  # type: ignore[override]
+        """It compares two models on the client's samples, if it keeps the better one."""
+        return AdaptsAtEnd.facts.extend(changes={Change.READS} if self.keep_if_better else ())
 
     def keep_adapted(self, client: Client) -> None:
         """Store the adapted model if ``keep_if_better`` is off or the model is better on validation data."""

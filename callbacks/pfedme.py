@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from fedlightning.algorithm import (
     Client,
+    Change,
     Facts,
     FederatedCallback,
     Job,
@@ -68,7 +69,7 @@ class pFedMe(FederatedCallback):
         tensor([2.])
     """
 
-    facts = Facts(keeps=True)
+    facts = Facts(keeps=True, changes={Change.READS})
 
     def __init__(
         self,

@@ -10,9 +10,7 @@ Beside it there are arithmetic over named tensors (:mod:`fedlightning.tensors`),
 (:mod:`fedlightning.wrappers`).
 """
 
-from fedlightning.blueprint.optimizers import optimizers_in
 from fedlightning.compat.attached import detached_copy
-from fedlightning.datamodules.public import PairedBatch
 from fedlightning.errors import warn
 from fedlightning.federation.server import Server
 from fedlightning.hooks import (
@@ -40,6 +38,7 @@ from fedlightning.hooks import (
     Stackable,
     Stage,
     SubModels,
+    TrainingData,
     Weighting,
     WeightingName,
     facts,
@@ -72,6 +71,7 @@ __all__ = [
     "ServerModels",
     "Stackable",
     "SubModels",
+    "TrainingData",
     # words of the contract
     "Arrivals",
     "Setup",
@@ -103,13 +103,11 @@ __all__ = [
     "isolated",
     # looks at a module that leave no trace
     "NoLossError",
-    "PairedBatch",
     "move_batch",
     "probes",
     "training_loss",
     # small things
     "detached_copy",
-    "optimizers_in",
     "warn",
 ]
 

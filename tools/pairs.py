@@ -40,6 +40,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "PoissonSampling": {"rate": 0.9},
     "Budget": {"max_steps": 1000},
     "ClientDP": {"delta": 1e-3, "noise_multiplier": 1.0, "noise_seed": 0},
+    "SampleDP": {"delta": 1e-3, "noise_multiplier": 1.0, "noise_seed": 0},
     "Krum": {"bad": 0},
 }
 """Options of the callbacks that are no methods."""

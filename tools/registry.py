@@ -19,6 +19,7 @@ OTHERS = (
     "FederatedEarlyStopping",
     "Budget",
     "ClientDP",
+    "SampleDP",
     "NormClippedMean",
     "CoordinateMedian",
     "TrimmedMean",

@@ -18,6 +18,7 @@ from fedlightning.hooks.families import (
     ServerModels,
     Stackable,
     SubModels,
+    TrainingData,
 )
 from fedlightning.hooks.words import (
     NEWCOMER,
@@ -55,6 +56,7 @@ __all__ = [
     "ServerModels",
     "Stackable",
     "SubModels",
+    "TrainingData",
     "changes_in",
     "changes_of",
     "refuse_combinations",

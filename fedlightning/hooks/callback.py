@@ -33,6 +33,7 @@ FAMILIES = {
     "arrivals": "AsynchronousMethod",
     "on_build": "SubModels",
     "on_client_evaluated": "ModelSelection",
+    "training_batches": "TrainingData",
     "is_stackable": "Stackable",
     "stack_hooks": "Stackable",
 }

@@ -22,6 +22,7 @@ ROLES = (
     "neighbours",
     "final_jobs",
     "local_phases",
+    "training_batches",
     "reduce",
     "denominator",
     "server_step",

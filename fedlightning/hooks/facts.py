@@ -31,6 +31,7 @@ class Change(StrEnum):
     LOSS = "adds a term to the loss (training_loss)"
     TAPS = "reads features inside the model (feature_taps)"
     PHASES = "fits several times in a visit (local_phases)"
+    BATCHES = "draws the batches of local training (training_batches)"
     SENT = "changes or adds to what a client sends (on_send)"
     REDUCE = "combines updates in a way of its own (reduce)"
     REDUCED = "changes the mean of the updates (on_reduced)"
@@ -53,6 +54,7 @@ class Change(StrEnum):
     SMALLER = "cuts entries of what is sent"
     PRIVATE = "sends entries that never leave a client, in the place of its own"
     IN_STEP = "keeps at a client what has to agree with what the server has taken in"
+    READS = "reads a client's samples beside the batches of its training"
     WORK = "decides how much a client trains in a visit"
     ABSENCE = "leaves clients out of rounds"
     SELECTION = "selects models by their scores"
@@ -74,6 +76,7 @@ FOLLOWS = {
     "training_loss": Change.LOSS,
     "feature_taps": Change.TAPS,
     "local_phases": Change.PHASES,
+    "training_batches": Change.BATCHES,
     "on_send": Change.SENT,
     "reduce": Change.REDUCE,
     "on_reduced": Change.REDUCED,

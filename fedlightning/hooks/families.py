@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader
 
 from fedlightning.hooks.callback import FederatedCallback
 from fedlightning.hooks.facts import Change, Facts
@@ -95,6 +96,14 @@ class ModelSelection(FederatedCallback):
         self, client: Client, stage: Stage, split: str, metrics: Mapping[str, float], module: LightningModule
     ) -> None:
         """See the scores of the client's model on its own `split` data at `stage`. May write `client.checkpoints`."""
+
+
+class TrainingData(FederatedCallback):
+    """Base of callbacks that draw the batches of local training in a way of their own."""
+
+    def training_batches(self, client: Client, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """Return the loader of a fit on a client's own training data, in the place of the client's. A role."""
+        raise NotImplementedError
 
 
 class Stackable(FederatedCallback):

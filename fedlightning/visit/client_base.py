@@ -56,6 +56,7 @@ class ClientBase:
         self._streams: dict[str, Iterator[Any]] = {}
         self._anchor: dict[tuple[torch.device, str], Tensor] = {}
         self._num_samples: int | None = None  # counted on first access
+        self._withheld = ""
 
     def __repr__(self) -> str:
         """Return id, round and what it has kept."""
@@ -109,6 +110,7 @@ class ClientBase:
     @property
     def class_counts(self) -> list[int] | None:
         """Training samples by class, or `None` if the data have no labels."""
+        self.refuse_withheld()
         return self._runner.data.class_counts(self.id)
 
     @property
@@ -138,7 +140,21 @@ class ClientBase:
 
     def loader(self, split: str = "train") -> DataLoader[Any] | None:
         """Return the loader of a split: the client's own, or the pooled one in a pooled job."""
+        self.refuse_withheld()
         return self._runner.loader(self.message, split)
+
+    def withhold_data(self, why: str) -> None:
+        """Let callbacks read the client's samples in this visit no more; the batches of its fits go on.
+
+        Args:
+            why: The sentence that those who ask get.
+        """
+        self._withheld = why
+
+    def refuse_withheld(self) -> None:
+        """Raise ValueError if samples are for the steps of training only (:meth:`withhold_data`)."""
+        if self._withheld:
+            raise ValueError(self._withheld)
 
     def size(self, split: str = "train") -> int:
         """Return the number of samples in a split of the client's data; of all clients' data in a pooled job."""

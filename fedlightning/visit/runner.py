@@ -26,7 +26,7 @@ from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.datamodules.own_generators import kept, readdress
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.views import samples_at
-from fedlightning.hooks import POOLED, CallbackList, Phase, Stage
+from fedlightning.hooks import POOLED, CallbackList, Phase, Stage, TrainingData
 from fedlightning.messages import Message
 from fedlightning.seeding import address, isolated
 from fedlightning.tensors import load_state
@@ -250,7 +250,9 @@ class LocalRunner:
         """Return the batches that a fit trains on."""
         data = request.phase.data
         if isinstance(data, str) and data == "train":
-            return self.loader(request.message, "train") if request.loader is None else request.loader
+            own = self.loader(request.message, "train") if request.loader is None else request.loader
+            owner = self.callbacks.answering(TrainingData, "training_batches")
+            return own if owner is None or own is None else owner.training_batches(request.client, own)
         loader = request.client.public(shuffle=True) if isinstance(data, str) else data
         if len(loader) == 0:
             raise ValueError(f"phase '{request.phase.name}' has no batch to train on; leave the phase out")

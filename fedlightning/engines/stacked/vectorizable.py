@@ -143,6 +143,8 @@ def _of_callbacks(runner: LocalRunner) -> str | None:
             return f"{callback.key}.{hook} works inside each client's own fit"
         if callback.claims("training_loss"):
             return f"{callback.key} adds a term to the loss, from features of one client's model"
+        if callback.claims("training_batches"):
+            return f"{callback.key} draws the batches of each client's fit"
         if callback.claims("on_build"):
             return f"{callback.key} gives clients models of different shapes"
     return None

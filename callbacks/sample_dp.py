@@ -1,0 +1,428 @@
+"""Record-level differential privacy of training, in a federation and in a plain Lightning Trainer."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader
+
+from fedlightning.algorithm import (
+    Change,
+    Client,
+    Extra,
+    Facts,
+    Need,
+    Range,
+    Server,
+    Setup,
+    TrainingData,
+    Update,
+    Wire,
+    isolated,
+    move_batch,
+    warn,
+)
+from fedlightning.callbacks.client_dp import NO_SELECTION
+from fedlightning.callbacks.client_dp_spending import accountant_of, solved_noise, spent_by, write_told
+from fedlightning.callbacks.shared.poisson_batches import PoissonBatches, poisson_loader
+from fedlightning.callbacks.shared.record_gradients import RecordGradients, refuse_mixed_records
+from fedlightning.compat.train_loader import replaced_train_loader
+from fedlightning.ranges import PositiveFloat
+
+COVERED = Need(
+    "covers with noise what a client learns from the batches of its training, and nothing else",
+    (Change.READS, Change.LOSS, Change.TAPS, Change.SHAPE, Change.BATCHES),
+)
+Steps = Sequence[Sequence[float]]
+"""Noise multiplier, rate and number of steps, for each kind of step."""
+OF_BATCHES = ("on_train_batch_start", "on_train_batch_end")
+"""Hooks of Lightning's that are given batches."""
+FEW = 4
+"""Records with which a plain Trainer's module is tried."""
+
+
+class SampleDP(TrainingData):
+    r"""Differential privacy of the records that a model trains on (DP-SGD).
+
+    Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar, Zhang, "Deep learning with differential privacy", CCS 2016
+    (arXiv:1607.00133). Every training step of every client:
+
+    * each record of the client falls into the batch with probability ``q = 1 / batches of an epoch``;
+    * the gradient of each record, over all that is trained, is cut to length ``C``: ``g_i min(1, C / ||g_i||)``;
+    * the optimizer gets ``(sum_i g_i + z C N(0, I)) / (q n)`` in the place of the gradient; a batch of nobody is noise.
+
+    The module stays what it is: Opacus (``pip install fedlightning[privacy]``) computes the gradients of single records by
+    hooks, and counts epsilon. **In a plain Trainer** it is one more callback: ``Trainer(callbacks=[SampleDP(...)])``.
+
+    In a federation each client has an epsilon of its own, by the size of its data; `privacy.json` has all, and the largest
+    is what holds. ``(epsilon, delta)`` holds for adding or removing one record of a client, against everybody who sees what
+    the client sends: the server too. Everything that a client trains gets the noise, personal layers and models as well,
+    since the gradient of what is shared depends on them. It does **not** cover sample counts, scores and logged numbers.
+    A person with several records is covered less: by each record alone.
+
+    Noise and batches are drawn from a secret of the operating system's, which lies in what the client keeps (in a plain
+    Trainer: nowhere), never from the run's seed. A visit that is carried out again gives the same bits; where the model that
+    came is another one, so are batches and noise. Attacks on the rounding of floating-point noise are not countered.
+
+    Args:
+        delta: Probability with which the guarantee may fail; well below one over the number of records.
+        noise_multiplier: ``z``. Leave it out where `epsilon` is given: each client then solves it for all its rounds.
+        epsilon: The budget. Training ends before it is exceeded.
+        clip: ``C``, the most that a record's gradient may be long. Default 1.
+        accountant: ``"rdp"`` (default; Rényi, orders of Opacus) or ``"prv"`` (tighter, slower).
+        noise_seed: A fixed seed in the place of the secret, for tests. The run is **not private**, and says so.
+
+    Raises:
+        ValueError: If a number is out of range, or neither `noise_multiplier` nor `epsilon` is given.
+
+    Example:
+        >>> dp = SampleDP(delta=1e-5, noise_multiplier=1.5)
+        >>> round(dp.epsilon_of([(1.5, 0.04, 2250)]), 4)
+        7.3291
+    """
+
+    rank = -1000  # others see private gradients only
+
+    def __init__(
+        self,
+        delta: Annotated[float, Range("(0, 1)")],
+        noise_multiplier: PositiveFloat | None = None,
+        epsilon: PositiveFloat | None = None,
+        clip: PositiveFloat = 1.0,
+        accountant: Literal["rdp", "prv"] = "rdp",
+        noise_seed: int | None = None,
+    ) -> None:
+        if noise_multiplier is None and epsilon is None:
+            raise ValueError("SampleDP has neither noise_multiplier nor epsilon. Give one of them, or both.")
+        self.delta = delta
+        self.noise_multiplier = noise_multiplier
+        self.epsilon = epsilon
+        self.clip = clip
+        self.accountant = accountant
+        self.noise_seed = noise_seed
+        self._fit: RecordGradients | None = None
+        self._sampler: PoissonBatches | None = None
+        self._restore: Any = None
+        self._secret = ""
+        self._history: list[list[float]] = []
+
+    @property
+    def facts(self) -> Facts:
+        """It covers what training learns, wherever updates arrive, and lets no selection by scores beside it."""
+        return super().facts.extend(needs=[COVERED, NO_SELECTION], asynchronous=True)
+
+    def epsilon_of(self, history: Steps) -> float:
+        """Return what steps spend, at :attr:`delta`.
+
+        Args:
+            history: Noise multiplier, rate and number of steps, for each kind of step.
+        """
+        steps = tuple((float(noise), float(rate), int(count)) for noise, rate, count in history if count)
+        return spent_by(self.accountant, self.delta, steps) if steps else 0.0
+
+    # -- before round 1 ------------------------------------------------------------------------------------------------
+    def check(self, setup: Setup) -> None:
+        """Refuse what would leave without noise, and models whose records cannot be told apart.
+
+        Raises:
+            ValueError: With a way out.
+        """
+        accountant_of(self.accountant)
+        for other in setup.callbacks:
+            extras = [] if other is self else sorted(other.wire(setup.module).up)
+            if extras:
+                raise ValueError(
+                    f"{other.key} takes {', '.join(extras)} from clients, which SampleDP does not cover with noise. Remove one of the two."
+                )
+            hook = next((name for name in OF_BATCHES if type(other).__dict__.get(name) is not None), None)
+            if other is not self and hook is not None and not other.facts.keeps:
+                raise ValueError(
+                    f"{other.key} sees the batches of training ({hook}), and what it makes of them SampleDP does not cover with "
+                    "noise. Remove one of the two."
+                )
+        if self.noise_multiplier is None and any(other.claims("local_phases") for other in setup.callbacks):
+            raise ValueError(
+                "SampleDP(epsilon=...) solves for the noise of visits of one fit, and here visits have several. Give "
+                "noise_multiplier too: epsilon is then what no client exceeds."
+            )
+        _refuse_trainer(setup.module, setup.trainer_arguments.get, len(setup.optimizers))
+        batch = setup.first_batch()
+        if batch is not None:
+            refuse_mixed_records(setup.module, move_batch(setup.module, batch), self.key)
+        least = min((count for count in setup.num_samples.values() if count), default=1)
+        if self.delta * least >= 1:
+            setup.warn(
+                f"SampleDP(delta={self.delta:g}) lets the guarantee fail for one of {least} records of a client."
+            )
+        if self.noise_seed is not None:
+            setup.warn("SampleDP(noise_seed=...): whoever knows the seed can subtract the noise. It is not private.")
+
+    def wire(self, module: Any) -> Wire:
+        """What a client has spent, and whether (1) it has room for another such visit, or not (0)."""
+        number = Extra("scalar", low=0, due=("",))
+        return Wire(up={"epsilon": number, "left": Extra("scalar", low=0, high=1, whole=True, due=("",))})
+
+    # -- a visit -------------------------------------------------------------------------------------------------------
+    def on_visit_start(self, client: Client) -> None:
+        """Let nobody read the client's samples but the steps of its training; find the client's secret, or draw it."""
+        client.withhold_data(
+            f"Client '{client.id}' gives its samples to the steps of training only, which SampleDP covers with noise. Remove "
+            "SampleDP, or the callback that reads samples otherwise."
+        )
+        kept = client.state.get(self.key, {})
+        if "secret" not in kept:
+            secret = secrets.token_hex(16) if self.noise_seed is None else f"seed {self.noise_seed} {client.id}"
+            client.state[self.key] = {"secret": secret, "history": []}
+        came = hashlib.sha256()
+        for name, value in sorted(client.received.items()):
+            came.update(name.encode() + value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        client.scratch[self.key] = f"{client.visit}|{came.hexdigest()}"
+
+    def training_batches(self, client: Client, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """Return Poisson batches of the client's records."""
+        address = f"{client.scratch[self.key]}|{client.phase.name}"
+        made, self._sampler = poisson_loader(loader, self.key, client.state[self.key]["secret"], address)
+        return made
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attach the hooks, and see that the budget lasts for this fit.
+
+        Raises:
+            ValueError: If it does not.
+        """
+        if self._sampler is None:  # a phase on public data
+            return
+        client, planned = self._client, _planned(trainer, self._sampler)
+        if client is None:
+            secret, address, history = self._secret, "", self._history
+            with isolated(0, self.key):
+                loader: Any = trainer.train_dataloader
+                few = [loader.dataset[place] for place in range(min(FEW, len(loader.dataset)))]
+            refuse_mixed_records(pl_module, move_batch(pl_module, loader.collate_fn(few)), self.key)
+        else:
+            kept = client.state[self.key]
+            secret, address, history = (
+                kept["secret"],
+                f"{client.scratch[self.key]}|{client.phase.name}",
+                kept["history"],
+            )
+        whole = planned if client is None or client.keeps_optimizers else planned * client.max_rounds
+        noise = self._noise(history, self._sampler.rate, whole)
+        room = self._room(history, noise, self._sampler.rate, planned)
+        if room < planned and not (client is not None and client.keeps_optimizers):
+            raise ValueError(
+                f"SampleDP: {planned} more steps would exceed epsilon={self.epsilon:g}; there is room for {room}. Raise "
+                "noise_multiplier, or train for fewer steps."
+            )
+        self._fit = RecordGradients(pl_module, self._sampler, self.clip, noise, secret, address, room)
+
+    def _room(self, history: Steps, noise: float, rate: float, most: int) -> int:
+        """Return for how many of `most` more steps the budget has room."""
+        if self.epsilon is None or self._fits([*history, (noise, rate, most)]):
+            return most
+        low, high = 0, most - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._fits([*history, (noise, rate, middle)]) else (low, middle - 1)
+        return low
+
+    def _fits(self, history: Steps) -> bool:
+        """Return whether the budget has room for all of these steps."""
+        return self.epsilon is None or self.epsilon_of(history) <= self.epsilon * (1 + 1e-9)
+
+    def _noise(self, history: Steps, rate: float, steps: int) -> float:
+        """Return the noise multiplier: that of the fits before, the one given, or one that fits the budget."""
+        if self.noise_multiplier is not None:
+            return self.noise_multiplier
+        if history:
+            return float(history[-1][0])
+        assert self.epsilon is not None
+        return solved_noise(self.epsilon, self.delta, rate, steps, self.accountant)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Take note of how many records there are in the batch."""
+        if self._fit is not None:
+            self._fit.begin(batch_idx)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Put the private gradient in the place of the gradient."""
+        if self._fit is not None:
+            self._fit.privatise(optimizer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the hooks off, and count the steps."""
+        fit, client = self._close(), self._client
+        if fit is None:
+            return
+        steps = fit.counted
+        if client is not None:
+            kept = client.state[self.key]
+            client.state[self.key] = kept | {
+                "history": _added(kept["history"], steps),
+                "visit": _visit_of(client, steps),
+            }
+            return
+        self._history = _added(self._history, steps)
+        if self.noise_seed is None:
+            warn(
+                f"SampleDP: epsilon={self.epsilon_of(self._history):.4g} at delta={self.delta:g} for each record, after "
+                f"{sum(one[-1] for one in self._history)} steps (noise_multiplier={fit.noise_multiplier:.4g}). Scores and "
+                "logs are not covered."
+            )
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Take the hooks off; in a plain Trainer, count the steps that were taken."""
+        fit = self._close()
+        if fit is not None and self._client is None:
+            self._history = _added(self._history, fit.counted)
+
+    def _close(self) -> RecordGradients | None:
+        fit, self._fit, self._sampler = self._fit, None, None
+        if fit is not None:
+            fit.close()
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
+        return fit
+
+    def on_send(self, client: Client, update: Update) -> None:
+        """Say what was spent, and whether the budget has room for another such visit."""
+        kept = client.state.get(self.key, {})
+        if not kept.get("history") or client.message.work == 0:
+            return
+        spent, left = self.epsilon_of(kept["history"]), self._fits([*kept["history"], *kept["visit"]])
+        update.extras[self.key] = {"epsilon": torch.tensor(spent), "left": torch.tensor(int(left))}
+
+    # -- the server ----------------------------------------------------------------------------------------------------
+    def on_update(self, server: Server, update: Update) -> None:
+        """Note what a client has spent."""
+        said = update.extras.get(self.key)
+        if said is not None:
+            kept = server.state.setdefault(self.key, {"epsilon": {}, "over": []})
+            over = (
+                [*kept["over"], update.client] if self.epsilon is not None and not int(said["left"]) else kept["over"]
+            )
+            server.state[self.key] = {
+                "epsilon": kept["epsilon"] | {update.client: float(said["epsilon"])},
+                "over": over,
+            }
+
+    def on_round_end(self, server: Server) -> None:
+        """Write down what every client has spent, and end the run before one exceeds its budget."""
+        kept = server.state.get(self.key)
+        if kept is None:
+            return
+        if server.run_dir is not None:
+            private = self.noise_seed is None
+            told = {
+                "private": private,
+                "epsilon": max(kept["epsilon"].values()) if private else None,
+                "delta": self.delta,
+                "unit": "record of a client",
+                "against": "everybody who sees what a client sends, the server too; not scores, logs and sample counts",
+                "rounds": server.round + 1,
+                "clip": self.clip,
+                "accountant": self.accountant,
+                "epsilon_by_client": kept["epsilon"] if private else {},
+            }
+            write_told(server.run_dir, told)
+        if kept["over"] and server.stopped is None:
+            server.stop(self, f"client '{kept['over'][0]}' would exceed epsilon={self.epsilon:g} in another visit")
+
+    def on_federation_end(self, server: Server) -> None:
+        """Say what was spent."""
+        kept = server.state.get(self.key)
+        if kept is not None and self.noise_seed is None:
+            most = max(kept["epsilon"], key=kept["epsilon"].get)
+            warn(
+                f"SampleDP: epsilon={kept['epsilon'][most]:.4g} at delta={self.delta:g} for each record of client '{most}', the "
+                "most of all clients, against everybody who sees updates. Scores and logs are not covered."
+            )
+
+    # -- a plain Trainer -----------------------------------------------------------------------------------------------
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """In a plain Trainer: give it Poisson batches.
+
+        Raises:
+            ValueError: If the Trainer or the module would mix records.
+        """
+        if self._client is not None:
+            return
+        _refuse_trainer(pl_module, lambda name, default: getattr(trainer, name, default), len(trainer.optimizers))
+        if trainer.world_size > 1:
+            raise ValueError(f"SampleDP trains on one device, and here are {trainer.world_size}. Use devices=1.")
+        self._secret = secrets.token_hex(16) if self.noise_seed is None else f"seed {self.noise_seed}"
+        if self.noise_seed is not None:
+            warn("SampleDP(noise_seed=...): whoever knows the seed can subtract the noise. This run is not private.")
+
+        def poisson(loader: Any) -> DataLoader[Any]:
+            made, self._sampler = poisson_loader(loader, self.key, self._secret, "batches")
+            return made
+
+        self._restore = replaced_train_loader(trainer, poisson)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has been spent in a plain Trainer; the secret is in no checkpoint."""
+        return {"history": self._spent()} if self._client is None else {}
+
+    def _spent(self) -> list[list[float]]:
+        """Return the steps of all fits, those of the one that runs too."""
+        return self._history if self._fit is None else _added(self._history, self._fit.counted)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting from a checkpoint of a plain Trainer."""
+        self._history = [list(steps) for steps in state_dict.get("history", [])]
+
+
+def _added(history: Steps, steps: Sequence[float]) -> list[list[float]]:
+    """Return a history with more steps; those of one noise and rate are counted together."""
+    counted = {(float(noise), float(rate)): int(count) for noise, rate, count in history}
+    noise, rate, count = steps
+    counted[noise, rate] = counted.get((noise, rate), 0) + int(count)
+    return [[noise, rate, count] for (noise, rate), count in counted.items()]
+
+
+def _visit_of(client: Client, steps: Sequence[float]) -> list[list[float]]:
+    """Return the steps of this visit so far, this fit's too."""
+    client.scratch["private steps"] = _added(client.scratch.get("private steps", []), steps)
+    found: list[list[float]] = client.scratch["private steps"]
+    return found
+
+
+def _planned(trainer: Any, sampler: PoissonBatches) -> int:
+    """Return the optimizer steps of a fit.
+
+    Raises:
+        ValueError: If nobody knows.
+    """
+    batches = min(int(trainer.num_training_batches), len(sampler))
+    if trainer.max_steps is not None and trainer.max_steps >= 0:
+        return int(trainer.max_steps)
+    if trainer.max_epochs is None or trainer.max_epochs < 0:
+        raise ValueError("SampleDP has to know how long training goes on. Give the Trainer max_epochs or max_steps.")
+    return int(trainer.max_epochs) * batches
+
+
+def _refuse_trainer(module: LightningModule, argument: Any, optimizers: int) -> None:
+    """Refuse settings with which a step is not one gradient of one batch.
+
+    Raises:
+        ValueError: With the setting.
+    """
+    if argument("accumulate_grad_batches", 1) not in (None, 1):
+        raise ValueError(
+            "SampleDP clips and covers every batch by itself: use accumulate_grad_batches=1 and larger batches."
+        )
+    if "16" in str(argument("precision", "32")) and "bf16" not in str(argument("precision", "32")):
+        raise ValueError(
+            "SampleDP cannot clip gradients that a scaler has scaled: use precision='bf16-mixed' or '32-true'."
+        )
+    if not module.automatic_optimization or optimizers > 1:
+        raise ValueError(
+            f"SampleDP makes the step of one optimizer, and {type(module).__name__} optimizes in another way."
+        )

@@ -1,0 +1,273 @@
+"""Gradients of single records, clipped and covered with noise: one fit's part of DP-SGD, by Opacus' hooks."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from fedlightning.algorithm import detached_copy, probes, training_loss
+from fedlightning.callbacks.shared.poisson_batches import PoissonBatches
+from fedlightning.callbacks.shared.secret_noise import normal
+
+CLOSE = 1e-3
+"""Relative difference up to which two ways to the same gradient agree in float32."""
+COARSE = 5e-2
+"""The same in bfloat16."""
+ROUNDING = 1e-5
+"""By how much less than the bound a clipped gradient is long, so that no rounding takes it beyond."""
+
+
+class RecordGradients:
+    """Per-record gradients of a module, and the private gradient that is made of them.
+
+    Args:
+        module: The module, to which Opacus' hooks are attached until :meth:`close`; it stays what it is.
+        sampler: What has drawn the batches.
+        clip: The most that a record's gradient may be long.
+        noise_multiplier: Standard deviation of the noise over `clip`.
+        secret: What nobody else knows.
+        address: What the noise is for.
+        room: Steps for which the budget has room.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        sampler: PoissonBatches,
+        clip: float,
+        noise_multiplier: float,
+        secret: str,
+        address: str,
+        room: int,
+    ) -> None:
+        self.module, self.sampler = module, sampler
+        self.clip, self.noise_multiplier = clip, noise_multiplier
+        self.steps, self.room = 0, room
+        self.size = 0
+        self._secret, self._address = secret, address
+        self._hooks = hooks_on(module)
+
+    @property
+    def counted(self) -> tuple[float, float, int]:
+        """Noise multiplier, rate and number of the steps taken."""
+        return self.noise_multiplier, self.sampler.rate, self.steps
+
+    def begin(self, batch_idx: int) -> None:
+        """Take note of the batch whose step begins, and forget the gradients of the last one."""
+        self.size = self.sampler.sizes[batch_idx]
+        self._hooks.set_grad_sample_to_none()
+
+    @torch.no_grad()
+    def privatise(self, optimizer: Any) -> None:
+        """Put the private gradient in the place of the gradient of everything that the optimizer trains.
+
+        Raises:
+            ValueError: If the budget has no room for it, or the gradient has parts that are of no single record.
+        """
+        if self.steps >= self.room:
+            raise ValueError(f"The budget has room for {self.room} steps of this fit, and this is one more.")
+        chosen = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        records = max(self.size, 1)
+        samples = [_sample_of(parameter, records) for parameter in chosen]
+        if self.steps == 0 and self.size:
+            refuse_other_parts(self.module, chosen, samples)
+        norms = torch.stack(
+            [one.flatten(1).norm(dim=1).double() for one in samples if one is not None] or [torch.zeros(1)]
+        )
+        factor = _factors(norms.square().sum(0).sqrt(), self.clip, self.size)
+        sums = [
+            torch.zeros_like(parameter)
+            if one is None
+            else torch.einsum("n,n...->...", factor.to(one), torch.nan_to_num(one, 0.0, 0.0, 0.0)).to(parameter.dtype)
+            for parameter, one in zip(chosen, samples, strict=True)
+        ]
+        self._cover(chosen, sums)
+        self._hooks.set_grad_sample_to_none()
+        self.steps += 1
+
+    def _cover(self, chosen: list[nn.Parameter], sums: list[Tensor]) -> None:
+        """Add the noise, which is bound to what it covers: two sums never share theirs."""
+        digest = hashlib.sha256()
+        for one in sums:
+            digest.update(one.float().cpu().contiguous().numpy().tobytes())
+        address = f"{self._address}|step {self.steps}|{digest.hexdigest()}"
+        expected = self.sampler.records * self.sampler.rate
+        for index, (parameter, one) in enumerate(zip(chosen, sums, strict=True)):
+            noise = normal(self._secret, f"{address}|{index}", one.shape).to(one.device)
+            covered = one.double() + self.noise_multiplier * self.clip * noise
+            parameter.grad = (covered / expected).to(parameter.dtype)
+
+    def close(self) -> None:
+        """Take the hooks off the module."""
+        self._hooks.cleanup()
+
+
+def refuse_other_parts(
+    module: LightningModule, chosen: Sequence[nn.Parameter], samples: Sequence[Tensor | None]
+) -> None:
+    """Refuse a gradient that is not the mean of the gradients of records: the rest would be lost.
+
+    Raises:
+        ValueError: With the name of the parameter.
+    """
+    for parameter, one in zip(chosen, samples, strict=True):
+        whole = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        mean = torch.zeros_like(whole) if one is None else one.mean(0)
+        if not _close(mean, whole):
+            name = next(name for name, value in module.named_parameters() if value is parameter)
+            raise ValueError(
+                f"The gradient of '{name}' has a part that is of no single record: a penalty on weights in the loss, a "
+                "parameter that is used outside of its layer, or a second model. It would be lost, since single records are "
+                "clipped. Use weight_decay of the optimizer for a penalty, and layers for parameters."
+            )
+
+
+def hooks_on(module: LightningModule) -> Any:
+    """Attach Opacus' hooks to a module.
+
+    Raises:
+        ValueError: If a layer mixes records, or Opacus is not there.
+    """
+    try:
+        from opacus.grad_sample.grad_sample_module import GradSampleHooks
+        from opacus.validators import ModuleValidator
+    except ImportError as error:
+        raise ValueError(
+            "Gradients of single records are Opacus' work: pip install 'fedlightning[privacy]'."
+        ) from error
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")  # of the first layer, whose hook is right
+    was_training = module.training
+    module.train()
+    try:
+        problems = ModuleValidator.validate(module, strict=False)
+    finally:
+        module.train(was_training)
+    if problems:
+        raise ValueError(
+            f"Opacus cannot tell the gradients of single records apart: {problems[0]} "
+            "(opacus.validators.ModuleValidator.fix(module) replaces such layers)."
+        )
+    try:
+        return GradSampleHooks(module, loss_reduction="mean", strict=True)
+    except NotImplementedError as error:
+        raise ValueError(f"Opacus cannot tell the gradients of single records apart: {error}") from error
+
+
+def refuse_mixed_records(module: LightningModule, batch: Any, owner: str, most: int = 3) -> None:
+    """See that the gradient of a record in a batch is that of the record alone.
+
+    A loss over pairs of records, a sum in the place of a mean, or a batch that is not the first dimension would each make
+    clipping meaningless.
+
+    Args:
+        module: The module; nothing of it is changed.
+        batch: A batch on its device.
+        owner: Who asks.
+        most: Records to try.
+
+    Raises:
+        ValueError: Saying what differs.
+    """
+    count = extract_batch_size(batch) or 1
+    tried = _moved_a_little(module)
+    trainable = [parameter for parameter in tried.parameters() if parameter.requires_grad]
+    with torch.enable_grad(), probes.probing(tried, Precision(), 0, "records"), _in_words(module):
+        hooks = hooks_on(tried)
+        together = _gradients(tried, hooks, trainable, batch, count)
+        refuse_other_parts(tried, trainable, [_sample_of(parameter, count) for parameter in trainable])
+        for place in range(min(count, most)):
+            one_record = apply_to_collection(batch, Tensor, _cut, place, count)
+            alone = _gradients(tried, hooks, trainable, one_record, 1)
+            scale = max(float(one.norm()) for one in alone)
+            if any(float((a[place] - b[0]).norm()) > CLOSE * scale for a, b in zip(together, alone, strict=True)):
+                raise ValueError(
+                    f"{owner} clips the gradient of each record, and {type(module).__name__}.training_step gives a record "
+                    "another gradient in a batch than alone. Its loss must be the mean over the records of a batch of "
+                    "what each gives by itself, with the records in the first dimension."
+                )
+
+
+def _moved_a_little(module: LightningModule) -> LightningModule:
+    """Return a copy in training mode without dropout, with other parameters: two equal ones, or zeros, would hide a term."""
+    made = detached_copy(module).train()
+    for one in made.modules():
+        if isinstance(one, nn.modules.dropout._DropoutNd):
+            one.p = 0.0
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.requires_grad and parameter.is_floating_point():
+                parameter += 0.01 * torch.randn(parameter.shape, generator=draw).to(parameter)
+    return made
+
+
+@contextmanager
+def _in_words(module: LightningModule) -> Iterator[None]:
+    """Turn what Opacus raises over layers that it cannot take apart into a sentence."""
+    try:
+        yield
+    except (AttributeError, RuntimeError, NotImplementedError, TypeError) as error:
+        raise ValueError(
+            f"Opacus cannot take the gradients of single records of {type(module).__name__} apart: {error} Parameters have to "
+            "be in layers of torch.nn, each called in the step; a layer that a wrapper changes has to stand in an nn.Sequential."
+        ) from error
+
+
+def _gradients(
+    module: LightningModule, hooks: Any, trainable: list[nn.Parameter], batch: Any, count: int
+) -> list[Tensor]:
+    hooks.set_grad_sample_to_none()
+    module.zero_grad()
+    training_loss(module, batch).backward()  # type: ignore[no-untyped-call]
+    found = [_sample_of(parameter, count) for parameter in trainable]
+    return [
+        torch.zeros(count, *parameter.shape, device=parameter.device) if one is None else one.clone()
+        for parameter, one in zip(trainable, found, strict=True)
+    ]
+
+
+def _cut(values: Tensor, place: int, count: int) -> Tensor:
+    return values[place : place + 1] if values.dim() and len(values) == count else values
+
+
+def _sample_of(parameter: nn.Parameter, records: int) -> Tensor | None:
+    """Return the gradients of the records for a parameter; `None` if the step has not used it.
+
+    Raises:
+        ValueError: If there are not as many as records.
+    """
+    found = getattr(parameter, "grad_sample", None)
+    if isinstance(found, list):
+        raise ValueError(
+            "A step went backward several times. Gradients of single records need one backward pass a step."
+        )
+    if found is not None and len(found) != records:
+        raise ValueError(
+            f"A layer has seen {len(found)} rows in a step of {records} records. Gradients of single records need layers whose "
+            "first dimension is the batch: keep sequences in the second."
+        )
+    return found
+
+
+def _factors(norms: Tensor, clip: float, size: int) -> Tensor:
+    """Return by what each record's gradient is multiplied: 0 for one that is not finite, and in a batch of nobody."""
+    if not size:
+        return torch.zeros_like(norms)
+    bound = clip * (1.0 - ROUNDING)
+    return torch.where(torch.isfinite(norms), bound / norms.clamp(min=bound), 0.0)
+
+
+def _close(first: Tensor, second: Tensor) -> bool:
+    limit = COARSE if torch.bfloat16 in (first.dtype, second.dtype) else CLOSE
+    difference = float((first.double() - second.double()).norm())
+    return not difference > limit * max(float(second.double().norm()), 1e-6)  # NaN: the update is refused elsewhere

@@ -1,0 +1,372 @@
+"""SampleDP: the private gradient, Poisson batches, the budget, the secret, a plain Trainer, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+opacus = pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install 'fedlightning[privacy]'")
+
+from fedlightning.callbacks import (
+    MOON,
+    SCAFFOLD,
+    Ditto,
+    FedAdam,
+    FedALA,
+    FedAvg,
+    FedPer,
+    FedProx,
+    FedRep,
+    GlobalCheckpoint,
+    Local,
+    SampleDP,
+)
+from fedlightning.callbacks.shared.poisson_batches import PoissonBatches
+from fedlightning.callbacks.shared.record_gradients import RecordGradients
+from fedlightning.federation.failures import FederationError
+from tests.conformance.case import collect
+from tests.helpers import NormNet, Toy, federate, global_state, make_trainer, same, toy_data
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:SampleDP"),
+    pytest.mark.filterwarnings("ignore:Optimal order"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec"),
+]
+SIZES = {"0": 24, "1": 40, "2": 16}
+TINY = 1e-9
+
+
+def module(kind=Toy):
+    torch.manual_seed(0)
+    return kind()
+
+
+def dp(**options):
+    return SampleDP(**{"delta": 1e-3, "noise_multiplier": 1.0, "noise_seed": 3} | options)
+
+
+class Plain(LightningModule):
+    """A linear classifier, whose gradients are easy to write down."""
+
+    def __init__(self, loss="mean"):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer, self.loss = nn.Linear(4, 3), loss
+        self.scale = nn.Parameter(torch.ones(1)) if loss == "loose" else None
+
+    def training_step(self, batch, batch_idx):
+        logits = self.layer(batch[0])
+        if self.loss == "loose":
+            logits = logits * self.scale
+        if self.loss == "pairs":
+            logits = logits - logits.mean(0)
+        loss = F.cross_entropy(logits, batch[1], reduction="sum" if self.loss == "sum" else "mean")
+        return loss + self.layer.weight.square().sum() if self.loss == "penalty" else loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def records(count=20, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    return TensorDataset(torch.randn(count, 4, generator=draw), torch.randint(0, 3, (count,), generator=draw))
+
+
+def plain_trainer(callback, **options):
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return Trainer(callbacks=[callback], accelerator="cpu", **quiet, **{"max_epochs": 1} | options)
+
+
+# -- one step ----------------------------------------------------------------------------------------------------------
+def private_gradient(net, data, chosen, clip, expected):
+    """Return the clipped sum over records one by one, over the expected size of a batch."""
+    total = [torch.zeros_like(parameter) for parameter in net.parameters()]
+    for place in chosen:
+        x, y = data[place]
+        loss = F.cross_entropy(net(x[None]), y[None])
+        gradient = torch.autograd.grad(loss, list(net.parameters()))
+        norm = float(torch.cat([one.flatten() for one in gradient]).norm())
+        total = [sum_ + one * min(1.0, clip / norm) for sum_, one in zip(total, gradient, strict=True)]
+    return [sum_ / expected for sum_ in total]
+
+
+@pytest.mark.parametrize("clip", [0.1, 0.7, 100.0])
+def test_steps_are_those_of_clipped_records_over_the_expected_size(clip):
+    data, reference = records(), Plain()
+    batches = PoissonBatches(20, 4, "seed 3", "batches")
+    with torch.enable_grad():
+        for chosen, size in ((drawn, batches.sizes[-1]) for drawn in batches):
+            gradient = private_gradient(reference.layer, data, chosen if size else [], clip, expected=5.0)
+            with torch.no_grad():
+                for parameter, one in zip(reference.layer.parameters(), gradient, strict=True):
+                    parameter -= 0.1 * one
+    trained = Plain()
+    plain_trainer(dp(clip=clip, noise_multiplier=TINY)).fit(trained, DataLoader(data, batch_size=5))
+    for one, other in zip(trained.layer.parameters(), reference.layer.parameters(), strict=True):
+        assert torch.allclose(one, other, atol=2e-6)
+
+
+def test_a_batch_of_nobody_is_noise_and_so_is_a_record_whose_gradient_is_not_finite():
+    net = Plain()
+    sampler = PoissonBatches(1, 1, "s", "a")
+    fit = RecordGradients(net, sampler, clip=2.0, noise_multiplier=3.0, secret="s", address="a", room=9)
+    optimizer, found = net.configure_optimizers(), []
+    for sizes, value in (([0], 1.0), ([1], float("inf"))):
+        sampler.sizes = sizes
+        fit.begin(0)
+        net.training_step((torch.full((1, 4), value), torch.zeros(1, dtype=torch.long)), 0).backward()
+        fit.steps = 1  # the first step would look for parts of no record
+        fit.privatise(optimizer)
+        found.append(copy.deepcopy([parameter.grad for parameter in net.parameters()]))
+    fit.close()
+    assert all(0 < one.abs().min() and one.abs().max() < 6 * 2.0 * 3.0 for pair in found for one in pair)
+
+
+def test_the_noise_has_its_variance_and_is_another_one_for_another_sum():
+    net = Plain()
+    sampler = PoissonBatches(8, 2, "s", "a")
+    fit = RecordGradients(net, sampler, clip=0.5, noise_multiplier=3.0, secret="s", address="a", room=10**6)
+    optimizer, drawn = net.configure_optimizers(), []
+    sampler.sizes = [0]
+    for _ in range(700):
+        fit.begin(0)
+        fit.privatise(optimizer)
+        drawn.append(torch.cat([parameter.grad.flatten() for parameter in net.parameters()]))
+    values = torch.stack(drawn).double()
+    expected = (3.0 * 0.5 / 4.0) ** 2
+    assert values.numel() > 10_000 and abs(float(values.var()) / expected - 1.0) < 4 * (2 / values.numel()) ** 0.5
+    fit.close()
+
+
+def test_hooks_leave_no_trace():
+    net = Plain()
+    before = set(vars(net)), {name: set(vars(one)) for name, one in net.named_modules()}
+    plain_trainer(dp()).fit(net, DataLoader(records(), batch_size=5))
+    after = {name: set(vars(one)) for name, one in net.named_modules()}
+    assert {name: after[name] - before[1][name] - {"activations", "_trainer", "_hparams"} for name in after} == {
+        name: set() for name in after
+    }
+    assert not net.layer._forward_hooks and not net.layer._backward_hooks
+    assert not hasattr(net.layer.weight, "grad_sample")
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
+def test_every_record_is_in_every_batch_with_the_same_probability():
+    sampler = PoissonBatches(40, 8, "secret", "a")
+    counts, sizes = np.zeros(40), []
+    for _ in range(150):
+        for batch in sampler:
+            if sampler.sizes[-1]:
+                counts[batch] += 1
+            sizes.append(sampler.sizes[-1])
+    draws = 150 * 8
+    assert abs(counts / draws - 1 / 8).max() < 5 * (1 / 8 * 7 / 8 / draws) ** 0.5
+    assert abs(np.var(sizes) / (40 / 8 * 7 / 8) - 1) < 0.2  # Poisson's batches differ in size
+
+
+def test_other_secrets_and_addresses_draw_other_batches():
+    drawn = [
+        list(PoissonBatches(50, 5, secret, address))
+        for secret, address in (("a", "x"), ("a", "x"), ("b", "x"), ("a", "y"))
+    ]
+    assert drawn[0] == drawn[1] and drawn[0] != drawn[2] and drawn[0] != drawn[3]
+
+
+# -- the budget --------------------------------------------------------------------------------------------------------
+def test_epsilon_is_the_accountants_and_the_largest_of_the_clients(tmp_path):
+    from opacus.accountants import RDPAccountant
+
+    trainer = make_trainer(tmp_path, [FedAvg(), dp(noise_seed=None)], max_rounds=3)
+    trainer.fit(module(), datamodule=toy_data(SIZES))
+    told = json.loads((trainer.run.path / "privacy.json").read_text())
+    expected, data = {}, toy_data(SIZES)
+    data.setup("fit")
+    for client in SIZES:
+        counted, steps = RDPAccountant(), trainer.store.get(client).state["SampleDP"]["history"]
+        batches = len(data.client_dataloader(client, "train"))
+        assert steps == [[1.0, 1 / batches, steps[0][2]]]
+        for _ in range(steps[0][2]):
+            counted.step(noise_multiplier=1.0, sample_rate=1 / batches)
+        expected[client] = counted.get_epsilon(delta=1e-3)
+    assert told["epsilon_by_client"] == pytest.approx(expected, rel=1e-5)
+    assert told["epsilon"] == max(told["epsilon_by_client"].values()) and told["private"]
+
+
+def test_noise_is_solved_for_all_rounds_and_a_longer_run_ends_in_time(tmp_path):
+    def trainer(rounds):
+        return make_trainer(
+            tmp_path, [dp(noise_multiplier=None, epsilon=5.0, noise_seed=None)], max_rounds=rounds, name="a"
+        )
+
+    first = trainer(3)
+    first.fit(module(), datamodule=toy_data(SIZES))
+    told = json.loads((first.run.path / "privacy.json").read_text())
+    assert all(4.8 < one <= 5.0 for one in told["epsilon_by_client"].values())
+    assert first.rounds_done == 3
+    longer = trainer(6)
+    longer.fit(module(), datamodule=toy_data(SIZES), resume="last")
+    assert longer.rounds_done == 3 and "would exceed epsilon=5" in longer.summary["stopped"]["reason"]
+
+
+def test_a_run_ends_before_a_client_exceeds_the_budget(tmp_path):
+    trainer = make_trainer(tmp_path, [dp(epsilon=8.0)], max_rounds=30)
+    trainer.fit(module(), datamodule=toy_data(SIZES))
+    told = trainer.server.state["SampleDP"]["epsilon"]
+    assert max(told.values()) <= 8.0 and trainer.rounds_done < 30
+    assert "would exceed epsilon=8 in another visit" in trainer.summary["stopped"]["reason"]
+
+
+# -- the secret --------------------------------------------------------------------------------------------------------
+def test_noise_does_not_follow_from_the_seed_and_is_nowhere_but_in_what_clients_keep(tmp_path):
+    trainers = [make_trainer(tmp_path / name, [dp(noise_seed=None)], max_rounds=1, seed=0) for name in "ab"]
+    for trainer in trainers:
+        trainer.fit(module(), datamodule=toy_data(SIZES))
+    one, other = (global_state(trainer) for trainer in trainers)
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+    secret = trainers[0].store.get("0").state["SampleDP"]["secret"]
+    holding = [p for p in trainers[0].run.path.rglob("*") if p.is_file() and secret.encode() in p.read_bytes()]
+    assert all("checkpoints/last" in path.as_posix() for path in holding)
+
+
+def test_engines_and_loops_draw_the_same(tmp_path):
+    found = [
+        global_state(federate(module(), toy_data(SIZES), [dp()], max_rounds=2, **options))
+        for options in ({}, {"local_loop": "trainer"})
+    ]
+    same(*found)
+
+
+def test_a_resumed_run_gives_the_same_bits(tmp_path):
+    whole = make_trainer(tmp_path, [dp()], max_rounds=3, name="whole")
+    whole.fit(module(), datamodule=toy_data(SIZES))
+    make_trainer(tmp_path, [dp()], max_rounds=1, name="cut").fit(module(), datamodule=toy_data(SIZES))
+    again = make_trainer(tmp_path, [dp()], max_rounds=3, name="cut")
+    again.fit(module(), datamodule=toy_data(SIZES), resume="last")
+    same(global_state(again), global_state(whole))
+    assert again.server.state["SampleDP"] == whole.server.state["SampleDP"]
+
+
+# -- a plain Trainer ---------------------------------------------------------------------------------------------------
+def test_a_plain_trainer_spends_its_budget_and_goes_on_counting(tmp_path):
+    callback, net = dp(noise_multiplier=None, epsilon=6.0, noise_seed=None), Plain()
+    trainer = plain_trainer(callback, max_epochs=2)
+    trainer.fit(net, DataLoader(records(), batch_size=5))
+    (noise, rate, steps), *others = callback.state_dict()["history"]
+    assert (rate, steps, others) == (0.25, 8, []) and 5.5 < callback.epsilon_of([(noise, rate, steps)]) <= 6.0
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match="would exceed epsilon=6"):
+        plain_trainer(dp(noise_multiplier=None, epsilon=6.0), max_epochs=4).fit(
+            Plain(), DataLoader(records(), batch_size=5), ckpt_path=tmp_path / "a.ckpt", weights_only=False
+        )
+    assert "secret" not in (tmp_path / "a.ckpt").read_bytes().decode("latin1")
+
+
+def test_a_checkpoint_in_the_middle_counts_the_steps_so_far():
+    callback, seen = dp(), []
+    net = Plain()
+    net.on_train_epoch_end = lambda: seen.append(callback.state_dict()["history"])
+    plain_trainer(callback, max_epochs=2).fit(net, DataLoader(records(), batch_size=5))
+    assert seen == [[[1.0, 0.25, 4]], [[1.0, 0.25, 8]]]
+
+
+def test_the_modules_own_loader_is_given_back():
+    net, loader = Plain(), DataLoader(records(), batch_size=5)
+    net.train_dataloader = lambda: loader
+    plain_trainer(dp()).fit(net)
+    assert net.train_dataloader() is loader
+
+
+@pytest.mark.parametrize(
+    ("options", "loss", "reason"),
+    [
+        ({"accumulate_grad_batches": 2}, "mean", "accumulate_grad_batches=1"),
+        ({"max_epochs": -1}, "mean", "max_epochs or max_steps"),
+        ({}, "sum", "another gradient in a batch than alone"),
+        ({}, "pairs", "another gradient in a batch than alone"),
+        ({}, "penalty", "of no single record"),
+        ({}, "loose", "in layers of torch.nn|of no single record"),
+    ],
+)
+def test_what_a_plain_trainer_refuses(options, loss, reason):
+    with pytest.raises(ValueError, match=reason):
+        plain_trainer(dp(), **options).fit(Plain(loss), DataLoader(records(), batch_size=5))
+
+
+# -- beside others -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "other", [FedProx(mu=0.1), FedAdam(), FedPer(), FedRep(), Ditto(), Local()], ids=lambda one: one.key
+)
+def test_methods_that_it_covers(other):
+    trainer = federate(module(), toy_data(SIZES), [other, dp()], max_rounds=2)
+    assert set(trainer.server.state["SampleDP"]["epsilon"]) == set(SIZES)
+
+
+@pytest.mark.parametrize(
+    ("other", "kind", "reason"),
+    [
+        (SCAFFOLD(), Toy, "SCAFFOLD takes delta_c from clients"),
+        (MOON(), Toy, "MOON adds a term to the loss"),
+        (FedALA(), Toy, "reads a client's samples"),
+        (GlobalCheckpoint(), Toy, "selects models"),
+        (FedAvg(), NormNet, "BatchNorm"),
+    ],
+    ids=lambda one: getattr(one, "key", None),
+)
+def test_what_is_refused_before_round_1(other, kind, reason):
+    with pytest.raises(ValueError, match=reason):
+        federate(module(kind), toy_data(SIZES), [other, dp()], max_rounds=1)
+
+
+def test_nobody_reads_samples_otherwise():
+    class Curious(FedAvg):
+        def on_send(self, client, update):
+            client.loss()
+
+    with pytest.raises(FederationError, match="gives its samples to the steps of training only"):
+        federate(module(), toy_data(SIZES), [Curious(), dp()], max_rounds=1)
+
+
+def test_neither_noise_nor_epsilon():
+    with pytest.raises(ValueError, match="neither noise_multiplier nor epsilon"):
+        SampleDP(delta=1e-3)
+    with pytest.raises(ValueError, match="visits have several"):
+        federate(module(), toy_data(SIZES), [FedRep(), dp(noise_multiplier=None, epsilon=3.0)], max_rounds=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(collect("CASES")))
+def test_every_method_is_covered_or_refused_before_round_1(name, tmp_path):
+    """Nothing fails later: who reads samples beside the steps of training says so in its facts."""
+    from fedlightning.testing.toys import ToyData, ToyModule
+
+    case = collect("CASES")[name]
+    wanted = ("participation", "loop", "engine", "optimizer_state")
+    options = {"local_steps": 3} | {
+        key: value for key, value in case.arguments.items() if key in (*wanted, "local_epochs")
+    }
+    if "local_epochs" in options:
+        del options["local_steps"]
+    trainer = make_trainer(tmp_path, [copy.deepcopy(case.algorithm), dp()], max_rounds=2, **options)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(ToyModule(), ToyData())
+        except FederationError as error:
+            pytest.fail(f"{name} was let in, and failed: {error}")
+        except ValueError:
+            return
+    assert [str(one.message) for one in said if " failed: " in str(one.message)] == []
