@@ -9,8 +9,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
 from fedlightning.algorithm import (
-    Client,
     Change,
+    Client,
     Facts,
     FederatedCallback,
     Job,

@@ -137,13 +137,14 @@ class SampleDP(TrainingData):
             extras = [] if other is self else sorted(other.wire(setup.module).up)
             if extras:
                 raise ValueError(
-                    f"{other.key} takes {', '.join(extras)} from clients, which SampleDP does not cover with noise. Remove one of the two."
+                    f"{other.key} takes {', '.join(extras)} from clients, which SampleDP does not cover with noise. Remove "
+                    "one of the two."
                 )
             hook = next((name for name in OF_BATCHES if type(other).__dict__.get(name) is not None), None)
             if other is not self and hook is not None and not other.facts.keeps:
                 raise ValueError(
-                    f"{other.key} sees the batches of training ({hook}), and what it makes of them SampleDP does not cover with "
-                    "noise. Remove one of the two."
+                    f"{other.key} sees the batches of training ({hook}), and what it makes of them SampleDP does not cover "
+                    "with noise. Remove one of the two."
                 )
         if self.noise_multiplier is None and any(other.claims("local_phases") for other in setup.callbacks):
             raise ValueError(
@@ -340,8 +341,8 @@ class SampleDP(TrainingData):
         if kept is not None and self.noise_seed is None:
             most = max(kept["epsilon"], key=kept["epsilon"].get)
             warn(
-                f"SampleDP: epsilon={kept['epsilon'][most]:.4g} at delta={self.delta:g} for each record of client '{most}', the "
-                "most of all clients, against everybody who sees updates. Scores and logs are not covered."
+                f"SampleDP: epsilon={kept['epsilon'][most]:.4g} at delta={self.delta:g} for each record of client '{most}', "
+                "the most of all clients, against everybody who sees updates. Scores and logs are not covered."
             )
 
     # -- a plain Trainer -----------------------------------------------------------------------------------------------

@@ -67,7 +67,8 @@ def poisson_loader(loader: Any, owner: str, secret: str, address: str) -> tuple[
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
         raise ValueError(
             f"{owner} draws each record with the same probability, and cannot from {type(loader).__name__} over "
-            f"{type(getattr(loader, 'dataset', loader)).__name__}. Give a DataLoader with a batch_size over a map-style dataset."
+            f"{type(getattr(loader, 'dataset', loader)).__name__}. Give a DataLoader with a batch_size over a "
+            "map-style dataset."
         )
     count = len(loader.dataset)  # type: ignore[arg-type]
     if count == 0 or len(loader) == 0:

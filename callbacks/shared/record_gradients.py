@@ -207,7 +207,7 @@ def _moved_a_little(module: LightningModule) -> LightningModule:
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.requires_grad and parameter.is_floating_point():
-                parameter += 0.01 * torch.randn(parameter.shape, generator=draw).to(parameter)
+                parameter.add_(0.01 * torch.randn(parameter.shape, generator=draw).to(parameter))
     return made
 
 
@@ -218,8 +218,9 @@ def _in_words(module: LightningModule) -> Iterator[None]:
         yield
     except (AttributeError, RuntimeError, NotImplementedError, TypeError) as error:
         raise ValueError(
-            f"Opacus cannot take the gradients of single records of {type(module).__name__} apart: {error} Parameters have to "
-            "be in layers of torch.nn, each called in the step; a layer that a wrapper changes has to stand in an nn.Sequential."
+            f"Opacus cannot take the gradients of single records of {type(module).__name__} apart: {error} Parameters "
+            "have to be in layers of torch.nn, each called in the step; a layer that a wrapper changes has to stand in an "
+            "nn.Sequential."
         ) from error
 
 
@@ -228,7 +229,7 @@ def _gradients(
 ) -> list[Tensor]:
     hooks.set_grad_sample_to_none()
     module.zero_grad()
-    training_loss(module, batch).backward()  # type: ignore[no-untyped-call]
+    training_loss(module, batch).backward()
     found = [_sample_of(parameter, count) for parameter in trainable]
     return [
         torch.zeros(count, *parameter.shape, device=parameter.device) if one is None else one.clone()
@@ -253,8 +254,8 @@ def _sample_of(parameter: nn.Parameter, records: int) -> Tensor | None:
         )
     if found is not None and len(found) != records:
         raise ValueError(
-            f"A layer has seen {len(found)} rows in a step of {records} records. Gradients of single records need layers whose "
-            "first dimension is the batch: keep sequences in the second."
+            f"A layer has seen {len(found)} rows in a step of {records} records. Gradients of single records need layers "
+            "whose first dimension is the batch: keep sequences in the second."
         )
     return found
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-opacus = pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install 'fedlightning[privacy]'")
+pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install 'fedlightning[privacy]'")
 
 from fedlightning.callbacks import (
     MOON,
@@ -133,7 +133,7 @@ def test_a_batch_of_nobody_is_noise_and_so_is_a_record_whose_gradient_is_not_fin
         fit.privatise(optimizer)
         found.append(copy.deepcopy([parameter.grad for parameter in net.parameters()]))
     fit.close()
-    assert all(0 < one.abs().min() and one.abs().max() < 6 * 2.0 * 3.0 for pair in found for one in pair)
+    assert all(one.abs().min() > 0 and one.abs().max() < 6 * 2.0 * 3.0 for pair in found for one in pair)
 
 
 def test_the_noise_has_its_variance_and_is_another_one_for_another_sum():
@@ -154,12 +154,11 @@ def test_the_noise_has_its_variance_and_is_another_one_for_another_sum():
 
 def test_hooks_leave_no_trace():
     net = Plain()
-    before = set(vars(net)), {name: set(vars(one)) for name, one in net.named_modules()}
+    before = {name: set(vars(one)) for name, one in net.named_modules()}
     plain_trainer(dp()).fit(net, DataLoader(records(), batch_size=5))
     after = {name: set(vars(one)) for name, one in net.named_modules()}
-    assert {name: after[name] - before[1][name] - {"activations", "_trainer", "_hparams"} for name in after} == {
-        name: set() for name in after
-    }
+    left = {"activations", "_trainer", "_hparams"}  # an empty list of Opacus', and what Lightning leaves
+    assert all(after[name] - before[name] <= left for name in after)
     assert not net.layer._forward_hooks and not net.layer._backward_hooks
     assert not hasattr(net.layer.weight, "grad_sample")
 
@@ -179,10 +178,8 @@ def test_every_record_is_in_every_batch_with_the_same_probability():
 
 
 def test_other_secrets_and_addresses_draw_other_batches():
-    drawn = [
-        list(PoissonBatches(50, 5, secret, address))
-        for secret, address in (("a", "x"), ("a", "x"), ("b", "x"), ("a", "y"))
-    ]
+    pairs = (("a", "x"), ("a", "x"), ("b", "x"), ("a", "y"))
+    drawn = [list(PoissonBatches(50, 5, secret, address)) for secret, address in pairs]
     assert drawn[0] == drawn[1] and drawn[0] != drawn[2] and drawn[0] != drawn[3]
 
 
@@ -206,6 +203,7 @@ def test_epsilon_is_the_accountants_and_the_largest_of_the_clients(tmp_path):
     assert told["epsilon"] == max(told["epsilon_by_client"].values()) and told["private"]
 
 
+@pytest.mark.slow
 def test_noise_is_solved_for_all_rounds_and_a_longer_run_ends_in_time(tmp_path):
     def trainer(rounds):
         return make_trainer(
@@ -222,6 +220,7 @@ def test_noise_is_solved_for_all_rounds_and_a_longer_run_ends_in_time(tmp_path):
     assert longer.rounds_done == 3 and "would exceed epsilon=5" in longer.summary["stopped"]["reason"]
 
 
+@pytest.mark.slow
 def test_a_run_ends_before_a_client_exceeds_the_budget(tmp_path):
     trainer = make_trainer(tmp_path, [dp(epsilon=8.0)], max_rounds=30)
     trainer.fit(module(), datamodule=toy_data(SIZES))
