@@ -34,6 +34,7 @@ from fedlightning.callbacks.fedbe import FedBE as FedBE
 from fedlightning.callbacks.fedbuff import FedBuff as FedBuff
 from fedlightning.callbacks.fedcovid import FedCovid as FedCovid
 from fedlightning.callbacks.feddf import FedDF as FedDF
+from fedlightning.callbacks.feddyn import FedDyn as FedDyn
 from fedlightning.callbacks.federateddropout import FederatedDropout as FederatedDropout
 from fedlightning.callbacks.fedet import FedET as FedET
 from fedlightning.callbacks.fedfomo import FedFomo as FedFomo
