@@ -37,6 +37,7 @@ from fedlightning.callbacks.feddf import FedDF as FedDF
 from fedlightning.callbacks.feddyn import FedDyn as FedDyn
 from fedlightning.callbacks.federateddropout import FederatedDropout as FederatedDropout
 from fedlightning.callbacks.fedet import FedET as FedET
+from fedlightning.callbacks.fedexp import FedExP as FedExP
 from fedlightning.callbacks.fedfomo import FedFomo as FedFomo
 from fedlightning.callbacks.fedgh import FedGH as FedGH
 from fedlightning.callbacks.fedgkt import FedGKT as FedGKT

@@ -252,11 +252,7 @@ def test_wrong_use_is_refused_or_warned_of():
 
 def test_clients_of_unequal_samples_count_once():
     """The mean is uniform, whatever the sizes."""
-    data = ToyData(
-        {
-            str(i): {s: [torch.tensor([r[i]] * (5 if i else 1), dtype=torch.float64) for r in (A, B)] for s in ("train", "val", "test")}
-            for i in range(2)
-        }
-    )  # fmt: skip
+    rows = [[torch.tensor([table[i]] * (5 if i else 1), dtype=torch.float64) for table in (A, B)] for i in range(2)]
+    data = ToyData({str(i): dict.fromkeys(("train", "val", "test"), own) for i, own in enumerate(rows)})
     trained = federate(Quadratic(lr=0.3), data, [FedDyn(alpha=1.0)], max_rounds=60, local_steps=40)
     torch.testing.assert_close(global_state(trained)["w"], pooled(A[:2], B[:2]), atol=1e-8, rtol=0)
