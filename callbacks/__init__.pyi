@@ -56,6 +56,7 @@ from fedlightning.callbacks.fedproto import FedProto as FedProto
 from fedlightning.callbacks.fedprox import FedProx as FedProx
 from fedlightning.callbacks.fedrep import FedRep as FedRep
 from fedlightning.callbacks.fedrolex import FedRolex as FedRolex
+from fedlightning.callbacks.fedsam import FedSAM as FedSAM
 from fedlightning.callbacks.fedsoft import FedSoft as FedSoft
 from fedlightning.callbacks.fedtype import FedType as FedType
 from fedlightning.callbacks.fenda import FENDA as FENDA

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fedlightning.algorithm import Client, Phase, Setup, Stage, State, WeightingName
+from fedlightning.algorithm import Change, Client, Phase, Setup, Stage, State, WeightingName
 from fedlightning.callbacks.own_models import KeepsModel
 from fedlightning.ranges import CountOrShare, PositiveInt, Share
 from fedlightning.tensors import clone, entry_kinds, interpolate, load_state, module_state, select, ties
@@ -58,6 +58,8 @@ class MAPPER(KeepsModel):
         >>> MAPPER(grid=[0.0, 0.5, 1.0]).global_steps is None
         True
     """
+
+    facts = KeepsModel.facts.extend(changes={Change.ELSEWHERE})
 
     def __init__(
         self,

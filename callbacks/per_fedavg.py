@@ -8,7 +8,17 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
-from fedlightning.algorithm import Client, FederatedCallback, Setup, Stage, State, WeightingName, training_loss
+from fedlightning.algorithm import (
+    Change,
+    Client,
+    Facts,
+    FederatedCallback,
+    Setup,
+    Stage,
+    State,
+    WeightingName,
+    training_loss,
+)
 from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat
 from fedlightning.tensors import add, clone, load_state, module_state
 
@@ -61,6 +71,8 @@ class PerFedAvg(FederatedCallback):
         >>> hessian_times(Square(), batch=None, vector={"w": torch.tensor([5.0])})
         {'w': tensor([10.])}
     """
+
+    facts = Facts(changes={Change.ELSEWHERE})
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
 from fedlightning.algorithm import (
+    Change,
     Client,
     Facts,
     FederatedCallback,
@@ -68,7 +69,7 @@ class pFedMe(FederatedCallback):
         tensor([2.])
     """
 
-    facts = Facts(keeps=True)
+    facts = Facts(changes={Change.ELSEWHERE}, keeps=True)
 
     def __init__(
         self,
