@@ -45,6 +45,7 @@ from fedlightning.callbacks.fedgroup import FedGroup as FedGroup
 from fedlightning.callbacks.fedkd import FedKD as FedKD
 from fedlightning.callbacks.fedkemf import FedKEMF as FedKEMF
 from fedlightning.callbacks.fedlama import FedLAMA as FedLAMA
+from fedlightning.callbacks.fedlc import FedLC as FedLC
 from fedlightning.callbacks.fedlp import FedLP as FedLP
 from fedlightning.callbacks.fedmd import FedMD as FedMD
 from fedlightning.callbacks.fedmultimodal import FedMultimodal as FedMultimodal

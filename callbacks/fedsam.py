@@ -46,9 +46,10 @@ class FedSAM(FederatedCallback):
     * Deployed: the global model ``w``.
 
     A step costs two forward and two backward passes, and counts as one. Terms of other callbacks in the loss belong to
-    ``f``; what they add to gradients is added to ``gs``, which is clipped then. Accumulated batches make one ``g`` and one
-    ``gs``. The second pass leaves running statistics and logged values alone. A step whose ``g`` is not finite is left as
-    it is; under fp16 one whose ``gs`` alone is not goes on with ``g``, since the scaler has judged that.
+    ``f``; what they add to gradients is added to ``gs``, which is clipped then. Fits that another method has beside the
+    federated one (Ditto's personal model) step as usual. Accumulated batches make one ``g`` and one ``gs``. The second
+    pass leaves running statistics and logged values alone. A step whose ``g`` is not finite is left as it is; under fp16
+    one whose ``gs`` alone is not goes on with ``g``, since the scaler has judged that.
 
     Args:
         rho: Length of the perturbation ``e``. Default 0.1 (authors, CIFAR-10; they use 0.7 with `adaptive`). 0 is FedAvg.
