@@ -34,8 +34,10 @@ from fedlightning.callbacks.fedbe import FedBE as FedBE
 from fedlightning.callbacks.fedbuff import FedBuff as FedBuff
 from fedlightning.callbacks.fedcovid import FedCovid as FedCovid
 from fedlightning.callbacks.feddf import FedDF as FedDF
+from fedlightning.callbacks.feddyn import FedDyn as FedDyn
 from fedlightning.callbacks.federateddropout import FederatedDropout as FederatedDropout
 from fedlightning.callbacks.fedet import FedET as FedET
+from fedlightning.callbacks.fedexp import FedExP as FedExP
 from fedlightning.callbacks.fedfomo import FedFomo as FedFomo
 from fedlightning.callbacks.fedgh import FedGH as FedGH
 from fedlightning.callbacks.fedgkt import FedGKT as FedGKT
@@ -43,6 +45,7 @@ from fedlightning.callbacks.fedgroup import FedGroup as FedGroup
 from fedlightning.callbacks.fedkd import FedKD as FedKD
 from fedlightning.callbacks.fedkemf import FedKEMF as FedKEMF
 from fedlightning.callbacks.fedlama import FedLAMA as FedLAMA
+from fedlightning.callbacks.fedlc import FedLC as FedLC
 from fedlightning.callbacks.fedlp import FedLP as FedLP
 from fedlightning.callbacks.fedmd import FedMD as FedMD
 from fedlightning.callbacks.fedmultimodal import FedMultimodal as FedMultimodal
@@ -54,6 +57,7 @@ from fedlightning.callbacks.fedproto import FedProto as FedProto
 from fedlightning.callbacks.fedprox import FedProx as FedProx
 from fedlightning.callbacks.fedrep import FedRep as FedRep
 from fedlightning.callbacks.fedrolex import FedRolex as FedRolex
+from fedlightning.callbacks.fedsam import FedSAM as FedSAM
 from fedlightning.callbacks.fedsoft import FedSoft as FedSoft
 from fedlightning.callbacks.fedtype import FedType as FedType
 from fedlightning.callbacks.fenda import FENDA as FENDA

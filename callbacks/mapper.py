@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fedlightning.algorithm import Change, Client, Facts, Phase, Setup, Stage, State, WeightingName
+from fedlightning.algorithm import Change, Client, Phase, Setup, Stage, State, WeightingName
 from fedlightning.callbacks.own_models import KeepsModel
 from fedlightning.ranges import CountOrShare, PositiveInt, Share
 from fedlightning.tensors import clone, entry_kinds, interpolate, load_state, module_state, select, ties
@@ -59,7 +59,7 @@ class MAPPER(KeepsModel):
         True
     """
 
-    facts = Facts(changes={Change.READS})
+    facts = KeepsModel.facts.extend(changes={Change.READS, Change.ELSEWHERE})
 
     def __init__(
         self,

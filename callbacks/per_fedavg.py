@@ -72,7 +72,7 @@ class PerFedAvg(FederatedCallback):
         {'w': tensor([10.])}
     """
 
-    facts = Facts(changes={Change.READS})
+    facts = Facts(changes={Change.READS, Change.ELSEWHERE})
 
     def __init__(
         self,

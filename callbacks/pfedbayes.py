@@ -81,10 +81,11 @@ class pFedBayes(KeepsModel):
     """
 
     facts = KeepsModel.facts.extend(
+        changes={Change.ELSEWHERE},
         needs=[
             Need("trains the model that travels without data of its own", (Change.GRADIENT,)),
             Need("adds a spread to every parameter of the module", (Change.MODULE,)),
-        ]
+        ],
     )
 
     def __init__(

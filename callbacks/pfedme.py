@@ -69,7 +69,7 @@ class pFedMe(FederatedCallback):
         tensor([2.])
     """
 
-    facts = Facts(keeps=True, changes={Change.READS})
+    facts = Facts(keeps=True, changes={Change.READS, Change.ELSEWHERE})
 
     def __init__(
         self,

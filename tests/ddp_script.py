@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from fedlightning.callbacks import FENDA, FLIU, SCAFFOLD, FedProx, GlobalCheckpoint, LocalCheckpoint
+from fedlightning.callbacks import FENDA, FLIU, SCAFFOLD, FedProx, FedSAM, GlobalCheckpoint, LocalCheckpoint
 from tests.helpers import Toy, make_trainer, toy_data
 
 RUNS = {
@@ -16,6 +16,7 @@ RUNS = {
     "keep": [FLIU(gamma=0.5)],
     "fails": [],
     "fenda": [FENDA(head="net.3")],
+    "sam": [FedSAM()],
 }
 
 

@@ -33,7 +33,7 @@ def alone(root: Path, devices: int, names: Sequence[str], env: Mapping[str, str]
 
 @pytest.mark.parametrize(
     ("starts", "names"),
-    [("test", ["scaffold", "fails"]), *mostly_slow([("test", ["keep", "fenda"]), ("Lightning", [*RUNS])], [])],
+    [("test", ["scaffold", "fails"]), *mostly_slow([("test", ["keep", "fenda", "sam"]), ("Lightning", [*RUNS])], [])],
     ids=["some", "others", "started by Lightning"],
 )
 def test_two_processes_are_one_with_the_doubled_batch(tmp_path, starts, names):

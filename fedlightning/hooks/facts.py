@@ -55,6 +55,7 @@ class Change(StrEnum):
     PRIVATE = "sends entries that never leave a client, in the place of its own"
     IN_STEP = "keeps at a client what has to agree with what the server has taken in"
     READS = "reads a client's samples beside the batches of its training"
+    ELSEWHERE = "takes the gradient of a step elsewhere than at the parameters that step"
     WORK = "decides how much a client trains in a visit"
     ABSENCE = "leaves clients out of rounds"
     SELECTION = "selects models by their scores"
