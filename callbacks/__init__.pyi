@@ -47,6 +47,7 @@ from fedlightning.callbacks.fedlp import FedLP as FedLP
 from fedlightning.callbacks.fedmd import FedMD as FedMD
 from fedlightning.callbacks.fedmultimodal import FedMultimodal as FedMultimodal
 from fedlightning.callbacks.fednova import FedNova as FedNova
+from fedlightning.callbacks.fedntd import FedNTD as FedNTD
 from fedlightning.callbacks.fedopt import FedAdagrad as FedAdagrad
 from fedlightning.callbacks.fedopt import FedAdam as FedAdam
 from fedlightning.callbacks.fedopt import FedYogi as FedYogi
