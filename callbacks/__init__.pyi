@@ -96,6 +96,7 @@ from fedlightning.callbacks.player_fl import PLayerFL as PLayerFL
 from fedlightning.callbacks.player_fl import PLayerFLRandom as PLayerFLRandom
 from fedlightning.callbacks.poisson import PoissonSampling as PoissonSampling
 from fedlightning.callbacks.private_lr import PrivateLR as PrivateLR
+from fedlightning.callbacks.qfedavg import QFedAvg as QFedAvg
 from fedlightning.callbacks.robust import CenteredClipping as CenteredClipping
 from fedlightning.callbacks.robust import CoordinateMedian as CoordinateMedian
 from fedlightning.callbacks.robust import GeometricMedian as GeometricMedian

@@ -97,7 +97,8 @@ class FedNTD(FederatedCallback):
     def _refuse_own_heads(self, setup: Setup) -> None:
         """Refuse a head that stays with the clients, in every round or in those that a callback chooses."""
         path = head_path(setup.module, self.head)
-        kept = [name for name in setup.kinds if name.startswith(f"{path}.") and name not in setup.shared_names()]
+        parts = [name for name, kind in setup.kinds.items() if kind == "trainable" and name.startswith(f"{path}.")]
+        kept = [name for name in parts if name not in setup.shared_names()]
         choosers = [other for other in setup.callbacks if other.claims("shared_names")]
         by_round = [other.key for other in choosers if other.wire(setup.module).entries == "all"]
         if kept or by_round:
