@@ -3,6 +3,7 @@
 Written by `make registry` from the rows in fedlightning/catalogue. Do not edit it.
 """
 
+from fedlightning.callbacks.afl import AFL as AFL
 from fedlightning.callbacks.apfl import APFL as APFL
 from fedlightning.callbacks.central import Central as Central
 from fedlightning.callbacks.cfl import CFL as CFL
