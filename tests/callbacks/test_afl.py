@@ -157,8 +157,8 @@ def test_two_that_disagree_meet_in_the_middle():
     module, options = Quadratic(lr=0.05, size=1), {"max_rounds": 100, "sanity_check": False}
     data.batch_size = 16
     ours = federate(module, data, [AFL(0.1, start="samples")], **options)
-    assert list(ours.server.state["AFL"]["lambda"].values()) == pytest.approx([0.5, 0.5], abs=0.01)
-    assert float(global_state(ours)["w"]) == pytest.approx(0.0, abs=0.01)
+    assert list(ours.server.state["AFL"]["lambda"].values()) == pytest.approx([0.5, 0.5], abs=0.03)
+    assert float(global_state(ours)["w"]) == pytest.approx(0.0, abs=0.03)
     assert float(module_state(ours.server.global_module())["w"]) == pytest.approx(0.0, abs=0.05)
     plain = federate(module, data, [FedAvg()], **{**options, "max_rounds": 60})
     assert float(global_state(plain)["w"]) == pytest.approx(0.8, abs=1e-2)
