@@ -55,6 +55,7 @@ from fedlightning.callbacks.fedopt import FedYogi as FedYogi
 from fedlightning.callbacks.fedproto import FedProto as FedProto
 from fedlightning.callbacks.fedprox import FedProx as FedProx
 from fedlightning.callbacks.fedrep import FedRep as FedRep
+from fedlightning.callbacks.fedrod import FedRoD as FedRoD
 from fedlightning.callbacks.fedrolex import FedRolex as FedRolex
 from fedlightning.callbacks.fedsoft import FedSoft as FedSoft
 from fedlightning.callbacks.fedtype import FedType as FedType
