@@ -3,6 +3,7 @@
 Written by `make registry` from the rows in fedlightning/catalogue. Do not edit it.
 """
 
+from fedlightning.callbacks.afl import AFL as AFL
 from fedlightning.callbacks.apfl import APFL as APFL
 from fedlightning.callbacks.central import Central as Central
 from fedlightning.callbacks.cfl import CFL as CFL
@@ -50,12 +51,14 @@ from fedlightning.callbacks.fedlp import FedLP as FedLP
 from fedlightning.callbacks.fedmd import FedMD as FedMD
 from fedlightning.callbacks.fedmultimodal import FedMultimodal as FedMultimodal
 from fedlightning.callbacks.fednova import FedNova as FedNova
+from fedlightning.callbacks.fedntd import FedNTD as FedNTD
 from fedlightning.callbacks.fedopt import FedAdagrad as FedAdagrad
 from fedlightning.callbacks.fedopt import FedAdam as FedAdam
 from fedlightning.callbacks.fedopt import FedYogi as FedYogi
 from fedlightning.callbacks.fedproto import FedProto as FedProto
 from fedlightning.callbacks.fedprox import FedProx as FedProx
 from fedlightning.callbacks.fedrep import FedRep as FedRep
+from fedlightning.callbacks.fedrod import FedRoD as FedRoD
 from fedlightning.callbacks.fedrolex import FedRolex as FedRolex
 from fedlightning.callbacks.fedsam import FedSAM as FedSAM
 from fedlightning.callbacks.fedsoft import FedSoft as FedSoft
@@ -99,6 +102,7 @@ from fedlightning.callbacks.player_fl import PLayerFL as PLayerFL
 from fedlightning.callbacks.player_fl import PLayerFLRandom as PLayerFLRandom
 from fedlightning.callbacks.poisson import PoissonSampling as PoissonSampling
 from fedlightning.callbacks.private_lr import PrivateLR as PrivateLR
+from fedlightning.callbacks.qfedavg import QFedAvg as QFedAvg
 from fedlightning.callbacks.robust import CenteredClipping as CenteredClipping
 from fedlightning.callbacks.robust import CoordinateMedian as CoordinateMedian
 from fedlightning.callbacks.robust import GeometricMedian as GeometricMedian

@@ -6,7 +6,8 @@ from typing import Annotated
 
 from torch import Tensor
 
-from fedlightning.algorithm import Change, Facts, FederatedCallback, GradientContext, Setup, WeightingName
+from fedlightning.algorithm import Facts, FederatedCallback, GradientContext, Setup, WeightingName
+from fedlightning.callbacks.shared.steps import one_step_at_anchor
 from fedlightning.ranges import Range
 
 
@@ -53,7 +54,7 @@ class FedProx(FederatedCallback):
 
     def check(self, setup: Setup) -> None:
         """Warn of visits of one step, which is taken at the anchor, where the pull is 0."""
-        if self.mu > 0.0 and _one_step(setup) and not any(map(_moves, setup.callbacks)):
+        if self.mu > 0.0 and one_step_at_anchor(setup):
             setup.warn(
                 f"FedProx(mu={self.mu}) does nothing here: a visit is one step, which is taken at the server's model, where "
                 "the pull to it is 0. Set more local_steps or local_epochs, or remove FedProx."
@@ -64,17 +65,3 @@ class FedProx(FederatedCallback):
         if name not in ctx.anchor or self.mu == 0.0:
             return gradient
         return gradient + self.mu * (parameter - ctx.anchor[name])
-
-
-def _one_step(setup: Setup) -> bool:
-    """Return True if every visit is one step."""
-    if setup.local_steps is not None:
-        return setup.local_steps == 1
-    window = setup.trainer_arguments.get("accumulate_grad_batches") or 1
-    return setup.local_epochs == 1 and all(setup.num_batches(client) <= window for client in setup.clients)
-
-
-def _moves(callback: FederatedCallback) -> bool:
-    """Return True if a callback lets visits begin elsewhere than at the anchor, or have steps beside the trainer's."""
-    declared = {Change.START, Change.WORK} & set(callback.facts.changes)
-    return bool(declared) or callback.claims("on_receive") or callback.claims("local_phases")

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from fedlightning.algorithm import GLOBAL, Server, State
+from fedlightning.algorithm import GLOBAL, Change, FederatedCallback, Server, Setup, State
 from fedlightning.tensors import interpolate
 
 
@@ -18,6 +18,25 @@ def largest_lr(optimizer: Optimizer) -> float:
 def is_plain_sgd(optimizer: Optimizer) -> bool:
     """Return True for SGD without momentum: its steps are the gradients times the learning rate."""
     return type(optimizer).__name__ == "SGD" and not optimizer.defaults.get("momentum")
+
+
+def one_step_at_anchor(setup: Setup) -> bool:
+    """Return True if every visit is one step, taken at the model that the server has sent."""
+    return _one_step(setup) and not any(map(_moves, setup.callbacks))
+
+
+def _one_step(setup: Setup) -> bool:
+    """Return True if every visit is one step."""
+    if setup.local_steps is not None:
+        return setup.local_steps == 1
+    window = setup.trainer_arguments.get("accumulate_grad_batches") or 1
+    return setup.local_epochs == 1 and all(setup.num_batches(client) <= window for client in setup.clients)
+
+
+def _moves(callback: FederatedCallback) -> bool:
+    """Return True if a callback lets visits begin elsewhere than at the anchor, or have steps beside the trainer's."""
+    declared = {Change.START, Change.WORK} & set(callback.facts.changes)
+    return bool(declared) or callback.claims("on_receive") or callback.claims("local_phases")
 
 
 def _model(server: Server) -> str:
