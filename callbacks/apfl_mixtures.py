@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fedlightning.algorithm import Client, NoLossError, State, training_loss
-from fedlightning.blueprint.optimizers import optimizers_in
 from fedlightning.callbacks.apfl import alpha_slope, mix, next_alpha
 from fedlightning.tensors import clone, entry_kinds, first_nonfinite, interpolate, load_state, module_state
+from fedlightning.tensors.modules import optimizers_in
 from fedlightning.wrappers import mix_logits, personal_gradients
 from fedlightning.wrappers.follow import follow
 

@@ -31,8 +31,8 @@ from fedlightning.callbacks.client_dp import NO_SELECTION
 from fedlightning.callbacks.client_dp_spending import accountant_of, solved_noise, spent_by, write_told
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches, poisson_loader
 from fedlightning.callbacks.shared.record_gradients import RecordGradients, refuse_mixed_records
-from fedlightning.compat.train_loader import replaced_train_loader
 from fedlightning.ranges import PositiveFloat
+from fedlightning.wrappers.train_loader import replaced_train_loader
 
 COVERED = Need(
     "covers with noise what a client learns from the batches of its training, and nothing else",

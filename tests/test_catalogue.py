@@ -24,6 +24,7 @@ NOT_ALGORITHMS = {
     "Budget",
     "CenteredClipping",
     "ClientDP",
+    "SampleDP",
     "CoordinateMedian",
     "FederatedEarlyStopping",
     "GeometricMedian",

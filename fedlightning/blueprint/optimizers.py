@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fedlightning.compat.quiet import quiet
 from fedlightning.errors import ConfigurationError
+from fedlightning.tensors.modules import optimizers_in
 
 
 def optimizers_of(module: LightningModule) -> list[Optimizer]:
@@ -73,14 +74,3 @@ def schedulers_in(value: Any) -> list[LRScheduler]:
         return [value]
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
     return [scheduler for item in items for scheduler in schedulers_in(item)]
-
-
-def optimizers_in(value: Any) -> list[Optimizer]:
-    """The optimizers in any of the forms that ``configure_optimizers`` may return."""
-    if isinstance(value, Optimizer):
-        return [value]
-    if isinstance(value, Mapping):
-        return optimizers_in(value.get("optimizer"))
-    if isinstance(value, list | tuple):
-        return [optimizer for item in value for optimizer in optimizers_in(item)]
-    return []

@@ -12,10 +12,11 @@ from typing import Any, get_args
 from lightning.pytorch import Callback, LightningModule
 
 from fedlightning.blueprint.blueprint import Blueprint
-from fedlightning.blueprint.optimizers import configured, optimizers_in, schedulers_in
+from fedlightning.blueprint.optimizers import configured, schedulers_in
 from fedlightning.hooks import Change, FederatedCallback
 from fedlightning.hooks.words import Stage
 from fedlightning.models.client_models import ClientModels
+from fedlightning.tensors.modules import optimizers_in
 from fedlightning.visit.description import Description, Part
 
 ARGUMENTS = (

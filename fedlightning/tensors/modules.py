@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 State = dict[str, Tensor]
 EntryKind = Literal["trainable", "float_buffer", "int_buffer", "frozen"]
@@ -117,3 +118,14 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
                     f"{tuple(own[name].shape)}. Both sides must build the same model."
                 )
             own[name].copy_(value)
+
+
+def optimizers_in(value: Any) -> list[Optimizer]:
+    """The optimizers in any of the forms that ``configure_optimizers`` may return."""
+    if isinstance(value, Optimizer):
+        return [value]
+    if isinstance(value, Mapping):
+        return optimizers_in(value.get("optimizer"))
+    if isinstance(value, list | tuple):
+        return [optimizer for item in value for optimizer in optimizers_in(item)]
+    return []

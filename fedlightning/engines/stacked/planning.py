@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
-from fedlightning.blueprint.optimizers import optimizers_in
 from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.compat.attached import attached
 from fedlightning.engines.stacked.trainees import Recipe
 from fedlightning.hooks import Phase
+from fedlightning.tensors.modules import optimizers_in
 
 SHARE_OF_MEMORY = 8
 """A stack may use one part in so many of the free memory."""

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import Metric
 
-from fedlightning.blueprint.optimizers import optimizers_in
 from fedlightning.compat.signatures import takes_index
 from fedlightning.engines.stacked import optimizers as stacked_optimizers
 from fedlightning.engines.stacked.planning import Clock, quietly_attached, schedules_in
@@ -27,6 +26,7 @@ from fedlightning.errors import ConfigurationError
 from fedlightning.hooks import FederatedCallback, Stackable
 from fedlightning.seeding import isolated
 from fedlightning.tensors import module_state
+from fedlightning.tensors.modules import optimizers_in
 from fedlightning.visit.probes import move_batch
 from fedlightning.visit.runner import LocalRunner
 from fedlightning.wrappers.mixing import user_class
