@@ -32,6 +32,8 @@ FITS = {
     "tabular": "tabular_regressor",
     "paired_digits": "paired_digits",
     "spoken_digits": "spoken_digits",
+    "synthetic_devices": "synthetic_logistic",
+    "mnist_power_law": "mnist_logistic",
 }
 
 
@@ -231,6 +233,13 @@ def test_clusters_of_digits(files: tuple[str, ...], tmp_path: Path) -> None:
     assert main(["fit", *words, *[f"--data.{option}" for option in size]]) == 0
     (run,) = tmp_path.glob("*/version_0")
     assert (run / "figures/clusters.png").exists()
+
+
+def test_synthetic_devices_with_stragglers(tmp_path: Path) -> None:
+    words = ["--config", str(CONFIGS / "synthetic/fedprox.yaml"), *small(tmp_path)[:4], "--trainer.local_epochs=2"]
+    assert main(["fit", *words, "--trainer.evaluate_every=1", "--data.num_clients=12", "--data.seed=3"]) == 0
+    (run,) = tmp_path.glob("*/version_0")
+    assert ("G", "test") in {(row["stage"], row["split"]) for row in read_results(run)}
 
 
 def test_the_experiment_with_stragglers(tmp_path: Path) -> None:
