@@ -8,7 +8,8 @@ In order of importance:
   `LabelQuantitySkewPartitioner`, `PathologicalPartitioner` and `PowerLawPartitioner`: skewed. `NaturalPartitioner`: by
   hospital, user or scanner.
 * Data sets: `DigitsDataModule` (needs no files), `MNISTDataModule`, `FashionMNISTDataModule`, `EMNISTDataModule`,
-  `CIFAR10DataModule` and `HeartDiseaseDataModule`. `TabularFederatedDataModule`: your own CSV file.
+  `CIFAR10DataModule`, `HeartDiseaseDataModule` and `TCGABRCADataModule` (survival). `TabularFederatedDataModule`: your
+  own CSV file.
 * `MixtureDataModule`: clients with shares of two or more groups of classes or orientations.
 * `MultimodalDataModule`: several modalities, which clients may lack. `PairedDigitsDataModule` (needs no files) and
   `SpokenDigitsDataModule` (images with recordings). `ModalityDataset`: their samples.
@@ -56,6 +57,7 @@ from fedlightning.datamodules.spoken_digits import SpokenDigitsDataModule
 from fedlightning.datamodules.synthetic import SyntheticDataModule
 from fedlightning.datamodules.synthetic_devices import SyntheticDevicesDataModule
 from fedlightning.datamodules.tabular import TabularFederatedDataModule
+from fedlightning.datamodules.tcga_brca import TCGABRCADataModule
 from fedlightning.datamodules.views import ArrayDataset, IndexView
 
 __all__ = [
@@ -97,6 +99,7 @@ __all__ = [
     "SpokenDigitsDataModule",
     "SyntheticDataModule",
     "SyntheticDevicesDataModule",
+    "TCGABRCADataModule",
     "TabularFederatedDataModule",
     "describe",
     "plot_partition",

@@ -14,6 +14,7 @@ from fedlightning.cli import main
 from fedlightning.commands.run import Commands
 from fedlightning.config.values import check_values
 from fedlightning.trainer import FederatedTrainer
+from tests.datamodules.test_tcga_brca import files as survival_files
 from tests.helpers import mostly_slow
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -34,6 +35,7 @@ FITS = {
     "spoken_digits": "spoken_digits",
     "synthetic_devices": "synthetic_logistic",
     "mnist_power_law": "mnist_logistic",
+    "tcga_brca": "tcga_cox",
 }
 
 
@@ -233,6 +235,17 @@ def test_clusters_of_digits(files: tuple[str, ...], tmp_path: Path) -> None:
     assert main(["fit", *words, *[f"--data.{option}" for option in size]]) == 0
     (run,) = tmp_path.glob("*/version_0")
     assert (run / "figures/clusters.png").exists()
+
+
+@pytest.mark.parametrize("path", mostly_slow(sorted(CONFIGS.glob("tcga_brca/*.yaml")), ["fedadagrad"]), ids=ids)
+def test_flambys_survival_benchmark(path: Path, tmp_path: Path) -> None:
+    """FLamby's settings on made files of its format; the mean over all regions has no gaps."""
+    root = survival_files(tmp_path / "data")
+    words = ["--config", str(path), *small(tmp_path)[:4], f"--data.root={root}", "--trainer.local_steps=3"]
+    assert main(["fit", *words]) == 0
+    summary = json.loads((tmp_path / path.stem / "version_0/summary.json").read_text())
+    found = {row["metric"]: row for row in summary["results"] if row["data"] == "local" and row["split"] == "test"}
+    assert found["test_c_index"]["clients"] == 6 and "failures" not in summary
 
 
 def test_synthetic_devices_with_stragglers(tmp_path: Path) -> None:
