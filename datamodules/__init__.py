@@ -10,6 +10,8 @@ In order of importance:
 * Data sets: `DigitsDataModule` (needs no files), `MNISTDataModule`, `FashionMNISTDataModule`, `EMNISTDataModule`,
   `CIFAR10DataModule`, `HeartDiseaseDataModule` and `TCGABRCADataModule` (survival). `TabularFederatedDataModule`: your
   own CSV file.
+* LEAF's users as clients: `LEAFFEMNISTDataModule`, `ShakespeareDataModule`, `LEAFSent140DataModule`, `LEAFCelebADataModule`,
+  `LEAFSyntheticDataModule` and their base `LEAFDataModule`.
 * `MixtureDataModule`: clients with shares of two or more groups of classes or orientations.
 * `MultimodalDataModule`: several modalities, which clients may lack. `PairedDigitsDataModule` (needs no files) and
   `SpokenDigitsDataModule` (images with recordings). `ModalityDataset`: their samples.
@@ -35,6 +37,14 @@ from fedlightning.datamodules.images import (
 )
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.lazy import LazyClients
+from fedlightning.datamodules.leaf import (
+    LEAFCelebADataModule,
+    LEAFDataModule,
+    LEAFFEMNISTDataModule,
+    LEAFSent140DataModule,
+    LEAFSyntheticDataModule,
+    ShakespeareDataModule,
+)
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.datamodules.mixtures import MixtureDataModule
 from fedlightning.datamodules.modalities import ModalityDataset
@@ -76,6 +86,11 @@ __all__ = [
     "ImageFederatedDataModule",
     "IndexView",
     "IndexedFederatedDataModule",
+    "LEAFCelebADataModule",
+    "LEAFDataModule",
+    "LEAFFEMNISTDataModule",
+    "LEAFSent140DataModule",
+    "LEAFSyntheticDataModule",
     "LabelQuantitySkewPartitioner",
     "LabelSkewPartitioner",
     "LazyClients",
@@ -94,6 +109,7 @@ __all__ = [
     "PowerLawPartitioner",
     "PublicDataModule",
     "QuantitySkewPartitioner",
+    "ShakespeareDataModule",
     "SharePlan",
     "Split",
     "SpokenDigitsDataModule",

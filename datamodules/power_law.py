@@ -67,11 +67,11 @@ class PowerLawPartitioner(Partitioner):
             table = self._chunks(counts, holders, rng)
             return PartialPlan(SharePlan.of_counts(np.vstack([table, counts - table.sum(axis=0)]), classes))
         draws = np.where(holders, rng.lognormal(0.0, self.sigma, holders.shape), 0.0)
-        table = [
+        columns = [
             np.where(held, self.least, 0) + apportion(draw, int(size) - self.least * int(held.sum()))
             for held, draw, size in zip(holders.T, draws.T, counts, strict=True)
         ]
-        return SharePlan.of_counts(np.stack(table, axis=1), classes)
+        return SharePlan.of_counts(np.stack(columns, axis=1), classes)
 
     def _holders(self, counts: np.ndarray) -> np.ndarray:
         """Return who holds which class, bool `(clients, classes)`."""

@@ -5,7 +5,7 @@ In order of importance:
 * `Classifier`, `Regressor` and `CoxRegressor`: the LightningModules that train and score any network, with labels, numbers
   or times of events as targets. `SupervisedModule` is what they share.
 * `networks`: `MLP`, `DigitsCNN`, `MnistCNN` and `CifarCNN`. `player_fl`, `heart` and `transformer`: the networks of the
-  PLayer-FL and FENDA-FL papers and a small transformer for text.
+  PLayer-FL and FENDA-FL papers and a small transformer for text. `text`: LSTM, GRU and convolutions over words.
 * `ClientModels`: a LightningModule of its own for each client.
 * `MultimodalNet`: an encoder for each modality and a fusion, for samples that may lack some.
 * `TimmNet`: any image model of timm (imported only when used).
@@ -27,6 +27,7 @@ from fedlightning.models.regressor import Regressor
 from fedlightning.models.supervised import SupervisedModule
 from fedlightning.models.survival import CoxRegressor
 from fedlightning.models.survival_metrics import SurvivalMetrics
+from fedlightning.models.text import TextCNN, TextLSTM
 from fedlightning.models.timm_bridge import TimmNet, timm_model
 from fedlightning.models.transformer import SmallTransformer
 
@@ -49,6 +50,8 @@ __all__ = [
     "SmallTransformer",
     "SupervisedModule",
     "SurvivalMetrics",
+    "TextCNN",
+    "TextLSTM",
     "TimmNet",
     "TinyNet",
     "head_name",
