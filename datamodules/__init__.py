@@ -9,7 +9,7 @@ In order of importance:
   hospital, user or scanner.
 * Data sets: `DigitsDataModule` (needs no files), `MNISTDataModule`, `FashionMNISTDataModule`, `EMNISTDataModule`,
   `CIFAR10DataModule`, `HeartDiseaseDataModule` and `TCGABRCADataModule` (survival). `TabularFederatedDataModule`: your
-  own CSV file.
+  own CSV file; `SurvivalTableDataModule`: with times of events.
 * LEAF's users as clients: `LEAFFEMNISTDataModule`, `ShakespeareDataModule`, `LEAFSent140DataModule`, `LEAFCelebADataModule`,
   `LEAFSyntheticDataModule` and their base `LEAFDataModule`.
 * `MixtureDataModule`: clients with shares of two or more groups of classes or orientations.
@@ -64,6 +64,7 @@ from fedlightning.datamodules.skew import (
     QuantitySkewPartitioner,
 )
 from fedlightning.datamodules.spoken_digits import SpokenDigitsDataModule
+from fedlightning.datamodules.survival_table import SurvivalTableDataModule
 from fedlightning.datamodules.synthetic import SyntheticDataModule
 from fedlightning.datamodules.synthetic_devices import SyntheticDevicesDataModule
 from fedlightning.datamodules.tabular import TabularFederatedDataModule
@@ -113,6 +114,7 @@ __all__ = [
     "SharePlan",
     "Split",
     "SpokenDigitsDataModule",
+    "SurvivalTableDataModule",
     "SyntheticDataModule",
     "SyntheticDevicesDataModule",
     "TCGABRCADataModule",

@@ -38,6 +38,7 @@ FITS = {
     "tcga_brca": "tcga_cox",
     "shakespeare": "char_lstm",
     "femnist": "femnist_cnn",
+    "lung": "lung_cox",
 }
 
 
