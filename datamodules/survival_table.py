@@ -24,18 +24,18 @@ class SurvivalTableDataModule(TabularFederatedDataModule):
 
     The NCCTG lung cancer data (Loprinzi et al. 1994; `lung` of R's survival package, public) have 228 patients of 18
     enrolling
-    institutions: `time="time"`, `event="status"`, `event_value="2"`, `client="inst"`. Its patient without an institution is
+    institutions: `target="time"`, `event="status"`, `event_value="2"`, `client="inst"`. Its patient without an institution is
     refused by the line; remove it, as it can be at no client. `configs/data/lung.yaml` has the rest.
 
     Args:
         path: The file, in UTF-8.
-        time: Column of times, positive numbers.
+        target: Column of times, numbers of at least 0.
         event: Column that says whether the event was seen.
         client: Column that names each row's client (a hospital). It is no feature.
         partitioner: Divides the rows if no column does; it may divide by event.
         event_value: The value of `event` that means an event; every other value is censoring.
-        options: The other arguments of `TabularFederatedDataModule`, by name, but for `target`, `task` and
-            `target_statistics`.
+        options: The other arguments of `TabularFederatedDataModule`, by name; `task` and `target_statistics` stay as
+            they are.
 
     Raises:
         ValueError: If a value is out of its range; from `setup`, if a time is negative or no number, or no row has the event.
@@ -59,7 +59,7 @@ class SurvivalTableDataModule(TabularFederatedDataModule):
     def __init__(
         self,
         path: str | Path,
-        time: str,
+        target: str,
         event: str,
         client: str | None = None,
         partitioner: Partitioner | None = None,
@@ -67,10 +67,12 @@ class SurvivalTableDataModule(TabularFederatedDataModule):
         event_value: str = "1",
         **options: Any,
     ) -> None:
-        wrong = {"target", "task", "target_statistics"} & set(options)
-        if wrong:
-            raise ValueError(f"{type(self).__name__} got {sorted(wrong)[0]}; its target is the columns time and event.")
-        super().__init__(path, time, client, partitioner, **options)
+        if options.get("task", "auto") != "auto" or options.get("target_statistics") is not None:
+            raise ValueError(
+                f"{type(self).__name__} got task or target_statistics; its targets are events and times as they are. "
+                f"Leave them out."
+            )
+        super().__init__(path, target, client, partitioner, **options)
         self.event, self.event_value = event, event_value
         self.class_names = ["censored", "event"]
 

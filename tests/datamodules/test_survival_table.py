@@ -92,5 +92,5 @@ def test_rows_without_an_event_column_are_left_out_with_a_warning(tmp_path):
 
 
 def test_a_target_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="got task; its target is the columns time and event"):
+    with pytest.raises(ValueError, match="got task or target_statistics; its targets are events and times"):
         SurvivalTableDataModule("a.csv", "time", "status", client="inst", task="regression")
