@@ -5,15 +5,18 @@ In order of importance:
 * `FederatedDataModule`: the contract between data and the rest of the package.
 * `Partitioned`: any LightningDataModule or datasets, divided among clients. `LoaderDataModule`: one loader per client.
 * Partitioners. `IIDPartitioner`: even. `DirichletPartitioner`, `LabelSkewPartitioner`, `QuantitySkewPartitioner`,
-  `LabelQuantitySkewPartitioner` and `PathologicalPartitioner`: skewed. `NaturalPartitioner`: by hospital, user or
-  scanner.
+  `LabelQuantitySkewPartitioner`, `PathologicalPartitioner` and `PowerLawPartitioner`: skewed. `NaturalPartitioner`: by
+  hospital, user or scanner.
 * Data sets: `DigitsDataModule` (needs no files), `MNISTDataModule`, `FashionMNISTDataModule`, `EMNISTDataModule`,
-  `CIFAR10DataModule` and `HeartDiseaseDataModule`. `TabularFederatedDataModule`: your own CSV file.
+  `CIFAR10DataModule`, `HeartDiseaseDataModule` and `TCGABRCADataModule` (survival). `TabularFederatedDataModule`: your
+  own CSV file; `SurvivalTableDataModule`: with times of events.
+* LEAF's users as clients: `LEAFFEMNISTDataModule`, `ShakespeareDataModule`, `LEAFSent140DataModule`, `LEAFCelebADataModule`,
+  `LEAFSyntheticDataModule` and their base `LEAFDataModule`.
 * `MixtureDataModule`: clients with shares of two or more groups of classes or orientations.
 * `MultimodalDataModule`: several modalities, which clients may lack. `PairedDigitsDataModule` (needs no files) and
   `SpokenDigitsDataModule` (images with recordings). `ModalityDataset`: their samples.
 * `LazyClients`: a hundred thousand clients and more, each made or read when it is visited. `SyntheticDataModule`: such
-  clients, drawn (needs no files).
+  clients, drawn (needs no files). `SyntheticDevicesDataModule`: FedProx's thirty, with its sizes.
 * `PublicDataModule`: public data alone, for a server whose clients are at sites.
 * `describe` and `plot_partition`: the samples of each client as a table and as a picture.
 * Bases for your own: `ArrayFederatedDataModule`, `ImageFederatedDataModule`, `IndexedFederatedDataModule`,
@@ -34,6 +37,14 @@ from fedlightning.datamodules.images import (
 )
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.lazy import LazyClients
+from fedlightning.datamodules.leaf import (
+    LEAFCelebADataModule,
+    LEAFDataModule,
+    LEAFFEMNISTDataModule,
+    LEAFSent140DataModule,
+    LEAFSyntheticDataModule,
+    ShakespeareDataModule,
+)
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.datamodules.mixtures import MixtureDataModule
 from fedlightning.datamodules.modalities import ModalityDataset
@@ -42,6 +53,7 @@ from fedlightning.datamodules.paired_digits import PairedDigitsDataModule
 from fedlightning.datamodules.partition import Partitioner, Plan, SharePlan
 from fedlightning.datamodules.partitioned import Partitioned
 from fedlightning.datamodules.partitioners import GroupPlan, IIDPartitioner, NaturalPartitioner, PathologicalPartitioner
+from fedlightning.datamodules.power_law import PowerLawPartitioner
 from fedlightning.datamodules.public_only import PublicDataModule
 from fedlightning.datamodules.report import PartitionReport, describe, plot_partition
 from fedlightning.datamodules.sampling import AddressedSampler
@@ -52,8 +64,11 @@ from fedlightning.datamodules.skew import (
     QuantitySkewPartitioner,
 )
 from fedlightning.datamodules.spoken_digits import SpokenDigitsDataModule
+from fedlightning.datamodules.survival_table import SurvivalTableDataModule
 from fedlightning.datamodules.synthetic import SyntheticDataModule
+from fedlightning.datamodules.synthetic_devices import SyntheticDevicesDataModule
 from fedlightning.datamodules.tabular import TabularFederatedDataModule
+from fedlightning.datamodules.tcga_brca import TCGABRCADataModule
 from fedlightning.datamodules.views import ArrayDataset, IndexView
 
 __all__ = [
@@ -72,6 +87,11 @@ __all__ = [
     "ImageFederatedDataModule",
     "IndexView",
     "IndexedFederatedDataModule",
+    "LEAFCelebADataModule",
+    "LEAFDataModule",
+    "LEAFFEMNISTDataModule",
+    "LEAFSent140DataModule",
+    "LEAFSyntheticDataModule",
     "LabelQuantitySkewPartitioner",
     "LabelSkewPartitioner",
     "LazyClients",
@@ -87,12 +107,17 @@ __all__ = [
     "Partitioner",
     "PathologicalPartitioner",
     "Plan",
+    "PowerLawPartitioner",
     "PublicDataModule",
     "QuantitySkewPartitioner",
+    "ShakespeareDataModule",
     "SharePlan",
     "Split",
     "SpokenDigitsDataModule",
+    "SurvivalTableDataModule",
     "SyntheticDataModule",
+    "SyntheticDevicesDataModule",
+    "TCGABRCADataModule",
     "TabularFederatedDataModule",
     "describe",
     "plot_partition",

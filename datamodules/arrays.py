@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from fedlightning.datamodules.another import Public, share_of
 from fedlightning.datamodules.federate import federate, given_groups, keys_for, some_rows, suited
@@ -35,6 +36,8 @@ class ArrayFederatedDataModule(IndexedFederatedDataModule):
         max_train: Use only this many training samples, chosen by `seed` (for a quick trial).
         max_test: Use only this many test samples, chosen by `seed`.
         val_seed: Seed of the validation cut alone, so that repetitions can change nothing else. `None` is `seed`.
+        test_fraction: Join the training and test parts, divide all samples, and cut this share of every client's samples
+            off for testing, as FedProx and pFedMe do. `None`: the test part stays the test part.
         public_fraction: As `public`, for a share.
         public: Public data, which are in nobody's training, validation or test data: a share of every client's training
             samples, in [0, 1), or another data set, as a Dataset or a data module (its training data). What a client holds
@@ -67,15 +70,21 @@ class ArrayFederatedDataModule(IndexedFederatedDataModule):
         max_train: PositiveInt | None = None,
         max_test: PositiveInt | None = None,
         val_seed: int | None = None,
+        test_fraction: ShareBelowOne | None = None,
         public_fraction: ShareBelowOne = 0.0,
         public: Public = None,
         **options: Any,
     ) -> None:
         super().__init__(batch_size, seed, public=public, **options)
+        if test_fraction is not None and max_test is not None:
+            raise ValueError(
+                f"{type(self).__name__} got test_fraction={test_fraction} and max_test={max_test}; there is no test part "
+                "then, so use max_train alone."
+            )
         self.public_fraction = share_of(self, public, public_fraction)
         self.partitioner = partitioner if partitioner is not None else DirichletPartitioner(10, 0.5)
         self.val_fraction, self.max_train, self.max_test = val_fraction, max_train, max_test
-        self.val_seed = val_seed
+        self.val_seed, self.test_fraction = val_seed, test_fraction
         self._divides = self.partitioner
 
     @abstractmethod
@@ -114,18 +123,21 @@ class ArrayFederatedDataModule(IndexedFederatedDataModule):
 
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
         train, test = self.load()
-        datasets = {
-            "train": self._some(train, self.max_train, "train"),
-            "test": self._some(test, self.max_test, "test"),
-        }
+        if self.test_fraction is not None:
+            whole = ArrayDataset(torch.cat([train.x, test.x]), torch.cat([train.y, test.y]), train.transform)
+            datasets = {"train": self._some(whole, self.max_train, "train")}
+        else:
+            datasets = {
+                "train": self._some(train, self.max_train, "train"),
+                "test": self._some(test, self.max_test, "test"),
+            }
         labels = encode({split: self.labels(split, data) for split, data in datasets.items()})
         if any(found is None for found in labels.values()):  # a few whole numbers in one part alone make no classes
             labels = dict.fromkeys(labels)
         self._divides = suited(self.partitioner, labels, type(self).__name__)
         keys = keys_for(self._divides, datasets, labels, self.groups)
-        return federate(
-            self._divides, dict(datasets), labels, keys, self.seed, self.val_fraction, val_seed=self.val_seed
-        )
+        shares = self.val_fraction, self.test_fraction or 0.0
+        return federate(self._divides, dict(datasets), labels, keys, self.seed, *shares, self.val_seed)
 
     @property
     def partition_name(self) -> str:

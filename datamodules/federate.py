@@ -11,9 +11,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from fedlightning.datamodules.groups import codes_of, cut_groups, keys_of_groups, refuse_shared, rows_of_groups
 from fedlightning.datamodules.indexed import Split
 from fedlightning.datamodules.labels import read_keys
-from fedlightning.datamodules.partition import Partitioner, cut
+from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.views import Indices
 from fedlightning.seeding import generator
 
@@ -87,12 +88,16 @@ def federate(
     val_fraction: float = 0.2,
     test_fraction: float = 0.2,
     val_seed: int | None = None,
+    groups: Mapping[str, Any] | None = None,
 ) -> tuple[list[str], dict[str, Split]]:
     """Divide datasets among clients by one plan.
 
     The plan is made on the training data and applied to every other split, so that a client's validation and test
     samples are mixed like its training samples. A split without a dataset is cut from each client's training samples,
     stratified by label: the test part first, then `val_fraction` of what is left.
+
+    With `groups`, each sample's group by split, whole groups are divided and cut: a group (a patient) has the label that
+    most of its samples have, and sizes are numbers of groups.
 
     Example:
         >>> import numpy as np
@@ -103,11 +108,18 @@ def federate(
         >>> ids, {name: [len(held) for held in split.indices] for name, split in splits.items()}
         (['0', '1', '2'], {'train': [6, 6, 6], 'test': [2, 2, 2], 'val': [2, 2, 2]})
     """
+    codes: dict[str, np.ndarray] = {}
+    if groups is not None:
+        refuse_shared(groups)
+        codes = {name: codes_of(groups[name], len(data), name) for name, data in datasets.items()}
+        keys = {name: keys_of_groups(keys[name], groups[name], partitioner.needs) for name in datasets}
     plan = partitioner.plan(keys["train"], generator(seed, "partition", "plan"))
     indices: dict[str, list[Indices]] = {
         name: plan.split(keys[name], generator(seed, "partition", name)) for name in datasets
     }
-    splits = {name: Split(datasets[name], indices[name], labels[name]) for name in datasets}
+    if groups is not None:
+        indices = {name: rows_of_groups(parts, codes[name]) for name, parts in indices.items()}
+    splits = {name: Split(datasets[name], indices[name], labels[name], groups=codes.get(name)) for name in datasets}
     seeds = {"test": seed, "val": seed if val_seed is None else val_seed}
     for name, fraction in (("test", test_fraction), ("val", val_fraction)):
         if name not in datasets and fraction > 0:
@@ -118,8 +130,8 @@ def federate(
 def cut_off(train: Split, clients: Sequence[str], name: str, fraction: float, seed: int) -> Split:
     """Take a share of every client's training samples out of the training split, and return it as a split of its own."""
     pairs = [
-        cut(np.asarray(held), fraction, generator(seed, "partition", name, client), train.labels)
+        cut_groups(np.asarray(held), fraction, generator(seed, "partition", name, client), train.labels, train.groups)
         for client, held in zip(clients, train.indices, strict=True)
     ]
     train.indices = [rest for rest, _ in pairs]
-    return Split(train.dataset, [part for _, part in pairs], train.labels)
+    return Split(train.dataset, [part for _, part in pairs], train.labels, groups=train.groups)

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from fedlightning.datamodules.another import Another, Public, another, loader_of, share_of
 from fedlightning.datamodules.base import FederatedDataModule, check_split, in_order
-from fedlightning.datamodules.partition import cut
+from fedlightning.datamodules.groups import cut_groups
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.views import IndexView, Indices, collate_rows
 from fedlightning.ranges import NonNegativeInt, PositiveInt, checked
@@ -33,6 +33,8 @@ class Split:
         shuffle: Whether training batches are drawn in a new order every epoch.
         sampler: Function that makes the sampler, or batch sampler, of a client's training batches from the client's
             dataset. `None`: an `AddressedSampler`.
+        groups: Group (a patient) of every sample of `dataset`, int64 of shape `(samples,)`, or `None`. Public samples are
+            taken from the clients by whole groups.
 
     Example:
         >>> import torch
@@ -49,6 +51,7 @@ class Split:
     loader: dict[str, Any] = field(default_factory=dict)
     shuffle: bool = True
     sampler: Callable[[Dataset[Any]], Any] | None = None
+    groups: np.ndarray | None = None
 
 
 class IndexedFederatedDataModule(FederatedDataModule):
@@ -152,7 +155,9 @@ class IndexedFederatedDataModule(FederatedDataModule):
         dataset: Any = train.dataset
         for client, held in zip(client_ids, train.indices, strict=True):
             draw = generator(self.seed, "partition", "public", client)
-            rest, self._public[client] = cut(np.asarray(held), self.public_fraction, draw, train.labels)
+            rest, self._public[client] = cut_groups(
+                np.asarray(held), self.public_fraction, draw, train.labels, train.groups
+            )
             rests.append(rest)
         taken = np.zeros(len(dataset), dtype=bool)
         for part in self._public.values():

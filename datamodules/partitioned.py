@@ -57,6 +57,9 @@ class Partitioned(IndexedFederatedDataModule):
         labels: An array, a function `dataset -> array`, a mapping from split to one of these, or the name of an
             attribute or item. `None` searches as `fedlightning.datamodules.labels.read_keys` describes; a pass over all
             samples is only made if the partitioner needs labels. `False` says that there are none (a regression).
+        group: What samples belong to and never part from (a patient, a speaker, a lesion), given as `labels`: no group
+            is at two clients or in two splits. Shares, sizes and stratification are then by group. `None`: samples are
+            independent.
         seed: Seed of every random choice.
         batch_size: Batch size of every loader. `None` keeps each loader's own.
         val_seed: Seed of the validation cut alone. `None` is `seed`.
@@ -97,6 +100,7 @@ class Partitioned(IndexedFederatedDataModule):
         batch_size: int | None = None,
         val_seed: int | None = None,
         sampler: Callable[[Any], Any] | None = None,
+        group: Any = None,
         public_fraction: ShareBelowOne = 0.0,
         public: Public = None,
         public_labels: bool = True,
@@ -113,7 +117,7 @@ class Partitioned(IndexedFederatedDataModule):
         self.val_fraction, self.test_fraction = val_fraction, test_fraction
         self._override, self.val_seed = batch_size, val_seed
         self._divides = partitioner
-        self.sampler = sampler
+        self.sampler, self.group = sampler, group
         for hook in _BATCH_HOOKS:
             # Only where the wrapped module has its own: Lightning prefers the data module's hook to the model's.
             if getattr(type(datamodule), hook) is not getattr(LightningDataModule, hook):
@@ -215,6 +219,9 @@ class Partitioned(IndexedFederatedDataModule):
             )
         datasets = {split: loader.dataset for split, loader in loaders.items()}
         labels, keys = self._keys(datasets)
+        groups = None
+        if self.group is not None:
+            groups = {split: read_keys(data, split, self.group) for split, data in datasets.items()}
         ids, splits = federate(
             self._divides,
             datasets,
@@ -224,6 +231,7 @@ class Partitioned(IndexedFederatedDataModule):
             self.val_fraction,
             self._test_fraction("test" in datasets),
             self.val_seed,
+            groups,
         )
         for name, made in splits.items():
             made.loader = dict(options.get(name, options["train"] | {"drop_last": False}))

@@ -109,6 +109,27 @@ def column_of(table: dict[str, Column], name: str, what: str) -> Column:
     raise ValueError(f"There is no column {name!r} ({what}){hint} The columns are {', '.join(table)}.")
 
 
+def numbers_of(path: Path, column: Column) -> np.ndarray:
+    """Return a column of numbers without gaps, float64 `(samples,)`.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from fedlightning.datamodules.tables import Column, numbers_of
+        >>> numbers_of(Path("a.csv"), Column("age", ["61", "x"], None))
+        Traceback (most recent call last):
+        ValueError: a.csv, sample 2: 'x' in column 'age' is no number.
+    """
+    if column.numbers is not None and not np.isnan(column.numbers).any():
+        return column.numbers
+    for sample, cell in enumerate(column.cells, start=1):
+        try:
+            float(cell)
+        except ValueError:
+            what = f"{cell!r} in column {column.name!r} is no number" if cell else f"column {column.name!r} is empty"
+            raise ValueError(f"{path}, sample {sample}: {what}.") from None
+    raise AssertionError("a column without numbers has a cell that is none")
+
+
 def levels_of(column: Column) -> list[str]:
     """Return the different words of a column in ascending order, gaps left out.
 

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from fedlightning.datamodules.another import Public, share_of
 from fedlightning.datamodules.federate import federate, suited
+from fedlightning.datamodules.groups import looks_like_identifier
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.partitioners import NaturalPartitioner
@@ -37,7 +38,8 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
     classes there are is taken from the whole file, since all clients train one network: that is the table's form, which
     sites agree on before they start. With `scaling: false` numbers stay as they are, and gaps are refused.
 
-    Without a column of splits, test rows are cut from each client's rows, then validation rows, stratified by class.
+    Test rows are cut from each client's rows, then validation rows, stratified by class. Where several rows are of one
+    patient, name the patient's column by `group`: no patient is then at two clients, or in two splits of one client.
     A row without a target is left out, with a warning.
 
     Args:
@@ -47,7 +49,10 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         partitioner: Divides the rows if no column does.
         task: `"classification"`, `"regression"`, or `"auto"`: words, and at most 20 different whole numbers, are
             classes.
-        drop: Columns to leave out, such as the number of a patient.
+        group: Column that names what rows belong to (a patient, a lesion). It is no feature. Shares and stratification
+            are then by group. `None` asks about a column that looks like an identifier and repeats; `False` says that
+            rows are independent.
+        drop: Columns to leave out.
         categorical: Columns of numbers whose values are categories.
         statistics: Mean and standard deviation of columns, `{"age": [61.2, 9.8]}`, for all clients.
         target_statistics: Mean and standard deviation that a regression's targets are standardised with; `None` leaves
@@ -88,6 +93,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         client: str | None = None,
         partitioner: Partitioner | None = None,
         *,
+        group: str | Literal[False] | None = None,
         task: Literal["auto", "classification", "regression"] = "auto",
         drop: Sequence[str] = (),
         categorical: Sequence[str] = (),
@@ -116,6 +122,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
                 )
         self.path, self.target, self.client, self.task = Path(path), target, client, task
         self.partitioner = NaturalPartitioner(column=str(client)) if partitioner is None else partitioner
+        self.group = group
         self.drop, self.categorical = tuple(drop), tuple(categorical)
         self.statistics, self.target_statistics, self.scaling = dict(statistics or {}), target_statistics, scaling
         self.val_fraction, self.test_fraction, self.val_seed = val_fraction, test_fraction, val_seed
@@ -130,19 +137,20 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
 
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
         table = read_table(self.path, self.delimiter)
-        target = column_of(table, self.target, "target")
+        targets = [column_of(table, name, "target") for name in self._targeted]
         for names, what in ((self.drop, "drop"), (self.categorical, "categorical"), (self.statistics, "statistics")):
             for name in names:
                 column_of(table, name, what)
-        kept = np.array([bool(cell) for cell in target.cells])
+        kept = np.array([all(cells) for cells in zip(*(one.cells for one in targets), strict=True)])
+        named = " and ".join(map(repr, self._targeted))
         if not kept.any():
-            raise ValueError(f"{self.path}: no row has a {self.target!r}.")
+            raise ValueError(f"{self.path}: no row has a {named}.")
         if not kept.all():
             rank_zero_warn(
-                f"{self.path}: {int((~kept).sum())} of {len(kept)} rows have no {self.target!r} and are left out.",
+                f"{self.path}: {int((~kept).sum())} of {len(kept)} rows have no {named} and are left out.",
                 category=UserWarning,
             )
-        y, classes = self._targets(target, kept)
+        y, classes = self._targets(targets, kept)
         labels: dict[str, np.ndarray | None] = {"train": classes}
         self._divides = suited(self.partitioner, labels, f"{type(self).__name__}({self.path.name})")
         keys: Any = int(kept.sum())
@@ -154,7 +162,10 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
             keys = classes
         data: dict[str, Any] = {"train": range(int(kept.sum()))}
         fractions = (self.val_fraction, self.test_fraction)
-        ids, splits = federate(self._divides, data, labels, {"train": keys}, self.seed, *fractions, self.val_seed)
+        groups = self._units(table, kept)
+        ids, splits = federate(
+            self._divides, data, labels, {"train": keys}, self.seed, *fractions, self.val_seed, groups
+        )
         own = [
             np.concatenate([splits[name].indices[place] for name in ("train", "val") if name in splits])
             for place in range(len(ids))
@@ -166,8 +177,14 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
             split.dataset = dataset
         return ids, splits
 
-    def _targets(self, column: Column, kept: np.ndarray) -> tuple[torch.Tensor, np.ndarray | None]:
+    @property
+    def _targeted(self) -> list[str]:
+        """Columns that the targets are made of."""
+        return [self.target]
+
+    def _targets(self, columns: Sequence[Column], kept: np.ndarray) -> tuple[torch.Tensor, np.ndarray | None]:
         """Return the targets of the rows, and their classes unless they are measurements."""
+        (column,) = columns
         numbers = None if column.numbers is None else column.numbers[kept]
         few = numbers is None or ((numbers == np.round(numbers)).all() and len(np.unique(numbers)) <= MOST_CLASSES)
         if self.task == "classification" or (self.task == "auto" and few):
@@ -183,12 +200,28 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         mean, deviation = (0.0, 1.0) if self.target_statistics is None else self.target_statistics
         return torch.from_numpy((numbers - mean) / deviation).float(), None
 
-    def _groups(self, column: Column, kept: np.ndarray) -> np.ndarray:
+    def _units(self, table: Mapping[str, Column], kept: np.ndarray) -> dict[str, np.ndarray] | None:
+        """Return the group of each row, or `None` if rows are independent."""
+        if self.group:
+            return {"train": self._groups(column_of(dict(table), self.group, "group"), kept, "group")}
+        named = {*self._targeted, self.client, getattr(self._divides, "column", None)}
+        asked = [name for name, one in table.items() if name not in named and looks_like_identifier(name, one.cells)]
+        if self.group is None and asked:
+            rank_zero_warn(
+                f"{self.path}: column {asked[0]!r} has {len(set(table[asked[0]].cells))} different values in "
+                f"{len(kept)} rows. If "
+                "it names patients, rows of one may now be in training and test data: give group="
+                f"{asked[0]!r}. If rows are independent: group=False.",
+                category=UserWarning,
+            )
+        return None
+
+    def _groups(self, column: Column, kept: np.ndarray, what: str = "client") -> np.ndarray:
         cells = np.array(column.cells)[kept]
         if (cells == "").any():
             row = int(np.flatnonzero(cells == "")[0]) + 1
             raise ValueError(
-                f"{self.path}: sample {row} has no {column.name!r}, so no client; fill it in or remove the row."
+                f"{self.path}: sample {row} has no {column.name!r}, so no {what}; fill it in or remove the row."
             )
         return cells
 
@@ -197,7 +230,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
     ) -> np.ndarray:
         """Return the features of all rows, each scaled by its own client."""
         group = self.client if self.client is not None else getattr(self._divides, "column", None)
-        unused = {self.target, group, *self.drop}
+        unused = {*self._targeted, group, self.group, *self.drop}
         self.feature_names, columns = [], []
         for name, column in table.items():
             if name in unused:

@@ -14,6 +14,7 @@ from fedlightning.cli import main
 from fedlightning.commands.run import Commands
 from fedlightning.config.values import check_values
 from fedlightning.trainer import FederatedTrainer
+from tests.datamodules.test_tcga_brca import files as survival_files
 from tests.helpers import mostly_slow
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -32,6 +33,12 @@ FITS = {
     "tabular": "tabular_regressor",
     "paired_digits": "paired_digits",
     "spoken_digits": "spoken_digits",
+    "synthetic_devices": "synthetic_logistic",
+    "mnist_power_law": "mnist_logistic",
+    "tcga_brca": "tcga_cox",
+    "shakespeare": "char_lstm",
+    "femnist": "femnist_cnn",
+    "lung": "lung_cox",
 }
 
 
@@ -135,7 +142,7 @@ def test_other_data_parse_with_their_model(name: str, capsys: pytest.CaptureFixt
 def test_models_are_made(path: Path) -> None:
     cli = Commands("fit", ["--config", str(path), "--config", str(CONFIGS / "data/digits.yaml")])
     assert cli.model.configure_optimizers() is not None
-    assert getattr(cli.model, "num_classes", 2) in (2, 10, 47)
+    assert getattr(cli.model, "num_classes", 2) in (2, 10, 47, 62, 80)
 
 
 @pytest.mark.parametrize(
@@ -231,6 +238,35 @@ def test_clusters_of_digits(files: tuple[str, ...], tmp_path: Path) -> None:
     assert main(["fit", *words, *[f"--data.{option}" for option in size]]) == 0
     (run,) = tmp_path.glob("*/version_0")
     assert (run / "figures/clusters.png").exists()
+
+
+@pytest.mark.parametrize("path", mostly_slow(sorted(CONFIGS.glob("tcga_brca/*.yaml")), ["fedadagrad"]), ids=ids)
+def test_flambys_survival_benchmark(path: Path, tmp_path: Path) -> None:
+    """FLamby's settings on made files of its format, where a region of three test patients has no comparable pair."""
+    root = survival_files(tmp_path / "data")
+    words = ["--config", str(path), *small(tmp_path)[:4], f"--data.root={root}", "--trainer.local_steps=3"]
+    assert main(["fit", *words]) == 0
+    summary = json.loads((tmp_path / path.stem / "version_0/summary.json").read_text())
+    rows = [row for row in summary["results"] if (row["stage"], row["data"], row["split"]) == ("G", "local", "test")]
+    found = {row["metric"]: row for row in rows}
+    assert found["test_c_index"]["clients"] == 5 and "failures" not in summary
+
+
+def test_shakespeares_roles(tmp_path: Path) -> None:
+    speeches = [f"{role}:\n" + 20 * f"Good morrow, {role}. " for role in ("ROMEO", "JULIET", "Nurse") for _ in range(3)]
+    (tmp_path / "input.txt").write_text("\n\n".join(speeches))
+    words = ["--config", str(CONFIGS / "shakespeare/fedavg.yaml"), *small(tmp_path)[:4], "--trainer.participation=2"]
+    words += [f"--data.root={tmp_path / 'input.txt'}", "--data.min_chars=1000", "--model.net.hidden=8"]
+    assert main(["fit", *words, "--trainer.evaluate_every=1", "--data.step=40"]) == 0
+    summary = json.loads((tmp_path / "shakespeare_fedavg/version_0/summary.json").read_text())
+    assert summary["num_clients"] == 3 and "failures" not in summary
+
+
+def test_synthetic_devices_with_stragglers(tmp_path: Path) -> None:
+    words = ["--config", str(CONFIGS / "synthetic/fedprox.yaml"), *small(tmp_path)[:4], "--trainer.local_epochs=2"]
+    assert main(["fit", *words, "--trainer.evaluate_every=1", "--data.num_clients=12", "--data.seed=3"]) == 0
+    (run,) = tmp_path.glob("*/version_0")
+    assert ("G", "test") in {(row["stage"], row["split"]) for row in read_results(run)}
 
 
 def test_the_experiment_with_stragglers(tmp_path: Path) -> None:

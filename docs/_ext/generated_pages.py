@@ -32,7 +32,7 @@ MODULES = {
     "fedlightning.callbacks": "Checkpoints, privacy, selection and diagnostics. Algorithms have "
     ":doc:`pages of their own </reference/methods/index>`.",
     "fedlightning.datamodules": "Who has which samples.",
-    "fedlightning.models": "Reference networks, and one module for classification and one for regression.",
+    "fedlightning.models": "Reference networks, and modules for classification, regression and survival.",
     "fedlightning.wrappers": "Changes of somebody else's module.",
     "fedlightning.layers": "A module as a list of layers.",
     "fedlightning.topology": "Graphs of clients without a server.",
@@ -296,7 +296,7 @@ def configuration() -> None:
         "data": [
             value for name in data.__all__ if name.endswith(SETTINGS) and inspect.isclass(value := getattr(data, name))
         ],
-        "model": [models.Classifier, models.Regressor, models.ClientModels],
+        "model": [models.Classifier, models.Regressor, models.CoxRegressor, models.ClientModels],
     }
     for section, classes in chosen.items():
         text += titled(section, "-")
@@ -307,12 +307,32 @@ def configuration() -> None:
     write(REFERENCE / "configuration_keys.rst", text)
 
 
+def datasets() -> None:
+    """Write a page with the data modules: what each holds, and the configurations that load it."""
+    import fedlightning.datamodules as data
+
+    files = {path: path.read_text() for path in sorted((ROOT / "configs/data").glob("*.yaml"))}
+    rows = []
+    for name in data.__all__:
+        if name.endswith(("DataModule", "Partitioned")) and inspect.isclass(value := getattr(data, name)):
+            found = [f"``{path.relative_to(ROOT)}``" for path, text in files.items() if f".{name}\n" in text]
+            summary = inspect.cleandoc(value.__doc__ or "").split("\n\n")[0]
+            rows.append((f":class:`~fedlightning.datamodules.{name}`", plain(summary), ", ".join(found)))
+    text = titled("Data sets") + (
+        "The data modules that come with the package. The page of each says who the clients are, where the files are "
+        "had and under "
+        "which terms, and what is published of their split. Nothing is downloaded unasked.\n\n"
+    )
+    write(REFERENCE / "datasets.rst", text + table(rows, ("class", "data", "configuration"), "25 50 25"))
+
+
 def generate(app: Sphinx) -> None:
     """Write all pages before the sources are read."""
     methods()
     api()
     commands()
     configuration()
+    datasets()
     json_lines()
     hooks()
     write(ROOT / "docs/_static/flow.css", diagrams.STYLE.replace("#1f2328", "inherit"))

@@ -2,14 +2,14 @@
 
 In order of importance:
 
-* `Classifier` and `Regressor`: the LightningModules that train and score any network, with labels or with numbers as
-  targets. `SupervisedModule` is what they share.
+* `Classifier`, `Regressor` and `CoxRegressor`: the LightningModules that train and score any network, with labels, numbers
+  or times of events as targets. `SupervisedModule` is what they share.
 * `networks`: `MLP`, `DigitsCNN`, `MnistCNN` and `CifarCNN`. `player_fl`, `heart` and `transformer`: the networks of the
-  PLayer-FL and FENDA-FL papers and a small transformer for text.
+  PLayer-FL and FENDA-FL papers and a small transformer for text. `text`: LSTM, GRU and convolutions over words.
 * `ClientModels`: a LightningModule of its own for each client.
 * `MultimodalNet`: an encoder for each modality and a fusion, for samples that may lack some.
 * `TimmNet`: any image model of timm (imported only when used).
-* `ClassificationMetrics` and `RegressionMetrics`: their scores over a whole split.
+* `ClassificationMetrics`, `RegressionMetrics` and `SurvivalMetrics`: their scores over a whole split.
 * `head_name`: the submodule that is a network's head.
 * `recipes` and `labels`: how checkpoints record a network, and the check of labels.
 """
@@ -25,6 +25,9 @@ from fedlightning.models.player_fl import PLayerCifarNet, PLayerConvNet
 from fedlightning.models.regression_metrics import RegressionMetrics
 from fedlightning.models.regressor import Regressor
 from fedlightning.models.supervised import SupervisedModule
+from fedlightning.models.survival import CoxRegressor
+from fedlightning.models.survival_metrics import SurvivalMetrics
+from fedlightning.models.text import TextCNN, TextLSTM
 from fedlightning.models.timm_bridge import TimmNet, timm_model
 from fedlightning.models.transformer import SmallTransformer
 
@@ -34,6 +37,7 @@ __all__ = [
     "ClassificationMetrics",
     "Classifier",
     "ClientModels",
+    "CoxRegressor",
     "DigitsCNN",
     "FendaNet",
     "LogisticRegression",
@@ -45,6 +49,9 @@ __all__ = [
     "Regressor",
     "SmallTransformer",
     "SupervisedModule",
+    "SurvivalMetrics",
+    "TextCNN",
+    "TextLSTM",
     "TimmNet",
     "TinyNet",
     "head_name",

@@ -13,7 +13,7 @@ LOWER_IS_BETTER = (
 )
 """Words of metrics where less is better, as parts of a name: `val_loss`, `test/loss`, `MeanSquaredError`."""
 
-DEFAULTS = ("accuracy", "rmse", "loss")
+DEFAULTS = ("accuracy", "rmse", "c_index", "loss")
 """Metrics that runs are compared by if nobody says, the first that all of them have."""
 
 SHARES = (

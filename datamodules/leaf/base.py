@@ -1,0 +1,181 @@
+"""The base of LEAF's data sets: each user of the files is a client."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from fedlightning.datamodules.base import in_order
+from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
+from fedlightning.datamodules.leaf.reader import LEAFUser, leaf_files, read_leaf
+from fedlightning.datamodules.partition import cut
+from fedlightning.datamodules.views import ArrayDataset
+from fedlightning.ranges import PositiveInt, ShareBelowOne, checked
+from fedlightning.seeding import generator
+
+
+class LEAFDataModule(IndexedFederatedDataModule):
+    """Base of data modules over LEAF's JSON files, `train/*.json` and `test/*.json`, as `preprocess.sh` writes them.
+
+    Caldas et al., "LEAF: A Benchmark for Federated Settings", 2018 (code: BSD 2-clause). Nothing is downloaded: LEAF's
+    scripts fetch and prepare the sources, whose own terms apply. Each user is a client. The publisher's test samples
+    are the test split; validation samples are cut from each user's training samples. Subclasses turn a user's inputs
+    into tensors.
+
+    Args:
+        root: Folder that holds `train` and `test`, or LEAF's folder of the data set, whose `data` holds them.
+        batch_size: Number of samples in a batch (LEAF: 10).
+        val_fraction: Share of the training samples for validation, in [0, 1); LEAF has none.
+        largest: Keep only this many users, those with the most training samples; ties by name. `None` keeps all.
+        val_seed: Seed of the validation cut alone. `None` is `seed`.
+        options: The other arguments of `IndexedFederatedDataModule`, by name.
+
+    Raises:
+        ValueError: If a number is out of its range; from `setup`, if a file is damaged.
+    """
+
+    classes: int
+    """Number of classes."""
+
+    @checked
+    def __init__(
+        self,
+        root: str,
+        batch_size: int = 10,
+        val_fraction: ShareBelowOne = 0.2,
+        *,
+        largest: PositiveInt | None = None,
+        val_seed: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(batch_size, **options)
+        self.root, self.val_fraction, self.largest = Path(root), val_fraction, largest
+        self.val_seed = self.seed if val_seed is None else val_seed
+
+    @abstractmethod
+    def inputs(self, user: LEAFUser) -> Tensor:
+        """Return a user's inputs, one row a sample.
+
+        Args:
+            user: The user's samples of a split.
+
+        Raises:
+            ValueError: If an input is not of this data set.
+        """
+
+    def targets(self, user: LEAFUser) -> np.ndarray:
+        """Return a user's classes, int64 `(samples,)`.
+
+        Args:
+            user: The user's samples of a split.
+        """
+        try:
+            found = np.array([int(value) for value in user.y], dtype=np.int64)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{user.path}: user {user.name!r} has a target that is no whole number ({error})."
+            ) from error
+        if len(found) and not 0 <= found.min() <= found.max() < self.classes:
+            raise ValueError(
+                f"{user.path}: user {user.name!r} has targets from {found.min()} to {found.max()}; the classes are 0 to "
+                f"{self.classes - 1}. It is a file of another data set."
+            )
+        return found
+
+    def dataset(self, x: Tensor, y: np.ndarray) -> Dataset[Any]:
+        """Return the samples of all users as a dataset.
+
+        Args:
+            x: What `inputs` returned, of all users, one after another.
+            y: Classes, int64 `(samples,)`.
+        """
+        return ArrayDataset(x, torch.from_numpy(y))
+
+    def prepare_data(self) -> None:
+        """Check that the files are there (Lightning's hook)."""
+        leaf_files(self.root)
+
+    def setup(self, stage: str | None = None) -> None:
+        super().setup(stage)
+        self._num_classes = self.classes  # the data set's, though these users may lack the last ones
+
+    def build(self) -> tuple[list[str], Mapping[str, Split]]:
+        inputs, classes = [], []
+        held: dict[str, dict[str, np.ndarray]] = {"train": {}, "test": {}}
+        start = 0
+        for user in read_leaf(self.root):
+            x, y = self.inputs(user), self.targets(user)
+            inputs.append(x)
+            classes.append(y)
+            held[user.split][user.name] = np.arange(start, start + len(y))
+            start += len(y)
+        untrained = in_order(set(held["test"]) - set(held["train"]))
+        if untrained:
+            raise ValueError(
+                f"{self.root}: {len(untrained)} users have test samples and no training samples, such as "
+                f"{untrained[0]!r}. Split "
+                "each user's samples (preprocess.sh -t sample), not the users."
+            )
+        sizes = {name: len(rows) for name, rows in held["train"].items()}
+        kept = sorted(in_order(sizes), key=lambda name: -sizes[name])[: self.largest]
+        if len(kept) < len(sizes):
+            rank_zero_warn(
+                f"{type(self).__name__} keeps the {len(kept)} largest of {len(sizes)} users (largest={self.largest}).",
+                category=UserWarning,
+            )
+        y = np.concatenate(classes)
+        return self.divided(in_order(kept), held, self.dataset(torch.cat(inputs), y), y)
+
+    def cut_validation(self, name: str, rows: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return a user's training samples and its validation samples, both ascending.
+
+        Args:
+            name: The user.
+            rows: The user's samples in LEAF's training split, ascending.
+            y: Classes of all samples.
+        """
+        return cut(rows, self.val_fraction, generator(self.val_seed, "leaf", "val", name), y)
+
+    def divided(
+        self, clients: list[str], held: Mapping[str, Mapping[str, np.ndarray]], data: Dataset[Any], y: np.ndarray
+    ) -> tuple[list[str], Mapping[str, Split]]:
+        """Return clients and splits, with validation samples cut from each user's training samples."""
+        parts: dict[str, list[np.ndarray]] = {"train": [], "val": [], "test": []}
+        for name in clients:
+            fit, val = self.cut_validation(name, held["train"][name], y)
+            for split, rows in (("train", fit), ("val", val), ("test", held["test"].get(name, np.zeros(0, np.int64)))):
+                parts[split].append(rows)
+        return clients, {split: Split(data, rows, y) for split, rows in parts.items()}
+
+
+def numbers(user: LEAFUser, width: int) -> Tensor:
+    """Return a user's inputs as float32 `(samples, width)`.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from fedlightning.datamodules.leaf.base import numbers
+        >>> from fedlightning.datamodules.leaf import LEAFUser
+        >>> numbers(LEAFUser("train", "ann", [[1.0, 2.0]], [0], Path("a.json")), width=3)
+        Traceback (most recent call last):
+        ValueError: a.json: user 'ann' has inputs of shape (1, 2); this data set has 3 numbers each. ...
+    """
+    try:
+        found = np.array(user.x, dtype=np.float32).reshape(len(user.x), -1 if user.x else width)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{user.path}: user {user.name!r} has an input that is no list of {width} numbers ({error})."
+        ) from error
+    if found.shape[1] != width or not np.isfinite(found).all():
+        what = f"inputs of shape {found.shape}" if found.shape[1] != width else "an input with NaN or infinity"
+        raise ValueError(
+            f"{user.path}: user {user.name!r} has {what}; this data set has {width} numbers each. Is it another one?"
+        )
+    return torch.from_numpy(found)

@@ -1,0 +1,168 @@
+"""Scores of survival models: the partial likelihood of Cox, and the concordance index within and across sites."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
+
+from fedlightning.ranges import NonNegativeInt, checked
+
+CHUNK = 1024
+"""Events that are compared with all samples at a time: 8 MB of comparisons for 1000 samples."""
+
+
+def cox_loss(
+    risk: Tensor, time: Tensor, event: Tensor, reduction: Literal["samples", "events", "sum"] = "samples"
+) -> Tensor:
+    r"""Return the negative log partial likelihood (Cox 1972), ties by Breslow.
+
+    .. math::
+        \ell = -\sum_{i: e_i = 1} \Big( r_i - \log \sum_{j: t_j \ge t_i} \exp r_j \Big)
+
+    The risk set of an event is made of the samples that are given here. Of a batch it is the batch; of a whole client it
+    is the client. The sum over clients of whole-client losses is the loss of a *stratified* Cox model, with a baseline
+    hazard of its own at each site: patients of two sites are never compared. It is not the loss of the pooled data.
+
+    Args:
+        risk: Log hazards r, shape `(batch,)`.
+        time: Times of event or censoring t, shape `(batch,)`.
+        event: 1 for an event, 0 for a censored sample, shape `(batch,)`.
+        reduction: Divide by the number of `"samples"` (FLamby), of `"events"`, or by nothing (`"sum"`). With `"samples"`,
+            a mean of clients weighted by samples is the stratified likelihood divided by all samples.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.models.survival_metrics import cox_loss
+        >>> cox_loss(torch.zeros(3), torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 0.0, 0.0]), "sum")  # log 3
+        tensor(1.0986)
+    """
+    order = torch.argsort(time, descending=True, stable=True)
+    risk, event, later = risk[order], event[order].to(risk.dtype), -time[order]
+    last = torch.searchsorted(later, later, right=True) - 1  # samples of equal time are in each other's risk sets
+    loss = ((torch.logcumsumexp(risk, 0)[last] - risk) * event).sum()
+    if reduction == "sum":
+        return loss
+    return loss / (len(risk) if reduction == "samples" else event.sum().clamp(min=1))
+
+
+def concordance(risk: Tensor, time: Tensor, event: Tensor) -> tuple[float, int]:
+    r"""Return concordant and comparable pairs (Harrell 1982).
+
+    A pair is comparable if the sample with the earlier time has an event; a sample censored at the time of an event
+    outlived it. It is concordant if that sample has the higher risk; equal risks count half. Two events at one time are
+    not comparable. Ratios of sums of both numbers over sites are the C-index stratified by site.
+
+    Args:
+        risk: Predicted risks, shape `(samples,)`: the higher, the earlier the event.
+        time: Times of event or censoring, shape `(samples,)`.
+        event: 1 for an event, 0 for a censored sample, shape `(samples,)`.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.models.survival_metrics import concordance
+        >>> concordance(torch.tensor([2.0, 1.0, 1.0]), torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1, 1, 0]))
+        (2.5, 3)
+    """
+    died = event.bool()
+    concordant, comparable = 0.0, 0
+    for rows in torch.nonzero(died).squeeze(1).split(CHUNK):
+        later = (time[rows, None] < time) | ((time[rows, None] == time) & ~died)
+        higher, equal = risk[rows, None] > risk, risk[rows, None] == risk
+        concordant += float((later & higher).sum()) + 0.5 * float((later & equal).sum())
+        comparable += int(later.sum())
+    return concordant, comparable
+
+
+def stratified_c_index(counts: Iterable[tuple[float, float]]) -> float:
+    """Return the C-index over pairs within sites, from each site's concordant and comparable pairs; NaN without pairs.
+
+    Example:
+        >>> from fedlightning.models.survival_metrics import stratified_c_index
+        >>> stratified_c_index([(6.0, 8), (1.0, 2)])
+        0.7
+    """
+    concordant, comparable = (sum(column) for column in zip((0.0, 0.0), *counts, strict=True))
+    return concordant / comparable if comparable else math.nan
+
+
+class SurvivalMetrics(Metric):
+    r"""Cox loss and concordance index over a whole split.
+
+    The loss is `cox_loss` of all samples of the split together, not a mean of batches. The C-index is
+    :math:`C = \text{concordant} / \text{comparable}` pairs, of all samples (*pooled*), or of those within a stratum where
+    `update` is given strata (*stratified*). The two are different numbers: where sites differ in follow-up or in risk,
+    pairs across sites are easier or harder than pairs within.
+
+    Samples are collected on their device and computed in float64 on the CPU at the end. Results therefore do not depend
+    on the batch size. Nothing enters a `state_dict`.
+
+    As input to `update` the metric takes `risk`, `time`, `event` and, if wanted, `stratum`, all of shape `(batch,)`. As
+    output of `compute` it returns a dictionary of float32 scalars: `loss`, `c_index`, and with `pair_counts` also
+    `concordant_pairs` and `comparable_pairs`, from which `stratified_c_index` makes the number over sites. The C-index is
+    NaN with fewer than `min_events` events and without a comparable pair; a NaN risk makes it NaN, too.
+
+    Args:
+        reduction: What the loss is divided by, as in `cox_loss`.
+        min_events: Fewest events of which the C-index is given. With three events it takes few values, by chance.
+        pair_counts: Return the numbers of pairs, too.
+
+    Example:
+        >>> from torch import tensor
+        >>> from fedlightning.models import SurvivalMetrics
+        >>> metrics = SurvivalMetrics(min_events=2)
+        >>> metrics.update(tensor([2.0, 1.0, 0.0]), time=tensor([1.0, 2.0, 3.0]), event=tensor([1.0, 1.0, 0.0]))
+        >>> {name: round(score.item(), 3) for name, score in metrics.compute().items()}
+        {'loss': 0.24, 'c_index': 1.0}
+    """
+
+    full_state_update = False
+    metric_bounds = {
+        "c_index": (0.0, 1.0),
+        "concordant_pairs": (0.0, math.inf),
+        "comparable_pairs": (0.0, math.inf),
+    }
+    risk: list[Tensor]
+    time: list[Tensor]
+    event: list[Tensor]
+    stratum: list[Tensor]
+
+    @checked
+    def __init__(
+        self,
+        reduction: Literal["samples", "events", "sum"] = "samples",
+        min_events: NonNegativeInt = 5,
+        pair_counts: bool = False,
+    ) -> None:
+        super().__init__()
+        self.reduction, self.min_events, self.pair_counts = reduction, min_events, pair_counts
+        for name in ("risk", "time", "event", "stratum"):
+            self.add_state(name, default=[], dist_reduce_fx="cat")
+
+    def update(self, risk: Tensor, time: Tensor, event: Tensor, stratum: Tensor | None = None) -> None:
+        """Add a batch."""
+        strata = torch.zeros_like(event, dtype=torch.int64) if stratum is None else stratum.to(torch.int64)
+        for name, values in (("risk", risk), ("time", time), ("event", event), ("stratum", strata)):
+            getattr(self, name).append(values.detach().reshape(-1))
+
+    def compute(self) -> dict[str, Tensor]:
+        """Return the scores over all samples since the last reset."""
+        risk, time, event = (dim_zero_cat(part).cpu().double() for part in (self.risk, self.time, self.event))
+        strata = dim_zero_cat(self.stratum).cpu()
+        counts = [
+            concordance(risk[own], time[own], event[own]) for own in (strata == value for value in strata.unique())
+        ]
+        enough = int(event.sum()) >= self.min_events and not bool(risk.isnan().any())
+        scores = {
+            "loss": float(cox_loss(risk, time, event, self.reduction)),
+            "c_index": stratified_c_index(counts) if enough else math.nan,
+        }
+        if self.pair_counts:
+            totals = zip(("concordant_pairs", "comparable_pairs"), map(sum, zip(*counts, strict=True)), strict=True)
+            scores |= {name: float(value) for name, value in totals}
+        return {name: torch.tensor(value, dtype=torch.float32, device=self.device) for name, value in scores.items()}
