@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -29,6 +28,8 @@ from fedlightning.algorithm import (
 )
 from fedlightning.callbacks.client_dp import NO_SELECTION
 from fedlightning.callbacks.client_dp_spending import accountant_of, solved_noise, spent_by, write_told
+from fedlightning.callbacks.sample_dp_fit import add_to, added, planned_steps, refuse_trainer, visit_of
+from fedlightning.callbacks.shared.ledger import Ledger, Steps
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches, poisson_loader
 from fedlightning.callbacks.shared.record_gradients import RecordGradients, refuse_mixed_records
 from fedlightning.ranges import PositiveFloat
@@ -38,8 +39,6 @@ COVERED = Need(
     "covers with noise what a client learns from the batches of its training, and nothing else",
     (Change.READS, Change.LOSS, Change.TAPS, Change.SHAPE, Change.BATCHES),
 )
-Steps = Sequence[Sequence[float]]
-"""Noise multiplier, rate and number of steps, for each kind of step."""
 OF_BATCHES = ("on_train_batch_start", "on_train_batch_end")
 """Hooks of Lightning's that are given batches."""
 FEW = 4
@@ -62,7 +61,8 @@ class SampleDP(TrainingData):
     In a federation each client has an epsilon of its own, by the size of its data; `privacy.json` has all, and the largest
     is what holds. ``(epsilon, delta)`` holds for adding or removing one record of a client, against everybody who sees what
     the client sends: the server too. Everything that a client trains gets the noise, personal layers and models as well,
-    since the gradient of what is shared depends on them. It does **not** cover sample counts, scores and logged numbers.
+    since the gradient of what is shared depends on them. What the module logs in training stays with the client. It does
+    **not** cover sample counts and scores.
     A person with several records is covered less: by each record alone.
 
     Noise and batches are drawn from a secret of the operating system's, which lies in what the client keeps (in a plain
@@ -75,6 +75,8 @@ class SampleDP(TrainingData):
         epsilon: The budget. Training ends before it is exceeded.
         clip: ``C``, the most that a record's gradient may be long. Default 1.
         accountant: ``"rdp"`` (default; Rényi, orders of Opacus) or ``"prv"`` (tighter, slower).
+        ledger: Folder with a file for each client of what all runs have spent on its data; `epsilon` is then the budget of
+            the data, over all these runs. `None`: every run counts alone.
         noise_seed: A fixed seed in the place of the secret, for tests. The run is **not private**, and says so.
 
     Raises:
@@ -95,6 +97,7 @@ class SampleDP(TrainingData):
         epsilon: PositiveFloat | None = None,
         clip: PositiveFloat = 1.0,
         accountant: Literal["rdp", "prv"] = "rdp",
+        ledger: str | None = None,
         noise_seed: int | None = None,
     ) -> None:
         if noise_multiplier is None and epsilon is None:
@@ -104,6 +107,7 @@ class SampleDP(TrainingData):
         self.epsilon = epsilon
         self.clip = clip
         self.accountant = accountant
+        self.ledger = ledger
         self.noise_seed = noise_seed
         self._fit: RecordGradients | None = None
         self._sampler: PoissonBatches | None = None
@@ -151,7 +155,7 @@ class SampleDP(TrainingData):
                 "SampleDP(epsilon=...) solves for the noise of visits of one fit, and here visits have several. Give "
                 "noise_multiplier too: epsilon is then what no client exceeds."
             )
-        _refuse_trainer(setup.module, setup.trainer_arguments.get, len(setup.optimizers))
+        refuse_trainer(setup.module, setup.trainer_arguments.get, len(setup.optimizers))
         batch = setup.first_batch()
         if batch is not None:
             refuse_mixed_records(setup.module, move_batch(setup.module, batch), self.key)
@@ -180,8 +184,7 @@ class SampleDP(TrainingData):
             secret = secrets.token_hex(16) if self.noise_seed is None else f"seed {self.noise_seed} {client.id}"
             client.state[self.key] = {"secret": secret, "history": []}
         came = hashlib.sha256()
-        for name, value in sorted(client.received.items()):
-            came.update(name.encode() + value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        add_to(came, [client.received, client.message.extras, client.message.work, client.message.tag])
         client.scratch[self.key] = f"{client.visit}|{came.hexdigest()}"
 
     def training_batches(self, client: Client, loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -198,13 +201,10 @@ class SampleDP(TrainingData):
         """
         if self._sampler is None:  # a phase on public data
             return
-        client, planned = self._client, _planned(trainer, self._sampler)
+        client, planned = self._client, planned_steps(trainer, self._sampler)
         if client is None:
             secret, address, history = self._secret, "", self._history
-            with isolated(0, self.key):
-                loader: Any = trainer.train_dataloader
-                few = [loader.dataset[place] for place in range(min(FEW, len(loader.dataset)))]
-            refuse_mixed_records(pl_module, move_batch(pl_module, loader.collate_fn(few)), self.key)
+            self._try_records(pl_module, trainer.train_dataloader)
         else:
             kept = client.state[self.key]
             secret, address, history = (
@@ -212,15 +212,26 @@ class SampleDP(TrainingData):
                 f"{client.scratch[self.key]}|{client.phase.name}",
                 kept["history"],
             )
-        whole = planned if client is None or client.keeps_optimizers else planned * client.max_rounds
-        noise = self._noise(history, self._sampler.rate, whole)
-        room = self._room(history, noise, self._sampler.rate, planned)
-        if room < planned and not (client is not None and client.keeps_optimizers):
-            raise ValueError(
-                f"SampleDP: {planned} more steps would exceed epsilon={self.epsilon:g}; there is room for {room}. Raise "
-                "noise_multiplier, or train for fewer steps."
-            )
+        keeps = client is not None and client.keeps_optimizers  # then the Trainer's limit is that of the whole run
+        noise = self._noise(
+            history, self._sampler.rate, planned * (1 if client is None or keeps else client.max_rounds)
+        )
+        about = added(history, (noise, self._sampler.rate, planned))
+        with Ledger(self.ledger, "data" if client is None else client.id, secret).held(about) as others:
+            room = self._room([*others, *history], noise, self._sampler.rate, planned)
+            if room < planned and not keeps:
+                raise ValueError(
+                    f"SampleDP: {planned} more steps would exceed epsilon={self.epsilon:g}; there is room for {room}"
+                    f"{', since other runs of the ledger have spent' if others else ''}. Raise noise_multiplier, or train "
+                    "for fewer steps."
+                )
         self._fit = RecordGradients(pl_module, self._sampler, self.clip, noise, secret, address, room)
+
+    def _try_records(self, module: LightningModule, loader: Any) -> None:
+        """Try a few records of a plain Trainer's loader."""
+        with isolated(0, self.key):
+            few = [loader.dataset[place] for place in range(min(FEW, len(loader.dataset)))]
+        refuse_mixed_records(module, move_batch(module, loader.collate_fn(few)), self.key)
 
     def _room(self, history: Steps, noise: float, rate: float, most: int) -> int:
         """Return for how many of `most` more steps the budget has room."""
@@ -264,11 +275,11 @@ class SampleDP(TrainingData):
         if client is not None:
             kept = client.state[self.key]
             client.state[self.key] = kept | {
-                "history": _added(kept["history"], steps),
-                "visit": _visit_of(client, steps),
+                "history": added(kept["history"], steps),
+                "visit": visit_of(client, steps),
             }
             return
-        self._history = _added(self._history, steps)
+        self._history = added(self._history, steps)
         if self.noise_seed is None:
             warn(
                 f"SampleDP: epsilon={self.epsilon_of(self._history):.4g} at delta={self.delta:g} for each record, after "
@@ -280,7 +291,7 @@ class SampleDP(TrainingData):
         """Take the hooks off; in a plain Trainer, count the steps that were taken."""
         fit = self._close()
         if fit is not None and self._client is None:
-            self._history = _added(self._history, fit.counted)
+            self._history = added(self._history, fit.counted)
 
     def _close(self) -> RecordGradients | None:
         fit, self._fit, self._sampler = self._fit, None, None
@@ -292,11 +303,14 @@ class SampleDP(TrainingData):
         return fit
 
     def on_send(self, client: Client, update: Update) -> None:
-        """Say what was spent, and whether the budget has room for another such visit."""
+        """Say what was spent, and whether the budget has room for another such visit; what was logged does not leave."""
+        update.metrics, update.logs = {}, []
         kept = client.state.get(self.key, {})
         if not kept.get("history") or client.message.work == 0:
             return
-        spent, left = self.epsilon_of(kept["history"]), self._fits([*kept["history"], *kept["visit"]])
+        with Ledger(self.ledger, client.id, kept["secret"]).held(None) as others:
+            spent = self.epsilon_of([*others, *kept["history"]])
+            left = self._fits([*others, *kept["history"], *kept["visit"]])
         update.extras[self.key] = {"epsilon": torch.tensor(spent), "left": torch.tensor(int(left))}
 
     # -- the server ----------------------------------------------------------------------------------------------------
@@ -325,7 +339,7 @@ class SampleDP(TrainingData):
                 "epsilon": max(kept["epsilon"].values()) if private else None,
                 "delta": self.delta,
                 "unit": "record of a client",
-                "against": "everybody who sees what a client sends, the server too; not scores, logs and sample counts",
+                "against": "everybody who sees what a client sends, the server too; not scores and sample counts",
                 "rounds": server.round + 1,
                 "clip": self.clip,
                 "accountant": self.accountant,
@@ -342,7 +356,7 @@ class SampleDP(TrainingData):
             most = max(kept["epsilon"], key=kept["epsilon"].get)
             warn(
                 f"SampleDP: epsilon={kept['epsilon'][most]:.4g} at delta={self.delta:g} for each record of client '{most}', "
-                "the most of all clients, against everybody who sees updates. Scores and logs are not covered."
+                "the most of all clients, against everybody who sees updates. Scores are not covered."
             )
 
     # -- a plain Trainer -----------------------------------------------------------------------------------------------
@@ -354,7 +368,7 @@ class SampleDP(TrainingData):
         """
         if self._client is not None:
             return
-        _refuse_trainer(pl_module, lambda name, default: getattr(trainer, name, default), len(trainer.optimizers))
+        refuse_trainer(pl_module, lambda name, default: getattr(trainer, name, default), len(trainer.optimizers))
         if trainer.world_size > 1:
             raise ValueError(f"SampleDP trains on one device, and here are {trainer.world_size}. Use devices=1.")
         self._secret = secrets.token_hex(16) if self.noise_seed is None else f"seed {self.noise_seed}"
@@ -373,57 +387,8 @@ class SampleDP(TrainingData):
 
     def _spent(self) -> list[list[float]]:
         """Return the steps of all fits, those of the one that runs too."""
-        return self._history if self._fit is None else _added(self._history, self._fit.counted)
+        return self._history if self._fit is None else added(self._history, self._fit.counted)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on counting from a checkpoint of a plain Trainer."""
         self._history = [list(steps) for steps in state_dict.get("history", [])]
-
-
-def _added(history: Steps, steps: Sequence[float]) -> list[list[float]]:
-    """Return a history with more steps; those of one noise and rate are counted together."""
-    counted = {(float(noise), float(rate)): int(count) for noise, rate, count in history}
-    noise, rate, count = steps
-    counted[noise, rate] = counted.get((noise, rate), 0) + int(count)
-    return [[noise, rate, count] for (noise, rate), count in counted.items()]
-
-
-def _visit_of(client: Client, steps: Sequence[float]) -> list[list[float]]:
-    """Return the steps of this visit so far, this fit's too."""
-    client.scratch["private steps"] = _added(client.scratch.get("private steps", []), steps)
-    found: list[list[float]] = client.scratch["private steps"]
-    return found
-
-
-def _planned(trainer: Any, sampler: PoissonBatches) -> int:
-    """Return the optimizer steps of a fit.
-
-    Raises:
-        ValueError: If nobody knows.
-    """
-    batches = min(int(trainer.num_training_batches), len(sampler))
-    if trainer.max_steps is not None and trainer.max_steps >= 0:
-        return int(trainer.max_steps)
-    if trainer.max_epochs is None or trainer.max_epochs < 0:
-        raise ValueError("SampleDP has to know how long training goes on. Give the Trainer max_epochs or max_steps.")
-    return int(trainer.max_epochs) * batches
-
-
-def _refuse_trainer(module: LightningModule, argument: Any, optimizers: int) -> None:
-    """Refuse settings with which a step is not one gradient of one batch.
-
-    Raises:
-        ValueError: With the setting.
-    """
-    if argument("accumulate_grad_batches", 1) not in (None, 1):
-        raise ValueError(
-            "SampleDP clips and covers every batch by itself: use accumulate_grad_batches=1 and larger batches."
-        )
-    if "16" in str(argument("precision", "32")) and "bf16" not in str(argument("precision", "32")):
-        raise ValueError(
-            "SampleDP cannot clip gradients that a scaler has scaled: use precision='bf16-mixed' or '32-true'."
-        )
-    if not module.automatic_optimization or optimizers > 1:
-        raise ValueError(
-            f"SampleDP makes the step of one optimizer, and {type(module).__name__} optimizes in another way."
-        )

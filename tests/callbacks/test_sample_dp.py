@@ -369,3 +369,49 @@ def test_every_method_is_covered_or_refused_before_round_1(name, tmp_path):
         except ValueError:
             return
     assert [str(one.message) for one in said if " failed: " in str(one.message)] == []
+
+
+# -- the ledger --------------------------------------------------------------------------------------------------------
+def test_a_ledger_counts_all_runs_on_the_same_data(tmp_path):
+    def run(name, rounds=2, **options):
+        callback = dp(noise_seed=None, ledger=str(tmp_path / "ledger"), **options)
+        trainer = make_trainer(tmp_path, [callback], max_rounds=rounds, name=name)
+        trainer.fit(module(), datamodule=toy_data(SIZES))
+        return json.loads((trainer.run.path / "privacy.json").read_text())
+
+    alone, second = run("first"), run("second")
+    steps = json.loads((tmp_path / "ledger" / "0.json").read_text())["runs"]
+    first, other = steps.values()
+    assert first == other  # two runs that spent alike
+    both = SampleDP(delta=1e-3, noise_multiplier=1.0).epsilon_of([one for history in steps.values() for one in history])
+    assert second["epsilon_by_client"]["0"] == pytest.approx(both, rel=1e-5) and both > alone["epsilon_by_client"]["0"]
+    with pytest.raises(FederationError, match="since other runs of the ledger have spent"):
+        run("third", epsilon=alone["epsilon"] * 1.01)
+    (tmp_path / "ledger" / "0.json").write_text("{}")
+    with pytest.raises(FederationError, match="is no ledger"):
+        run("fourth", epsilon=50.0)
+
+
+def test_steps_are_in_the_ledger_before_they_are_taken(tmp_path):
+    callback, net = dp(ledger=str(tmp_path)), Plain()
+
+    def look():
+        steps = json.loads((tmp_path / "data.json").read_text())["runs"]
+        assert list(steps.values()) == [[[1.0, 0.25, 8]]]
+        raise KeyboardInterrupt
+
+    net.on_train_batch_end = lambda *args: look()
+    with pytest.raises(SystemExit):
+        plain_trainer(callback, max_epochs=2).fit(net, DataLoader(records(), batch_size=5))
+    assert len(json.loads((tmp_path / "data.json").read_text())["runs"]) == 1
+
+
+def test_what_a_module_logs_in_training_does_not_leave():
+    class Look(FedAvg):
+        seen = []
+
+        def on_update(self, server, update):
+            self.seen.append((dict(update.metrics), list(update.logs)))
+
+    federate(module(), toy_data(SIZES), [Look(), dp()], max_rounds=1)
+    assert Look.seen == [({}, [])] * 3

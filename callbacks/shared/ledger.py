@@ -1,0 +1,69 @@
+"""What all runs have spent on one data set: a budget belongs to the data, not to a run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+from filelock import FileLock
+
+Steps = Sequence[Sequence[float]]
+"""Noise multiplier, rate and number of steps, for each kind of step."""
+
+
+class Ledger:
+    """A file that runs on the same data share, each with what it spends; one run at a time writes it.
+
+    Args:
+        path: Folder of the ledger; `None`: there is none, and every run counts alone.
+        name: Whose data, such as a client's id.
+        secret: The run's secret, whose hash names the run.
+
+    Example:
+        >>> with Ledger(None, "hospital", "a secret").held([(1.0, 0.1, 5)]) as others:
+        ...     others
+        []
+    """
+
+    def __init__(self, path: str | None, name: str, secret: str) -> None:
+        self.path = None if path is None else Path(path) / f"{quote(name, safe='')}.json"
+        self.run = hashlib.sha256(f"ledger|{secret}".encode()).hexdigest()[:16]
+
+    @contextmanager
+    def held(self, spent: Steps | None) -> Iterator[list[Sequence[float]]]:
+        """Give the steps of all other runs, and write down what this run has spent unless the block raises.
+
+        Args:
+            spent: All steps of this run, those that it is about to take too; `None`: only look.
+
+        Raises:
+            ValueError: If the file is no ledger.
+        """
+        if self.path is None:
+            yield []
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.path.with_suffix(".lock")):
+            runs = self._read()
+            yield [steps for run, history in runs.items() if run != self.run for steps in history]
+            if spent is not None:
+                aside = self.path.with_suffix(".part")
+                aside.write_text(json.dumps({"runs": runs | {self.run: [list(one) for one in spent]}}, indent=1) + "\n")
+                aside.replace(self.path)
+
+    def _read(self) -> dict[str, list[list[float]]]:
+        assert self.path is not None
+        if not self.path.exists():
+            return {}
+        try:
+            runs = json.loads(self.path.read_text())["runs"]
+            return {str(run): [[float(one) for one in steps] for steps in history] for run, history in runs.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{self.path} is no ledger of what runs have spent ({error}). Without it nobody knows: restore it, or take "
+                "another folder for other data."
+            ) from error
