@@ -24,7 +24,7 @@ from fedlightning.callbacks import (
 from fedlightning.callbacks.client_dp import ClientDP
 from fedlightning.tensors import module_state
 from fedlightning.testing.pairs import check_pair
-from tests.callbacks.common import absent_clients_rest, batches, cut_and_resumed
+from tests.callbacks.common import FailsOnce, absent_clients_rest, batches, cut_and_resumed
 from tests.conformance.case import Case, Kept
 from tests.helpers import (
     NormNet,
@@ -173,6 +173,16 @@ def test_a_round_in_which_nobody_takes_part_changes_nothing():
 def test_absent_clients_keep_what_they_have():
     _, spy = spied(Toy("sgd"), toy_data(), [FedDyn()], max_rounds=4, participation=1)
     absent_clients_rest(spy)
+
+
+def test_a_client_that_fails_keeps_its_g_and_adds_nothing_to_h():
+    with pytest.warns(UserWarning, match="the line is cut"):
+        _, spy = spied(Toy("sgd"), toy_data(), [FedDyn(), FailsOnce("1", 1)], max_rounds=3)
+    same(gs(spy, 0)["1"], gs(spy, 1)["1"])
+    for number, state in enumerate(spy.states):
+        own = gs(spy, number)
+        mean = {name: sum(g[name].double() for g in own.values()) / 3 for name in own["0"]}
+        close(state["FedDyn"]["h"], mean, atol=1e-6)
 
 
 @pytest.mark.slow
