@@ -34,6 +34,7 @@ from tests.helpers import (
     close,
     federate,
     global_state,
+    make_trainer,
     quadratic_data,
     same,
     spied,
@@ -266,3 +267,15 @@ def test_clients_of_unequal_samples_count_once():
     data = ToyData({str(i): dict.fromkeys(("train", "val", "test"), own) for i, own in enumerate(rows)})
     trained = federate(Quadratic(lr=0.3), data, [FedDyn(alpha=1.0)], max_rounds=60, local_steps=40)
     torch.testing.assert_close(global_state(trained)["w"], pooled(A[:2], B[:2]), atol=1e-8, rtol=0)
+
+
+def test_a_client_that_joins_a_resumed_run_leaves_h_the_mean(tmp_path):
+    module, options = Toy("sgd"), {"max_rounds": 4, "participation": 2}
+    cut = make_trainer(tmp_path, [FedDyn()], max_time={"seconds": 0}, **options)
+    cut.fit(module, datamodule=toy_data((24, 40, 16)))
+    again = make_trainer(tmp_path, [FedDyn()], **options)
+    again.fit(module, datamodule=toy_data((24, 40, 16, 8)), resume="last", allow_new_clients=True)
+    own = [again.store.get(client).state.get("FedDyn", {}).get("g") for client in "0123"]
+    for name, value in again.server.state["FedDyn"]["h"].items():
+        mean = sum(g[name].double() for g in own if g) / 4
+        close({name: value}, {name: mean}, atol=1e-6)
