@@ -161,7 +161,7 @@ class FedSAM(FederatedCallback):
         for one in client.scratch[self.key]:
             with torch.enable_grad(), client.probing(module):
                 one.replay()
-                loss = training_loss(module, one.batch, one.index) * factor / trainer.accumulate_grad_batches
+                loss = training_loss(module, one.batch, one.batch_idx) * factor / trainer.accumulate_grad_batches
                 gradients = torch.autograd.grad(loss, chosen, allow_unused=True)
             for name, gradient in zip(names, gradients, strict=True):
                 if gradient is not None:
@@ -175,7 +175,7 @@ class _Pass(NamedTuple):
     """A batch of the present step, its index, and what sets the random generators to where its first pass began."""
 
     batch: Any
-    index: int
+    batch_idx: int
     replay: Callable[[], None]
 
 

@@ -123,7 +123,7 @@ def settings(heart: str, mnist: str) -> dict[str, Setting]:
     several = dict.fromkeys(("FedMultimodal", "Harmony"), "it is for data of several modalities")
     no_norm = {"FedBN": "its network has no BatchNorm layer", **several}
     one_logit = dict.fromkeys(
-        ("FD", "FjORD", "pFedKnow"), "it needs a logit for each class, and the network has one for two"
+        ("FD", "FedLC", "FjORD", "pFedKnow"), "it needs a logit for each class, and the network has one for two"
     )
     two_classes = {"FCCLPlus": "it distils the classes that are not a sample's, and of two that is one"}
     labelled = {"pFedKnow": {"server": "0"}}

@@ -24,7 +24,7 @@ from fedlightning.callbacks import (
 from fedlightning.callbacks.client_dp import ClientDP
 from fedlightning.tensors import module_state
 from fedlightning.testing.pairs import check_pair
-from tests.callbacks.common import absent_clients_rest, batches, cut_and_resumed
+from tests.callbacks.common import FailsOnce, absent_clients_rest, batches, cut_and_resumed
 from tests.conformance.case import Case, Kept
 from tests.helpers import (
     NormNet,
@@ -34,6 +34,7 @@ from tests.helpers import (
     close,
     federate,
     global_state,
+    make_trainer,
     quadratic_data,
     same,
     spied,
@@ -175,6 +176,16 @@ def test_absent_clients_keep_what_they_have():
     absent_clients_rest(spy)
 
 
+def test_a_client_that_fails_keeps_its_g_and_adds_nothing_to_h():
+    with pytest.warns(UserWarning, match="the line is cut"):
+        _, spy = spied(Toy("sgd"), toy_data(), [FedDyn(), FailsOnce("1", 1)], max_rounds=3)
+    same(gs(spy, 0)["1"], gs(spy, 1)["1"])
+    for number, state in enumerate(spy.states):
+        own = gs(spy, number)
+        mean = {name: sum(g[name].double() for g in own.values()) / 3 for name in own["0"]}
+        close(state["FedDyn"]["h"], mean, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_a_cut_run_goes_on_bit_for_bit(tmp_path):
     options = {"max_rounds": 3, "participation": 2}
@@ -256,3 +267,15 @@ def test_clients_of_unequal_samples_count_once():
     data = ToyData({str(i): dict.fromkeys(("train", "val", "test"), own) for i, own in enumerate(rows)})
     trained = federate(Quadratic(lr=0.3), data, [FedDyn(alpha=1.0)], max_rounds=60, local_steps=40)
     torch.testing.assert_close(global_state(trained)["w"], pooled(A[:2], B[:2]), atol=1e-8, rtol=0)
+
+
+def test_a_client_that_joins_a_resumed_run_leaves_h_the_mean(tmp_path):
+    module, options = Toy("sgd"), {"max_rounds": 4, "participation": 2}
+    cut = make_trainer(tmp_path, [FedDyn()], max_time={"seconds": 0}, **options)
+    cut.fit(module, datamodule=toy_data((24, 40, 16)))
+    again = make_trainer(tmp_path, [FedDyn()], **options)
+    again.fit(module, datamodule=toy_data((24, 40, 16, 8)), resume="last", allow_new_clients=True)
+    own = [again.store.get(client).state.get("FedDyn", {}).get("g") for client in "0123"]
+    for name, value in again.server.state["FedDyn"]["h"].items():
+        mean = sum(g[name].double() for g in own if g) / 4
+        close({name: value}, {name: mean}, atol=1e-6)

@@ -139,7 +139,7 @@ def run(name="x", callbacks=None):
         (["FedProx"], None),
         (["FedAvg", "FedProx"], None),
         (["FedAdam", "LocalAdaptation"], None),
-        (["FedDyn", "GlobalCheckpoint"], None),  # somebody's own algorithm is not FedAvg
+        (["FedCM", "GlobalCheckpoint"], None),  # somebody's own algorithm is not FedAvg
     ],
 )
 def test_roles_are_told_by_callbacks(callbacks, expected):
