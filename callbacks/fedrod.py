@@ -141,8 +141,9 @@ class FedRoD(ServerModels):
         return [name for name in module.state_dict() if not name.startswith(inner)]
 
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:
-        """Return the generic model."""
-        return server.module_with(server.model)
+        """Return the generic model; `None` where something else stays with the clients too, such as running statistics."""
+        whole = set(self.shared_names(server, server.module)) <= set(server.shared_names())
+        return server.module_with(server.model) if whole else None
 
     def personal_module(self, client: Client, stage: Stage) -> LightningModule:
         """Return the model with the sum of both heads; the generic one where no personal head was ever trained."""
