@@ -141,8 +141,9 @@ class FedRoD(ServerModels):
         return [name for name in module.state_dict() if not name.startswith(inner)]
 
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:
-        """Return the generic model."""
-        return server.module_with(server.model)
+        """Return the generic model; `None` where something else stays with the clients too, such as running statistics."""
+        whole = set(self.shared_names(server, server.module)) <= set(server.shared_names())
+        return server.module_with(server.model) if whole else None
 
     def personal_module(self, client: Client, stage: Stage) -> LightningModule:
         """Return the model with the sum of both heads; the generic one where no personal head was ever trained."""
@@ -153,7 +154,7 @@ class FedRoD(ServerModels):
 
     # -- client --------------------------------------------------------------------------------------------------------
     def on_visit_start(self, client: Client) -> None:
-        """Count the client's classes.
+        """Take the logarithms of the client's numbers of samples by class; nothing where all are equal.
 
         Raises:
             ValueError: If the data have no class labels, or more classes than the head has logits.
@@ -162,7 +163,8 @@ class FedRoD(ServerModels):
         if counts is None or len(counts) > classes:
             found = "no class labels" if counts is None else f"{len(counts)} classes"
             raise ValueError(f"FedRoD weighs the {classes} logits by a client's classes, but its data have {found}")
-        client.scratch[self.key] = log_counts(counts, classes)
+        equal = len(set(counts)) == 1 and len(counts) == classes
+        client.scratch[self.key] = None if equal else log_counts(counts, classes).to(client.device)
 
     def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:
         """Tap the features and the generic logits: input and output of the generic head."""
@@ -174,9 +176,9 @@ class FedRoD(ServerModels):
     ) -> Tensor:
         """Return the loss of body and generic head, balanced, plus that of the personal head."""
         generic, labels = rows(features["logits"]), labels_of(batch, self.key)
-        log_n = client.scratch[self.key].to(generic)
+        log_n = client.scratch[self.key]
         personal = personal_head(module)[1].get_submodule(PERSONAL)(features["z"].detach())
-        if (log_n != log_n[0]).any():
+        if log_n is not None:
             loss = loss + F.cross_entropy(generic + log_n, labels) - F.cross_entropy(generic, labels)
         return loss + F.cross_entropy(generic.detach() + rows(personal), labels)
 

@@ -74,8 +74,9 @@ them say nothing. The runs are short, so that the table can be made again; they 
 method is best. A method below Local has the reason beside it.
 
 Where such runs chose a default, the table is no independent test of it: what the papers of pFedBayes and GPFL leave open
-(seed 0, on test scores), FedRolex's `scaler` (digits, seeds 0 to 2), and FedGH's steps of the server, FedKD's `strength`,
-MAPPER's `warmup` and FedBABU's `epochs` (validation data of digits, with this network, and of FashionMNIST, seeds 0 to 2).
+(seed 0, on test scores), FedRolex's `scaler`, QFedAvg's `q` and AFL's `gamma` (digits, seeds 0 to 2), and FedGH's steps of
+the server, FedKD's `strength`, MAPPER's `warmup` and FedBABU's `epochs` (validation data of digits, with this network, and
+of FashionMNIST, seeds 0 to 2).
 """
 
 
@@ -123,9 +124,12 @@ def settings(heart: str, mnist: str) -> dict[str, Setting]:
     several = dict.fromkeys(("FedMultimodal", "Harmony"), "it is for data of several modalities")
     no_norm = {"FedBN": "its network has no BatchNorm layer", **several}
     one_logit = dict.fromkeys(
-        ("FD", "FedLC", "FjORD", "pFedKnow"), "it needs a logit for each class, and the network has one for two"
+        ("FD", "FedLC", "FedRoD", "FjORD", "pFedKnow"),
+        "it needs a logit for each class, and the network has one for two",
     )
-    two_classes = {"FCCLPlus": "it distils the classes that are not a sample's, and of two that is one"}
+    two_classes = dict.fromkeys(
+        ("FCCLPlus", "FedNTD"), "it distils the classes that are not a sample's, and of two that is one"
+    )
     labelled = {"pFedKnow": {"server": "0"}}
     every = [
         Setting(

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import zipfile
 from abc import abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from fedlightning.datamodules.download import fetch, find, missing
 from fedlightning.datamodules.images.base import ImageFederatedDataModule
+from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.readers import read_idx
 from fedlightning.ranges import checked
 
@@ -50,14 +52,23 @@ class _IdxDataModule(ImageFederatedDataModule):
 class MNISTDataModule(_IdxDataModule):
     """MNIST (LeCun, Cortes, Burges 1998): 60000 + 10000 grey images of 28 x 28, 10 digits.
 
-    Reads `train-images-idx3-ubyte` and the other three files, plain or `.gz`. The arguments are those of
-    `ImageFederatedDataModule`.
+    Reads `train-images-idx3-ubyte` and the other three files, plain or `.gz`.
+
+    Args:
+        root: Folder that holds the files, or receives them.
+        partitioner: Divides the samples among clients. `None` is `DirichletPartitioner(num_clients=10, alpha=0.5)`.
+        batch_size: Number of samples in a batch.
+        only: Classes whose images are kept; they become 0, 1, ... in this order. `None`: all.
+        options: The other arguments of `ImageFederatedDataModule`, by name.
+
+    Raises:
+        ValueError: If `only` is empty, or names a class twice or one that there is not.
 
     Example:
         >>> from fedlightning.datamodules import MNISTDataModule
-        >>> data = MNISTDataModule(root="data")  # files are read by data.setup()
-        >>> data.folders[0].as_posix(), len(data.checksums)
-        ('data/MNIST/raw', 4)
+        >>> data = MNISTDataModule(root="data", only=[4, 9])  # files are read by data.setup()
+        >>> data.folders[0].as_posix(), len(data.checksums), data.classes
+        ('data/MNIST/raw', 4, 2)
     """
 
     name = "MNIST"
@@ -72,6 +83,25 @@ class MNISTDataModule(_IdxDataModule):
         "t10k-labels-idx1-ubyte": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
     }
 
+    @checked
+    def __init__(
+        self,
+        root: str = "data",
+        partitioner: Partitioner | None = None,
+        batch_size: int = 64,
+        *,
+        only: Sequence[int] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(root, partitioner, batch_size, **options)
+        self.only = None if only is None else list(only)
+        if self.only is not None:
+            if not self.only or len({*self.only} & {*range(self.classes)}) != len(self.only):
+                raise ValueError(
+                    f"{type(self).__name__} got only={self.only}. Name classes from 0 to {self.classes - 1}, each once."
+                )
+            self.classes = len(self.only)
+
     def prepare_data(self) -> None:
         """Download missing files (Lightning's hook, on one process of a machine).
 
@@ -84,6 +114,10 @@ class MNISTDataModule(_IdxDataModule):
 
     def arrays(self, train: bool) -> tuple[np.ndarray, np.ndarray]:
         images, labels = self._read(train)
+        if self.only is not None:
+            kept = np.isin(labels, self.only)
+            place = {number: position for position, number in enumerate(self.only)}
+            images, labels = images[kept], np.array([place[int(label)] for label in labels[kept]], dtype=np.int64)
         return images[:, None], labels
 
     def _names(self, train: bool) -> list[str]:
@@ -95,7 +129,7 @@ class FashionMNISTDataModule(MNISTDataModule):
     """Fashion-MNIST (Xiao, Rasul, Vollgraf 2017): MNIST's format and sizes, 10 kinds of clothing.
 
     Its files are named like MNIST's: keep the two under different roots, or in `root/FashionMNIST`. The arguments are
-    those of `ImageFederatedDataModule`.
+    those of `MNISTDataModule`.
 
     Example:
         >>> from fedlightning.datamodules import FashionMNISTDataModule

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -12,9 +15,11 @@ from fedlightning import FederatedCallback
 from fedlightning.algorithm import Change, Facts
 from fedlightning.callbacks import AFL, IFCA, FedAdam, FedAvg, FedBABU, FedPer, FedProx, GlobalCheckpoint, MaxFL
 from fedlightning.callbacks.afl import nearest_shares
+from fedlightning.cli import main
 from fedlightning.tensors import module_state
 from tests.callbacks.common import FailsOnce, Plain, absent_clients_rest, cut_and_resumed, fixed_data, start_of
 from tests.conformance.case import Case, Kept
+from tests.datamodules.images.test_idx import write_mnist
 from tests.helpers import (
     NormNet,
     Quadratic,
@@ -29,6 +34,7 @@ from tests.helpers import (
     toy_data,
 )
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 CASES = {
     "AFL": Case(AFL(gamma=0.3), neutral=AFL(gamma=0.0, report="last")),
     "AFL last": Case(AFL(gamma=0.3, start="samples", report="last"), neutral=AFL(gamma=0.0, report="last")),
@@ -287,3 +293,15 @@ def test_manual_optimization_is_refused():
 def test_senseless_settings_are_refused(options):
     with pytest.raises(ValueError, match=f"AFL got {next(iter(options))}="):
         AFL(**options)
+
+
+@pytest.mark.parametrize("method", ["afl", "qfedavg"])
+def test_the_setting_in_which_it_is_compared_with_q_fedavg(method, tmp_path):
+    """Three classes, one at each client, as a configuration; on a few random images."""
+    write_mnist(tmp_path / "data")
+    words = [f"--config={CONFIGS / name}.yaml" for name in ("fairness/three_classes", f"algorithms/{method}")]
+    given = {"data.root": tmp_path / "data", "data.download": "false", "trainer.default_root_dir": tmp_path / "runs"}
+    given |= {"trainer.max_rounds": 3, "trainer.logger": "false", "trainer.enable_progress_bar": "false"}
+    assert main(["fit", *words, *(f"--{name}={value}" for name, value in given.items())]) == 0
+    (run,) = (tmp_path / "runs").glob("*/version_0")
+    assert method in [name.lower() for name in json.loads((run / "summary.json").read_text())["callbacks"]]

@@ -223,6 +223,11 @@ def test_stage_g_scores_the_generic_model_and_l1_the_sum(tmp_path):
     assert stages >= {"G", "L1"}
 
 
+def test_without_common_statistics_there_is_no_generic_model():
+    trainer = federate(NormNet(), skewed(), [FedRoD()], max_rounds=1, float_buffers="local")
+    assert trainer.server.global_module() is None
+
+
 def test_personal_is_better_at_home_and_generic_elsewhere():
     data = skewed({"0": 120, "1": 120, "2": 120}, test=60)
     trainer = federate(Toy("sgd", lr=0.2), data, [FedRoD()], max_rounds=8, local_epochs=3)

@@ -12,6 +12,7 @@ from fedlightning.datamodules import (
     IIDPartitioner,
     MNISTDataModule,
     NaturalPartitioner,
+    PathologicalPartitioner,
     QuantitySkewPartitioner,
 )
 from tests.datamodules.images.common import TEST, TRAIN, idx, ready
@@ -50,6 +51,23 @@ def test_pixels_are_kept_as_bytes_and_normalised_by_the_batch(tmp_path):
     x = next(iter(loader))[0]
     chosen = torch.from_numpy(TRAIN[data.indices("0")[list(loader.sampler)]]).float()
     assert torch.allclose(x[:, 0], (chosen / 255 - 0.2860) / 0.3530, atol=1e-5)
+
+
+def test_only_some_classes_one_to_a_client(tmp_path):
+    write_mnist(tmp_path)
+    parts = PathologicalPartitioner(num_clients=3, classes_per_client=1)
+    data = ready(FashionMNISTDataModule(str(tmp_path), parts, 50, only=[6, 0, 2], val_fraction=0.0, normalize=False))
+    assert data.num_classes == data.classes == 3
+    assert sorted(max((n, i) for i, n in enumerate(data.class_counts(c)))[1] for c in data.client_ids) == [0, 1, 2]
+    for split, images in (("train", TRAIN), ("test", TEST)):
+        for x, y in (next(iter(data.client_dataloader(client, split))) for client in data.client_ids):
+            assert len(x) == len(images) // 10
+            assert len(set(y.tolist())) == 1
+            kept = images[np.arange(len(images)) % 10 == [6, 0, 2][int(y[0])]]
+            assert sorted(x.sum((1, 2, 3)).tolist()) == pytest.approx(sorted(kept.sum((1, 2)) / 255))
+    for wrong in ([], [3, 3], [0, 10], [-1]):
+        with pytest.raises(ValueError, match=r"MNISTDataModule got only=.*from 0 to 9, each once"):
+            MNISTDataModule(str(tmp_path), only=wrong)
 
 
 def test_default_partition_and_limits(tmp_path):
