@@ -8,8 +8,9 @@ In order of importance:
   `LabelQuantitySkewPartitioner`, `PathologicalPartitioner` and `PowerLawPartitioner`: skewed. `NaturalPartitioner`: by
   hospital, user or scanner.
 * Data sets: `DigitsDataModule` (needs no files), `MNISTDataModule`, `FashionMNISTDataModule`, `EMNISTDataModule`,
-  `CIFAR10DataModule`, `HeartDiseaseDataModule` and `TCGABRCADataModule` (survival). `TabularFederatedDataModule`: your
-  own CSV file; `SurvivalTableDataModule`: with times of events.
+  `CIFAR10DataModule`, `CIFAR100DataModule`, `SVHNDataModule`, `HeartDiseaseDataModule`, `TCGABRCADataModule` (survival)
+  and `UCIHARDataModule` (sensors). `ImageFolderDataModule`: a folder of images for each client.
+  `TabularFederatedDataModule`: your own CSV file; `SurvivalTableDataModule`: with times of events.
 * LEAF's users as clients: `LEAFFEMNISTDataModule`, `ShakespeareDataModule`, `LEAFSent140DataModule`, `LEAFCelebADataModule`,
   `LEAFSyntheticDataModule` and their base `LEAFDataModule`.
 * `MixtureDataModule`: clients with shares of two or more groups of classes or orientations.
@@ -27,13 +28,17 @@ In order of importance:
 from fedlightning.datamodules.arrays import ArrayFederatedDataModule
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.digits import DigitsDataModule
+from fedlightning.datamodules.har import UCIHARDataModule
 from fedlightning.datamodules.heart_disease import HeartDiseaseDataModule
+from fedlightning.datamodules.image_folders import ImageFolderDataModule
 from fedlightning.datamodules.images import (
     CIFAR10DataModule,
+    CIFAR100DataModule,
     EMNISTDataModule,
     FashionMNISTDataModule,
     ImageFederatedDataModule,
     MNISTDataModule,
+    SVHNDataModule,
 )
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.lazy import LazyClients
@@ -75,6 +80,7 @@ __all__ = [
     "AddressedSampler",
     "ArrayDataset",
     "ArrayFederatedDataModule",
+    "CIFAR100DataModule",
     "CIFAR10DataModule",
     "DigitsDataModule",
     "DirichletPartitioner",
@@ -85,6 +91,7 @@ __all__ = [
     "HeartDiseaseDataModule",
     "IIDPartitioner",
     "ImageFederatedDataModule",
+    "ImageFolderDataModule",
     "IndexView",
     "IndexedFederatedDataModule",
     "LEAFCelebADataModule",
@@ -111,6 +118,7 @@ __all__ = [
     "PublicDataModule",
     "QuantitySkewPartitioner",
     "ShakespeareDataModule",
+    "SVHNDataModule",
     "SharePlan",
     "Split",
     "SpokenDigitsDataModule",
@@ -119,6 +127,7 @@ __all__ = [
     "SyntheticDevicesDataModule",
     "TCGABRCADataModule",
     "TabularFederatedDataModule",
+    "UCIHARDataModule",
     "describe",
     "plot_partition",
 ]
