@@ -8,9 +8,11 @@ In order of importance:
   `LabelQuantitySkewPartitioner`, `PathologicalPartitioner` and `PowerLawPartitioner`: skewed. `NaturalPartitioner`: by
   hospital, user or scanner.
 * Data sets: `DigitsDataModule` (needs no files), `MNISTDataModule`, `FashionMNISTDataModule`, `EMNISTDataModule`,
-  `CIFAR10DataModule`, `CIFAR100DataModule`, `SVHNDataModule`, `HeartDiseaseDataModule`, `TCGABRCADataModule` (survival)
-  and `UCIHARDataModule` (sensors). `ImageFolderDataModule`: a folder of images for each client.
-  `TabularFederatedDataModule`: your own CSV file; `SurvivalTableDataModule`: with times of events.
+  `CIFAR10DataModule`, `CIFAR100DataModule`, `SVHNDataModule`; `UCIHARDataModule` (sensors).
+* Clinical data sets: `HeartDiseaseDataModule`, `TCGABRCADataModule` (survival), `ISIC2019DataModule` (images of skin),
+  `Camelyon16DataModule` (slides), `PTBXLDataModule` (ECG).
+* Your own files: `TabularFederatedDataModule` (CSV), `SurvivalTableDataModule` (with times of events) and
+  `ImageFolderDataModule` (a folder for each client).
 * LEAF's users as clients: `LEAFFEMNISTDataModule`, `ShakespeareDataModule`, `LEAFSent140DataModule`, `LEAFCelebADataModule`,
   `LEAFSyntheticDataModule` and their base `LEAFDataModule`.
 * `MixtureDataModule`: clients with shares of two or more groups of classes or orientations.
@@ -27,6 +29,7 @@ In order of importance:
 
 from fedlightning.datamodules.arrays import ArrayFederatedDataModule
 from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.camelyon16 import Camelyon16DataModule
 from fedlightning.datamodules.digits import DigitsDataModule
 from fedlightning.datamodules.har import UCIHARDataModule
 from fedlightning.datamodules.heart_disease import HeartDiseaseDataModule
@@ -41,6 +44,7 @@ from fedlightning.datamodules.images import (
     SVHNDataModule,
 )
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
+from fedlightning.datamodules.isic2019 import ISIC2019DataModule
 from fedlightning.datamodules.lazy import LazyClients
 from fedlightning.datamodules.leaf import (
     LEAFCelebADataModule,
@@ -59,6 +63,7 @@ from fedlightning.datamodules.partition import Partitioner, Plan, SharePlan
 from fedlightning.datamodules.partitioned import Partitioned
 from fedlightning.datamodules.partitioners import GroupPlan, IIDPartitioner, NaturalPartitioner, PathologicalPartitioner
 from fedlightning.datamodules.power_law import PowerLawPartitioner
+from fedlightning.datamodules.ptb_xl import PTBXLDataModule
 from fedlightning.datamodules.public_only import PublicDataModule
 from fedlightning.datamodules.report import PartitionReport, describe, plot_partition
 from fedlightning.datamodules.sampling import AddressedSampler
@@ -82,6 +87,7 @@ __all__ = [
     "ArrayFederatedDataModule",
     "CIFAR100DataModule",
     "CIFAR10DataModule",
+    "Camelyon16DataModule",
     "DigitsDataModule",
     "DirichletPartitioner",
     "EMNISTDataModule",
@@ -90,6 +96,7 @@ __all__ = [
     "GroupPlan",
     "HeartDiseaseDataModule",
     "IIDPartitioner",
+    "ISIC2019DataModule",
     "ImageFederatedDataModule",
     "ImageFolderDataModule",
     "IndexView",
@@ -108,6 +115,7 @@ __all__ = [
     "ModalityDataset",
     "MultimodalDataModule",
     "NaturalPartitioner",
+    "PTBXLDataModule",
     "PairedDigitsDataModule",
     "PartitionReport",
     "Partitioned",

@@ -7,6 +7,7 @@ In order of importance:
 * `networks`: `MLP`, `DigitsCNN`, `MnistCNN` and `CifarCNN`. `player_fl`, `heart` and `transformer`: the networks of the
   PLayer-FL and FENDA-FL papers and a small transformer for text. `text`: LSTM, GRU and convolutions over words.
   `signals`: convolutions over time.
+  `mil`: bags of instances.
 * `ClientModels`: a LightningModule of its own for each client.
 * `MultimodalNet`: an encoder for each modality and a fusion, for samples that may lack some.
 * `TimmNet`: any image model of timm (imported only when used).
@@ -20,6 +21,7 @@ from fedlightning.models.client_models import ClientModels
 from fedlightning.models.heads import head_name
 from fedlightning.models.heart import FendaNet, LogisticRegression, TinyNet
 from fedlightning.models.metrics import ClassificationMetrics
+from fedlightning.models.mil import DeepMIL
 from fedlightning.models.multimodal import MultimodalNet
 from fedlightning.models.networks import MLP, CifarCNN, DigitsCNN, MnistCNN
 from fedlightning.models.player_fl import PLayerCifarNet, PLayerConvNet
@@ -40,6 +42,7 @@ __all__ = [
     "Classifier",
     "ClientModels",
     "CoxRegressor",
+    "DeepMIL",
     "DigitsCNN",
     "FendaNet",
     "LogisticRegression",
