@@ -8,8 +8,11 @@ In order of importance:
   `LabelQuantitySkewPartitioner`, `PathologicalPartitioner` and `PowerLawPartitioner`: skewed. `NaturalPartitioner`: by
   hospital, user or scanner.
 * Data sets: `DigitsDataModule` (needs no files), `MNISTDataModule`, `FashionMNISTDataModule`, `EMNISTDataModule`,
-  `CIFAR10DataModule`, `HeartDiseaseDataModule` and `TCGABRCADataModule` (survival). `TabularFederatedDataModule`: your
-  own CSV file; `SurvivalTableDataModule`: with times of events.
+  `CIFAR10DataModule`, `CIFAR100DataModule`, `SVHNDataModule`; `UCIHARDataModule` (sensors).
+* Clinical data sets: `HeartDiseaseDataModule`, `TCGABRCADataModule` (survival), `ISIC2019DataModule` (images of skin),
+  `Camelyon16DataModule` (slides), `PTBXLDataModule` (ECG).
+* Your own files: `TabularFederatedDataModule` (CSV), `SurvivalTableDataModule` (with times of events) and
+  `ImageFolderDataModule` (a folder for each client).
 * LEAF's users as clients: `LEAFFEMNISTDataModule`, `ShakespeareDataModule`, `LEAFSent140DataModule`, `LEAFCelebADataModule`,
   `LEAFSyntheticDataModule` and their base `LEAFDataModule`.
 * `MixtureDataModule`: clients with shares of two or more groups of classes or orientations.
@@ -26,16 +29,22 @@ In order of importance:
 
 from fedlightning.datamodules.arrays import ArrayFederatedDataModule
 from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.camelyon16 import Camelyon16DataModule
 from fedlightning.datamodules.digits import DigitsDataModule
+from fedlightning.datamodules.har import UCIHARDataModule
 from fedlightning.datamodules.heart_disease import HeartDiseaseDataModule
+from fedlightning.datamodules.image_folders import ImageFolderDataModule
 from fedlightning.datamodules.images import (
     CIFAR10DataModule,
+    CIFAR100DataModule,
     EMNISTDataModule,
     FashionMNISTDataModule,
     ImageFederatedDataModule,
     MNISTDataModule,
+    SVHNDataModule,
 )
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
+from fedlightning.datamodules.isic2019 import ISIC2019DataModule
 from fedlightning.datamodules.lazy import LazyClients
 from fedlightning.datamodules.leaf import (
     LEAFCelebADataModule,
@@ -54,6 +63,7 @@ from fedlightning.datamodules.partition import Partitioner, Plan, SharePlan
 from fedlightning.datamodules.partitioned import Partitioned
 from fedlightning.datamodules.partitioners import GroupPlan, IIDPartitioner, NaturalPartitioner, PathologicalPartitioner
 from fedlightning.datamodules.power_law import PowerLawPartitioner
+from fedlightning.datamodules.ptb_xl import PTBXLDataModule
 from fedlightning.datamodules.public_only import PublicDataModule
 from fedlightning.datamodules.report import PartitionReport, describe, plot_partition
 from fedlightning.datamodules.sampling import AddressedSampler
@@ -75,7 +85,9 @@ __all__ = [
     "AddressedSampler",
     "ArrayDataset",
     "ArrayFederatedDataModule",
+    "CIFAR100DataModule",
     "CIFAR10DataModule",
+    "Camelyon16DataModule",
     "DigitsDataModule",
     "DirichletPartitioner",
     "EMNISTDataModule",
@@ -84,7 +96,9 @@ __all__ = [
     "GroupPlan",
     "HeartDiseaseDataModule",
     "IIDPartitioner",
+    "ISIC2019DataModule",
     "ImageFederatedDataModule",
+    "ImageFolderDataModule",
     "IndexView",
     "IndexedFederatedDataModule",
     "LEAFCelebADataModule",
@@ -101,6 +115,7 @@ __all__ = [
     "ModalityDataset",
     "MultimodalDataModule",
     "NaturalPartitioner",
+    "PTBXLDataModule",
     "PairedDigitsDataModule",
     "PartitionReport",
     "Partitioned",
@@ -111,6 +126,7 @@ __all__ = [
     "PublicDataModule",
     "QuantitySkewPartitioner",
     "ShakespeareDataModule",
+    "SVHNDataModule",
     "SharePlan",
     "Split",
     "SpokenDigitsDataModule",
@@ -119,6 +135,7 @@ __all__ = [
     "SyntheticDevicesDataModule",
     "TCGABRCADataModule",
     "TabularFederatedDataModule",
+    "UCIHARDataModule",
     "describe",
     "plot_partition",
 ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence, Sized
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -111,7 +111,7 @@ def federate(
     codes: dict[str, np.ndarray] = {}
     if groups is not None:
         refuse_shared(groups)
-        codes = {name: codes_of(groups[name], len(data), name) for name, data in datasets.items()}
+        codes = {name: codes_of(groups[name], len(cast(Sized, data)), name) for name, data in datasets.items()}
         keys = {name: keys_of_groups(keys[name], groups[name], partitioner.needs) for name in datasets}
     plan = partitioner.plan(keys["train"], generator(seed, "partition", "plan"))
     indices: dict[str, list[Indices]] = {

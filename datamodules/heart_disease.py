@@ -53,6 +53,9 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
         split_seed: Seed of the test cut; 43 is FLamby's.
         binary_float: Return labels as float32, for `binary_cross_entropy_with_logits`.
         val_seed: Seed of the validation cut alone, as in the other data modules. `None` is `seed`.
+        grades: Keep the five grades of `num`, 0 ... 4, as classes (PLayer-FL) instead of `num > 0`; patients and splits
+            are the same. PLayer-FL writes of five hospitals; UCI has four files, as its public code has clients (Zurich
+            and Basel are one).
         hospitals: The hospitals that are here, as `["cleveland"]` at that hospital's site; only their files are read and need
             to be there. `None`: all four.
         options: The other arguments of `IndexedFederatedDataModule`, by name.
@@ -77,6 +80,7 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
         split_seed: int = 43,
         binary_float: bool = False,
         val_seed: int | None = None,
+        grades: bool = False,
         hospitals: Sequence[str] | None = None,
         **options: Any,
     ) -> None:
@@ -84,6 +88,9 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
         self.root, self.val_fraction = Path(root), val_fraction
         self.split_seed, self.binary_float = int(split_seed), binary_float
         self.val_seed = self.seed if val_seed is None else val_seed
+        self.grades = grades
+        if grades and binary_float:
+            raise ValueError(f"{type(self).__name__} got grades and binary_float; five grades are no binary labels.")
         given = list(HOSPITALS if hospitals is None else hospitals)
         if not given or len(set(given)) < len(given) or not set(given) <= set(HOSPITALS):
             raise ValueError(
@@ -112,11 +119,11 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
         parts: dict[str, list[np.ndarray]] = {"train": [], "val": [], "test": []}
         start = 0
         for name in self.hospitals:
-            x, y = read_hospital(self._file(name))
+            x, y, grade = read_hospital(self._file(name))
             train, test = _flamby_split(y, self.split_seed)
             mean, deviation = x[train].mean(axis=0), x[train].std(axis=0)
             features.append((x - mean) / np.where(deviation > 0, deviation, 1))
-            labels.append(y)
+            labels.append(grade if self.grades else y)
             fit, val = cut(train, self.val_fraction, generator(self.val_seed, "heart disease", "val", name), y)
             for split, indices in (("train", fit), ("val", val), ("test", test)):
                 parts[split].append(indices + start)
@@ -132,8 +139,8 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
         return self.root / f"processed.{hospital}.data"
 
 
-def read_hospital(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Read the complete rows of one processed UCI file.
+def read_hospital(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Read the complete rows of one processed UCI file: features, labels 0 or 1, grades 0 to 4.
 
     Example:
         >>> from pathlib import Path
@@ -142,9 +149,9 @@ def read_hospital(path: Path) -> tuple[np.ndarray, np.ndarray]:
         >>> with TemporaryDirectory() as folder:
         ...     path = Path(folder, "processed.va.data")
         ...     _ = path.write_text("63,1,4,145,233,1,2,150,0,2.3,3,0,6,1")
-        ...     features, labels = read_hospital(path)
-        >>> features.shape, labels
-        ((1, 13), array([1]))
+        ...     features, labels, grades = read_hospital(path)
+        >>> features.shape, labels, grades
+        ((1, 13), array([1]), array([1]))
     """
     rows = []
     if path.stat().st_size > _LARGEST:
@@ -176,7 +183,8 @@ def read_hospital(path: Path) -> tuple[np.ndarray, np.ndarray]:
         if not np.isin(table[:, column], levels).all():
             raise ValueError(f"{path}: column {column} has values other than {levels}; it is no processed UCI file.")
         columns += [(table[:, column] == level).astype(np.float64) for level in levels[1:]]
-    return np.stack(columns, axis=1), (table[:, 13] > 0).astype(np.int64)
+    grades = table[:, 13].astype(np.int64)
+    return np.stack(columns, axis=1), (grades > 0).astype(np.int64), grades
 
 
 def _flamby_split(labels: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:

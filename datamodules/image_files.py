@@ -22,6 +22,7 @@ class ImageFiles(Dataset[Any]):
         transform: Maps a float image `(channels, height, width)` in [0, 1] to the model's input (augmentation, scaling).
         channels: 3 for colour, 1 for grey.
         cache: Keep decoded and resized images as bytes in memory, in each process that reads them.
+        crop: Resize the shorter side and keep the middle, instead of changing the shape of the image.
 
     Raises:
         ValueError: From an access, if a file is no image; the message names it.
@@ -48,9 +49,10 @@ class ImageFiles(Dataset[Any]):
         transform: Callable[[Tensor], Tensor] | None = None,
         channels: int = 3,
         cache: bool = False,
+        crop: bool = False,
     ) -> None:
         self.paths, self.targets = list(paths), torch.from_numpy(np.asarray(labels, dtype=np.int64))
-        self.size, self.transform, self.channels = size, transform, channels
+        self.size, self.transform, self.channels, self.crop = size, transform, channels, crop
         self._decoded: dict[int, Tensor] | None = {} if cache else None
 
     def __len__(self) -> int:
@@ -65,16 +67,18 @@ class ImageFiles(Dataset[Any]):
         return (image if self.transform is None else self.transform(image)), self.targets[index]
 
     def _read(self, path: Path) -> Tensor:
-        from PIL import Image
+        from PIL import Image, ImageOps
 
         try:
             with Image.open(path) as file:
-                image = file.convert("RGB" if self.channels == 3 else "L").resize(
-                    self.size[::-1], Image.Resampling.BILINEAR
+                image = file.convert("RGB" if self.channels == 3 else "L")
+                method = Image.Resampling.BILINEAR
+                fitted = (
+                    ImageOps.fit(image, self.size[::-1], method) if self.crop else image.resize(self.size[::-1], method)
                 )
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise ValueError(f"{path} cannot be read as an image ({error}); get it again.") from error
-        return torch.from_numpy(np.array(image).reshape(*self.size, self.channels)).permute(2, 0, 1).contiguous()
+        return torch.from_numpy(np.array(fitted).reshape(*self.size, self.channels)).permute(2, 0, 1).contiguous()
 
 
 def lacking_files(owner: object, paths: Sequence[Path], source: Path) -> None:

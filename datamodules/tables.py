@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -32,8 +32,16 @@ class Column:
     numbers: np.ndarray | None
 
 
-def read_table(path: Path, delimiter: str = ",") -> dict[str, Column]:
+def read_table(
+    path: Path, delimiter: str = ",", only: Collection[str] | None = None, index: str | None = None
+) -> dict[str, Column]:
     r"""Return the columns of a CSV file with a header, by name.
+
+    Args:
+        path: The file, in UTF-8.
+        delimiter: Character between two cells.
+        only: Columns that are used; others are not looked at. `None`: all.
+        index: Name of the first column if the header has none, as pandas writes it.
 
     Example:
         >>> from pathlib import Path
@@ -53,6 +61,8 @@ def read_table(path: Path, delimiter: str = ",") -> dict[str, Column]:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, delimiter=delimiter, skipinitialspace=True)
             header = [name.strip() for name in next(reader, [])]
+            if header[:1] == [""] and index is not None:
+                header[0] = index
             for row in reader:
                 if not row:
                     continue
@@ -69,6 +79,8 @@ def read_table(path: Path, delimiter: str = ",") -> dict[str, Column]:
         raise ValueError(f"{path} has {wrong}; the first line names every column, the others are the samples.")
     table = {}
     for place, name in enumerate(header):
+        if only is not None and name not in only:
+            continue
         cells = [row[place].strip() for row in rows]
         cells = ["" if cell.lower() in GAPS else cell for cell in cells]
         table[name] = Column(name, cells, _numbers(path, name, cells))

@@ -39,6 +39,13 @@ FITS = {
     "shakespeare": "char_lstm",
     "femnist": "femnist_cnn",
     "lung": "lung_cox",
+    "image_folders": "image_resnet",
+    "cifar100": "cifar100_cnn",
+    "svhn": "svhn_cnn",
+    "uci_har": "har_cnn",
+    "isic2019": "isic_efficientnet",
+    "camelyon16": "camelyon_mil",
+    "ptb_xl": "ptb_resnet",
 }
 
 
@@ -142,7 +149,7 @@ def test_other_data_parse_with_their_model(name: str, capsys: pytest.CaptureFixt
 def test_models_are_made(path: Path) -> None:
     cli = Commands("fit", ["--config", str(path), "--config", str(CONFIGS / "data/digits.yaml")])
     assert cli.model.configure_optimizers() is not None
-    assert getattr(cli.model, "num_classes", 2) in (2, 10, 47, 62, 80)
+    assert getattr(cli.model, "num_classes", 2) in (2, 3, 5, 6, 8, 10, 47, 62, 80, 100)
 
 
 @pytest.mark.parametrize(

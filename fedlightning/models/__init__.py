@@ -6,6 +6,8 @@ In order of importance:
   or times of events as targets. `SupervisedModule` is what they share.
 * `networks`: `MLP`, `DigitsCNN`, `MnistCNN` and `CifarCNN`. `player_fl`, `heart` and `transformer`: the networks of the
   PLayer-FL and FENDA-FL papers and a small transformer for text. `text`: LSTM, GRU and convolutions over words.
+  `signals`: convolutions over time.
+  `mil`: bags of instances.
 * `ClientModels`: a LightningModule of its own for each client.
 * `MultimodalNet`: an encoder for each modality and a fusion, for samples that may lack some.
 * `TimmNet`: any image model of timm (imported only when used).
@@ -19,11 +21,13 @@ from fedlightning.models.client_models import ClientModels
 from fedlightning.models.heads import head_name
 from fedlightning.models.heart import FendaNet, LogisticRegression, TinyNet
 from fedlightning.models.metrics import ClassificationMetrics
+from fedlightning.models.mil import DeepMIL
 from fedlightning.models.multimodal import MultimodalNet
 from fedlightning.models.networks import MLP, CifarCNN, DigitsCNN, MnistCNN
 from fedlightning.models.player_fl import PLayerCifarNet, PLayerConvNet
 from fedlightning.models.regression_metrics import RegressionMetrics
 from fedlightning.models.regressor import Regressor
+from fedlightning.models.signals import ResNet1d, SignalCNN
 from fedlightning.models.supervised import SupervisedModule
 from fedlightning.models.survival import CoxRegressor
 from fedlightning.models.survival_metrics import SurvivalMetrics
@@ -38,6 +42,7 @@ __all__ = [
     "Classifier",
     "ClientModels",
     "CoxRegressor",
+    "DeepMIL",
     "DigitsCNN",
     "FendaNet",
     "LogisticRegression",
@@ -47,6 +52,8 @@ __all__ = [
     "PLayerConvNet",
     "RegressionMetrics",
     "Regressor",
+    "ResNet1d",
+    "SignalCNN",
     "SmallTransformer",
     "SupervisedModule",
     "SurvivalMetrics",

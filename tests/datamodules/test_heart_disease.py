@@ -109,7 +109,7 @@ def test_columns_and_one_hot_levels(tmp_path):
         "\n"
         "55,1,3,120,200,1,2,130,0,1,1,0,7,1\n"
     )
-    x, y = read_hospital(path)
+    x, y, _ = read_hospital(path)
     assert x.tolist() == [
         [63, 1, 140, 260, 0, 112, 1, 3.5, 0, 0, 1, 1, 0],
         [44, 0, 130, 209, 0, 127, 0, 0, 0, 0, 0, 0, 0],
@@ -177,3 +177,15 @@ def test_a_file_that_is_no_table_is_refused(tmp_path):
     path.write_bytes(b"1," * 600_000)
     with pytest.raises(ValueError, match="more than 1048576 bytes"):
         read_hospital(path)
+
+
+def test_grades_are_five_classes_of_the_same_patients_and_splits(root, data):
+    graded = HeartDiseaseDataModule(str(root), grades=True)
+    graded.setup()
+    assert graded.num_classes == 5
+    for client in data.client_ids:
+        for split in ("train", "val", "test"):
+            (x, y), (u, v) = tensors(data, client, split), tensors(graded, client, split)
+            assert torch.equal(x, u) and torch.equal(y, (v > 0).long())
+    with pytest.raises(ValueError, match="grades and binary_float"):
+        HeartDiseaseDataModule(grades=True, binary_float=True)

@@ -1,0 +1,165 @@
+"""Fed-Camelyon16: slides of lymph nodes as bags of features, from two hospitals, as FLamby prepares them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from fedlightning.datamodules.download import missing
+from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
+from fedlightning.datamodules.partition import cut
+from fedlightning.datamodules.tables import column_of, numbers_of, read_table
+from fedlightning.ranges import PositiveInt, ShareBelowOne, checked
+from fedlightning.seeding import generator
+
+HOSPITALS = ("0", "1")
+"""The clients: Radboud (0) and Utrecht (1)."""
+METADATA = "metadata.csv"
+
+
+class Camelyon16DataModule(IndexedFederatedDataModule):
+    """Fed-Camelyon16 of FLamby: 399 slides of two hospitals, each a bag of tiles' features; class 1 has a metastasis.
+
+    Ogier du Terrail et al. 2022 (FLamby); Ehteshami Bejnordi et al. 2017 (Camelyon16); CC0. Nothing is downloaded.
+    `root` needs `metadata.csv` of FLamby's `flamby/datasets/fed_camelyon16/metadata` and the files
+    `normal_001.tif.npy`, ... that its script `tiling_slides.py` writes: float arrays `(tiles, features)`, features of
+    an ImageNet ResNet-50 (2048), in older versions with three columns of places before them.
+
+    The clients are "0" and "1" (`hospital_corrected`); train/test are the challenge's, 150/89 and 120/41 slides (of
+    those listed in `metadata.csv`). `x` is float32 `(batch, max_tiles, features)`: `max_tiles` tiles of each slide,
+    chosen by `seed` if it has more (`DeepMIL` leaves out rows of zeros, which fill up bags); `y` int64 `(batch,)`.
+    Files are memory maps, read when they are asked for.
+
+    Args:
+        root: Folder of `metadata.csv` and the features.
+        batch_size: Number of slides in a batch (FLamby: 16).
+        val_fraction: Share of the training slides for validation, in [0, 1); FLamby has none.
+        max_tiles: Tiles of a slide that are used (FLamby: 10000, 80 MB a slide).
+        skip: Columns to leave out at the beginning of each row: 3 for features with places.
+        val_seed: Seed of the validation cut alone. `None` is `seed`.
+        options: The other arguments of `IndexedFederatedDataModule`, by name.
+
+    Example:
+        >>> from fedlightning.datamodules import Camelyon16DataModule
+        >>> Camelyon16DataModule(root="data/camelyon16").max_tiles  # files are read by data.setup()
+        10000
+    """
+
+    @checked
+    def __init__(
+        self,
+        root: str = "data/camelyon16",
+        batch_size: int = 16,
+        val_fraction: ShareBelowOne = 0.2,
+        *,
+        max_tiles: PositiveInt = 10_000,
+        skip: int = 0,
+        val_seed: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(batch_size, **options)
+        self.root, self.val_fraction, self.max_tiles, self.skip = Path(root), val_fraction, int(max_tiles), int(skip)
+        self.val_seed = self.seed if val_seed is None else val_seed
+
+    def prepare_data(self) -> None:
+        """Check that the metadata are there (Lightning's hook)."""
+        if not (self.root / METADATA).is_file():
+            raise FileNotFoundError(
+                str(missing(self, [METADATA], self.root, [self.root])).split("; set download")[0]
+                + "; see flamby/datasets/fed_camelyon16 of https://github.com/owkin/FLamby."
+            )
+
+    def build(self) -> tuple[list[str], Mapping[str, Split]]:
+        self.prepare_data()
+        source = self.root / METADATA
+        table = read_table(source)
+        slides = column_of(table, "slide_name", "metadata").cells
+        y = numbers_of(source, column_of(table, "label", "metadata")).astype(np.int64)
+        hospitals = numbers_of(source, column_of(table, "hospital_corrected", "metadata")).astype(np.int64)
+        for line, (slide, label, hospital) in enumerate(zip(slides, y, hospitals, strict=True), start=2):
+            kind = slide.partition("_")[0]
+            if kind not in ("normal", "tumor", "test") or not 0 <= label <= 1 or str(hospital) not in HOSPITALS:
+                raise ValueError(
+                    f"{source}, line {line}: slide {slide!r}, label {label}, hospital {hospital}; it is not FLamby's file."
+                )
+            if kind != "test" and label != (kind == "tumor"):
+                raise ValueError(
+                    f"{source}, line {line}: slide {slide!r} has the label {label}; it is not FLamby's file."
+                )
+        paths = [self.root / f"{slide}.npy" for slide in slides]
+        absent = [path.name for path in paths if not path.is_file()]
+        if absent:
+            raise FileNotFoundError(
+                f"{type(self).__name__}: {len(absent)} of {len(paths)} slides' features are not in {self.root}, such "
+                f"as {absent[0]}; "
+                "write all of them, or take their lines out of metadata.csv."
+            )
+        testing = np.array([slide.startswith("test_") for slide in slides])
+        held: dict[str, list[np.ndarray]] = {"train": [], "val": [], "test": []}
+        for hospital in HOSPITALS:
+            own = hospitals == int(hospital)
+            draw = generator(self.val_seed, "camelyon16", "val", hospital)
+            fit, val = cut(np.flatnonzero(own & ~testing), self.val_fraction, draw, y)
+            for split, rows in (("train", fit), ("val", val), ("test", np.flatnonzero(own & testing))):
+                held[split].append(rows)
+        data = Bags(paths, y, self.max_tiles, self.skip, self.seed)
+        return list(HOSPITALS), {split: Split(data, rows, y) for split, rows in held.items()}
+
+
+class Bags(Dataset[Any]):
+    """A dataset of bags `(max_tiles, features)` from numpy files, filled up with zeros.
+
+    Args:
+        paths: Files of float arrays `(tiles, features)`.
+        labels: The class of each bag, int64 `(samples,)`.
+        max_tiles: Rows of a bag.
+        skip: Columns to leave out at the beginning.
+        seed: Seed of the choice of tiles of a slide that has more.
+
+    Raises:
+        ValueError: From an access, if a file is no such array; the message names it.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
+        >>> import numpy as np
+        >>> from fedlightning.datamodules.camelyon16 import Bags
+        >>> with TemporaryDirectory() as folder:
+        ...     np.save(Path(folder, "a.npy"), np.ones((2, 5)))
+        ...     bag, label = Bags([Path(folder, "a.npy")], np.array([1]), max_tiles=3)[0]
+        >>> bag.sum(1), label
+        (tensor([5., 5., 0.]), tensor(1))
+    """
+
+    def __init__(self, paths: list[Path], labels: np.ndarray, max_tiles: int, skip: int = 0, seed: int = 0) -> None:
+        self.paths, self.targets = paths, torch.from_numpy(labels)
+        self.max_tiles, self.skip, self.seed = max_tiles, skip, seed
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        path = self.paths[index]
+        try:
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, OSError, EOFError) as error:
+            raise ValueError(f"{path} is no numpy file of numbers ({error}); write it again.") from error
+        if array.ndim != 2 or array.dtype.kind != "f" or array.shape[1] <= self.skip or not len(array):
+            raise ValueError(
+                f"{path} has shape {array.shape} of {array.dtype}; it must be (tiles, features) of floats."
+            )
+        rows = np.arange(len(array))
+        if len(rows) > self.max_tiles:
+            chosen = torch.randperm(len(rows), generator=generator(self.seed, "tiles", path.name))[: self.max_tiles]
+            rows = np.sort(chosen.numpy())
+        bag = torch.zeros(self.max_tiles, array.shape[1] - self.skip)
+        bag[: len(rows)] = torch.from_numpy(np.array(array[rows, self.skip :], dtype=np.float32))
+        if not bool(bag.isfinite().all()):
+            raise ValueError(f"{path} has a NaN or infinite feature; write it again.")
+        return bag, self.targets[index]

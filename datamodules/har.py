@@ -1,0 +1,141 @@
+"""UCI-HAR: what thirty people do, from the sensors of a phone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from fedlightning.datamodules.base import in_order
+from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
+from fedlightning.datamodules.views import ArrayDataset
+from fedlightning.ranges import ShareBelowOne, checked
+
+SIGNALS = tuple(f"{kind}_{axis}" for kind in ("body_acc", "body_gyro", "total_acc") for axis in "xyz")
+"""Channels of a window, in order."""
+ACTIVITIES = ("WALKING", "WALKING_UPSTAIRS", "WALKING_DOWNSTAIRS", "SITTING", "STANDING", "LAYING")
+WINDOW, FEATURES = 128, 561
+
+
+class UCIHARDataModule(IndexedFederatedDataModule):
+    """UCI-HAR: 10299 windows of 2.56 s of a phone's sensors, six activities; the 30 subjects are the clients.
+
+    Anguita, Ghio, Oneto, Parra, Reyes-Ortiz 2013; CC BY 4.0. Nothing is downloaded: unpack
+    https://archive.ics.uci.edu/static/public/240/human+activity+recognition+using+smartphones.zip and give the folder
+    `UCI HAR Dataset` (with `train` and `test`) as root.
+
+    `x` is float32 `(batch, 9, 128)` (accelerations in g and angular velocities in rad/s, `SIGNALS`), or `(batch, 561)` with
+    `inputs="features"`; `y` int64 `(batch,)`, the place in `ACTIVITIES`.
+
+    The publisher's split puts whole subjects into training or test, so no subject would have both. Here the windows of
+    both parts are joined, and each subject's are cut: of each activity the last ones are for testing, those before for
+    validation. Windows overlap by half with the next; the one before each cut is left out, so that no two splits share
+    a second.
+
+    Args:
+        root: Folder `UCI HAR Dataset`.
+        batch_size: Number of samples in a batch.
+        val_fraction: Share of the training windows for validation, in [0, 1).
+        test_fraction: Share of a subject's windows for testing, in [0, 1).
+        inputs: `"signals"` or the publisher's `"features"`.
+        options: The other arguments of `IndexedFederatedDataModule`, by name.
+
+    Raises:
+        ValueError: If a number is out of its range; from `setup`, if a file is damaged.
+
+    Example:
+        >>> from fedlightning.datamodules import UCIHARDataModule
+        >>> UCIHARDataModule("data/UCI HAR Dataset").inputs  # files are read by data.setup()
+        'signals'
+    """
+
+    @checked
+    def __init__(
+        self,
+        root: str = "data/UCI HAR Dataset",
+        batch_size: int = 32,
+        val_fraction: ShareBelowOne = 0.2,
+        test_fraction: ShareBelowOne = 0.2,
+        *,
+        inputs: Literal["signals", "features"] = "signals",
+        **options: Any,
+    ) -> None:
+        super().__init__(batch_size, **options)
+        self.root, self.val_fraction, self.test_fraction, self.inputs = Path(root), val_fraction, test_fraction, inputs
+
+    def prepare_data(self) -> None:
+        """Check that the files are there (Lightning's hook)."""
+        files = [path for part in ("train", "test") for path in self._files(part)]
+        lacking = [str(path.relative_to(self.root)) for path in files if not path.is_file()]
+        if lacking:
+            raise FileNotFoundError(
+                f"{type(self).__name__}: {', '.join(lacking[:3])} and {max(0, len(lacking) - 3)} more files are not "
+                f"in {self.root}; "
+                "unpack UCI's archive there."
+            )
+
+    def build(self) -> tuple[list[str], Mapping[str, Split]]:
+        self.prepare_data()
+        parts = [self._read(part) for part in ("train", "test")]
+        x, y, subjects = (np.concatenate(column) for column in zip(*parts, strict=True))
+        clients = in_order(map(str, np.unique(subjects).tolist()))
+        held: dict[str, list[np.ndarray]] = {"train": [], "val": [], "test": []}
+        for client in clients:
+            own: dict[str, list[np.ndarray]] = {split: [] for split in held}
+            for activity in range(len(ACTIVITIES)):
+                rows = np.flatnonzero((subjects == int(client)) & (y == activity))
+                rest, own_test = _cut_last(rows, self.test_fraction)
+                train, own_val = _cut_last(rest, self.val_fraction)
+                for split, indices in (("train", train), ("val", own_val), ("test", own_test)):
+                    own[split].append(indices)
+            for split, pieces in own.items():
+                held[split].append(np.sort(np.concatenate(pieces)))
+        data = ArrayDataset(torch.from_numpy(x), torch.from_numpy(y))
+        return clients, {split: Split(data, rows, y) for split, rows in held.items()}
+
+    def _files(self, part: str) -> list[Path]:
+        folder = self.root / part
+        signals = [folder / "Inertial Signals" / f"{name}_{part}.txt" for name in SIGNALS]
+        inputs = signals if self.inputs == "signals" else [folder / f"X_{part}.txt"]
+        return [folder / f"subject_{part}.txt", folder / f"y_{part}.txt", *inputs]
+
+    def _read(self, part: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return inputs, classes and subjects of a part."""
+        subject_file, label_file, *files = self._files(part)
+        subjects, labels = (_numbers(path, 1)[:, 0].astype(np.int64) for path in (subject_file, label_file))
+        width = WINDOW if self.inputs == "signals" else FEATURES
+        columns = [_numbers(path, width) for path in files]
+        for path, values in zip([label_file, *files], [labels, *columns], strict=True):
+            if len(values) != len(subjects):
+                raise ValueError(
+                    f"{path} has {len(values)} lines and {subject_file.name} {len(subjects)}; the files do not belong "
+                    f"together."
+                )
+        if len(labels) and not 1 <= labels.min() <= labels.max() <= len(ACTIVITIES):
+            line = int(np.flatnonzero((labels < 1) | (labels > len(ACTIVITIES)))[0]) + 1
+            raise ValueError(f"{label_file}, line {line}: {labels[line - 1]} is no activity 1 ... {len(ACTIVITIES)}.")
+        x = np.stack(columns, axis=1) if self.inputs == "signals" else columns[0]
+        return x.astype(np.float32), labels - 1, subjects
+
+
+def _cut_last(rows: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """Cut the last windows off, and leave out the one before them."""
+    size = round(fraction * len(rows))
+    return (rows[: max(0, len(rows) - size - 1)], rows[len(rows) - size :]) if size else (rows, rows[:0])
+
+
+def _numbers(path: Path, width: int) -> np.ndarray:
+    """Read a file of numbers between spaces, `width` on each line."""
+    lines = path.read_text().splitlines()
+    found = np.empty((len(lines), width))
+    for number, line in enumerate(lines, start=1):
+        try:
+            found[number - 1] = np.array(line.split(), dtype=np.float64)
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {number}: {len(line.split())} cells, not {width} numbers ({error})."
+            ) from error
+    return found

@@ -1,0 +1,206 @@
+"""PTB-XL: electrocardiograms, by the site where they were recorded."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from fedlightning.datamodules.base import in_order
+from fedlightning.datamodules.groups import codes_of
+from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
+from fedlightning.datamodules.tables import column_of, numbers_of, read_table
+from fedlightning.ranges import NonNegativeInt, checked
+
+CLASSES = ("NORM", "MI", "STTC", "CD", "HYP")
+"""The diagnostic superclasses: normal, infarction, ST/T change, conduction disturbance, hypertrophy."""
+COLUMNS = ("patient_id", "site", "scp_codes", "strat_fold", "filename_lr", "filename_hr")
+FILES = ("ptbxl_database.csv", "scp_statements.csv")
+FOLDS = {"train": range(1, 9), "val": (9,), "test": (10,)}
+
+
+class PTBXLDataModule(IndexedFederatedDataModule):
+    """PTB-XL: 21799 electrocardiograms of 12 leads and 10 s; each recording site is a client, five classes.
+
+    Wagner et al. 2020, "PTB-XL, a large publicly available electrocardiography dataset", version 1.0.3; CC BY 4.0.
+    Nothing is downloaded: unpack https://physionet.org/content/ptb-xl/1.0.3/ and give its folder as root. Records are
+    read by wfdb (the extra `clinical`) when they are asked for.
+
+    `x` is float32 `(batch, 12, 1000)` (100 Hz, in mV) or `(batch, 12, 5000)` (500 Hz). `y` is int64 `(batch,)`, the
+    place in `CLASSES`: the diagnostic superclass with the highest likelihood among a record's statements, of those that
+    tie the last in `CLASSES`, so that a finding is not hidden by NORM; or with `task="normal"`, 1 if the record has a
+    diagnostic statement other than NORM. Records without a diagnostic statement, without a site, and of sites with
+    fewer than `min_records` are left out, and a warning counts them. The publisher's folds are kept (8 for training,
+    one for validation, one for testing); all records of a patient are in one. A patient recorded at two sites is at
+    both of them; a warning counts these, too.
+
+    Args:
+        root: Folder of `ptbxl_database.csv`, `scp_statements.csv` and the records.
+        batch_size: Number of samples in a batch.
+        task: `"superclass"` or `"normal"`.
+        rate: Samples in a second: 100 or 500.
+        min_records: Fewest records of a site that is a client.
+        cache: Keep records in memory (48 kB each at 100 Hz).
+        options: The other arguments of `IndexedFederatedDataModule`, by name.
+
+    Raises:
+        ValueError: If a value is out of its range; from `setup`, if a table is damaged.
+
+    Example:
+        >>> from fedlightning.datamodules import PTBXLDataModule
+        >>> PTBXLDataModule("data/ptb-xl").rate  # files are read by data.setup()
+        100
+    """
+
+    @checked
+    def __init__(
+        self,
+        root: str = "data/ptb-xl",
+        batch_size: int = 32,
+        *,
+        task: Literal["superclass", "normal"] = "superclass",
+        rate: Literal[100, 500] = 100,
+        min_records: NonNegativeInt = 50,
+        cache: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(batch_size, **options)
+        self.root, self.task, self.rate, self.min_records, self.cache = Path(root), task, rate, min_records, cache
+
+    def prepare_data(self) -> None:
+        """Check that both tables are there (Lightning's hook)."""
+        lacking = [name for name in FILES if not (self.root / name).is_file()]
+        if lacking:
+            raise FileNotFoundError(
+                f"{type(self).__name__}: {', '.join(lacking)} not found in {self.root}; unpack "
+                "https://physionet.org/content/ptb-xl/1.0.3/ there."
+            )
+
+    def setup(self, stage: str | None = None) -> None:
+        super().setup(stage)
+        self._num_classes = len(CLASSES) if self.task == "superclass" else 2
+
+    def build(self) -> tuple[list[str], Mapping[str, Split]]:
+        self.prepare_data()
+        source = self.root / FILES[0]
+        table = read_table(source, only=COLUMNS)
+        folds = numbers_of(source, column_of(table, "strat_fold", "split")).astype(np.int64)
+        if not np.isin(folds, range(1, 11)).all():
+            raise ValueError(f"{source} has a strat_fold other than 1 to 10; it is not PTB-XL's file.")
+        patients = np.array(column_of(table, "patient_id", "patient").cells)
+        self._check_folds(patients, folds, source)
+        y = self._labels(column_of(table, "scp_codes", "label").cells, source)
+        sites = np.array([cell.removesuffix(".0") for cell in column_of(table, "site", "client").cells])
+        counts = {site: int(((sites == site) & (y >= 0)).sum()) for site in set(sites.tolist()) - {""}}
+        clients = in_order(site for site, count in counts.items() if count >= max(1, self.min_records))
+        if not clients:
+            raise ValueError(f"{source}: no site has {self.min_records} records; use a smaller min_records.")
+        kept = (y >= 0) & np.isin(sites, clients)
+        self._say(len(kept), int((y < 0).sum()), int((sites == "").sum()), int(kept.sum()), len(counts) - len(clients))
+        places: dict[str, set[str]] = {}
+        for patient, site in zip(patients[kept].tolist(), sites[kept].tolist(), strict=True):
+            places.setdefault(patient, set()).add(site)
+        both = sum(len(found) > 1 for found in places.values())
+        if both:
+            rank_zero_warn(f"{source.name}: {both} patients have records at two or more sites.", category=UserWarning)
+        files = column_of(table, "filename_lr" if self.rate == 100 else "filename_hr", "record").cells
+        held = {
+            split: [np.flatnonzero(kept & (sites == site) & np.isin(folds, list(numbers))) for site in clients]
+            for split, numbers in FOLDS.items()
+        }
+        data = Records([self.root / name for name in files], y, 10 * self.rate, self.cache)
+        groups = codes_of(patients, len(patients), "record")
+        return clients, {split: Split(data, rows, y, groups=groups) for split, rows in held.items()}
+
+    def _labels(self, cells: list[str], source: Path) -> np.ndarray:
+        """Return the class of each record, -1 without a diagnostic statement."""
+        statements = read_table(self.root / FILES[1], only=("code", "diagnostic_class"), index="code")
+        names = column_of(statements, "code", "statement").cells
+        kinds = dict(zip(names, column_of(statements, "diagnostic_class", "statement").cells, strict=True))
+        found = np.full(len(cells), -1, dtype=np.int64)
+        for row, cell in enumerate(cells):
+            try:
+                codes = {str(code): float(value) for code, value in ast.literal_eval(cell).items()}
+            except (ValueError, SyntaxError, AttributeError, TypeError) as error:
+                raise ValueError(
+                    f"{source}, sample {row + 1}: scp_codes {cell[:40]!r} is no table of statements."
+                ) from error
+            unknown = next((code for code in codes if code not in kinds), None)
+            if unknown is not None:
+                raise ValueError(f"{source}, sample {row + 1}: statement {unknown!r} is not in {FILES[1]}.")
+            known = [(value, CLASSES.index(kinds[code])) for code, value in codes.items() if kinds[code] in CLASSES]
+            if known:
+                best = max(known)[1]
+                found[row] = best if self.task == "superclass" else int(any(kind > 0 for _, kind in known))
+        return found
+
+    def _check_folds(self, patients: np.ndarray, folds: np.ndarray, source: Path) -> None:
+        first: dict[str, int] = {}
+        for row, (patient, fold) in enumerate(zip(patients.tolist(), folds.tolist(), strict=True)):
+            if first.setdefault(patient, fold) != fold:
+                raise ValueError(
+                    f"{source}, sample {row + 1}: patient {patient} is in folds {first[patient]} and {fold}; it is "
+                    f"not PTB-XL's file."
+                )
+
+    def _say(self, total: int, unlabelled: int, nowhere: int, kept: int, small: int) -> None:
+        if kept < total:
+            rank_zero_warn(
+                f"{type(self).__name__} leaves out {total - kept} of {total} records: {unlabelled} have no diagnostic "
+                f"statement, {nowhere} "
+                f"no site, and {small} sites have fewer than min_records={self.min_records}.",
+                category=UserWarning,
+            )
+
+
+class Records(Dataset[Any]):
+    """A dataset of records `(leads, length)` in wfdb's format.
+
+    Args:
+        paths: The records, without suffix.
+        labels: The class of each record, int64 `(samples,)`.
+        length: Samples of a record.
+        cache: Keep records in memory, in each process that reads them.
+
+    Raises:
+        ValueError: From an access, if a record is damaged; the message names it.
+    """
+
+    def __init__(self, paths: list[Path], labels: np.ndarray, length: int, cache: bool = False) -> None:
+        self.paths, self.targets, self.length = paths, torch.from_numpy(labels), length
+        self._held: dict[int, Tensor] | None = {} if cache else None
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        record = None if self._held is None else self._held.get(index)
+        if record is None:
+            record = self._read(self.paths[index])
+        if self._held is not None:
+            self._held[index] = record
+        return record, self.targets[index]
+
+    def _read(self, path: Path) -> Tensor:
+        try:
+            import wfdb
+        except ImportError as error:
+            raise ImportError(
+                "PTB-XL's records are read by wfdb; install the extra: fedlightning[clinical]."
+            ) from error
+        try:
+            signal = np.asarray(wfdb.rdrecord(str(path)).p_signal, dtype=np.float32).T
+        except (OSError, ValueError, IndexError, TypeError) as error:
+            raise ValueError(f"{path} cannot be read as a record of wfdb ({error}); get it again.") from error
+        if signal.shape != (12, self.length) or not np.isfinite(signal).all():
+            raise ValueError(
+                f"{path} has shape {signal.shape} or a gap; a record has 12 leads of {self.length} samples."
+            )
+        return torch.from_numpy(np.ascontiguousarray(signal))
