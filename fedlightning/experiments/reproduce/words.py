@@ -1,0 +1,56 @@
+"""Verdicts and numbers as they are written on the terminal and on pages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedlightning.experiments.reproduce.record import counts
+from fedlightning.experiments.reproduce.results import Line
+
+CHANCE = (
+    "By chance alone at most {:.2g} of the {} verdicts that rest on random runs would be 'disagrees' (each with 2.5 %, if its "
+    "true mean lies within the tolerance and seeds are independent)."
+)
+
+
+def digits(line: Line) -> int:
+    """Return decimals that show the published value and the tolerance.
+
+    Example:
+        >>> from fedlightning.experiments.reproduce.verdicts import judge
+        >>> digits(Line("a", judge([0.7], 0.724, 0.03), published=0.724, tolerance=0.03))
+        4
+    """
+    known = [one for one in (line.published, line.tolerance) if one]
+    shown = max((len(f"{abs(one):.10f}".rstrip("0").partition(".")[2]) for one in known), default=2)
+    return min(shown + 1, 8)
+
+
+def number_of(value: float | None, places: int) -> str:
+    """Write a number with as many decimals, or more briefly if it is large."""
+    if value is None or not math.isfinite(value):
+        return "-" if value is None else str(value)
+    return f"{value:.{places}f}".rstrip("0").rstrip(".") if abs(value) < 1e6 else f"{value:.4g}"
+
+
+def ours(line: Line) -> str:
+    """Write the mean over seeds with its interval."""
+    verdict, places = line.verdict, digits(line) if line.published is not None else 4
+    if verdict.mean is None:
+        return "-"
+    text = f"{verdict.mean:.{places}f}"
+    if verdict.low is not None and verdict.high is not None and verdict.low != verdict.high:
+        text += f" [{verdict.low:.{places}f}, {verdict.high:.{places}f}]"
+    return text
+
+
+def verdict_counts(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return how many lines have each verdict, in words.
+
+    Example:
+        >>> verdict_counts([{"verdict": "agrees"}, {"verdict": "agrees"}, {"verdict": "not run"}])
+        '2 agrees, 1 not run'
+    """
+    return ", ".join(f"{number} {word}" for word, number in counts(lines).items())
