@@ -14,6 +14,8 @@ In order of importance:
   `SpokenDigitsDataModule` (images with recordings). `ModalityDataset`: their samples.
 * `LazyClients`: a hundred thousand clients and more, each made or read when it is visited. `SyntheticDataModule`: such
   clients, drawn (needs no files).
+* `GivenDataModule`: a few numbers for each client, written in the configuration. `ValidatedOnTest`: another data module with
+  its test samples as validation samples, to compare with published curves of test data.
 * `PublicDataModule`: public data alone, for a server whose clients are at sites.
 * `describe` and `plot_partition`: the samples of each client as a table and as a picture.
 * Bases for your own: `ArrayFederatedDataModule`, `ImageFederatedDataModule`, `IndexedFederatedDataModule`,
@@ -24,6 +26,7 @@ In order of importance:
 from fedlightning.datamodules.arrays import ArrayFederatedDataModule
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.digits import DigitsDataModule
+from fedlightning.datamodules.given import GivenDataModule
 from fedlightning.datamodules.heart_disease import HeartDiseaseDataModule
 from fedlightning.datamodules.images import (
     CIFAR10DataModule,
@@ -54,6 +57,7 @@ from fedlightning.datamodules.skew import (
 from fedlightning.datamodules.spoken_digits import SpokenDigitsDataModule
 from fedlightning.datamodules.synthetic import SyntheticDataModule
 from fedlightning.datamodules.tabular import TabularFederatedDataModule
+from fedlightning.datamodules.validated_on_test import ValidatedOnTest
 from fedlightning.datamodules.views import ArrayDataset, IndexView
 
 __all__ = [
@@ -66,6 +70,7 @@ __all__ = [
     "EMNISTDataModule",
     "FashionMNISTDataModule",
     "FederatedDataModule",
+    "GivenDataModule",
     "GroupPlan",
     "HeartDiseaseDataModule",
     "IIDPartitioner",
@@ -94,6 +99,7 @@ __all__ = [
     "SpokenDigitsDataModule",
     "SyntheticDataModule",
     "TabularFederatedDataModule",
+    "ValidatedOnTest",
     "describe",
     "plot_partition",
 ]

@@ -19,6 +19,7 @@ from fedlightning.models.client_models import ClientModels
 from fedlightning.models.heads import head_name
 from fedlightning.models.heart import FendaNet, LogisticRegression, TinyNet
 from fedlightning.models.metrics import ClassificationMetrics
+from fedlightning.models.linear import GivenLinear
 from fedlightning.models.multimodal import MultimodalNet
 from fedlightning.models.networks import MLP, CifarCNN, DigitsCNN, MnistCNN
 from fedlightning.models.player_fl import PLayerCifarNet, PLayerConvNet
@@ -36,6 +37,7 @@ __all__ = [
     "ClientModels",
     "DigitsCNN",
     "FendaNet",
+    "GivenLinear",
     "LogisticRegression",
     "MnistCNN",
     "MultimodalNet",

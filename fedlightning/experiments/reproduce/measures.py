@@ -6,7 +6,7 @@ import inspect
 import math
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from fedlightning.config.errors import InputError, suggestion
@@ -18,8 +18,6 @@ from fedlightning.study.fairness import spread
 from fedlightning.study.runs import DEPLOYED, Run
 from fedlightning.study.measures import RunScores
 
-Spec = Mapping[str, Any]
-"""A measure: its `kind`, its `name` in the table, and the keywords of the function of that kind."""
 Runs = Mapping[str, Run]
 """Name of a run in the table -> the run with one seed."""
 OVER = ("mean", "weighted", "median", "worst", "best", "std", "variance", "tenth_percentile")
@@ -41,6 +39,21 @@ class Value:
 
     number: float
     beyond: bool = False
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A measure as a table asks for it.
+
+    Attributes:
+        kind: Its kind.
+        name: Its name in the table, else its options in words.
+        options: Keywords of the function of that kind.
+    """
+
+    kind: str
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 # -- scores ------------------------------------------------------------------------------------------------------------
@@ -265,20 +278,22 @@ def measure(spec: Spec, runs: Runs, run: str | None) -> Value:
     Raises:
         NoValueError: If the run does not have it.
     """
-    options = {key: value for key, value in spec.items() if key not in ("kind", "name")}
-    return KINDS[spec["kind"]](runs, run or "", **options)
+    return KINDS[spec.kind](runs, run or "", **spec.options)
 
 
 def better_is_higher(spec: Spec) -> bool:
     """Return whether the higher value of a measure is the better one."""
-    if spec["kind"] in LOWER or spec.get("over") in ("std", "variance"):
+    if "of" in spec.options:
+        return better_is_higher(spec.options["of"])
+    if spec.kind in LOWER or spec.options.get("over") in ("std", "variance"):
         return False
-    return "metric" not in spec or higher_is_better(spec["metric"])
+    return "metric" not in spec.options or higher_is_better(spec.options["metric"])
 
 
 def runs_of(spec: Spec) -> list[str]:
     """Return the further runs that a measure reads."""
-    return ([spec["against"]] if "against" in spec else []) + (runs_of(spec["of"]) if "of" in spec else [])
+    given = spec.options
+    return ([given["against"]] if "against" in given else []) + (runs_of(given["of"]) if "of" in given else [])
 
 
 # -- at the door -------------------------------------------------------------------------------------------------------
@@ -316,7 +331,7 @@ def check_measure(given: Any, name: str, at: Fields, runs: Any, measures: Mappin
         raise at.error(f"has the {place} with over: {over}. Give {', '.join(OVER)} or client:NAME.")
     if "against" in options:
         at.known(options["against"], runs, place)
-    return {"kind": kind, "name": name or _described(kind, options), **options}
+    return Spec(kind, name or _described(kind, options), options)
 
 
 def _keywords(kind: str) -> dict[str, tuple[Any, bool]]:
@@ -344,7 +359,7 @@ def _word(kind: Any) -> str:
 
 
 def _described(kind: str, options: Mapping[str, Any]) -> str:
-    said = [str(value["name"] if isinstance(value, Mapping) else value) for value in options.values()]
+    said = [value.name if isinstance(value, Spec) else str(value) for value in options.values()]
     return " ".join([*([] if kind == "score" else [kind.replace("_", " ")]), *said])
 
 

@@ -138,7 +138,7 @@ class Order:
     @property
     def name(self) -> str:
         """The order in words; it tells two orders of a table apart."""
-        names = [str(spec["name"]) for spec in self.measures]
+        names = [spec.name for spec in self.measures]
         if names[0] == names[1]:
             text = f"{self.better} better than {self.worse}: {names[0]}"
         else:
@@ -224,7 +224,9 @@ def read_table(path: Path, configs: Path) -> Table:
     source.end()
     sets, exact, reduced = top.texts("sets"), top.flag("exact"), top.flag("reduced")
     runs = _runs(top, path, configs, sets, reduced)
-    measures = {name: check_measure(spec, name, top, runs) for name, spec in top.mapping("measures").items()}
+    measures: dict[str, Spec] = {}
+    for name, spec in top.mapping("measures").items():  # a measure may be made of those above it
+        measures[name] = check_measure(spec, name, top, runs, measures)
     reader = _Cells(top, runs, measures, where.read)
     cells = reader.cells()
     orders = [order for one in top.sections("orders") for order in reader.orders(one)]
@@ -352,7 +354,7 @@ class _Cells:
         row, column = one.text("row"), one.text("column")
         one.where = f"cell '{row} / {column}'"
         spec = self._measure(one)
-        run = None if spec["kind"] == "epsilon" else one.text("run")
+        run = None if spec.kind == "epsilon" else one.text("run")
         one.take("run", None)
         if run is not None:
             one.known(run, self.runs, "run")
