@@ -30,7 +30,8 @@ class GivenDataModule(IndexedFederatedDataModule):
 
     Example:
         >>> from fedlightning.datamodules import GivenDataModule
-        >>> data = GivenDataModule({"a": {"x": [[1.0]], "y": [2.0], "copies": 3}, "b": {"x": [[1.0]], "y": [0.0]}}, batch_size=1)
+        >>> clients = {"a": {"x": [[1.0]], "y": [2.0], "copies": 3}, "b": {"x": [[1.0]], "y": [0.0]}}
+        >>> data = GivenDataModule(clients, batch_size=1)
         >>> data.setup()
         >>> data.client_ids, data.num_samples("a"), data.num_samples("b", "test")
         (['a', 'b'], 3, 1)
@@ -45,9 +46,13 @@ class GivenDataModule(IndexedFederatedDataModule):
             unknown = sorted(set(held) - {"x", "y", "copies"})
             copies = held.get("copies", 1)
             if unknown or "x" not in held or "y" not in held:
-                raise ValueError(f"GivenDataModule got {sorted(held)} for client '{name}'; give x, y and perhaps copies.")
+                raise ValueError(
+                    f"GivenDataModule got {sorted(held)} for client '{name}'; give x, y and perhaps copies."
+                )
             if isinstance(copies, bool) or not isinstance(copies, int) or copies < 1:
-                raise ValueError(f"GivenDataModule got copies={copies!r} for client '{name}'; give a whole number from 1 up.")
+                raise ValueError(
+                    f"GivenDataModule got copies={copies!r} for client '{name}'; give a whole number from 1 up."
+                )
             if len(held["x"]) != len(held["y"]) or not held["x"]:
                 raise ValueError(
                     f"GivenDataModule got {len(held['x'])} rows of x and {len(held['y'])} numbers of y for client '{name}'; "
@@ -55,7 +60,9 @@ class GivenDataModule(IndexedFederatedDataModule):
                 )
             widths |= {len(row) for row in held["x"]}
         if len(widths) > 1:
-            raise ValueError(f"GivenDataModule got rows of {sorted(widths)} numbers; all rows of x have the same length.")
+            raise ValueError(
+                f"GivenDataModule got rows of {sorted(widths)} numbers; all rows of x have the same length."
+            )
         self.clients = {str(name): dict(held) for name, held in clients.items()}
 
     def build(self) -> tuple[list[str], Mapping[str, Split]]:

@@ -11,9 +11,9 @@ from fedlightning.datamodules.base import FederatedDataModule
 class ValidatedOnTest(FederatedDataModule):
     """A data module whose validation samples are its test samples, so that a run's curve is on test data.
 
-    Published curves and "rounds until 97 %" are often of test data, scored in every round. To compare with them a run has to do
-    the same. Whatever such a run *selects* (checkpoints, early stopping, tuned values) is selected on test data: use it for such
-    comparisons only. Without validation samples of its own (`val_fraction: 0`) the wrapped data module trains on all of them.
+    Published curves and "rounds until 97 %" are often of test data, scored in every round. To compare with them a run has to
+    do the same. Whatever such a run *selects* (checkpoints, early stopping, tuned values) is selected on test data: use it
+    for such comparisons only. With `val_fraction: 0` the wrapped data module keeps no training samples for validation.
 
     Args:
         data: The data module.

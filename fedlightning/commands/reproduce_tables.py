@@ -16,7 +16,7 @@ from fedlightning.experiments.reproduce.record import counts, read_record
 from fedlightning.experiments.reproduce.results import Line
 from fedlightning.experiments.reproduce.tables import WHOLE, Table
 from fedlightning.experiments.reproduce.verdicts import BAD, BY_CHANCE, GOOD
-from fedlightning.experiments.reproduce.words import CHANCE, digits, number_of, ours, verdict_counts
+from fedlightning.experiments.reproduce.words import chance, digits, number_of, ours, verdict_counts
 
 _COLOURS = {**dict.fromkeys(GOOD, "green"), **dict.fromkeys(BAD, "bold red"), "inconclusive": "yellow"}
 
@@ -107,6 +107,6 @@ def show_summary(content: Mapping[str, Any], lost: Sequence[str], moved: Sequenc
     """Print how many cells agree, how many would disagree by chance, and what was lost or moved since the last record."""
     lines = [line for table in content["tables"] for line in (*table["cells"], *table["orders"])]
     say(screen, f"\nAll: {verdict_counts(lines)}.")
-    say(screen, CHANCE.format(content["chance"], round(content["chance"] / BY_CHANCE)))
+    say(screen, chance(content["chance"], round(content["chance"] / BY_CHANCE)))
     for text in (*moved, *lost):
         say(screen, f"! {text}", style="bold red", markup=False)

@@ -18,8 +18,8 @@ from fedlightning.models.classifier import Classifier
 from fedlightning.models.client_models import ClientModels
 from fedlightning.models.heads import head_name
 from fedlightning.models.heart import FendaNet, LogisticRegression, TinyNet
-from fedlightning.models.metrics import ClassificationMetrics
 from fedlightning.models.linear import GivenLinear
+from fedlightning.models.metrics import ClassificationMetrics
 from fedlightning.models.multimodal import MultimodalNet
 from fedlightning.models.networks import MLP, CifarCNN, DigitsCNN, MnistCNN
 from fedlightning.models.player_fl import PLayerCifarNet, PLayerConvNet

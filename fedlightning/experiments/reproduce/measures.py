@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from fedlightning.config.errors import InputError, suggestion
+from fedlightning.config.errors import suggestion
 from fedlightning.experiments.reproduce.fields import Fields
 from fedlightning.scoring.metrics import bare, higher_is_better
 from fedlightning.scoring.rows import Row
 from fedlightning.study.columns import GLOBAL, LOCAL, PERSONAL
 from fedlightning.study.fairness import spread
-from fedlightning.study.runs import DEPLOYED, Run
 from fedlightning.study.measures import RunScores
+from fedlightning.study.runs import DEPLOYED, Run
 
 Runs = Mapping[str, Run]
 """Name of a run in the table -> the run with one seed."""

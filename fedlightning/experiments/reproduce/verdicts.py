@@ -16,8 +16,8 @@ BAD = (DISAGREES, ORDER_DISAGREES)
 BY_CHANCE = 0.025
 """Largest chance that a cell disagrees although the true mean lies within its tolerance.
 
-The 95 % interval then lies beyond one end of the tolerance only if it misses the true mean on that side: 2.5 %. The same holds
-for an order whose true difference is not negative.
+The 95 % interval then lies beyond one end of the tolerance only if it misses the true mean on that side: 2.5 %. The same
+holds for an order whose true difference is not negative.
 """
 _ROUNDING = 1e-12
 
@@ -89,8 +89,8 @@ def judge_order(
 ) -> Verdict:
     """Judge an order by the differences between two runs, paired by seed.
 
-    The *order agrees* if the 95 % interval of the mean difference (paired, Student's t) lies above `margin`, it *disagrees* if it
-    lies below, and between it is *inconclusive*; so is one seed, unless nothing is random.
+    The *order agrees* if the 95 % interval of the mean difference (paired, Student's t) lies above `margin`, it *disagrees*
+    if it lies below, and between it is *inconclusive*; so is one seed, unless nothing is random.
 
     Args:
         better: A value for each seed of the run that was published as better, where higher is better.

@@ -9,10 +9,20 @@ from typing import Any
 from fedlightning.experiments.reproduce.record import counts
 from fedlightning.experiments.reproduce.results import Line
 
-CHANCE = (
-    "By chance alone at most {:.2g} of the {} verdicts that rest on random runs would be 'disagrees' (each with 2.5 %, if its "
-    "true mean lies within the tolerance and seeds are independent)."
-)
+
+def chance(expected: float, judged: int) -> str:
+    """Return how many verdicts chance alone would turn to *disagrees*, with the model behind the number.
+
+    Example:
+        >>> chance(0.0, 0)
+        'No verdict rests on a random run, so none disagrees by chance.'
+    """
+    if not judged:
+        return "No verdict rests on a random run, so none disagrees by chance."
+    return (
+        f"By chance alone at most {expected:.2g} of the {judged} verdicts that rest on random runs would be 'disagrees' (each with "
+        "2.5 %, if its true mean lies within the tolerance and seeds are independent)."
+    )
 
 
 def digits(line: Line) -> int:
