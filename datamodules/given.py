@@ -66,7 +66,9 @@ class GivenDataModule(IndexedFederatedDataModule):
         self.clients = {str(name): dict(held) for name, held in clients.items()}
 
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
-        x, y, indices = [], [], []
+        x: list[list[float]] = []
+        y: list[float] = []
+        indices = []
         for held in self.clients.values():
             start, copies = len(y), held.get("copies", 1)
             x += [list(row) for row in held["x"]] * copies

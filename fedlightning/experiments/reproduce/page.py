@@ -21,8 +21,8 @@ from fedlightning.study.report.html import Gallery, Page, Picture, Prose, Sectio
 
 FILE = "report.html"
 _LEGEND = (
-    "Diamonds: published values, with the tolerance as a band. Dots: ours, mean over seeds with the 95 % interval (Student's t). "
-    "A cell agrees if the interval lies inside the band, and disagrees if it lies entirely outside."
+    "Diamonds: published values, with the tolerance as a band. Dots: ours, mean over seeds with the 95 % interval "
+    "(Student's t). A cell agrees if the interval lies inside the band, and disagrees if it lies entirely outside."
 )
 
 

@@ -1,4 +1,4 @@
-"""Recorded verdicts: `recorded/NAME.json` beside a table, committed with it. Later verdicts and tolerances are held to them."""
+"""Recorded verdicts: `recorded/NAME.json` beside a table. Later verdicts and tolerances are held to them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _judged_by(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def moved_goals(table: Table, lines: Sequence[Line]) -> list[str]:
-    """Return a sentence for every tolerance or published value that is not the one that a recorded verdict was judged with."""
+    """Return a sentence for every tolerance or published value that was changed since a verdict was recorded."""
     known, said = read_record(table.path), []
     for line in lines:
         old = known.get(line.name)

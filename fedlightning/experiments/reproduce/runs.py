@@ -122,8 +122,8 @@ def _plans(asked: Sequence[tuple[Table, RunSpec]], requests: Sequence[Request]) 
 def name_of(method: Method, vary: Sequence[str]) -> str:
     """Return the name of a run: its algorithms, and a hash of all that decides its numbers, the seed aside.
 
-    That is the complete configuration, the keys that the seed sets, the versions of the packages that compute, the code of this
-    package that runs, and the files of classes that are not of this package.
+    That is the complete configuration, the keys that the seed sets, the versions of the packages that compute, the code of
+    this package that runs, and the files of classes that are not of this package.
     """
     config = method.config
     decides = [method.fingerprint(0, vary), _environment(), [_digest(path) for path in _own_files(config)]]

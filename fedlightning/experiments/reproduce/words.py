@@ -20,8 +20,8 @@ def chance(expected: float, judged: int) -> str:
     if not judged:
         return "No verdict rests on a random run, so none disagrees by chance."
     return (
-        f"By chance alone at most {expected:.2g} of the {judged} verdicts that rest on random runs would be 'disagrees' (each with "
-        "2.5 %, if its true mean lies within the tolerance and seeds are independent)."
+        f"By chance alone at most {expected:.2g} of the {judged} verdicts that rest on random runs would be 'disagrees' "
+        "(each with 2.5 %, if its true mean lies within the tolerance and seeds are independent)."
     )
 
 
