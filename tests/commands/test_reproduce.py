@@ -41,7 +41,7 @@ def digits(path: Path, *callbacks: str, **options: Any) -> Path:
     small(path.parent / "small.yaml", *callbacks, max_rounds=4, local_epochs=3)
     rate = {"model.init_args.lr": 0.5, "data.init_args.max_train": 300, "data.init_args.max_test": 100}
     common = {"options": {**rate, **options.pop("options", {})}}
-    content = table(common=common, rows={"FedAvg": {"run": "fedavg", "published": {"accuracy": 0.5}}}, **options)
+    content = table(common=common, rows={"FedAvg": {"run": "fedavg", "published": {"accuracy": 0.6}}}, **options)
     return write(path, content)
 
 
@@ -132,26 +132,26 @@ def test_runs_are_made_once_and_cells_are_those_of_metrics_csv(tmp_path, capsys)
 @pytest.mark.slow
 def test_a_recorded_agreement_that_is_lost(capsys):
     """A wrong implementation turns its cell to disagrees; the record holds verdicts and tolerances to what they were."""
-    digits(Path("t.yaml"))
-    assert reproduce("t.yaml", "--out=out", "--record") == 0
+    digits(Path("t.yaml"), seeds=4)
+    assert reproduce("t.yaml", "--out=out", "--jobs=2", "--record") == 0
     record = json.loads(Path("recorded/t.json").read_text())
     (line,) = record["lines"]
-    assert line["verdict"] == "agrees" and line["tolerance"] == 0.2 and set(line["values"]) == {"0", "1"}
+    assert line["verdict"] == "agrees" and line["tolerance"] == 0.3 and set(line["values"]) == set("0123")
     assert set(line) >= {"commit", "versions", "seeds"}
-    digits(Path("t.yaml"), PLANTED)
-    assert reproduce("t.yaml", "--out=out") == 1
+    digits(Path("t.yaml"), PLANTED, seeds=4)
+    assert reproduce("t.yaml", "--out=out", "--jobs=2") == 1
     assert results()["FedAvg / accuracy"]["verdict"] == "disagrees"
     assert "t: FedAvg / accuracy once agreed, now: disagrees" in capsys.readouterr().out
     content = yaml.safe_load(Path("t.yaml").read_text())
     content["columns"]["accuracy"]["tolerance"] = 0.9
     write(Path("t.yaml"), content)
     for _ in range(2):  # recording does not make it forgotten
-        assert reproduce("t.yaml", "--out=out", "--record") == 0
-        said = "t: the tolerance of FedAvg / accuracy was widened from 0.2 to 0.9 after a run"
+        assert reproduce("t.yaml", "--out=out", "--jobs=2", "--record") == 0
+        said = "t: the tolerance of FedAvg / accuracy was widened from 0.3 to 0.9 after a run"
         assert said in " ".join(capsys.readouterr().out.split())
     content["rows"] = {"Other": {"run": "fedavg", "published": {"accuracy": 0.5}}}
     write(Path("t.yaml"), content)
-    assert reproduce("t.yaml", "--out=out") == 1
+    assert reproduce("t.yaml", "--out=out", "--jobs=2") == 1
     assert "once agreed and is not in the table any more" in " ".join(capsys.readouterr().out.split())
 
 

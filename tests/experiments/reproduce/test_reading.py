@@ -40,7 +40,7 @@ def test_rows_columns_and_cells(read):
         why={"A": "a", "A / rounds": "b", "table": "c"},
     )  # fmt: skip
     cells = {cell.name: cell for cell in found.cells}
-    assert [(cell.published, cell.tolerance) for cell in found.cells] == [(0.5, 0.2), (0.6, 0.01), (10.0, 2.0)]
+    assert [(cell.published, cell.tolerance) for cell in found.cells] == [(0.5, 0.3), (0.6, 0.01), (10.0, 2.0)]
     assert [cell.judged for cell in found.cells] == [True, True, False]
     assert [found.reason(cell) for cell in cells.values()] == ["a", "c", "b"]
     assert found.seeds == [0, 1]
