@@ -219,7 +219,7 @@ def _tell(asked: Sequence[_Asked], found: Mapping[str, list[Line]], options: Any
         lines = found[one.table.name]
         show_table(one.table, lines, screen)
         said += lost(one.table, lines, one.seeds)
-        moved += moved_goals(one.table, lines)
+        moved += moved_goals(one.table)
     tables = [(one.table, found[one.table.name], one.seeds) for one in asked]
     content = as_json(tables, said, moved)
     write_json(options.out, content)

@@ -69,22 +69,20 @@ def _judged_by(line: Mapping[str, Any]) -> dict[str, Any]:
     return {"published": line["published"], "tolerance": line["tolerance"]}
 
 
-def moved_goals(table: Table, lines: Sequence[Line]) -> list[str]:
+def moved_goals(table: Table) -> list[str]:
     """Return a sentence for every tolerance or published value that was changed since a verdict was recorded."""
-    known, said = read_record(table.path), []
-    for line in lines:
-        old = known.get(line.name)
-        if old is None:
-            continue
-        for one in [*old.get("earlier", []), old]:
-            for key, word in (("tolerance", "tolerance"), ("published", "published value")):
-                was, now = one[key], getattr(line, key)
-                if was != now:
-                    how = "changed" if key == "published" or line.is_order else "widened" if now > was else "narrowed"
-                    said.append(
-                        f"{table.name}: the {word} of {line.name} was {how} from {was:g} to {now:g} after a run."
-                    )
-    return list(dict.fromkeys(said))
+    now: dict[str, tuple[float | None, float]] = {cell.name: (cell.published, cell.tolerance) for cell in table.cells}
+    now |= {order.name: (None, order.margin) for order in table.orders}
+    said = []
+    for name, recorded in read_record(table.path).items():
+        for old in [*recorded.get("earlier", []), recorded] if name in now else []:
+            published, tolerance = now[name]
+            if old["tolerance"] != tolerance:
+                how = "widened" if tolerance > old["tolerance"] else "narrowed"
+                said.append(f"the tolerance of {name} was {how} from {old['tolerance']:g} to {tolerance:g}")
+            if old["published"] != published:
+                said.append(f"the published value of {name} was changed from {old['published']:g} to {published:g}")
+    return [f"{table.name}: {text} after a run." for text in dict.fromkeys(said)]
 
 
 def lost(table: Table, lines: Sequence[Line], seeds: Sequence[int]) -> list[str]:

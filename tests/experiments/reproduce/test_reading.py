@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,15 @@ def test_a_key_that_is_there_twice_and_a_file_that_is_none(tmp_path):
     path.write_text("- a\n")
     with pytest.raises(InputError, match="holds no named values"):
         read_table(path, FOLDER)
+
+
+def test_the_table_of_the_how_to_can_be_read(tmp_path):
+    page = (Path(__file__).parents[3] / "docs/how-to/reproduce.md").read_text()
+    (block,) = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    path = tmp_path / "t.yaml"
+    path.write_text(block)
+    found = read_table(path, FOLDER)
+    assert [len(found.cells), len(found.orders), len(found.data)] == [4, 2, 1]
 
 
 @pytest.mark.parametrize("path", sorted(TABLES.glob("*.yaml")), ids=lambda path: path.stem)
