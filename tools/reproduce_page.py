@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from fedlightning.experiments.reproduce.record import moved_goals, read_record
 from fedlightning.experiments.reproduce.results import Line
 from fedlightning.experiments.reproduce.tables import Cell, Table
 from fedlightning.experiments.reproduce.verdicts import BAD, BY_CHANCE, INCONCLUSIVE, Verdict
-from fedlightning.experiments.reproduce.words import chance, digits, number_of, ours, verdict_counts
+from fedlightning.experiments.reproduce.words import chance, row_of, verdict_counts
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/results/reproduce.md"
 HEAD = """# Published tables, run again
@@ -59,11 +60,11 @@ def _section(table: Table, record: Mapping[str, Any]) -> str:
         parts.append("The paper chose values on test data.\n")
     known = [(cell, _line(record[cell.name])) for cell in table.cells if cell.name in record]
     if known:
-        rows = [_row(table, cell, line) for cell, line in known]
+        rows = [_cells(replace(line, published=cell.published, tolerance=cell.tolerance)) for cell, line in known]
         parts.append("\n".join(["| cell | published | ours | verdict |", "|---|--:|--:|---|", *rows]) + "\n")
     orders = [_line(record[order.name]) for order in table.orders if order.name in record]
     if orders:
-        rows = [f"| {_cell(line.name)} | {ours(line)} | {line.verdict.word} |" for line in orders]
+        rows = [_cells(line) for line in orders]
         parts.append("\n".join(["| order | difference | verdict |", "|---|--:|---|", *rows]) + "\n")
     if not record:
         parts.append("It has not been run here yet.\n")
@@ -85,17 +86,16 @@ def _reasons(table: Table, known: Sequence[tuple[Cell, Line]]) -> dict[str, str]
     return found
 
 
-def _row(table: Table, cell: Cell, line: Line) -> str:
-    places = digits(line)
-    told = f"{number_of(cell.published, places)} ± {number_of(cell.tolerance, places)}"
-    return f"| {_cell(cell.name)} | {told} | {ours(line)} | {line.verdict.word} |"
-
-
 def _line(recorded: Mapping[str, Any]) -> Line:
     """Return a recorded line as it was when it was judged."""
     word, why = recorded["verdict"], recorded["note"]
     verdict = Verdict(word, recorded["mean"], recorded["low"], recorded["high"], why)
     return Line(recorded["name"], verdict, published=recorded["published"], tolerance=recorded["tolerance"])
+
+
+def _cells(line: Line) -> str:
+    """Return a row of a table in Markdown."""
+    return "| " + " | ".join(_cell(text) for text in row_of(line).values() if text) + " |"
 
 
 def _cell(text: str) -> str:

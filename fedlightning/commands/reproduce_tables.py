@@ -14,9 +14,9 @@ from fedlightning.commands.terminal import say
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.experiments.reproduce.record import counts, read_record
 from fedlightning.experiments.reproduce.results import Line
-from fedlightning.experiments.reproduce.tables import WHOLE, Table
+from fedlightning.experiments.reproduce.tables import Table
 from fedlightning.experiments.reproduce.verdicts import BAD, BY_CHANCE, GOOD
-from fedlightning.experiments.reproduce.words import chance, digits, number_of, ours, verdict_counts
+from fedlightning.experiments.reproduce.words import chance, reasons, row_of, verdict_counts
 
 _COLOURS = {**dict.fromkeys(GOOD, "green"), **dict.fromkeys(BAD, "bold red"), "inconclusive": "yellow"}
 
@@ -61,46 +61,26 @@ def show_table(table: Table, lines: Sequence[Line], screen: Console) -> None:
     say(screen, f"{table.source.paper}, {table.source.table}. {table.source.link}".strip(), markup=False)
     if table.tuned_on_test:
         say(screen, "The paper chose on test data; its numbers are too good by what that gains.", markup=False)
-    for cells, title in (
-        ([line for line in lines if not line.is_order], "published"),
-        ([one for one in lines if one.is_order], ""),
-    ):
-        if cells:
-            _show_lines(cells, title, screen)
-    _show_reasons(table, lines, screen)
+    for kind in ("cell", "order"):
+        _show_lines([row_of(line) for line in lines if line.is_order == (kind == "order")], kind, screen)
+    for text in reasons(lines):
+        say(screen, f"  {text}", markup=False)
 
 
-def _show_lines(lines: Sequence[Line], published: str, screen: Console) -> None:
+def _show_lines(rows: Sequence[Mapping[str, str]], kind: str, screen: Console) -> None:
+    if not rows:
+        return
     grid = Grid(box=SIMPLE_HEAD, pad_edge=False)
-    grid.add_column("cell" if published else "order", overflow="fold")
-    if published:
-        grid.add_column(published, justify="right", no_wrap=True)
-    grid.add_column("ours" if published else "difference", justify="right", no_wrap=True)
+    grid.add_column(kind, overflow="fold")
+    if kind == "cell":
+        grid.add_column("published", justify="right", no_wrap=True)
+    grid.add_column("ours" if kind == "cell" else "difference", justify="right", no_wrap=True)
     grid.add_column("verdict", no_wrap=True)
-    for line in lines:
-        places = digits(line)
-        colour = _COLOURS.get(line.verdict.word, "dim")
-        told = [f"{number_of(line.published, places)} ± {number_of(line.tolerance, places)}"] if published else []
-        grid.add_row(escape(line.name), *told, escape(ours(line)), f"[{colour}]{line.verdict.word}[/]")
+    for row in rows:
+        verdict = f"[{_COLOURS.get(row['verdict'], 'dim')}]{row['verdict']}[/]"
+        published = [row["published"]] if kind == "cell" else []
+        grid.add_row(escape(row["name"]), *published, escape(row["ours"]), verdict)
     print_whole(screen, grid)
-
-
-def _show_reasons(table: Table, lines: Sequence[Line], screen: Console) -> None:
-    said: dict[str, list[str]] = {}
-    for line in lines:
-        if line.verdict.why:
-            said.setdefault(line.verdict.why, []).append(line.name)
-        if line.verdict.word in BAD and line.why:
-            said.setdefault(f"why: {line.why}", []).append(line.name)
-    for text, names in said.items():
-        where = (
-            "all"
-            if len(names) == len(lines)
-            else "; ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        )
-        say(screen, f"  {where}: {text}", markup=False)
-    if table.why.get(WHOLE) and not any(line.why for line in lines if line.verdict.word in BAD):
-        say(screen, f"  {table.why[WHOLE]}", markup=False)
 
 
 def show_summary(content: Mapping[str, Any], lost: Sequence[str], moved: Sequence[str], screen: Console) -> None:

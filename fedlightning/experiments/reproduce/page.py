@@ -12,8 +12,8 @@ from fedlightning.experiments.reproduce.figure import published_against_ours
 from fedlightning.experiments.reproduce.results import Line
 from fedlightning.experiments.reproduce.summary import Told
 from fedlightning.experiments.reproduce.tables import Table
-from fedlightning.experiments.reproduce.verdicts import BAD, BY_CHANCE, INCONCLUSIVE, expected_by_chance
-from fedlightning.experiments.reproduce.words import chance, digits, number_of, ours, verdict_counts
+from fedlightning.experiments.reproduce.verdicts import BY_CHANCE, expected_by_chance
+from fedlightning.experiments.reproduce.words import chance, ours, reasons, row_of, verdict_counts
 from fedlightning.study.report import html
 from fedlightning.study.report.cells import Column
 from fedlightning.study.report.drawing import inline, look, save, settle, svg
@@ -58,14 +58,14 @@ def _section(table: Table, lines: Sequence[Line], seeds: Sequence[int], out: Pat
     parts: list[Any] = []
     if cells:
         parts.append(
-            html.Table(f"{name}-cells", "Cells", _columns(), [_row(line) for line in cells], notes=_notes(cells))
+            html.Table(f"{name}-cells", "Cells", _columns(), [row_of(line) for line in cells], notes=reasons(cells))
         )
         drawn = [line for line in cells if line.verdict.mean is not None]
         parts += [Gallery([_picture(table, drawn, out)], _numbers(name, drawn), _LEGEND)] if drawn else []
     if orders:
         parts.append(
-            html.Table(f"{name}-orders", "Orders, paired over seeds", _columns(True), [_row(line) for line in orders],
-                       notes=_notes(orders))
+            html.Table(f"{name}-orders", "Orders, paired over seeds", _columns(True), [row_of(line) for line in orders],
+                       notes=reasons(orders))
         )  # fmt: skip
     parts.append(Prose(terms=_terms(table, seeds), title="About this table"))
     return Section(name, table.title, table.name, table.claim, parts)
@@ -111,22 +111,6 @@ def _columns(orders: bool = False) -> list[Column]:
         Column("ours", "difference" if orders else "ours", "text"),
         Column("verdict", "verdict", "text"),
     ]
-
-
-def _row(line: Line) -> dict[str, Any]:
-    places = digits(line)
-    published = f"{number_of(line.published, places)} ± {number_of(line.tolerance, places)}"
-    return {"name": line.name, "published": published, "ours": ours(line), "verdict": line.verdict.word}
-
-
-def _notes(lines: Sequence[Line]) -> list[str]:
-    """Return why verdicts are what they are, each reason once."""
-    found: dict[str, list[str]] = {}
-    for line in lines:
-        texts = [line.verdict.why] if line.verdict.why else []
-        for text in texts + ([line.why] if line.why and line.verdict.word in (*BAD, INCONCLUSIVE) else []):
-            found.setdefault(text, []).append(line.name)
-    return [f"{'All' if len(names) == len(lines) else '; '.join(names)}: {text}" for text, names in found.items()]
 
 
 def _terms(table: Table, seeds: Sequence[int]) -> list[tuple[str, str]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from fedlightning.experiments.reproduce.record import counts
 from fedlightning.experiments.reproduce.results import Line
+from fedlightning.experiments.reproduce.verdicts import BAD, INCONCLUSIVE
 
 
 def chance(expected: float, judged: int) -> str:
@@ -54,6 +55,27 @@ def ours(line: Line) -> str:
     if verdict.low is not None and verdict.high is not None and verdict.low != verdict.high:
         text += f" [{verdict.low:.{places}f}, {verdict.high:.{places}f}]"
     return text
+
+
+def row_of(line: Line) -> dict[str, str]:
+    """Return the columns of a cell or order: its name, the published value with the tolerance, ours, and the verdict."""
+    places = digits(line)
+    published = "" if line.is_order else f"{number_of(line.published, places)} ± {number_of(line.tolerance, places)}"
+    return {"name": line.name, "published": published, "ours": ours(line), "verdict": line.verdict.word}
+
+
+def reasons(lines: Sequence[Line]) -> list[str]:
+    """Return why verdicts are what they are, each reason once, with the cells that it is about."""
+    found: dict[str, list[str]] = {}
+    for line in lines:
+        given = line.why if line.verdict.word in (*BAD, INCONCLUSIVE) else ""
+        for text in filter(None, (line.verdict.why, given)):
+            found.setdefault(text, []).append(line.name)
+    return [f"{'all' if len(names) == len(lines) else _few(names)}: {text}" for text, names in found.items()]
+
+
+def _few(names: Sequence[str]) -> str:
+    return "; ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def verdict_counts(lines: Sequence[Mapping[str, Any]]) -> str:
