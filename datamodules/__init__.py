@@ -20,6 +20,8 @@ In order of importance:
   `SpokenDigitsDataModule` (images with recordings). `ModalityDataset`: their samples.
 * `LazyClients`: a hundred thousand clients and more, each made or read when it is visited. `SyntheticDataModule`: such
   clients, drawn (needs no files). `SyntheticDevicesDataModule`: FedProx's thirty, with its sizes.
+* `GivenDataModule`: a few numbers for each client, written in the configuration. `ValidatedOnTest`: another data module with
+  its test samples as validation samples, to compare with published curves of test data.
 * `PublicDataModule`: public data alone, for a server whose clients are at sites.
 * `describe` and `plot_partition`: the samples of each client as a table and as a picture.
 * Bases for your own: `ArrayFederatedDataModule`, `ImageFederatedDataModule`, `IndexedFederatedDataModule`,
@@ -31,6 +33,7 @@ from fedlightning.datamodules.arrays import ArrayFederatedDataModule
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.camelyon16 import Camelyon16DataModule
 from fedlightning.datamodules.digits import DigitsDataModule
+from fedlightning.datamodules.given import GivenDataModule
 from fedlightning.datamodules.har import UCIHARDataModule
 from fedlightning.datamodules.heart_disease import HeartDiseaseDataModule
 from fedlightning.datamodules.image_folders import ImageFolderDataModule
@@ -79,6 +82,7 @@ from fedlightning.datamodules.synthetic import SyntheticDataModule
 from fedlightning.datamodules.synthetic_devices import SyntheticDevicesDataModule
 from fedlightning.datamodules.tabular import TabularFederatedDataModule
 from fedlightning.datamodules.tcga_brca import TCGABRCADataModule
+from fedlightning.datamodules.validated_on_test import ValidatedOnTest
 from fedlightning.datamodules.views import ArrayDataset, IndexView
 
 __all__ = [
@@ -93,6 +97,7 @@ __all__ = [
     "EMNISTDataModule",
     "FashionMNISTDataModule",
     "FederatedDataModule",
+    "GivenDataModule",
     "GroupPlan",
     "HeartDiseaseDataModule",
     "IIDPartitioner",
@@ -136,6 +141,7 @@ __all__ = [
     "TCGABRCADataModule",
     "TabularFederatedDataModule",
     "UCIHARDataModule",
+    "ValidatedOnTest",
     "describe",
     "plot_partition",
 ]

@@ -31,6 +31,7 @@ examples:
   fedlightning fit --config configs/quickstart.yaml --config configs/algorithms/fedprox.yaml --trainer.callbacks.mu=0.3
   fedlightning test --run runs/quickstart/version_0 --checkpoint best_local
   fedlightning compare configs/heart_disease/*.yaml --seeds 5 --out runs/heart
+  fedlightning reproduce closed_forms
   fedlightning algorithms fenda
   fedlightning configs copy quickstart
 
@@ -109,6 +110,10 @@ def _find(command: str) -> Callable[[list[str]], int]:
         from fedlightning.commands.sweep import sweep
 
         return lambda rest: sweep(rest, main)
+    if command == "reproduce":
+        from fedlightning.commands.reproduce import reproduce
+
+        return lambda rest: reproduce(rest, main)
     if command == "report":
         from fedlightning.commands.report import report
 

@@ -39,7 +39,18 @@ def completion(words: Sequence[str]) -> int:
 def script(shell: str) -> str:
     """Return the completion script of `shell`, with the options of all parsers."""
     from fedlightning.catalogue import list_algorithms
-    from fedlightning.commands import COMMANDS, card, certificates, compare, configs, report, serve, sites, sweep
+    from fedlightning.commands import (
+        COMMANDS,
+        card,
+        certificates,
+        compare,
+        configs,
+        report,
+        reproduce,
+        serve,
+        sites,
+        sweep,
+    )
     from fedlightning.commands.run import Commands, cli_class
     from fedlightning.commands.study import PASSED_ON
     from fedlightning.config.names import class_names
@@ -53,6 +64,10 @@ def script(shell: str) -> str:
         "compare": [*compare.parser().option_strings(), *passed_on, *class_names()],
         "sweep": [*sweep.parser().option_strings(), *passed_on, *class_names()],
         "card": card.parser().option_strings(),
+        "reproduce": [
+            *reproduce.parser().option_strings(),
+            *(path.stem for path in sorted(reproduce.TABLES.glob("*.yaml"))),
+        ],
         "report": report.parser().option_strings(),
         "sites": sites.parser().option_strings(),
         "certificates": certificates.parser().option_strings(),

@@ -53,6 +53,13 @@ FIELDS: dict[str, dict[str, str]] = {
         "metric": "what was optimised",
         "trials": "a row for each trial, best first",
     },
+    "reproduce": {
+        "out": "folder of all files; null for the list of tables",
+        "page": "the report; null for the list of tables",
+        "tables": "a row for each table: what it is and the number of each verdict; of a run also its cells and orders",
+        "chance": "verdicts that chance alone would turn to disagrees, at most; null for the list of tables",
+        "lost": "cells that once agreed and do not now, in sentences",
+    },
     "algorithms": {
         "algorithms": "a row for each algorithm (name, family, sentence, paper, down, up, leaves, client_state, "
         "server_state, of_clients, deployed, weights, composes, class_path, config); options for those that were named"

@@ -97,17 +97,26 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(keys, dest="_", metavar="", help="options of every run")
 
     def add_runs(self, seeds: str) -> None:
-        """Add the options about runs that both commands have."""
-        group = self.add_argument_group("runs")
-        group.add_argument(
-            "--seeds", default=seeds, help=f"number of seeds (5 is 0,1,2,3,4), or the seeds (0,3,7); default: {seeds}"
-        )
+        """Add the options about runs that `compare` and `sweep` have."""
+        group = self.add_making(seeds, seeds)
         group.add_argument(
             "--vary",
             action="append",
             metavar="KEY",
             help="key to set to the seed beside trainer.seed, such as data.init_args.seed; may be repeated; default: "
             "data.init_args.val_seed (which samples validate) if the data have it; the test data stay the same",
+        )
+
+    def add_making(self, seeds: str | None, said: str) -> Any:
+        """Add the options about how runs are made, and return their group.
+
+        Args:
+            seeds: Default of `--seeds`.
+            said: The default in words.
+        """
+        group = self.add_argument_group("runs")
+        group.add_argument(
+            "--seeds", default=seeds, help=f"number of seeds (5 is 0,1,2,3,4), or the seeds (0,3,7); default: {said}"
         )
         group.add_argument(
             "--jobs", type=int, default=1, help="runs at a time (default: 1); if more, each has one thread and one GPU"
@@ -131,6 +140,7 @@ class Parser(argparse.ArgumentParser):
             "--redo", choices=["failed", "all"], help="make failed runs again, or all of them; default: neither"
         )
         group.add_argument("--dry-run", action="store_true", help="print the commands of all runs, and stop")
+        return group
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -20,6 +20,7 @@ from fedlightning.models.classifier import Classifier
 from fedlightning.models.client_models import ClientModels
 from fedlightning.models.heads import head_name
 from fedlightning.models.heart import FendaNet, LogisticRegression, TinyNet
+from fedlightning.models.linear import GivenLinear
 from fedlightning.models.metrics import ClassificationMetrics
 from fedlightning.models.mil import DeepMIL
 from fedlightning.models.multimodal import MultimodalNet
@@ -45,6 +46,7 @@ __all__ = [
     "DeepMIL",
     "DigitsCNN",
     "FendaNet",
+    "GivenLinear",
     "LogisticRegression",
     "MnistCNN",
     "MultimodalNet",

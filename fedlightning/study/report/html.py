@@ -175,6 +175,7 @@ class Page:
         notes: Problems that a reader must know to read the numbers.
         sections: Sections of the page.
         styles: Method -> style.
+        kicker: Line above the title.
     """
 
     title: str
@@ -184,6 +185,7 @@ class Page:
     notes: Sequence[Trouble] = ()
     sections: Sequence[Section] = ()
     styles: Mapping[str, Style] = field(default_factory=dict)
+    kicker: str = "Comparison of federated methods"
 
 
 def render(page: Page) -> str:

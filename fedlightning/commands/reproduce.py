@@ -1,0 +1,237 @@
+"""`fedlightning reproduce`: published tables run again, each cell beside what was published, with a verdict."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from fedlightning.commands.configs import FOLDER
+from fedlightning.commands.json_output import print_json
+from fedlightning.commands.reproduce_tables import list_tables, listed, show_summary, show_table
+from fedlightning.commands.study import (
+    CLI,
+    INTERRUPTED,
+    Parser,
+    check_jobs,
+    gpus_to_share,
+    make_runs,
+    parse_seeds,
+    show_commands,
+)
+from fedlightning.commands.terminal import console, say, shown
+from fedlightning.config.errors import InputError, suggestion
+from fedlightning.experiments.children import Main, call
+from fedlightning.experiments.execute import Task
+from fedlightning.experiments.ray_runner import ray_options, refuse_ray_within
+from fedlightning.experiments.reproduce.page import write_page
+from fedlightning.experiments.reproduce.reading import read_table
+from fedlightning.experiments.reproduce.record import lost, moved_goals, write_record
+from fedlightning.experiments.reproduce.results import Line, Place, measure_table
+from fedlightning.experiments.reproduce.runs import Job, obstacle, plan_jobs
+from fedlightning.experiments.reproduce.summary import as_json, write_json
+from fedlightning.experiments.reproduce.tables import Table
+from fedlightning.experiments.study_file import StudyFile, only_one
+
+TABLES = FOLDER / "reproduce"
+"""The tables that come with the package."""
+DESCRIPTION = """\
+Run published tables again. Each cell is printed beside the published value, with its 95 % interval
+over seeds and a verdict against a tolerance that was fixed before the table was run.
+
+Without a name the tables are listed. NAME is one of them, or a file of your own (my_table.yaml).
+Runs are kept in --out by all that decides their numbers: the complete configuration, the seed, the
+versions of the packages that compute, and this package's code. The same command again makes only
+what is missing, and goes on with what was interrupted; a run that two tables ask for is made once.
+
+  agrees         the interval lies inside published ± tolerance
+  disagrees      it lies entirely outside
+  inconclusive   between: more seeds would tell
+  order agrees   the published order holds, by the paired differences over seeds
+  not run        data or a package are missing, or a run failed"""
+EXAMPLES = """\
+examples:
+  fedlightning reproduce
+  fedlightning reproduce closed_forms
+  fedlightning reproduce fenda_heart --data-root data --jobs 2
+  fedlightning reproduce --set cpu --data-root data --jobs 2
+  fedlightning reproduce my_table.yaml --seeds 3
+
+Exit codes: 0 all cells that once agreed still do (or could not be run here), 1 one does not, or a run failed,
+2 bad input, 130 interrupted.
+"""
+
+
+def parser() -> Parser:
+    """Return the parser of the command."""
+    made = Parser("reproduce", "[NAME ...]", DESCRIPTION, EXAMPLES)
+    made.add_argument("names", nargs="*", metavar="NAME", help="table, or YAML file of your own; none: list all")
+    made.add_argument("--set", metavar="SET", help="runs of one set only, as cpu; without a NAME, of all tables")
+    root = Path("data")
+    made.add_argument(
+        "--data-root", type=Path, default=root, metavar="DIR", help=f"folder of the data; default: {root}"
+    )
+    out = Path("runs/reproduce")
+    made.add_argument("--out", type=Path, default=out, metavar="DIR", help=f"folder for all files; default: {out}")
+    made.add_argument("--record", action="store_true", help="keep the verdicts beside the tables (recorded/NAME.json)")
+    made.add_argument("--json", action="store_true", help="print the results as one line of JSON too, the last one")
+    made.add_making(None, "as each table says")
+    return made
+
+
+@dataclass
+class _Asked:
+    """A table that was asked for, with the runs of it that are to be made."""
+
+    table: Table
+    runs: list[str]
+    obstacle: str
+    seeds: list[int]
+    places: dict[str, dict[int, Place]] = field(default_factory=dict)
+
+
+def reproduce(words: Sequence[str], main: Main) -> int:
+    """Carry out the command and return its exit code."""
+    options, passed = parser().parse(words)
+    if passed:
+        raise InputError(
+            f"'{passed[0]}' cannot be given here: a table's runs are as its file says. Copy the file, and change it."
+        )
+    check_jobs(options.jobs)
+    seeds = None if options.seeds is None else parse_seeds(options.seeds)
+    ray = ray_options(options.runner, options.ray_address, options.ray_cpus)
+    screen = console()
+    tables = find_tables(options.names)
+    if not options.names and options.set is None:
+        if options.json:
+            print_json("reproduce", out=None, page=None, tables=listed(tables), chance=None, lost=[])
+        else:
+            list_tables(tables, screen)
+        return 0
+    asked = _asked(tables, options, seeds)
+    possible = {one.table.name: (one.table, one.runs) for one in asked if not one.obstacle and one.runs}
+    with tempfile.TemporaryDirectory() as scratch:
+        jobs: list[Job] = (
+            call(plan_jobs, possible, str(options.data_root.resolve()), seeds, CLI, scratch) if possible else []
+        )
+    if ray is not None:
+        refuse_ray_within(job.method for job in jobs)
+    if options.dry_run:
+        show_commands(_tasks(StudyFile(options.out), jobs, options.redo), screen)
+        return 0
+    with only_one(options.out):
+        study = StudyFile(options.out)
+        tasks = _tasks(study, jobs, options.redo)
+        _say_plan(asked, jobs, tasks, options, screen)
+        methods = {job.method.name: job.method for job in jobs}
+        vary = {job.method.name: job.vary for job in jobs}
+        every = sorted({seed for job in jobs for seed in job.seeds})
+        study.data |= {"command": "fedlightning reproduce"}
+        study.begin(list(methods.values()), every, vary, tasks, options.redo)
+        if not make_runs(study, tasks, options.jobs, gpus_to_share(0), screen, main, (), ray):
+            say(screen, "\nInterrupted. The same command goes on from here.")
+            return INTERRUPTED
+    for one in asked:
+        one.places = {job.run: _places(study, job) for job in jobs if job.table == one.table.name}
+    found: dict[str, list[Line]] = call(_measure, asked)
+    return _tell(asked, found, options, screen)
+
+
+def find_tables(names: Sequence[str]) -> list[Table]:
+    """Return the tables that are named, or all that come with the package.
+
+    Raises:
+        InputError: If there is no such table, or something in one cannot work.
+    """
+    known = {path.stem: path for path in sorted(TABLES.glob("*.yaml"))}
+    found: dict[str, Path] = {}
+    for name in names:
+        path = known.get(name, Path(name))
+        if not path.is_file():
+            hint = suggestion(name, known) or "fedlightning reproduce lists all; a table of your own is a YAML file."
+            raise InputError(f"There is no table '{name}'. {hint}")
+        if found.setdefault(path.stem, path) != path:
+            raise InputError(f"Two tables are called '{path.stem}'. Name one of the files otherwise.")
+    return [read_table(path, FOLDER) for path in (found or known).values()]
+
+
+def _asked(tables: Sequence[Table], options: Any, seeds: Sequence[int] | None) -> list[_Asked]:
+    out = []
+    for table in tables:
+        runs = [name for name, run in table.runs.items() if options.set is None or options.set in run.sets]
+        if runs or options.set is None or options.set in table.sets:
+            out.append(_Asked(table, runs, obstacle(table, options.data_root), list(seeds or table.seeds)))
+    if not out:
+        sets = sorted({name for table in tables for name in table.sets})
+        hint = suggestion(options.set, sets) or f"Sets: {', '.join(sets)}."
+        raise InputError(f"No table is in the set '{options.set}'. {hint}")
+    return out
+
+
+def _tasks(study: StudyFile, jobs: Sequence[Job], redo: Any) -> list[Task]:
+    """Return the runs that are missing; one that several tables ask for is there once."""
+    wanted: dict[str, tuple[Job, list[int]]] = {}
+    for job in jobs:
+        _, seeds = wanted.setdefault(job.method.name, (job, []))
+        seeds += [seed for seed in job.seeds if seed not in seeds]
+    found = []
+    for job, seeds in wanted.values():
+        found += study.plan([job.method], seeds, {job.method.name: job.vary}, redo)
+    return found
+
+
+def _say_plan(
+    asked: Sequence[_Asked], jobs: Sequence[Job], tasks: Sequence[Task], options: Any, screen: Console
+) -> None:
+    total = len({(job.method.name, seed) for job in jobs for seed in job.seeds})
+    minutes = sum(one.table.minutes for one in asked if not one.obstacle)
+    say(
+        screen,
+        f"{len(asked)} table{'s' if len(asked) > 1 else ''}: {total} runs, {total - len(tasks)} of them there already; "
+        f"{options.jobs} at a time; about {minutes:g} minutes if none was; {shown(options.out)}",
+    )
+
+
+def _places(study: StudyFile, job: Job) -> dict[int, Place]:
+    found = {}
+    for seed in job.seeds:
+        entry = study.entry(job.method.name, seed)
+        if entry is not None and entry["state"] == "done":
+            found[seed] = Place(str(study.run_folder(job.method.name, seed)))
+        else:
+            error = "it was not made" if entry is None else entry["error"]
+            found[seed] = Place(None, f"run {job.run}, seed {seed}, failed: {error}", failed=True)
+    return found
+
+
+def _measure(asked: Sequence[_Asked]) -> dict[str, list[Line]]:
+    return {one.table.name: measure_table(one.table, one.places, one.seeds, one.obstacle) for one in asked}
+
+
+def _tell(asked: Sequence[_Asked], found: Mapping[str, list[Line]], options: Any, screen: Console) -> int:
+    """Print and write the results, keep them if asked to, and return the exit code."""
+    said, moved = [], []
+    for one in asked:
+        lines = found[one.table.name]
+        show_table(one.table, lines, screen)
+        said += lost(one.table, lines, one.seeds)
+        moved += moved_goals(one.table)
+    tables = [(one.table, found[one.table.name], one.seeds) for one in asked]
+    content = as_json(tables, said, moved)
+    write_json(options.out, content)
+    page = call(write_page, options.out, tables, said, moved)
+    show_summary(content, said, moved, screen)
+    if options.record:
+        for table, lines, seeds in tables:
+            say(screen, f"Recorded: {shown(write_record(table, lines, seeds))}")
+    say(screen, f"Page: {shown(page)}; results: {shown(options.out / 'reproduce.json')}")
+    if options.json:
+        print_json(
+            "reproduce", out=options.out, page=page, tables=content["tables"], chance=content["chance"], lost=said
+        )
+    failed = any(line.failed for lines in found.values() for line in lines)
+    return 1 if said or failed else 0

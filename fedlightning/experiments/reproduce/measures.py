@@ -1,0 +1,339 @@
+"""The numbers that a cell may hold, each from a finished run's own files. Their keywords are the keys in YAML."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedlightning.scoring.metrics import bare, higher_is_better
+from fedlightning.scoring.rows import Row
+from fedlightning.study.columns import GLOBAL, LOCAL, PERSONAL
+from fedlightning.study.fairness import spread
+from fedlightning.study.measures import RunScores
+from fedlightning.study.runs import DEPLOYED, Run
+
+Runs = Mapping[str, Run]
+"""Name of a run in the table -> the run with one seed."""
+OVER = ("mean", "weighted", "median", "worst", "best", "std", "variance", "tenth_percentile")
+"""Statistics over clients; `client:NAME` is one client's own score."""
+
+
+class NoValueError(ValueError):
+    """A run does not have what a measure asks for. The message says what it has."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A measured number.
+
+    Attributes:
+        number: The number; NaN if a model diverged.
+        beyond: Whether it is only known to be larger, as the rounds to a target that was not reached.
+    """
+
+    number: float
+    beyond: bool = False
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A measure as a table asks for it.
+
+    Attributes:
+        kind: Its kind.
+        name: Its name in the table, else its options in words.
+        options: Keywords of the function of that kind.
+    """
+
+    kind: str
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+# -- scores ------------------------------------------------------------------------------------------------------------
+def score(
+    runs: Runs,
+    run: str,
+    *,
+    metric: str,
+    checkpoint: str = DEPLOYED,
+    model: str | None = None,
+    stage: str | None = None,
+    data: str = LOCAL,
+    split: str = "test",
+    over: str = "mean",
+) -> Value:
+    """Return a final score: of the models of one checkpoint and stage, as a statistic over clients.
+
+    `model` is `global` for `checkpoint: best_global` and `stage: G`, else `personal`.
+    """
+    server = checkpoint == "best_global" or stage == "G"
+    kind = model or (GLOBAL if server else PERSONAL)
+    found = RunScores(runs[run]).find(metric, split, kind, checkpoint, stage, data)
+    if found is None:
+        known = sorted({bare(one["metric"]) for one in runs[run].results if one["split"] == split})
+        asked = ", ".join(filter(None, (kind, checkpoint, stage, data)))
+        raise NoValueError(f"no {split} score '{metric}' ({asked}); the run has {', '.join(known) or 'none'}")
+    if found.diverged and not over.startswith("client:"):
+        return Value(math.nan)
+    weighted = found.weighted_mean
+    return Value(_over(found.defined, over, metric, math.nan if weighted is None else weighted))
+
+
+def at_round(
+    runs: Runs, run: str, *, metric: str, round: int, stage: str = "G", data: str = LOCAL, over: str = "mean"
+) -> Value:
+    """Return the score of one round (on validation data; with `test_curve`, on test data)."""
+    curve = _curve(runs[run], metric, stage, data, over)
+    if round not in curve:
+        raise NoValueError(f"no score of round {round}; it has rounds {min(curve)} to {max(curve)}")
+    return Value(curve[round])
+
+
+def best_round(
+    runs: Runs,
+    run: str,
+    *,
+    metric: str,
+    stage: str = "G",
+    data: str = LOCAL,
+    over: str = "mean",
+    until: int | None = None,
+) -> Value:
+    """Return the best score over all rounds, or over those until one."""
+    curve = _curve(runs[run], metric, stage, data, over)
+    values = [value for number, value in curve.items() if until is None or number <= until]
+    known = [value for value in values if not math.isnan(value)]
+    return Value(math.nan if not known else max(known) if higher_is_better(metric) else min(known))
+
+
+def rounds_to(
+    runs: Runs, run: str, *, metric: str, target: float, stage: str = "G", data: str = LOCAL, over: str = "mean"
+) -> Value:
+    """Return the rounds until the best score so far reaches a target, interpolated between rounds (McMahan et al. 2017).
+
+    The curve is made monotone: each round has the best score of all rounds until it. A target that is not reached takes more
+    rounds than the run has.
+    """
+    curve = _curve(runs[run], metric, stage, data, over)
+    return rounds_until(list(curve), list(curve.values()), target, higher_is_better(metric))
+
+
+def rounds_until(rounds: Sequence[int], scores: Sequence[float], target: float, higher: bool = True) -> Value:
+    """Return where a curve first reaches a target.
+
+    Example:
+        >>> rounds_until([1, 2, 3, 4], [0.5, 0.9, 0.7, 1.0], target=0.95).number
+        3.5
+        >>> rounds_until([1, 2], [0.5, 0.9], target=0.95)
+        Value(number=2.0, beyond=True)
+    """
+    sign = 1.0 if higher else -1.0
+    goal, best, before = sign * target, -math.inf, 0
+    for number, value in zip(rounds, scores, strict=True):
+        found = best if math.isnan(value) else max(best, sign * value)
+        if found >= goal:
+            share = 1.0 if math.isinf(best) else (goal - best) / (found - best)
+            return Value(before + share * (number - before))
+        best, before = found, number
+    return Value(float(rounds[-1]), beyond=True)
+
+
+def gaining_share(
+    runs: Runs,
+    run: str,
+    *,
+    against: str,
+    metric: str,
+    checkpoint: str = DEPLOYED,
+    stage: str | None = None,
+    data: str = LOCAL,
+) -> Value:
+    """Return the share of clients whose score is better than in another run (participation)."""
+    found = [runs[one].scores(metric, checkpoint=checkpoint, stage=stage, data=data) for one in (run, against)]
+    if None in found:
+        raise NoValueError(f"no test score '{metric}' in one of the runs {run} and {against}")
+    own, other = ({client: value for client, value in (one or {}).items() if value is not None} for one in found)
+    sign = 1 if higher_is_better(metric) else -1
+    both = [client for client in own if client in other]
+    return Value(sum(sign * own[client] > sign * other[client] for client in both) / len(both) if both else math.nan)
+
+
+# -- other numbers of a run --------------------------------------------------------------------------------------------
+def logged(
+    runs: Runs,
+    run: str,
+    *,
+    metric: str,
+    round: int | None = None,
+    stage: str | None = None,
+    model: str | None = None,
+    data: str | None = None,
+    split: str | None = None,
+    over: str = "mean",
+) -> Value:
+    """Return any value of `metrics.csv` by its full name, of one round or the last, as a statistic over clients."""
+    given = {"stage": stage, "model": model, "data": data, "split": split}
+    rows = [row for row in runs[run].rows if row.metric == metric and _is(row, given)]
+    if not rows:
+        known = sorted({row.metric for row in runs[run].rows})
+        raise NoValueError(f"no '{metric}' like that in metrics.csv, which has {', '.join(known)}")
+    last = max(row.round for row in rows) if round is None else round
+    kept = {row.client: row for row in rows if row.round == last}
+    return Value(_over_rows(kept, over, metric))
+
+
+def summary(runs: Runs, run: str, *, key: str) -> Value:
+    """Return a number of `summary.json` by its dotted key, as in `bytes_up` or `terms.own_steps`."""
+    found: Any = runs[run].summary
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        raise NoValueError(f"no number '{key}' in summary.json")
+    return Value(float(found))
+
+
+def entry(runs: Runs, run: str, *, name: str, client: str | None = None, index: list[int] | int = 0) -> Value:
+    """Return one number of a trained model: of a client's exported model, or of the server's."""
+    state = _state(runs[run], client)
+    if name not in state:
+        raise NoValueError(f"no entry '{name}' in the model, which has {', '.join(state)}")
+    values = state[name].double()
+    return Value(float(values.flatten()[index] if isinstance(index, int) else values[tuple(index)]))
+
+
+def model_size(runs: Runs, run: str, *, client: str | None = None) -> Value:
+    """Return how many numbers an exported model holds: a client's, or the server's."""
+    return Value(float(sum(values.numel() for values in _state(runs[run], client).values())))
+
+
+# -- two runs ----------------------------------------------------------------------------------------------------------
+def difference(runs: Runs, run: str, *, of: Spec, against: str) -> Value:
+    """Return a measure of this run minus that of another one."""
+    a, b = measure(of, runs, run), measure(of, runs, against)
+    return Value(a.number - b.number, a.beyond)
+
+
+def ratio(runs: Runs, run: str, *, of: Spec, against: str) -> Value:
+    """Return a measure of this run divided by that of another one."""
+    a, b = measure(of, runs, run), measure(of, runs, against)
+    return Value(a.number / b.number if b.number else math.nan, a.beyond)
+
+
+# -- no run ------------------------------------------------------------------------------------------------------------
+def epsilon(
+    runs: Runs,
+    run: str,
+    *,
+    q: float,
+    sigma: float,
+    steps: int,
+    delta: float,
+    accountant: str = "rdp",
+    orders: list[float] | None = None,
+) -> Value:
+    """Return the epsilon that Opacus counts for a sampled Gaussian mechanism. No run is needed.
+
+    `q` is the sampling rate, `sigma` the noise multiplier; `orders` are those of Rényi accounting.
+    """
+    from opacus.accountants import create_accountant
+
+    counted = create_accountant(accountant)
+    counted.history = [(sigma, q, steps)]
+    options = {"alphas": orders} if orders and accountant == "rdp" else {}
+    return Value(float(counted.get_epsilon(delta=delta, **options)))
+
+
+KINDS: dict[str, Callable[..., Value]] = {
+    made.__name__: made
+    for made in (
+        score,
+        at_round,
+        best_round,
+        rounds_to,
+        gaining_share,
+        logged,
+        summary,
+        entry,
+        model_size,
+        difference,
+        ratio,
+        epsilon,
+    )
+}
+"""Name of a kind of measure -> its function."""
+LOWER = ("rounds_to", "model_size", "epsilon")
+"""Kinds of which the lower value is the better one."""
+
+
+def measure(spec: Spec, runs: Runs, run: str | None) -> Value:
+    """Return the number that a measure finds in a run, or in several with one seed.
+
+    Raises:
+        NoValueError: If the run does not have it.
+    """
+    return KINDS[spec.kind](runs, run or "", **spec.options)
+
+
+def better_is_higher(spec: Spec) -> bool:
+    """Return whether the higher value of a measure is the better one."""
+    if "of" in spec.options:
+        return better_is_higher(spec.options["of"])
+    if spec.kind in LOWER or spec.options.get("over") in ("std", "variance"):
+        return False
+    return "metric" not in spec.options or higher_is_better(spec.options["metric"])
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+def _curve(run: Run, metric: str, stage: str, data: str, over: str) -> dict[int, float]:
+    """Return round -> score of the latest models on validation data."""
+    by_round: dict[int, dict[str, Row]] = {}
+    where = {
+        "stage": stage,
+        "data": data,
+        "split": "val",
+        "checkpoint": "latest",
+        "model": GLOBAL if stage == "G" else PERSONAL,
+    }
+    for row in run.rows:
+        if bare(row.metric) == bare(metric) and _is(row, where):
+            by_round.setdefault(row.round, {})[row.client] = row
+    if not by_round:
+        raise NoValueError(f"no score '{metric}' on validation data at stage {stage}, {data}")
+    return {number: _over_rows(rows, over, metric) for number, rows in sorted(by_round.items())}
+
+
+def _is(row: Row, where: Mapping[str, str | None]) -> bool:
+    return all(value is None or getattr(row, name) == value for name, value in where.items())
+
+
+def _over_rows(rows: Mapping[str, Row], over: str, metric: str) -> float:
+    total = sum(row.num_samples for row in rows.values())
+    weighted = sum(row.value * row.num_samples for row in rows.values()) / total if total else math.nan
+    return _over({client: row.value for client, row in rows.items()}, over, metric, weighted)
+
+
+def _over(clients: Mapping[str, float], over: str, metric: str, weighted: float) -> float:
+    """Return a statistic over clients; NaN if one that counts has no finite score."""
+    if over.startswith("client:"):
+        name = over.removeprefix("client:")
+        if name not in clients:
+            raise NoValueError(f"no client '{name}'; there is {', '.join(clients)}")
+        return clients[name]
+    if any(math.isnan(value) for value in clients.values()):
+        return math.nan
+    return weighted if over == "weighted" else float(getattr(spread(clients, higher_is_better(metric)), over))
+
+
+def _state(run: Run, client: str | None) -> Mapping[str, Any]:
+    import torch
+
+    assert run.path is not None
+    name = "global.ckpt" if client is None else f"clients/{client}.ckpt"
+    path = run.path / "checkpoints" / name
+    if not path.exists():
+        raise NoValueError(f"no model {name} in its checkpoints")
+    state: Mapping[str, Any] = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
+    return state

@@ -1,0 +1,133 @@
+"""The page of a call of `fedlightning reproduce`: each table with a figure of published values against ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from fedlightning.experiments.reproduce.figure import published_against_ours
+from fedlightning.experiments.reproduce.results import Line
+from fedlightning.experiments.reproduce.summary import Told
+from fedlightning.experiments.reproduce.tables import Table
+from fedlightning.experiments.reproduce.verdicts import BY_CHANCE, expected_by_chance
+from fedlightning.experiments.reproduce.words import chance, ours, reasons, row_of, verdict_counts
+from fedlightning.study.report import html
+from fedlightning.study.report.cells import Column
+from fedlightning.study.report.drawing import inline, look, save, settle, svg
+from fedlightning.study.report.html import Gallery, Page, Picture, Prose, Section, Trouble, render
+
+FILE = "report.html"
+_LEGEND = (
+    "Diamonds: published values, with the tolerance as a band. Dots: ours, mean over seeds with the 95 % interval "
+    "(Student's t). A cell agrees if the interval lies inside the band, and disagrees if it lies entirely outside."
+)
+
+
+def write_page(out: Path, tables: Sequence[Told], lost: Sequence[str], moved: Sequence[str]) -> Path:
+    """Write the page and its figures into a folder.
+
+    Args:
+        out: The folder.
+        tables: Tables with what was found.
+        lost: Sentences on cells that once agreed and do not now.
+        moved: Sentences on tolerances and published values that were changed after a run.
+    """
+    every = [line for _, lines, _ in tables for line in lines]
+    expected = expected_by_chance(line.verdict for line in every)
+    said = [Trouble("Held against the recorded verdicts", None, [*moved, *lost])] if moved or lost else []
+    page = Page(
+        title="Published tables, run again",
+        subtitle=f"{len(tables)} tables: {verdict_counts([line.plain() for line in every])}. "
+        + chance(expected, round(expected / BY_CHANCE)),
+        answers={},
+        problems=said,
+        sections=[_section(table, lines, seeds, out) for table, lines, seeds in tables],
+        kicker="Reproduction of published results",
+    )
+    path = out / FILE
+    path.write_text(render(page), encoding="utf-8")
+    return path
+
+
+def _section(table: Table, lines: Sequence[Line], seeds: Sequence[int], out: Path) -> Section:
+    name = html.slug(table.name)
+    cells, orders = [line for line in lines if not line.is_order], [line for line in lines if line.is_order]
+    parts: list[Any] = []
+    if cells:
+        parts.append(
+            html.Table(f"{name}-cells", "Cells", _columns(), [row_of(line) for line in cells], notes=reasons(cells))
+        )
+        drawn = [line for line in cells if line.verdict.mean is not None]
+        parts += [Gallery([_picture(table, drawn, out)], _numbers(name, drawn), _LEGEND)] if drawn else []
+    if orders:
+        parts.append(
+            html.Table(f"{name}-orders", "Orders, paired over seeds", _columns(True), [row_of(line) for line in orders],
+                       notes=reasons(orders))
+        )  # fmt: skip
+    parts.append(Prose(terms=_terms(table, seeds), title="About this table"))
+    return Section(name, table.title, table.name, table.claim, parts)
+
+
+def _picture(table: Table, cells: Sequence[Line], out: Path) -> Picture:
+    name = html.slug(table.name) + "-figure"
+    with look():
+        figure = published_against_ours(cells)
+    settle(figure)
+    text = svg(figure)
+    save(figure, text, out / "figures", name)
+    alt = "; ".join(f"{line.name}: published {line.published:g}, ours {ours(line)}" for line in cells[:8])
+    return Picture(name, "Published and ours", alt, Markup(inline(text, name, alt)))
+
+
+def _numbers(name: str, lines: Sequence[Line]) -> html.Table:
+    """Return the table of what the figure is drawn from: all digits, and the value of every seed."""
+    rows = [
+        {
+            "name": line.name,
+            "mean": line.verdict.mean,
+            "ci95": [line.verdict.low, line.verdict.high],
+            "values": ", ".join(f"{seed}: {value:.6g}" for seed, value in line.values.items()),
+        }
+        for line in lines
+    ]
+    columns = [
+        Column("name", "cell", "text"),
+        Column("mean", "mean", decimals=6),
+        Column("ci95", "95 % interval", "interval", decimals=6),
+        Column("values", "seed: value", "text"),
+    ]
+    return html.Table(f"{name}-numbers", "Means, intervals and the value of every seed", columns, rows)
+
+
+def _columns(orders: bool = False) -> list[Column]:
+    published = [] if orders else [Column("published", "published", "text")]
+    name = Column("name", "order" if orders else "cell", "text")
+    return [
+        name,
+        *published,
+        Column("ours", "difference" if orders else "ours", "text"),
+        Column("verdict", "verdict", "text"),
+    ]
+
+
+def _terms(table: Table, seeds: Sequence[int]) -> list[tuple[str, str]]:
+    source = table.source
+    known = {
+        "source": "read in the source",
+        "re-run": "read in a re-run by others",
+        "memory": "from memory: not judged",
+    }
+    found = [
+        ("Published in", f"{source.paper}, {source.table}. {source.link}. Numbers {known[source.read]}."),
+        ("Setting", table.setting),
+        ("Ours differs", " ".join(table.departures)),
+        ("Can detect", "; ".join(table.detects)),
+        ("Cannot detect", "; ".join(table.cannot_detect)),
+        ("Chosen on test data", "The paper chose values or rounds on test data." if table.tuned_on_test else ""),
+        ("Seeds", "nothing is random" if table.exact else ", ".join(map(str, seeds))),
+        ("Runs that differ", " ".join(f"{run.name}: {run.differs}" for run in table.runs.values() if run.differs)),
+    ]
+    return [(term, text) for term, text in found if text]

@@ -1,0 +1,139 @@
+"""A table that was run: every cell and order with its values and verdict, as plain values that go to files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedlightning.experiments.reproduce.measures import NoValueError, Spec, Value, better_is_higher, measure
+from fedlightning.experiments.reproduce.tables import Table
+from fedlightning.experiments.reproduce.verdicts import NOT_JUDGED, NOT_RUN, Verdict, judge, judge_order
+from fedlightning.study.runs import Run, load_run
+
+
+@dataclass(frozen=True)
+class Line:
+    """A cell or an order with what was found.
+
+    Attributes:
+        name: Its name in the table.
+        verdict: Its verdict.
+        values: Seed -> value; of an order, the difference between its runs.
+        published: The published value; `None` for an order.
+        tolerance: Distance that agrees; for an order, the margin.
+        failed: Whether it has no value because a run failed.
+        why: Why it disagrees, from the table.
+        row: Row of a cell.
+        column: Column of a cell.
+    """
+
+    name: str
+    verdict: Verdict
+    values: Mapping[int, float] = field(default_factory=dict)
+    published: float | None = None
+    tolerance: float = 0.0
+    failed: bool = False
+    why: str = ""
+    row: str = ""
+    column: str = ""
+
+    @property
+    def is_order(self) -> bool:
+        """Whether it is an order."""
+        return self.published is None
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        found = asdict(self)
+        verdict = found.pop("verdict")
+        values = {str(seed): value for seed, value in found.pop("values").items()}
+        return {**found, "verdict": verdict.pop("word"), "note": verdict.pop("why"), **verdict, "values": values}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the run of a table with one seed lies, or why there is none.
+
+    Attributes:
+        folder: Its folder; `None` without a run.
+        why: Why there is none.
+        failed: Whether it was tried.
+    """
+
+    folder: str | None
+    why: str = ""
+    failed: bool = False
+
+
+Places = Mapping[str, Mapping[int, Place]]
+"""Name of a run -> seed -> its place."""
+
+
+def measure_table(table: Table, places: Places, seeds: Sequence[int], obstacle: str = "") -> list[Line]:
+    """Return all cells and orders of a table with their verdicts. It may import torch: call it in a child process."""
+    return _Measurer(table, places, seeds, obstacle).lines()
+
+
+class _Measurer:
+    def __init__(self, table: Table, places: Places, seeds: Sequence[int], obstacle: str) -> None:
+        self.table, self.places, self.obstacle = table, places, obstacle
+        self.seeds = seeds
+        self._loaded: dict[str, Run] = {}
+
+    def lines(self) -> list[Line]:
+        table, out = self.table, []
+        for cell in table.cells:
+            found = self._values(cell.run, cell.measure, cell.runs)
+            line = {"published": cell.published, "tolerance": cell.tolerance, "row": cell.row, "column": cell.column}
+            if isinstance(found, Place):
+                verdict = Verdict(NOT_RUN, why=found.why)
+                out.append(Line(cell.name, verdict, failed=found.failed, **line))  # type: ignore[arg-type]
+                continue
+            values = {seed: value.number for seed, value in found.items()}
+            beyond = any(value.beyond for value in found.values())
+            exact = table.exact or cell.run is None
+            verdict = judge(list(values.values()), cell.published, cell.tolerance, exact=exact, beyond=beyond)
+            if not cell.judged:
+                verdict = Verdict(NOT_JUDGED, verdict.mean, verdict.low, verdict.high, cell.because)
+            out.append(Line(cell.name, verdict, values, why=table.reason(cell), **line))  # type: ignore[arg-type]
+        return out + [self._order(order) for order in table.orders]
+
+    def _order(self, order: Any) -> Line:
+        sides = []
+        for run, spec, factor in zip((order.better, order.worse), order.measures, (1.0, order.factor), strict=True):
+            found = self._values(run, spec, order.runs)
+            if isinstance(found, Place):
+                return Line(order.name, Verdict(NOT_RUN, why=found.why), tolerance=order.margin, failed=found.failed)
+            sign = 1.0 if better_is_higher(spec) else -1.0
+            sides.append({seed: sign * factor * value.number for seed, value in found.items()})
+        better, worse = sides
+        verdict = judge_order(list(better.values()), list(worse.values()), order.margin, exact=self.table.exact)
+        if not order.judged:
+            verdict = Verdict(NOT_JUDGED, verdict.mean, verdict.low, verdict.high, "the order is from memory")
+        return Line(order.name, verdict, {seed: better[seed] - worse[seed] for seed in better}, tolerance=order.margin)
+
+    def _values(self, run: str | None, spec: Spec, needed: Sequence[str]) -> dict[int, Value] | Place:
+        """Return seed -> value, or the place that has none."""
+        if self.obstacle:
+            return Place(None, self.obstacle)
+        if run is None:
+            return {0: measure(spec, {}, None)}
+        found = {}
+        for seed in self.seeds:
+            for name in needed:
+                place = self.places.get(name, {}).get(seed, Place(None, f"run {name} was not asked for"))
+                if place.folder is None:
+                    return place
+            runs = {name: self._run(str(self.places[name][seed].folder), name) for name in needed}
+            try:
+                found[seed] = measure(spec, runs, run)
+            except NoValueError as error:
+                return Place(None, f"run {run}, seed {seed}: {error}", failed=True)
+        return found
+
+    def _run(self, folder: str, name: str) -> Run:
+        if folder not in self._loaded:
+            self._loaded[folder] = load_run(Path(folder), name)
+        return self._loaded[folder]

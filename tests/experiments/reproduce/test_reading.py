@@ -1,0 +1,166 @@
+"""Tables: what can be read, and the sentence for what cannot."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fedlightning.commands.configs import FOLDER
+from fedlightning.commands.reproduce import TABLES
+from fedlightning.config.errors import InputError
+from fedlightning.experiments.reproduce.reading import read_table
+from tests.experiments.reproduce.writing import table, write
+from tests.experiments.tiny import small
+
+FINAL = {"metric": "accuracy"}
+
+
+@pytest.fixture
+def read(tmp_path):
+    small(tmp_path / "small.yaml")
+
+    def made(**changes):
+        return read_table(write(tmp_path / "t.yaml", table(**changes)), tmp_path / "none")
+
+    return made
+
+
+def test_rows_columns_and_cells(read):
+    found = read(
+        rows={
+            "A": {"run": "fedavg", "published": {"accuracy": 0.5}},
+            "B": {"run": "fedavg", "published": {"accuracy": {"published": 0.6, "tolerance": 0.01}}},
+        },
+        cells=[
+            {"row": "A", "column": "rounds", "run": "fedavg", "measure": {**FINAL, "kind": "rounds_to", "target": 0.9},
+             "published": 10, "tolerance": 2, "read": "memory"}
+        ],
+        why={"A": "a", "A / rounds": "b", "table": "c"},
+    )  # fmt: skip
+    cells = {cell.name: cell for cell in found.cells}
+    assert [(cell.published, cell.tolerance) for cell in found.cells] == [(0.5, 0.3), (0.6, 0.01), (10.0, 2.0)]
+    assert [cell.judged for cell in found.cells] == [True, True, False]
+    assert [found.reason(cell) for cell in cells.values()] == ["a", "c", "b"]
+    assert found.seeds == [0, 1]
+
+
+def test_orders_are_pairs_and_reduced_runs_are_judged_by_them_alone(read):
+    found = read(
+        runs={"fedavg": "small.yaml", "other": {"configs": "small.yaml", "reduced": True, "sets": ["gpu"]}},
+        orders=[{"better": "fedavg", "worse": ["other"], "measure": "final", "factor": 1.2}],
+        cells=[{"row": "B", "column": "x", "run": "other", "measure": "final", "published": 1, "tolerance": 0}],
+    )
+    assert [order.name for order in found.orders] == ["fedavg better than other: final, times 1.2"]
+    assert [cell.because for cell in found.cells] == ["", "reduced: its order alone counts"]
+    assert found.runs["other"].sets == ["gpu"]
+
+
+WRONG = {
+    "misspelt key": ({"tittle": "x"}, "the table has the key 'tittle', which means nothing here. Did you mean title?"),
+    "unknown run": (
+        {"rows": {"A": {"run": "fedavgg", "published": {"accuracy": 1}}}},
+        "cell 'A / accuracy' names 'fedavgg' (run), which is not in this table. Did you mean fedavg?",
+    ),
+    "unknown column": ({"rows": {"A": {"run": "fedavg", "published": {"acc": 1}}}}, "names 'acc' (row 'A')"),
+    "unknown measure": (
+        {"columns": {"accuracy": {"measure": "finall", "tolerance": 1}}},
+        "has the measure 'finall', which is none. Did you mean final?",
+    ),
+    "unknown kind": (
+        {"measures": {"final": {"kind": "scores", **FINAL}}},
+        "of kind 'scores', which is none. Did you mean score?",
+    ),
+    "measure's key": (
+        {"measures": {"final": {**FINAL, "checkpont": "latest"}}},
+        "with the key 'checkpont', which means nothing there",
+    ),
+    "measure lacks": ({"measures": {"final": {"kind": "rounds_to", **FINAL}}}, "(rounds_to) without 'target'"),
+    "measure's value": (
+        {"measures": {"final": {"kind": "at_round", **FINAL, "round": "x"}}},
+        "with round: 'x', which is no whole number",
+    ),
+    "over": ({"measures": {"final": {**FINAL, "over": "avg"}}}, "with over: avg. Give mean, weighted"),
+    "against": (
+        {"measures": {"final": {"kind": "gaining_share", **FINAL, "against": "local"}}},
+        "names 'local' (measure 'final')",
+    ),
+    "no tolerance": ({"columns": {"accuracy": {"measure": "final"}}}, "cell 'FedAvg / accuracy' has no 'tolerance'"),
+    "negative tolerance": (
+        {"columns": {"accuracy": {"measure": "final", "tolerance": -1}}},
+        "tolerance: -1, which is below 0",
+    ),
+    "not a number": (
+        {"rows": {"A": {"run": "fedavg", "published": {"accuracy": "0.7a"}}}},
+        "has published: '0.7a', which is no number",
+    ),
+    "nan": ({"rows": {"A": {"run": "fedavg", "published": {"accuracy": float("nan")}}}}, "which is no number"),
+    "twice": (
+        {
+            "cells": [
+                {
+                    "row": "FedAvg",
+                    "column": "accuracy",
+                    "run": "fedavg",
+                    "measure": "final",
+                    "published": 1,
+                    "tolerance": 1,
+                }
+            ]
+        },
+        "has the cell 'FedAvg / accuracy' twice",
+    ),
+    "order's run": ({"orders": {"better": "fedavg", "worse": "x", "measure": "final"}}, "orders names 'x' (worse)"),
+    "no cells": ({"rows": {}, "columns": {}}, "has no cell and no order"),
+    "read": (
+        {"source": {"paper": "a", "table": "b", "read": "heard"}},
+        "has read: 'heard'. Give source, re-run or memory",
+    ),
+    "no file": (
+        {"runs": {"fedavg": "smal.yaml"}},
+        "run 'fedavg' names the configuration 'smal.yaml', which lies neither",
+    ),
+    "nothing to run": ({"runs": {"fedavg": {}}}, "run 'fedavg' has no configuration"),
+    "idle run": ({"runs": {"fedavg": "small.yaml", "more": "small.yaml"}}, "run 'more' is in no cell and in no order"),
+    "seeds": ({"seeds": 0}, "has seeds: 0. Give a number of seeds"),
+    "why": ({"why": {"FedAvgg": "x"}}, "names 'FedAvgg' (why)"),
+    "missing title": ({"title": None}, "has title: None, which is no text"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_work_is_said_in_a_sentence(read, name):
+    changes, sentence = WRONG[name]
+    with pytest.raises(InputError) as error:
+        read(**changes)
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value) and str(error.value).startswith("t.yaml: ")
+
+
+def test_a_key_that_is_there_twice_and_a_file_that_is_none(tmp_path):
+    text = yaml.safe_dump(table())
+    path = tmp_path / "t.yaml"
+    path.write_text(text + "minutes: 3\n")
+    with pytest.raises(InputError, match="the key 'minutes' is there twice"):
+        read_table(path, FOLDER)
+    path.write_text("- a\n")
+    with pytest.raises(InputError, match="holds no named values"):
+        read_table(path, FOLDER)
+
+
+def test_the_table_of_the_how_to_can_be_read(tmp_path):
+    page = (Path(__file__).parents[3] / "docs/how-to/reproduce.md").read_text()
+    (block,) = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    path = tmp_path / "t.yaml"
+    path.write_text(block)
+    found = read_table(path, FOLDER)
+    assert [len(found.cells), len(found.orders), len(found.data)] == [4, 2, 1]
+
+
+@pytest.mark.parametrize("path", sorted(TABLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_table_that_comes_with_the_package_can_be_read(path: Path):
+    found = read_table(path, FOLDER)
+    assert found.cells and found.detects and found.cannot_detect and found.claim
+    assert path.read_text().startswith("# ")

@@ -1,0 +1,83 @@
+"""The rule of verdicts, against a computation of its own."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from fedlightning.experiments.reproduce.verdicts import expected_by_chance, judge, judge_order
+
+T_95 = {2: 12.706204736, 3: 4.30265273, 5: 2.776445105, 10: 2.262157163}
+"""Quantiles of Student's t, from a printed table: number of values -> 97.5 % of t with one degree less."""
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    n, mean = len(values), sum(values) / len(values)
+    spread = math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1))
+    return mean - T_95[n] * spread / math.sqrt(n), mean + T_95[n] * spread / math.sqrt(n)
+
+
+def test_the_rule_against_an_independent_computation():
+    numbers, seen = random.Random(0), set()
+    for _ in range(300):
+        values = [numbers.gauss(0.7, numbers.choice([0.001, 0.02])) for _ in range(numbers.choice(list(T_95)))]
+        published, tolerance = numbers.uniform(0.6, 0.8), numbers.choice([0.01, 0.05, 0.1])
+        low, high = interval(values)
+        if published - tolerance <= low and high <= published + tolerance:
+            expected = "agrees"
+        elif high < published - tolerance or low > published + tolerance:
+            expected = "disagrees"
+        else:
+            expected = "inconclusive"
+        found = judge(values, published, tolerance)
+        assert found.word == expected
+        assert (found.low, found.high) == pytest.approx((low, high), abs=1e-9)
+        seen.add(expected)
+    assert len(seen) == 3
+
+
+def test_orders_are_paired_by_seed():
+    better, worse = [0.5, 0.7, 0.9], [0.49, 0.689, 0.89]  # far apart over seeds, close together within one
+    assert judge_order(better, worse).word == "order agrees"
+    assert judge_order(worse, better).word == "order disagrees"
+    assert judge_order(better, [0.49, 0.71, 0.89]).word == "inconclusive"
+    assert judge_order(better, worse, margin=0.05).word == "order disagrees"
+    assert judge_order(worse, better, margin=-0.05).word == "order agrees"
+
+
+def test_one_seed_is_judged_only_where_nothing_is_random():
+    assert judge([0.5], 0.5, 0.1).word == "inconclusive"
+    assert judge([0.5], 0.5, 0.0, exact=True).word == "agrees"
+    assert judge([0.500001], 0.5, 1e-6, exact=True).word == "agrees"
+    assert judge([0.500002], 0.5, 1e-6, exact=True).word == "disagrees"
+    assert judge_order([1.0], [0.5]).word == "inconclusive"
+    assert judge_order([1.0], [0.5], exact=True).word == "order agrees"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_diverged_model_disagrees(value):
+    assert judge([0.5, value], 0.5, 0.1).word == "disagrees"
+    assert judge_order([0.5, value], [0.4, 0.4]).word == "order disagrees"
+
+
+def test_a_target_that_was_not_reached_never_agrees():
+    assert judge([50.0, 50.0], published=45, tolerance=10, beyond=True).word == "inconclusive"
+    assert judge([50.0, 50.0], published=100, tolerance=10, beyond=True).word == "inconclusive"
+    assert judge([50.0, 50.0], published=20, tolerance=10, beyond=True).word == "disagrees"
+
+
+def test_chance_counts_intervals_that_have_a_width():
+    found = [judge([0.5], 0.5, 0.1, exact=True), judge([0.4, 0.5], 0.5, 0.3), judge_order([0.1, 0.2], [0.0, 0.0])]
+    assert expected_by_chance(found) == pytest.approx(0.05)
+
+
+def test_the_chance_is_not_larger_than_said():
+    """At the worst place, a true mean at an end of the tolerance, 2.5 % of the cells disagree."""
+    numbers = random.Random(1)
+    wrong = sum(
+        judge([numbers.gauss(0.6, 0.05) for _ in range(5)], published=0.5, tolerance=0.1).word == "disagrees"
+        for _ in range(4000)
+    )
+    assert wrong / 4000 < 0.035

@@ -1,0 +1,39 @@
+"""The page of reproduced tables is what the recorded verdicts say."""
+
+from __future__ import annotations
+
+import json
+
+from fedlightning.commands.configs import FOLDER
+from fedlightning.commands.reproduce import find_tables
+from fedlightning.experiments.reproduce.reading import read_table
+from tests.experiments.reproduce.writing import table, write
+from tests.experiments.tiny import small
+from tools.reproduce_page import PAGE, page
+
+
+def test_the_page_is_current():
+    assert PAGE.read_text() == page(find_tables([])), "Write it again: python -m tools.reproduce_page"
+
+
+def test_every_recorded_cell_is_still_in_its_table():
+    for one in find_tables([]):
+        path = one.path.parent / "recorded" / f"{one.name}.json"
+        names = {line["name"] for line in json.loads(path.read_text())["lines"]} if path.exists() else set()
+        assert names <= {cell.name for cell in one.cells} | {order.name for order in one.orders}, one.name
+
+
+def test_a_page_of_one_table(tmp_path):
+    small(tmp_path / "small.yaml")
+    found = read_table(write(tmp_path / "t.yaml", table(why={"FedAvg": "Because."})), FOLDER)
+    assert "It has not been run here yet." in page([found])
+    line = {"name": "FedAvg / accuracy", "verdict": "disagrees", "note": "", "mean": 0.1, "low": 0.05, "high": 0.15,
+            "published": 0.5, "tolerance": 0.1, "commit": "abc", "seeds": [0, 1]}  # fmt: skip
+    recorded = tmp_path / "recorded/t.json"
+    recorded.parent.mkdir()
+    recorded.write_text(json.dumps({"format": 1, "lines": [line]}))
+    text = page([found])
+    assert "| FedAvg / accuracy | 0.5 ± 0.3 | 0.10 [0.05, 0.15] | disagrees |" in text
+    assert "*Why: FedAvg.* Because." in text
+    assert "**t: the tolerance of FedAvg / accuracy was widened from 0.1 to 0.3 after a run.**" in text
+    assert "Run at commit `abc` with seeds 0, 1." in text

@@ -1,0 +1,107 @@
+"""Write `docs/results/reproduce.md` from the tables and their recorded verdicts: ``python -m tools.reproduce_page``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fedlightning.commands.configs import FOLDER
+from fedlightning.commands.reproduce import find_tables
+from fedlightning.experiments.reproduce.record import moved_goals, read_record
+from fedlightning.experiments.reproduce.results import Line
+from fedlightning.experiments.reproduce.tables import Cell, Table
+from fedlightning.experiments.reproduce.verdicts import BAD, BY_CHANCE, INCONCLUSIVE, Verdict
+from fedlightning.experiments.reproduce.words import chance, row_of, verdict_counts
+
+PAGE = Path(__file__).resolve().parents[1] / "docs/results/reproduce.md"
+HEAD = """# Published tables, run again
+
+Made by `python -m tools.reproduce_page` from the verdicts that are recorded in `configs/reproduce/recorded`.
+Run any of them with `fedlightning reproduce NAME --data-root DIR`; [the rule of
+verdicts](../how-to/reproduce.md#verdicts) was fixed before. In brackets: 95 % interval over seeds (Student's t).
+"""
+
+
+def page(tables: Sequence[Table]) -> str:
+    """Return the page."""
+    records = {table.name: read_record(table.path) for table in tables}
+    every = [line for record in records.values() for line in record.values()]
+    random = sum(_line(line).verdict.random for line in every)
+    parts = [
+        HEAD,
+        f"All tables: {verdict_counts(every)}. {chance(BY_CHANCE * random, random)}\n",
+        _overview(tables, records),
+    ]
+    return "\n".join([*parts, *(_section(table, records[table.name]) for table in tables)])
+
+
+def _overview(tables: Sequence[Table], records: Mapping[str, Mapping[str, Any]]) -> str:
+    lines = ["| table | published in | sets | verdicts |", "|---|---|---|---|"]
+    for table in tables:
+        told = verdict_counts(list(records[table.name].values())) or "not run yet"
+        link = f"[{table.name}](#{table.name.replace('_', '-')})"
+        lines.append(f"| {link} | {_cell(table.source.paper)} | {' '.join(table.sets)} | {told} |")
+    return "\n".join(lines) + "\n"
+
+
+def _section(table: Table, record: Mapping[str, Any]) -> str:
+    source = table.source
+    parts = [
+        f"({table.name.replace('_', '-')})=\n## {table.title}\n",
+        f"`{table.name}`. {source.paper}, {source.table}. {source.link}\n",
+        f"*Claim.* {table.claim}\n",
+        f"*Setting.* {table.setting}\n",
+    ]
+    if table.departures:
+        parts.append(f"*Ours differs.* {' '.join(table.departures)}\n")
+    if table.tuned_on_test:
+        parts.append("The paper chose values on test data.\n")
+    known = [(cell, _line(record[cell.name])) for cell in table.cells if cell.name in record]
+    if known:
+        rows = [_cells(replace(line, published=cell.published, tolerance=cell.tolerance)) for cell, line in known]
+        parts.append("\n".join(["| cell | published | ours | verdict |", "|---|--:|--:|---|", *rows]) + "\n")
+    orders = [_line(record[order.name]) for order in table.orders if order.name in record]
+    if orders:
+        rows = [_cells(line) for line in orders]
+        parts.append("\n".join(["| order | difference | verdict |", "|---|--:|---|", *rows]) + "\n")
+    if not record:
+        parts.append("It has not been run here yet.\n")
+    parts += [f"*Why: {name}.* {text}\n" for name, text in _reasons(table, known).items()]
+    parts.append(f"*Can detect* {'; '.join(table.detects)}. *Cannot detect* {'; '.join(table.cannot_detect)}.\n")
+    parts += [f"**{text}**\n" for text in moved_goals(table)]
+    made = {(line.get("commit"), tuple(line.get("seeds", ()))) for line in record.values() if "commit" in line}
+    for commit, seeds in sorted(made, key=str):
+        parts.append(f"Run at commit `{commit}` with seeds {', '.join(map(str, seeds))}.\n")
+    return "\n".join(parts)
+
+
+def _reasons(table: Table, known: Sequence[tuple[Cell, Line]]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for cell, line in known:
+        text = table.reason(cell)
+        if text and line.verdict.word in (*BAD, INCONCLUSIVE):
+            found[next(key for key, value in table.why.items() if value == text)] = text
+    return found
+
+
+def _line(recorded: Mapping[str, Any]) -> Line:
+    """Return a recorded line as it was when it was judged."""
+    word, why = recorded["verdict"], recorded["note"]
+    verdict = Verdict(word, recorded["mean"], recorded["low"], recorded["high"], why)
+    return Line(recorded["name"], verdict, published=recorded["published"], tolerance=recorded["tolerance"])
+
+
+def _cells(line: Line) -> str:
+    """Return a row of a table in Markdown."""
+    return "| " + " | ".join(_cell(text) for text in row_of(line).values() if text) + " |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(find_tables([])), encoding="utf-8")
+    print(f"{PAGE.relative_to(FOLDER.parents[1])}")
