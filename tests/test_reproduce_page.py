@@ -28,7 +28,7 @@ def test_a_page_of_one_table(tmp_path):
     found = read_table(write(tmp_path / "t.yaml", table(why={"FedAvg": "Because."})), FOLDER)
     assert "It has not been run here yet." in page([found])
     line = {"name": "FedAvg / accuracy", "verdict": "disagrees", "note": "", "mean": 0.1, "low": 0.05, "high": 0.15,
-            "published": 0.5, "tolerance": 0.1, "commit": "abc", "seeds": [0, 1]}  # fmt: skip
+            "published": 0.5, "tolerance": 0.1, "commit": "abc", "values": {"0": 0.05, "1": 0.15}}  # fmt: skip
     recorded = tmp_path / "recorded/t.json"
     recorded.parent.mkdir()
     recorded.write_text(json.dumps({"format": 1, "lines": [line]}))

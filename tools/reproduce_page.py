@@ -71,9 +71,9 @@ def _section(table: Table, record: Mapping[str, Any]) -> str:
     parts += [f"*Why: {name}.* {text}\n" for name, text in _reasons(table, known).items()]
     parts.append(f"*Can detect* {'; '.join(table.detects)}. *Cannot detect* {'; '.join(table.cannot_detect)}.\n")
     parts += [f"**{text}**\n" for text in moved_goals(table)]
-    made = {(line.get("commit"), tuple(line.get("seeds", ()))) for line in record.values() if "commit" in line}
-    for commit, seeds in sorted(made, key=str):
-        parts.append(f"Run at commit `{commit}` with seeds {', '.join(map(str, seeds))}.\n")
+    for commit in dict.fromkeys(line["commit"] for line in record.values()):
+        seeds = dict.fromkeys(seed for line in record.values() if line["commit"] == commit for seed in line["values"])
+        parts.append(f"Run at commit `{commit}` with seeds {', '.join(seeds)}.\n")
     return "\n".join(parts)
 
 

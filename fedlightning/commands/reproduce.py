@@ -226,8 +226,8 @@ def _tell(asked: Sequence[_Asked], found: Mapping[str, list[Line]], options: Any
     page = call(write_page, options.out, tables, said, moved)
     show_summary(content, said, moved, screen)
     if options.record:
-        for table, lines, seeds in tables:
-            say(screen, f"Recorded: {shown(write_record(table, lines, seeds))}")
+        for table, lines, _ in tables:
+            say(screen, f"Recorded: {shown(write_record(table, lines))}")
     say(screen, f"Page: {shown(page)}; results: {shown(options.out / 'reproduce.json')}")
     if options.json:
         print_json(

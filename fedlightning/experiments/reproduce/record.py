@@ -42,26 +42,27 @@ def read_record(table: Path) -> dict[str, dict[str, Any]]:
     raise InputError(f"{path} holds no verdicts that `reproduce --record` wrote. Take it from the repository again.")
 
 
-def write_record(table: Table, lines: Sequence[Line], seeds: Sequence[int]) -> Path:
+def write_record(table: Table, lines: Sequence[Line]) -> Path:
     """Write the verdicts of a table. What was not run keeps what was recorded of it; tolerances keep their history."""
-    before, kept = read_record(table.path), []
-    made = {"commit": commit(), "versions": versions(), "seeds": list(seeds)}
+    path = record_file(table.path)
+    before, kept, now = read_record(table.path), [], commit()
+    known = read_json(path)["versions"] if path.exists() else {}
     for line in lines:
         old = before.get(line.name)
-        if line.verdict.word == NOT_RUN and old is not None:
-            kept.append(old)
+        if line.verdict.word == NOT_RUN:
+            kept += [] if old is None else [old]
             continue
-        new = {key: value for key, value in line.plain().items() if key not in ("why", "failed")}
-        earlier = [
-            *(old or {}).get("earlier", []),
-            *([_judged_by(old)] if old and _judged_by(old) != _judged_by(new) else []),
-        ]
-        kept.append(
-            {**new, **({"earlier": earlier} if earlier else {}), **(made if line.verdict.word != NOT_RUN else {})}
-        )
-    path = record_file(table.path)
+        new = {key: value for key, value in line.plain().items() if key not in ("why", "failed", "row", "column")}
+        earlier = old.get("earlier", []) if old else []
+        if old and _judged_by(old) != _judged_by(new):
+            earlier = [*earlier, _judged_by(old)]
+        kept.append({**new, "commit": now, **({"earlier": earlier} if earlier else {})})
+    made = {str(line["commit"]): known.get(str(line["commit"]), versions()) for line in kept} | {str(now): versions()}
+    rows = ",\n  ".join(json.dumps(line, ensure_ascii=False) for line in kept)
+    used = {name: given for name, given in made.items() if any(str(line["commit"]) == name for line in kept)}
     path.parent.mkdir(exist_ok=True)
-    write_text_atomically(path, json.dumps({"format": FORMAT, "table": table.name, "lines": kept}, indent=1) + "\n")
+    head = f'"format": {FORMAT},\n "table": {json.dumps(table.name)},\n "versions": {json.dumps(used)}'
+    write_text_atomically(path, f'{{\n {head},\n "lines": [\n  {rows}\n ]\n}}\n')
     return path
 
 
@@ -100,7 +101,7 @@ def lost(table: Table, lines: Sequence[Line], seeds: Sequence[int]) -> list[str]
             said.append(f"{table.name}: {name} once agreed and is not in the table any more.")
             continue
         word = line.verdict.word
-        if (word == NOT_RUN and not line.failed) or (word == INCONCLUSIVE and len(seeds) < len(old.get("seeds", []))):
+        if (word == NOT_RUN and not line.failed) or (word == INCONCLUSIVE and len(seeds) < len(old["values"])):
             continue
         said.append(
             f"{table.name}: {name} once agreed, now: {word}{f' ({line.verdict.why})' if line.verdict.why else ''}."
