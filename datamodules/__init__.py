@@ -6,7 +6,7 @@ In order of importance:
 * `Partitioned`: any LightningDataModule or datasets, divided among clients. `LoaderDataModule`: one loader per client.
 * Partitioners. `IIDPartitioner`: even. `DirichletPartitioner`, `LabelSkewPartitioner`, `QuantitySkewPartitioner`,
   `LabelQuantitySkewPartitioner`, `PathologicalPartitioner` and `PowerLawPartitioner`: skewed. `NaturalPartitioner`: by
-  hospital, user or scanner.
+  hospital, user or scanner. `EmbeddingPartitioner`: by what samples look like.
 * Data sets: `DigitsDataModule` (needs no files), `MNISTDataModule`, `FashionMNISTDataModule`, `EMNISTDataModule`,
   `CIFAR10DataModule`, `CIFAR100DataModule`, `SVHNDataModule`; `UCIHARDataModule` (sensors).
 * Clinical data sets: `HeartDiseaseDataModule`, `TCGABRCADataModule` (survival), `ISIC2019DataModule` (images of skin),
@@ -16,6 +16,7 @@ In order of importance:
 * LEAF's users as clients: `LEAFFEMNISTDataModule`, `ShakespeareDataModule`, `LEAFSent140DataModule`, `LEAFCelebADataModule`,
   `LEAFSyntheticDataModule` and their base `LEAFDataModule`.
 * `MixtureDataModule`: clients with shares of two or more groups of classes or orientations.
+* `ShiftedDataModule`: clients whose inputs are turned or noisy, or who name classes differently.
 * `MultimodalDataModule`: several modalities, which clients may lack. `PairedDigitsDataModule` (needs no files) and
   `SpokenDigitsDataModule` (images with recordings). `ModalityDataset`: their samples.
 * `LazyClients`: a hundred thousand clients and more, each made or read when it is visited. `SyntheticDataModule`: such
@@ -31,6 +32,7 @@ In order of importance:
 
 from fedlightning.datamodules.arrays import ArrayFederatedDataModule
 from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.by_inputs import EmbeddingPartitioner
 from fedlightning.datamodules.camelyon16 import Camelyon16DataModule
 from fedlightning.datamodules.digits import DigitsDataModule
 from fedlightning.datamodules.given import GivenDataModule
@@ -70,6 +72,7 @@ from fedlightning.datamodules.ptb_xl import PTBXLDataModule
 from fedlightning.datamodules.public_only import PublicDataModule
 from fedlightning.datamodules.report import PartitionReport, describe, plot_partition
 from fedlightning.datamodules.sampling import AddressedSampler
+from fedlightning.datamodules.shifted import ShiftedDataModule
 from fedlightning.datamodules.skew import (
     DirichletPartitioner,
     LabelQuantitySkewPartitioner,
@@ -95,6 +98,7 @@ __all__ = [
     "DigitsDataModule",
     "DirichletPartitioner",
     "EMNISTDataModule",
+    "EmbeddingPartitioner",
     "FashionMNISTDataModule",
     "FederatedDataModule",
     "GivenDataModule",
@@ -133,6 +137,7 @@ __all__ = [
     "ShakespeareDataModule",
     "SVHNDataModule",
     "SharePlan",
+    "ShiftedDataModule",
     "Split",
     "SpokenDigitsDataModule",
     "SurvivalTableDataModule",

@@ -71,7 +71,9 @@ def keys_for(
     labels: Mapping[str, np.ndarray | None],
     groups: Callable[[str, Any], Any],
 ) -> dict[str, Any]:
-    """Return what a partitioner divides each dataset by: labels, groups or the number of samples."""
+    """Return what a partitioner divides each dataset by: labels, groups, the number of samples, or the samples."""
+    if partitioner.needs == "samples":
+        return dict(datasets)
     if partitioner.needs == "groups":
         return {split: groups(split, data) for split, data in datasets.items()}
     if partitioner.needs == "labels":

@@ -73,6 +73,10 @@ def keys_of_groups(keys: Any, names: Any, needs: str) -> Any:
         array([0, 1])
     """
     found, first, codes = np.unique(np.asarray(names), return_index=True, return_inverse=True)
+    if needs == "samples":
+        raise ValueError(
+            "A partitioner that divides by inputs cannot keep groups together; use another one, or no group."
+        )
     if needs == "nothing":
         return len(found)
     array = np.asarray(keys)

@@ -131,8 +131,8 @@ class Partitioner(ABC):
     A plan is a pure function of the partitioner's arguments, the keys and a generator.
 
     Attributes:
-        needs: What `plan` must be given for each sample: `"labels"`, `"groups"` or `"nothing"` (then the number of
-            samples is enough).
+        needs: What `plan` must be given for each sample: `"labels"`, `"groups"`, `"nothing"` (then the number of samples is
+            enough) or `"samples"` (then the dataset itself).
 
     Example:
         >>> import numpy as np
@@ -147,7 +147,7 @@ class Partitioner(ABC):
         [40, 20]
     """
 
-    needs: Literal["labels", "groups", "nothing"] = "labels"
+    needs: Literal["labels", "groups", "nothing", "samples"] = "labels"
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Let arguments be checked by their annotations."""

@@ -46,6 +46,7 @@ FITS = {
     "isic2019": "isic_efficientnet",
     "camelyon16": "camelyon_mil",
     "ptb_xl": "ptb_resnet",
+    "shifted_digits": "digits_cnn",
 }
 
 
