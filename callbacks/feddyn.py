@@ -200,8 +200,6 @@ class FedDyn(ServerModels):
         own = server.state.get(self.key)
         if not own:
             return
-        if self.size_scaled:
-            raise ValueError("with FedDyn(size_scaled=True) the strengths of the clients that are there would change")
         share = 1.0 - len(clients) / len(server.num_samples)
         server.state[self.key] = {**own, "h": {name: share * value for name, value in own["h"].items()}}
 
