@@ -94,8 +94,9 @@ class FedDyn(ServerModels):
 
     @property
     def facts(self) -> Facts:
-        """`h` agrees with the `g_k`, which the clients keep."""
-        return Facts(changes={Change.IN_STEP}, keeps=True, needs=[WHOLE_CHANGES], newcomers=Newcomers(join=self._join))
+        """`h` agrees with the `g_k`, which the clients keep; strengths by the mean size would change with new clients."""
+        newcomers = Newcomers() if self.size_scaled else Newcomers(join=self._join)
+        return Facts(changes={Change.IN_STEP}, keeps=True, needs=[WHOLE_CHANGES], newcomers=newcomers)
 
     def claims(self, role: str) -> bool:
         """Decline what the options do not use."""
@@ -200,8 +201,6 @@ class FedDyn(ServerModels):
         own = server.state.get(self.key)
         if not own:
             return
-        if self.size_scaled:
-            raise ValueError("with FedDyn(size_scaled=True) the strengths of the clients that are there would change")
         share = 1.0 - len(clients) / len(server.num_samples)
         server.state[self.key] = {**own, "h": {name: share * value for name, value in own["h"].items()}}
 

@@ -30,6 +30,7 @@ class FedLC(FederatedCallback):
 
     * Client i, with ``n_ic`` training samples of class c and logits ``f``: ``f'_c = f_c - tau n_ic^(-1/4)``, and the loss
       is the cross entropy of ``f'``. A class without samples has ``f'_c = -inf``: no gradient reaches its logit.
+      A client with a single class learns nothing.
     * Server: as in FedAvg. Down: ``w``. Up: ``w_i``; counts stay with the client. State: none.
     * Deployed: the global model ``w``, with its logits as they are.
 
@@ -100,11 +101,7 @@ class FedLC(FederatedCallback):
     def training_loss(
         self, client: Client, module: LightningModule, batch: Any, loss: Tensor, features: Mapping[str, Tensor]
     ) -> Tensor:
-        """Return ``loss + CE(f') - CE(f)``.
-
-        Raises:
-            ValueError: With ``exclude_true``, if the client has a single class: then nothing is left of the denominator.
-        """
+        """Return ``loss + CE(f') - CE(f)``."""
         if not client.phase.is_task:  # counts are of the training data
             return loss
         logits = rows(features["logits"])
@@ -113,11 +110,8 @@ class FedLC(FederatedCallback):
         if counts is None:
             counts = samples_by_class(client, logits.shape[1], self.key).to(logits.device)
             client.scratch[self.key] = counts
-        if self.exclude_true and int((counts > 0).sum()) < 2:
-            raise ValueError(
-                f"FedLC(exclude_true=True) compares classes, and client '{client.id}' has one. Use exclude_true=False"
-            )
-        other = calibrated_loss(self.calibrated(logits, counts), labels, self.exclude_true)
+        several = int((counts > 0).sum()) > 1  # else nothing is left of the denominator
+        other = calibrated_loss(self.calibrated(logits, counts), labels, self.exclude_true and several)
         return with_other_cross_entropy(loss, logits, labels, other)
 
 
