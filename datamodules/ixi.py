@@ -99,7 +99,9 @@ class IXITinyDataModule(IndexedFederatedDataModule):
                 f"{source} names a patient twice, or has a Split other than train and test; it is not FLamby's file."
             )
         split_of = dict(zip(numbers, splits, strict=True))
-        images, masks, held = [], [], {f"{split}_{name}": [] for split in ("train", "test") for name in HOSPITALS}
+        images: list[Path] = []
+        masks: list[Path] = []
+        held: dict[str, list[int]] = {f"{split}_{name}": [] for split in ("train", "test") for name in HOSPITALS}
         seen: dict[int, str] = {}
         for folder in sorted(path for path in (self.root / SUBJECTS).iterdir() if path.is_dir()):
             number, hospital = _named(folder)
@@ -184,7 +186,7 @@ def _volume(path: Path) -> Tensor:
     except ImportError as error:
         raise ImportError("IXI's images are read by nibabel; install the extra: fedlightning[clinical].") from error
     try:
-        values = np.asarray(nibabel.load(path).get_fdata(dtype=np.float32))  # type: ignore[attr-defined]
+        values = np.asarray(nibabel.load(path).get_fdata(dtype=np.float32))
     except Exception as error:  # of a damaged file: gzip's, nibabel's own, ValueError, EOFError
         raise ValueError(f"{path} cannot be read as NIfTI ({error}); get it again.") from error
     if values.ndim != 3 or not np.isfinite(values).all():
