@@ -246,7 +246,7 @@ def input_separation(data: FederatedDataModule, split: str = "train", most: int 
     """
     if not isinstance(data, IndexedFederatedDataModule):
         return None
-    views = [getattr(data.client_dataloader(client, split), "dataset", ()) for client in data.client_ids]
+    views: list[Any] = [getattr(data.client_dataloader(client, split), "dataset", ()) for client in data.client_ids]
     first = next((_input(view[0]) for view in views if len(view)), None)
     if first is None:
         return None
