@@ -113,6 +113,11 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
                 + "; unpack https://archive.ics.uci.edu/static/public/45/heart+disease.zip there."
             )
 
+    def setup(self, stage: str | None = None) -> None:
+        super().setup(stage)
+        if self.grades:
+            self._num_classes = 5  # a hospital alone may lack the highest
+
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
         self.prepare_data()
         features, labels = [], []

@@ -75,6 +75,10 @@ class SpokenDigitsDataModule(MultimodalDataModule):
             raise ValueError("SpokenDigitsDataModule got test_speakers, which split='speakers' uses; set both.")
         if images is not None and not isinstance(images, ArrayFederatedDataModule):
             raise ValueError(f"SpokenDigitsDataModule pairs images in memory; {type(images).__name__} has none.")
+        if images is not None and (images.group is not None or images.test_fraction is not None):
+            raise ValueError(
+                "SpokenDigitsDataModule pairs images one by one; leave group and test_fraction of images out."
+            )
         self.root, self.images = Path(root), DigitsDataModule() if images is None else images
         self.split, self.test_speakers = split, test_speakers
         self._speakers: dict[str, np.ndarray] = {}

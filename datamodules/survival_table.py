@@ -67,12 +67,12 @@ class SurvivalTableDataModule(TabularFederatedDataModule):
         event_value: str = "1",
         **options: Any,
     ) -> None:
-        if options.get("task", "auto") != "auto" or options.get("target_statistics") is not None:
+        super().__init__(path, target, client, partitioner, **options)
+        if self.task != "auto" or self.target_statistics is not None:
             raise ValueError(
                 f"{type(self).__name__} got task or target_statistics; its targets are events and times as they are. "
-                f"Leave them out."
+                "Leave them out."
             )
-        super().__init__(path, target, client, partitioner, **options)
         self.event, self.event_value = event, event_value
         self.class_names = ["censored", "event"]
 

@@ -93,7 +93,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         client: str | None = None,
         partitioner: Partitioner | None = None,
         *,
-        group: str | Literal[False] | None = None,
+        group: str | bool | None = None,
         task: Literal["auto", "classification", "regression"] = "auto",
         drop: Sequence[str] = (),
         categorical: Sequence[str] = (),
@@ -122,6 +122,8 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
                 )
         self.path, self.target, self.client, self.task = Path(path), target, client, task
         self.partitioner = NaturalPartitioner(column=str(client)) if partitioner is None else partitioner
+        if group is True:
+            raise ValueError(f"{name} got group=True; give the name of a column, or False if rows are independent.")
         self.group = group
         self.drop, self.categorical = tuple(drop), tuple(categorical)
         self.statistics, self.target_statistics, self.scaling = dict(statistics or {}), target_statistics, scaling

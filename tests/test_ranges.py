@@ -198,9 +198,23 @@ NEEDED = {
     "MixtureDataModule": lambda: {"source": datamodules.DigitsDataModule()},
     "Partitioned": lambda: {"datamodule": datamodules.DigitsDataModule(), "partitioner": datamodules.IIDPartitioner(2)},
     "PublicDataModule": lambda: {"public": _samples()},
+    "ShiftedDataModule": lambda: {
+        "source": datamodules.DigitsDataModule(),
+        "features": "noise",
+        "strength": 1.0,
+    },
+    "SurvivalTableDataModule": lambda: {"path": "table.csv", "target": "time", "event": "status", "client": "who"},
     "TabularFederatedDataModule": lambda: {"path": "table.csv", "target": "y", "client": "who"},
     "AddressedSampler": lambda: {"size": 4, "client": "a"},
 }
+
+
+ROOTED = (
+    "ImageFolderDataModule",
+    "ShakespeareDataModule",
+    *(name for name in datamodules.__all__ if name.startswith("LEAF")),
+)
+NEEDED |= dict.fromkeys(ROOTED, lambda: {"root": "data"})
 
 
 def _classes() -> Iterator[type]:

@@ -29,6 +29,7 @@ FIELDS: dict[str, dict[str, str]] = {
     "partition": {
         "split": "the split that the table is of",
         "clients": "a row for each client: client, size, total_variation, class counts",
+        "inputs": "share of the inputs' variance that is between clients, and that of a random split; null if not known",
         "public": "what public samples there are; null if none",
         "files": "files that were written",
     },
