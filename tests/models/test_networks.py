@@ -34,6 +34,7 @@ from fedlightning.models.recipes import module_recipe
 CASES: list[tuple[nn.Module, tuple[int, ...], int, int]] = [
     (MLP(784, [200, 200], 10), (1, 28, 28), 10, 199_210),  # McMahan et al., section 3
     (MLP(4, [], 3), (4,), 3, 15),
+    (MLP(784, [64], 10, dropout=0.5), (1, 28, 28), 10, 785 * 64 + 650),
     (MnistCNN(), (1, 28, 28), 10, 1_663_370),  # McMahan et al., section 3
     (MnistCNN(hidden=None), (1, 28, 28), 10, 32 * 26 + 64 * 801 + 3137 * 10),  # by hand: two convolutions and one layer
     (CifarCNN(input_size=24), (3, 24, 24), 10, 1_068_298),  # "about 10^6"
