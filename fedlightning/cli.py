@@ -114,6 +114,10 @@ def _find(command: str) -> Callable[[list[str]], int]:
         from fedlightning.commands.reproduce import reproduce
 
         return lambda rest: reproduce(rest, main)
+    if command == "league":
+        from fedlightning.commands.league import league
+
+        return lambda rest: league(rest, main)
     if command == "report":
         from fedlightning.commands.report import report
 
