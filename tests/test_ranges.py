@@ -194,6 +194,7 @@ NEEDED = {
     "PrivateLR": lambda: {"factor": 1.0},
     "ClientDP": lambda: {"delta": 1e-3, "noise_multiplier": 1.0},
     "SampleDP": lambda: {"delta": 1e-3, "noise_multiplier": 1.0},
+    "GivenDataModule": lambda: {"clients": {"a": {"x": [[1.0]], "y": [1.0]}}},
     "LazyClients": lambda: {"num_clients": 2, "make": lambda number: {}, "sizes": {"train": 2}},
     "MixtureDataModule": lambda: {"source": datamodules.DigitsDataModule()},
     "Partitioned": lambda: {"datamodule": datamodules.DigitsDataModule(), "partitioner": datamodules.IIDPartitioner(2)},
