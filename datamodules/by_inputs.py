@@ -97,8 +97,7 @@ class EmbeddingPartitioner(Partitioner):
             if len(np.unique(cuts)) < len(cuts):
                 raise ValueError(
                     f"EmbeddingPartitioner(method='pca') cannot cut {len(found)} samples into {self.num_clients} "
-                    f"parts: too many "
-                    "have the same score. Use fewer clients."
+                    "parts: too many have the same score. Use fewer clients."
                 )
             plan = InputPlan(ids, self.features, mean=mean, direction=direction, cuts=cuts)
         plan.separation = separation(found, plan.holders(found))
@@ -172,8 +171,7 @@ def features_of(dataset: Any, features: nn.Module | Features | None = None) -> n
     if isinstance(dataset, int | np.integer | np.ndarray | list):
         raise ValueError(
             "EmbeddingPartitioner divides by inputs and got only labels or a number; this data module hands its "
-            "partitioner no "
-            "samples. Use ArrayFederatedDataModule or Partitioned."
+            "partitioner no samples. Use ArrayFederatedDataModule or Partitioned."
         )
     if isinstance(features, nn.Module):
         features.eval()

@@ -97,8 +97,7 @@ class Camelyon16DataModule(IndexedFederatedDataModule):
         if absent:
             raise FileNotFoundError(
                 f"{type(self).__name__}: {len(absent)} of {len(paths)} slides' features are not in {self.root}, such "
-                f"as {absent[0]}; "
-                "write all of them, or take their lines out of metadata.csv."
+                f"as {absent[0]}; write all of them, or take their lines out of metadata.csv."
             )
         testing = np.array([slide.startswith("test_") for slide in slides])
         held: dict[str, list[np.ndarray]] = {"train": [], "val": [], "test": []}

@@ -10,6 +10,7 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from fedlightning.datamodules.base import clients_here
 from fedlightning.datamodules.download import missing
 from fedlightning.datamodules.groups import codes_of, cut_groups
 from fedlightning.datamodules.image_files import ImageFiles, lacking_files
@@ -79,14 +80,7 @@ class ISIC2019DataModule(IndexedFederatedDataModule):
         super().__init__(batch_size, **options)
         self.root, self.val_fraction, self.augment, self.cache = Path(root), val_fraction, augment, cache
         self.val_seed = self.seed if val_seed is None else val_seed
-        given = list(CENTRES if centres is None else map(str, centres))
-        if not given or len(set(given)) < len(given) or not set(given) <= set(CENTRES):
-            raise ValueError(
-                f"{type(self).__name__} got centres={centres!r}; give some of {', '.join(CENTRES)} as a list, each "
-                f"once, or None "
-                "for all."
-            )
-        self.centres = [name for name in CENTRES if name in given]
+        self.centres = clients_here(self, "centres", centres, CENTRES)
 
     def prepare_data(self) -> None:
         """Check that the split and the folder of images are there (Lightning's hook)."""

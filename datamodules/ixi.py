@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from fedlightning.datamodules.base import clients_here
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import cut
 from fedlightning.datamodules.tables import column_of, numbers_of, read_table
@@ -70,14 +71,7 @@ class IXITinyDataModule(IndexedFederatedDataModule):
         super().__init__(batch_size, **options)
         self.root, self.val_fraction, self.cache = Path(root), val_fraction, cache
         self.val_seed = self.seed if val_seed is None else val_seed
-        given = list(HOSPITALS if hospitals is None else hospitals)
-        if not given or len(set(given)) < len(given) or not set(given) <= set(HOSPITALS):
-            raise ValueError(
-                f"{type(self).__name__} got hospitals={hospitals!r}; give some of {', '.join(HOSPITALS)} as a list, "
-                f"each once, or None "
-                "for all."
-            )
-        self.hospitals = [name for name in HOSPITALS if name in given]
+        self.hospitals = clients_here(self, "hospitals", hospitals, HOSPITALS)
 
     def prepare_data(self) -> None:
         """Check that the table and the folder are there (Lightning's hook)."""

@@ -96,8 +96,8 @@ class SpokenDigitsDataModule(MultimodalDataModule):
             held = known[-1:] if self.test_speakers is None else self.test_speakers
             if not held or not set(held) < set(known):
                 raise ValueError(
-                    f"SpokenDigitsDataModule got test_speakers={held}; the speakers are {', '.join(known)}. Name some, not "
-                    "all of them."
+                    f"SpokenDigitsDataModule got test_speakers={held}; the speakers are {', '.join(known)}. Name "
+                    "some, not all of them."
                 )
             testing = np.isin(speakers, held)
         parts = []

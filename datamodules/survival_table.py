@@ -95,8 +95,7 @@ class SurvivalTableDataModule(TabularFederatedDataModule):
             values = sorted(set(events.cells) - {""})
             raise ValueError(
                 f"{self.path}: no row has {events.name!r} = {self.event_value!r}; its values are "
-                f"{', '.join(values[:10])}. Give the "
-                "one that means an event as event_value."
+                f"{', '.join(values[:10])}. Give the one that means an event as event_value."
             )
         classes = same.astype(np.int64)
         return torch.from_numpy(np.stack([classes, found], axis=1)).float(), classes

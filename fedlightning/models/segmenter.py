@@ -103,8 +103,7 @@ class Segmenter(SupervisedModule):
         if logits.shape[1:2] != (self.num_classes,) or logits.shape[2:] != y.shape[1:] or logits.ndim < 3:
             raise ValueError(
                 f"{type(self.net).__name__} returned {tuple(logits.shape)} for labels of shape {tuple(y.shape)}; "
-                f"Segmenter needs "
-                f"(batch, {self.num_classes}, *space) for (batch, *space)."
+                f"Segmenter needs (batch, {self.num_classes}, *space) for (batch, *space)."
             )
         if y.device.type == "cpu" and len(y) and not 0 <= int(y.min()) <= int(y.max()) < self.num_classes:
             raise ValueError(
