@@ -11,10 +11,10 @@ from fedlightning.models.classifier import Classifier
 class MissingLogClassifier(Classifier):
     r"""A `Classifier` whose network ends in a softmax and whose training loss is `NLLLoss`, with no logarithm between them.
 
-    `NLLLoss` expects logarithms of probabilities. Given probabilities it is :math:`-\frac{1}{n} \sum_i p_{y_i}`, whose gradient
-    nearly vanishes wherever the network is confident, rightly or wrongly. Programs with this mistake train more slowly and stop
-    at a lower accuracy. Arguments and scores
-    are those of `Classifier`; options of its training loss have no effect.
+    `NLLLoss` expects logarithms of probabilities. Given probabilities it is :math:`-\frac{1}{n} \sum_i p_{y_i}`, whose
+    gradient nearly vanishes wherever the network is confident, rightly or wrongly. Programs with this mistake train more
+    slowly and stop at a lower accuracy. Arguments and scores are those of `Classifier`; options of its training loss have no
+    effect.
 
     Example:
         >>> import torch

@@ -41,9 +41,7 @@ class MLP(nn.Module):
     """
 
     @recorded
-    def __init__(
-        self, in_features: Size, hidden: list[Size], num_classes: Size, dropout: ShareBelowOne = 0.0
-    ) -> None:
+    def __init__(self, in_features: Size, hidden: list[Size], num_classes: Size, dropout: ShareBelowOne = 0.0) -> None:
         super().__init__()
         self.dropout = nn.Dropout(dropout) if dropout else None
         widths = [in_features, *hidden, num_classes]
