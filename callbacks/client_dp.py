@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import torch
-from torch import Tensor
 
 from fedlightning.algorithm import (
     Change,
@@ -25,9 +23,16 @@ from fedlightning.algorithm import (
     Update,
     warn,
 )
-from fedlightning.callbacks.client_dp_spending import accountant_of, releases_in, solved_noise, write_spending
+from fedlightning.callbacks.client_dp_spending import (
+    accountant_of,
+    releases_in,
+    solved_noise,
+    spent_by,
+    write_spending,
+)
+from fedlightning.callbacks.shared.ledger import Ledger, Steps
 from fedlightning.callbacks.shared.secret_noise import normal, uniform
-from fedlightning.callbacks.shared.single_updates import refuse_other_ways
+from fedlightning.callbacks.shared.single_updates import norm_of, refuse_other_ways, rounding_of
 from fedlightning.ranges import PositiveFloat, PositiveShare
 from fedlightning.tensors import entry_kinds, tied_names
 
@@ -44,6 +49,7 @@ BOUNDED = Need(
             Change.BROADCAST,
             Change.MODEL_OF,
             Change.VALUES,
+            Change.LOSSY,
         ),
         *(Change.NEIGHBOURS, Change.GLOBAL, Change.SHAPE),
     ),
@@ -83,6 +89,8 @@ class ClientDP(ClientSelection):
         clip: ``C``. The most that a client's change may be long. Default 1.
         rate: Probability that a client takes part in a round, in (0, 1].
         accountant: ``"rdp"`` (default; Rényi, orders of Opacus) or ``"prv"`` (tighter, slower).
+        ledger: Folder with a file of what all runs have spent on these clients; `epsilon` is then the budget over all of
+            them. `None`: every run counts alone.
         noise_seed: A fixed seed in the place of the secret, for tests. The run is **not private**, and says so.
 
     Raises:
@@ -105,6 +113,7 @@ class ClientDP(ClientSelection):
         clip: PositiveFloat = 1.0,
         rate: PositiveShare = 1.0,
         accountant: Literal["rdp", "prv"] = "rdp",
+        ledger: str | None = None,
         noise_seed: int | None = None,
     ) -> None:
         if noise_multiplier is None and epsilon is None:
@@ -115,6 +124,7 @@ class ClientDP(ClientSelection):
         self.clip = clip
         self.rate = rate
         self.accountant = accountant
+        self.ledger = ledger
         self.noise_seed = noise_seed
 
     @property
@@ -181,11 +191,10 @@ class ClientDP(ClientSelection):
         noise = self._own(server)["noise_multiplier"]
         if self.epsilon is None:
             return
-        rounds = self._rounds_in_budget(noise, server.max_rounds)
-        if rounds == 0:
+        if self._rounds_in_budget(server, noise) == 0:
             raise ValueError(
-                f"ClientDP: one round with noise_multiplier={noise:g} and rate={self.rate:g} spends "
-                f"{self.epsilon_after(1, noise):.3g}, more than epsilon={self.epsilon:g}. Raise noise_multiplier."
+                f"ClientDP: one round with noise_multiplier={noise:g} and rate={self.rate:g} makes epsilon "
+                f"{self._epsilon(server, 1, noise):.3g}, more than {self.epsilon:g}. Raise noise_multiplier."
             )
         self.on_round_start(server)
 
@@ -215,13 +224,27 @@ class ClientDP(ClientSelection):
             )
         return kept
 
-    def _rounds_in_budget(self, noise: float, most: int) -> int:
-        """Return how many of `most` rounds the budget allows."""
+    def _epsilon(self, server: Server, rounds: int, noise: float) -> float:
+        """Return what a number of rounds of this run spends, with what the ledger has of other runs."""
+        with self._ledger(server).held(None) as others:
+            return self._of(others, rounds, noise)
+
+    def _of(self, others: Steps, rounds: int, noise: float) -> float:
+        steps = [*others, (noise, self.rate, rounds)] if rounds else others
+        return (
+            spent_by(self.accountant, self.delta, tuple((z, q, int(count)) for z, q, count in steps)) if steps else 0.0
+        )
+
+    def _ledger(self, server: Server) -> Ledger:
+        return Ledger(self.ledger, "clients", self._own(server)["secret"])
+
+    def _rounds_in_budget(self, server: Server, noise: float) -> int:
+        """Return how many of the planned rounds the budget allows."""
         assert self.epsilon is not None
-        low, high = 0, most
+        low, high = 0, server.max_rounds
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.epsilon_after(middle, noise) <= self.epsilon else (low, middle - 1)
+            low, high = (middle, high) if self._epsilon(server, middle, noise) <= self.epsilon else (low, middle - 1)
         return low
 
     def epsilon_after(self, rounds: int, noise_multiplier: float | None = None) -> float:
@@ -234,11 +257,7 @@ class ClientDP(ClientSelection):
         noise = self.noise_multiplier if noise_multiplier is None else noise_multiplier
         if noise is None:
             raise ValueError("ClientDP solves for the noise when a run starts. Give noise_multiplier to ask before.")
-        if rounds == 0:
-            return 0.0
-        counted = accountant_of(self.accountant)
-        counted.history = [(noise, self.rate, rounds)]
-        return float(counted.get_epsilon(delta=self.delta))
+        return self._of([], rounds, noise)
 
     # -- a round -------------------------------------------------------------------------------------------------------
     def on_round_start(self, server: Server) -> None:
@@ -248,9 +267,9 @@ class ClientDP(ClientSelection):
             ValueError: If this round would exceed it.
         """
         noise, planned = self._own(server)["noise_multiplier"], server.stopped is not None
-        if self.epsilon is None or planned or self.epsilon_after(server.max_rounds, noise) <= self.epsilon:
+        if self.epsilon is None or planned or self._epsilon(server, server.max_rounds, noise) <= self.epsilon:
             return
-        spent, rounds = self.epsilon_after(server.round + 1, noise), self._rounds_in_budget(noise, server.max_rounds)
+        spent, rounds = self._epsilon(server, server.round + 1, noise), self._rounds_in_budget(server, noise)
         if spent > self.epsilon * (1 + 1e-9):
             raise ValueError(
                 f"Round {server.round + 1} would spend epsilon={spent:.4g} in all, more than the budget of {self.epsilon:g}. "
@@ -276,8 +295,8 @@ class ClientDP(ClientSelection):
         sent = {name: client.received[name] for name in update.state}
         moved = [name for name in update.state if name in trainable]
         changes = {name: update.state[name].double() - sent[name].double() for name in moved}
-        limit = self.clip - _rounding([sent[name] for name in moved])
-        norm = _norm(changes.values())
+        limit = self.clip - rounding_of([sent[name] for name in moved])
+        norm = norm_of(changes.values())
         if limit <= 0.0:
             raise ValueError(f"ClientDP(clip={self.clip:g}) is within the rounding of the model's entries. Raise clip.")
         factor = 1.0 if norm <= limit else limit / norm
@@ -299,7 +318,7 @@ class ClientDP(ClientSelection):
             for name, value in update.state.items()
             if name not in trainable and not torch.equal(value, message.state[name].to(value.dtype))
         ]
-        norm = _norm(
+        norm = norm_of(
             update.state[name].double() - message.state[name].double() for name in update.state if name in trainable
         )
         if other or norm > self.clip:
@@ -340,12 +359,14 @@ class ClientDP(ClientSelection):
         noise, rows = float(self._own(server)["noise_multiplier"]), releases_in(server.run_dir)
         known = any(row[0] == str(server.round + 1) and row[-1] == release for row in rows)
         releases = max(len(rows) + (not known), server.round + 1)
-        epsilon = self.epsilon_after(releases, noise)
-        if self.epsilon is not None and not known and epsilon > self.epsilon * (1 + 1e-9):
-            raise ValueError(
-                f"Round {server.round + 1} is release {releases} of this run, since rounds were done again after an "
-                f"interruption. It would spend epsilon={epsilon:.4g} in all, more than the budget of {self.epsilon:g}."
-            )
+        with self._ledger(server).held([(noise, self.rate, releases)]) as others:
+            epsilon = self._of(others, releases, noise)
+            if self.epsilon is not None and not known and epsilon > self.epsilon * (1 + 1e-9):
+                raise ValueError(
+                    f"Round {server.round + 1} is release {releases} of this run: rounds were done again after an "
+                    "interruption, or other runs of the ledger have spent. It would make epsilon "
+                    f"{epsilon:.4g} in all, more than the budget of {self.epsilon:g}."
+                )
         told = {
             "private": self.noise_seed is None,
             "epsilon": epsilon if self.noise_seed is None else None,
@@ -368,17 +389,8 @@ class ClientDP(ClientSelection):
         if self.noise_seed is not None:
             warn("ClientDP: this run is not private, because its noise came from a fixed seed.")
         elif server.run_dir is not None:
-            spent = self.epsilon_after(max(len(releases_in(server.run_dir)), server.round + 1), noise)
+            spent = self._epsilon(server, max(len(releases_in(server.run_dir)), server.round + 1), noise)
             warn(
                 f"ClientDP: epsilon={spent:.4g} at delta={self.delta:g} for each client, against everybody who sees the "
                 f"models (noise_multiplier={noise:.4g}). Scores and logs in the run's folder are not covered."
             )
-
-
-def _norm(values: Any) -> float:
-    return math.sqrt(math.fsum(float(value.double().square().sum()) for value in values))
-
-
-def _rounding(values: Sequence[Tensor]) -> float:
-    """Return by how much the length of a change may grow when it is added to values of their own precision."""
-    return sum(2 * torch.finfo(value.dtype).eps * float(value.double().norm()) for value in values)

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedlightning.algorithm import Client, Facts, FederatedCallback, Setup, WeightingName
+from fedlightning.algorithm import Change, Client, Facts, FederatedCallback, Setup, WeightingName
 from fedlightning.callbacks.shared.calibration import (
     IGNORED,
     check_cross_entropy,
@@ -56,7 +56,7 @@ class FedLC(FederatedCallback):
         [0.0, -0.683772...]
     """
 
-    facts = Facts(mixes_architectures=True)
+    facts = Facts(changes={Change.CALIBRATES}, mixes_architectures=True)
 
     def __init__(
         self,

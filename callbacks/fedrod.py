@@ -71,6 +71,7 @@ class FedRoD(ServerModels):
             Need("adds a personal head to the user's own network", (Change.MODULE,)),
             Need("shares everything but the personal head", (Change.SHARED,)),
             Need("trains both heads in one fit", (Change.PHASES,)),
+            Need("calibrates the loss of its generic head by a client's classes itself", (Change.CALIBRATES,)),
         ]
     )
 

@@ -86,7 +86,7 @@ def _interrupted(command: str) -> int:
 
 
 def _find(command: str) -> Callable[[list[str]], int]:
-    if command in ("fit", "validate", "test", "predict", "onboard", "partition"):
+    if command in ("fit", "validate", "test", "predict", "onboard", "leakage", "partition"):
         from fedlightning.commands.run import run
 
         return lambda rest: run(command, rest)
@@ -114,6 +114,10 @@ def _find(command: str) -> Callable[[list[str]], int]:
         from fedlightning.commands.reproduce import reproduce
 
         return lambda rest: reproduce(rest, main)
+    if command == "league":
+        from fedlightning.commands.league import league
+
+        return lambda rest: league(rest, main)
     if command == "report":
         from fedlightning.commands.report import report
 

@@ -40,14 +40,15 @@ def list_tables(tables: Sequence[Table], screen: Console) -> None:
     """Print the tables that can be run."""
     grid = Grid(box=SIMPLE_HEAD, pad_edge=False)
     grid.add_column("table", no_wrap=True)
-    grid.add_column("published in", overflow="fold")
+    grid.add_column("paper", overflow="fold")
+    grid.add_column("about", overflow="fold")
     grid.add_column("sets", no_wrap=True)
     grid.add_column("minutes", justify="right")
     grid.add_column("last verdicts", overflow="fold")
     for table in tables:
         last = verdict_counts(list(read_record(table.path).values())) or "none yet"
-        paper = f"{table.source.paper}, {table.source.table}"
-        grid.add_row(table.name, escape(paper), " ".join(table.sets), f"{table.minutes:g}", last)
+        paper = table.source.paper.partition(",")[0]
+        grid.add_row(table.name, escape(paper), escape(table.title), " ".join(table.sets), f"{table.minutes:g}", last)
     print_whole(screen, grid)
     say(
         screen,

@@ -65,7 +65,7 @@ def combinations(grid: dict[str, list[str]]) -> Iterator[Values]:
 
 @dataclass(frozen=True)
 class Range:
-    """A range in which Optuna searches the value of one option.
+    """A range in which the value of one option is searched.
 
     Attributes:
         key: Key of the option.
@@ -88,6 +88,21 @@ class Range:
         if self.kind == "int":
             return str(trial.suggest_int(self.key, int(self.low), int(self.high)))
         return repr(float(trial.suggest_float(self.key, self.low, self.high, log=self.kind == "log")))
+
+    def at(self, share: float) -> str:
+        """Return the value at a share of the range, from 0 to below 1, to four digits.
+
+        Example:
+            >>> Range("model.init_args.lr", "log", 0.01, 1.0).at(0.5), Range("k", "int", 1, 4).at(0.99)
+            ('0.1', '4')
+        """
+        if self.kind == "choice":
+            return self.choices[int(share * len(self.choices))]
+        if self.kind == "int":
+            return str(int(self.low + share * (self.high - self.low + 1)))
+        if self.kind == "log":
+            return f"{self.low * (self.high / self.low) ** share:.4g}"
+        return f"{self.low + share * (self.high - self.low):.4g}"
 
 
 def parse_search(words: Sequence[str]) -> list[Range]:

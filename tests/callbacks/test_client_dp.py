@@ -408,3 +408,17 @@ def test_the_sum_is_divided_by_the_expected_number_of_participants(monkeypatch):
     for name, value in found.items():
         expected = before[name] + (alone[name] - before[name]) / (0.5 * len(SIZES))
         torch.testing.assert_close(value, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_ledger_counts_the_rounds_of_all_runs(tmp_path):
+    def run(name, **options):
+        callback = dp(noise_seed=None, ledger=str(tmp_path / "ledger"), **options)
+        trainer = make_trainer(tmp_path, [callback], max_rounds=2, name=name)
+        trainer.fit(module(), datamodule=toy_data(SIZES))
+        return json.loads((trainer.run.path / "privacy.json").read_text())["epsilon"]
+
+    first, second = run("first"), run("second")
+    assert first == pytest.approx(dp().epsilon_after(2)) and second == pytest.approx(dp().epsilon_after(4))
+    assert run("third", epsilon=dp().epsilon_after(5) * 1.001) == pytest.approx(dp().epsilon_after(5))  # one round more
+    with pytest.raises(ValueError, match="one round with noise_multiplier=1 and rate=1 makes epsilon"):
+        run("fourth", epsilon=dp().epsilon_after(5) * 1.001)

@@ -125,7 +125,7 @@ def rounds_until(rounds: Sequence[int], scores: Sequence[float], target: float, 
     """Return where a curve first reaches a target.
 
     Example:
-        >>> rounds_until([1, 2, 3, 4], [0.5, 0.9, 0.7, 1.0], target=0.95).number
+        >>> round(rounds_until([1, 2, 3, 4], [0.5, 0.9, 0.7, 1.0], target=0.95).number, 6)
         3.5
         >>> rounds_until([1, 2], [0.5, 0.9], target=0.95)
         Value(number=2.0, beyond=True)

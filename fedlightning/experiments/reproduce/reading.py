@@ -57,7 +57,7 @@ def read_table(path: Path, configs: Path) -> Table:
         tuned_on_test=top.flag("tuned_on_test"),
         sets=sets,
         minutes=top.number("minutes", low=0),
-        data=[_data(one) for one in top.sections("data")],
+        data=[read_data(one) for one in top.sections("data")],
         extras=top.texts("extras"),
         seeds=_seeds(top),
         vary=top.texts("vary") if "vary" in top else None,
@@ -112,7 +112,8 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
     return out
 
 
-def _data(one: Fields) -> Data:
+def read_data(one: Fields) -> Data:
+    """Return data that must be there, from their block."""
     made = Data(
         name=one.text("name"),
         roots=one.texts("root"),

@@ -8,8 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from fedlightning.experiments.reproduce.measures import NoValueError, Spec, Value, better_is_higher, measure
+from fedlightning.experiments.reproduce.specs import runs_of
 from fedlightning.experiments.reproduce.tables import WHOLE, Table
-from fedlightning.experiments.reproduce.verdicts import NOT_JUDGED, NOT_RUN, Verdict, judge, judge_order
+from fedlightning.experiments.reproduce.verdicts import (
+    DISAGREES,
+    NOT_JUDGED,
+    NOT_RUN,
+    ORDER_DISAGREES,
+    Verdict,
+    judge,
+    judge_order,
+)
 from fedlightning.study.runs import Run, load_run
 
 
@@ -52,6 +61,10 @@ class Line:
         return {**found, "verdict": verdict.pop("word"), "note": verdict.pop("why"), **verdict, "values": values}
 
 
+NO_UPDATE = "no client could contribute"
+"""Part of the error of a run that no client's update could continue."""
+
+
 @dataclass(frozen=True)
 class Place:
     """Where the run of a table with one seed lies, or why there is none.
@@ -65,6 +78,11 @@ class Place:
     folder: str | None
     why: str = ""
     failed: bool = False
+
+    @property
+    def diverged(self) -> bool:
+        """Whether training itself ended the run: what all clients sent was refused, as NaN or far too large."""
+        return self.failed and NO_UPDATE in self.why
 
 
 Places = Mapping[str, Mapping[int, Place]]
@@ -88,7 +106,7 @@ class _Measurer:
             found = self._values(cell.run, cell.measure, cell.runs)
             line = {"published": cell.published, "tolerance": cell.tolerance, "row": cell.row, "column": cell.column}
             if isinstance(found, Place):
-                verdict = Verdict(NOT_RUN, why=found.why)
+                verdict = Verdict(DISAGREES if found.diverged and cell.judged else NOT_RUN, why=found.why)
                 out.append(Line(cell.name, verdict, failed=found.failed, **line))  # type: ignore[arg-type]
                 continue
             values = {seed: value.number for seed, value in found.items()}
@@ -103,9 +121,10 @@ class _Measurer:
     def _order(self, order: Any) -> Line:
         sides = []
         for run, spec, factor in zip((order.better, order.worse), order.measures, (1.0, order.factor), strict=True):
-            found = self._values(run, spec, order.runs)
+            found = self._values(run, spec, [run, *runs_of(spec)])
             if isinstance(found, Place):
-                return Line(order.name, Verdict(NOT_RUN, why=found.why), tolerance=order.margin, failed=found.failed)
+                word = ORDER_DISAGREES if found.diverged and order.judged and run == order.better else NOT_RUN
+                return Line(order.name, Verdict(word, why=found.why), tolerance=order.margin, failed=found.failed)
             sign = 1.0 if better_is_higher(spec) else -1.0
             sides.append({seed: sign * factor * value.number for seed, value in found.items()})
         better, worse = sides
@@ -130,7 +149,7 @@ class _Measurer:
             runs = {name: self._run(str(self.places[name][seed].folder), name) for name in needed}
             try:
                 found[seed] = measure(spec, runs, run)
-            except NoValueError as error:
+            except (NoValueError, IndexError) as error:
                 return Place(None, f"run {run}, seed {seed}: {error}", failed=True)
         return found
 

@@ -56,12 +56,14 @@ def obstacle(table: Table, root: Path) -> str:
         package = PACKAGES.get(extra, extra)
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed: pip install 'fedlightning[{extra}]'"
-    for data in table.data:
-        if folder_of(data, root) is None:
-            places = " or ".join(str(root / name) for name in data.roots)
-            lacking = next((file for file in data.files if not (root / data.roots[0] / file).is_file()), data.files[0])
-            return f"{data.name} is missing: {lacking} is not in {places}. {data.get}".rstrip(".")
-    return ""
+    return next((missing(data, root) for data in table.data if folder_of(data, root) is None), "")
+
+
+def missing(data: Data, root: Path) -> str:
+    """Return a sentence that says which file is missing, and where to get it."""
+    places = " or ".join(str(root / name) for name in data.roots)
+    lacking = next((file for file in data.files if not (root / data.roots[0] / file).is_file()), data.files[0])
+    return f"{data.name} is missing: {lacking} is not in {places}. {data.get}".rstrip(".")
 
 
 PACKAGES = {"privacy": "opacus", "vision": "timm", "lora": "peft", "flower": "flwr"}

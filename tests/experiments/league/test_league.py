@@ -1,0 +1,131 @@
+"""The league: one budget for all, values by address, differences against a formula, rows that are kept."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from fedlightning.commands.configs import FOLDER
+from fedlightning.commands.league import LEAGUE
+from fedlightning.config.errors import InputError
+from fedlightning.experiments.league.reading import RATE, read_league
+from fedlightning.experiments.league.rows import read_rows, write_row
+from fedlightning.experiments.league.standings import missing_rows, standings
+from fedlightning.experiments.league.trials import propose
+from fedlightning.study.statistics import resampled_difference
+from tests.experiments.league.tiny_league import league, row
+
+
+def test_every_method_of_the_league_has_the_same_budget_and_a_learning_rate():
+    found = read_league(LEAGUE, FOLDER)
+    assert len(found.tasks) == 5 and len(found.methods) >= 25 and found.trials == 8
+    assert len({method.group for method in found.methods.values()}) >= 5
+    for task in found.tasks.values():
+        rates = set()
+        for method in found.methods.values():
+            values = propose(found.ranges(task, method), found.search_seed, found.trials)
+            assert len(values) == found.trials and len({str(one) for one in values}) == found.trials
+            assert all(set(one) == {RATE, *(own.key for own in method.space)} for one in values)
+            rates.add(tuple(one[RATE] for one in values))
+        assert len(rates) == 1, "a trial has the same learning rate in all methods"
+
+
+def test_values_are_reproducible_and_within_their_ranges():
+    found = read_league(LEAGUE, FOLDER)
+    for method in found.methods.values():
+        ranges = found.ranges(found.tasks["digits"], method)
+        assert propose(ranges, 3, 20) == propose(ranges, 3, 20) != propose(ranges, 4, 20)
+        for values in propose(ranges, 3, 50):
+            for one in ranges:
+                inside = (
+                    values[one.key] in one.choices if one.choices else one.low <= float(values[one.key]) <= one.high
+                )
+                assert inside, (method.name, values)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"references": ["FedAvgg"]}, "names 'FedAvgg' (references)"),
+        ({"seeds": [0, 1000]}, "and not the trial_seed"),
+        ({"trials": 0}, "has trials: 0, which is below 1"),
+        ({"groups": {"any": {"FedAvgg": {}}}}, "fedavgg.yaml, which is not there"),
+        ({"groups": {"a": {"FedAvg": {}}, "b": {"FedAvg": {}}}}, "has the method 'FedAvg' in two groups"),
+        ({"trails": 8}, "has the key 'trails', which means nothing here"),
+    ],
+)
+def test_what_cannot_work_is_said_in_a_sentence(tmp_path, changes, sentence):
+    with pytest.raises(InputError) as caught:
+        read_league(league(tmp_path, **changes), FOLDER)
+    assert sentence in str(caught.value)
+
+
+def test_the_setting_of_a_row_is_what_decides_it(tmp_path):
+    def setting(**changes: object) -> str:
+        found = read_league(league(tmp_path, **changes), FOLDER)
+        return found.setting(found.tasks["tiny"], found.methods["FedAvg"])
+
+    assert setting() == setting(references=["FedProx"]) != setting(trials=3)
+    assert setting() != setting(seeds=[0, 1, 2])
+
+
+def test_rows_are_kept_and_replaced(tmp_path):
+    path = tmp_path / "tiny.json"
+    write_row(path, row("FedProx", [0.5]))
+    write_row(path, row("FedAvg", [0.6]))
+    write_row(path, row("FedProx", [0.7]))
+    found = read_rows(path)
+    assert list(found) == ["FedAvg", "FedProx"] and found["FedProx"]["seeds"]["0"]["score"] == 0.7
+    assert {"commit", "versions"} <= set(found["FedAvg"])
+    path.write_text("{}")
+    with pytest.raises(InputError, match="holds no rows of the league"):
+        read_rows(path)
+
+
+def test_differences_are_corrected_for_overlapping_splits():
+    a, b = np.array([0.80, 0.84, 0.79, 0.83, 0.85]), np.array([0.75, 0.80, 0.78, 0.76, 0.81])
+    found, p = resampled_difference(a, b, test_share=0.25)
+    mean, error = (a - b).mean(), math.sqrt((1 / 5 + 0.25) * (a - b).var(ddof=1))
+    assert found.centre == pytest.approx(mean)
+    assert found.radius == pytest.approx(stats.t.ppf(0.975, 4) * error)
+    assert p == pytest.approx(2 * stats.t.sf(mean / error, 4))
+    assert resampled_difference(a, a, 0.25)[1] == 1.0
+
+
+def tiny(tmp_path: Path, **changes: object):
+    found = read_league(league(tmp_path, **changes), FOLDER)
+    return found, found.tasks["tiny"]
+
+
+def test_standings(tmp_path):
+    groups = {"all": {"Local": {}, "FedAvg": {}, "FedProx": {"gradients": 2}, "SCAFFOLD": {}}}
+    found, task = tiny(tmp_path, groups=groups, references=["FedAvg", "Local"], seeds=[0, 1, 2])
+    rows = {
+        "Local": row("Local", [0.5, 0.6, 0.5], mb=0.0),
+        "FedAvg": row("FedAvg", [0.7, 0.8, 0.75]),
+        "FedProx": row("FedProx", [0.72, 0.83, 0.79]),
+        "SCAFFOLD": row("SCAFFOLD", [0.6, None, 0.7], mb=2.0),
+    }
+    lines = {line.method: line for line in standings(found, task, rows)}
+    assert list(lines) == ["FedProx", "FedAvg", "Local", "SCAFFOLD"]
+    assert lines["FedAvg"].gain == pytest.approx(0.75 - (0.5 + 0.6 + 0.5) / 3) and lines["Local"].gain is None
+    assert lines["SCAFFOLD"].score is None and not lines["SCAFFOLD"].minus
+    minus = lines["FedProx"].minus
+    assert minus["FedAvg"].interval.centre == pytest.approx(0.03)
+    _, p = resampled_difference([0.72, 0.83, 0.79], [0.7, 0.8, 0.75], 0.25)
+    _, other = resampled_difference([0.5, 0.6, 0.5], [0.7, 0.8, 0.75], 0.25)
+    assert minus["FedAvg"].p_holm == pytest.approx(max(2 * min(p, other), p))
+    assert lines["FedAvg"].equal == pytest.approx({"rounds": 0.2, "gradients": 0.2, "bytes": 0.2})
+    assert lines["FedProx"].equal == pytest.approx({"rounds": 0.2, "gradients": 0.1, "bytes": 0.2})
+    assert lines["SCAFFOLD"].equal == pytest.approx({"rounds": 0.2, "gradients": 0.2, "bytes": 0.1})
+
+
+def test_what_has_not_been_run_and_what_is_old_is_known(tmp_path):
+    found, task = tiny(tmp_path)
+    current = {**row("FedAvg", [0.5, 0.6]), "setting": found.setting(task, found.methods["FedAvg"])}
+    assert missing_rows(found, task, {"FedAvg": current}) == (["FedProx"], [])
+    assert missing_rows(found, task, {"FedAvg": row("FedAvg", [0.5, 0.6])}) == (["FedProx"], ["FedAvg"])

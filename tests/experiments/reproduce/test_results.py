@@ -1,0 +1,55 @@
+"""Runs without a folder: which cells disagree, and which were not run."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedlightning.commands.configs import FOLDER
+from fedlightning.experiments.reproduce.reading import read_table
+from fedlightning.experiments.reproduce.results import Place, measure_table
+from tests.experiments.reproduce.writing import table, write, write_run
+from tests.experiments.tiny import small
+
+REFUSED = "run a, seed 0, failed: Round 2: no client could contribute; the update of client '0' was refused"
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        (Place(None, REFUSED, failed=True), ["disagrees", "order disagrees", "not run"]),
+        (Place(None, "it was killed by SIGKILL.", failed=True), ["not run", "not run", "not run"]),
+        (Place(None, "it was not asked for"), ["not run", "not run", "not run"]),
+    ],
+)
+def test_a_run_that_diverged_disagrees_and_one_that_is_missing_was_not_run(tmp_path, place, words):
+    small(tmp_path / "small.yaml")
+    orders = [{"better": a, "worse": b, "measure": "final"} for a, b in (("fedavg", "other"), ("other", "fedavg"))]
+    content = table(runs={"fedavg": "small.yaml", "other": "small.yaml"}, orders=orders)
+    found = read_table(write(tmp_path / "t.yaml", content), FOLDER)
+    lines = measure_table(found, {"fedavg": {0: place}, "other": {0: Place(None, "it has not ended")}}, [0])
+    assert [line.verdict.word for line in lines] == words
+    assert lines[0].verdict.why == place.why and lines[0].failed == place.failed
+
+
+def test_a_diverged_run_that_was_published_as_worse_says_nothing(tmp_path):
+    small(tmp_path / "small.yaml")
+    orders = {"better": "fedavg", "worse": "other", "measure": {"kind": "summary", "key": "bytes_up"}}
+    content = table(runs={"fedavg": "small.yaml", "other": "small.yaml"}, orders=orders, rows={})
+    found = read_table(write(tmp_path / "t.yaml", content), FOLDER)
+    write_run(tmp_path / "run", [], {"bytes_up": 1})
+    places = {"fedavg": {0: Place(str(tmp_path / "run"))}, "other": {0: Place(None, REFUSED, failed=True)}}
+    (line,) = measure_table(found, places, [0])
+    assert line.verdict.word == "not run"
+
+
+def test_an_order_carries_the_reason_of_the_table(tmp_path):
+    small(tmp_path / "small.yaml")
+    orders = {"better": "fedavg", "worse": "other", "measure": {"kind": "summary", "key": "bytes_up"}}
+    runs = {"fedavg": "small.yaml", "other": "small.yaml"}
+    content = table(runs=runs, orders=orders, rows={}, why={"table": "Because."}, exact=True)
+    found = read_table(write(tmp_path / "t.yaml", content), FOLDER)
+    for name, value in (("a", 1), ("b", 2)):
+        write_run(tmp_path / name, [], {"bytes_up": value})
+    places = {"fedavg": {0: Place(str(tmp_path / "a"))}, "other": {0: Place(str(tmp_path / "b"))}}
+    (line,) = measure_table(found, places, [0])
+    assert (line.verdict.word, line.why) == ("order disagrees", "Because.")
