@@ -22,10 +22,10 @@ from fedlightning.experiments.children import Main
 from fedlightning.experiments.execute import Task, Watcher
 from fedlightning.experiments.league.reading import League, LeagueTask, chosen, read_league
 from fedlightning.experiments.league.rows import Row, read_rows, write_row
-from fedlightning.experiments.league.trials import NO_TEST, Contest, propose
+from fedlightning.experiments.league.trials import Contest, propose
 from fedlightning.experiments.reproduce.runs import folder_of, missing
 from fedlightning.experiments.study_file import StudyFile, only_one
-from fedlightning.experiments.sweep import Trial
+from fedlightning.experiments.sweep import NO_TEST, Trial
 
 LEAGUE = FOLDER / "league/league.yaml"
 """The league that comes with the package."""
