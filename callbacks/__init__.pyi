@@ -10,6 +10,9 @@ from fedlightning.callbacks.cfl import CFL as CFL
 from fedlightning.callbacks.checkpoints import GlobalCheckpoint as GlobalCheckpoint
 from fedlightning.callbacks.checkpoints import LocalCheckpoint as LocalCheckpoint
 from fedlightning.callbacks.client_dp import ClientDP as ClientDP
+from fedlightning.callbacks.compression import QSGD as QSGD
+from fedlightning.callbacks.compression import RandomK as RandomK
+from fedlightning.callbacks.compression import TopK as TopK
 from fedlightning.callbacks.dapper import Dapper as Dapper
 from fedlightning.callbacks.dfedavg import DFedAvg as DFedAvg
 from fedlightning.callbacks.diagnostics.gradient_variance import GradientVariance as GradientVariance

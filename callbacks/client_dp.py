@@ -49,6 +49,7 @@ BOUNDED = Need(
             Change.BROADCAST,
             Change.MODEL_OF,
             Change.VALUES,
+            Change.LOSSY,
         ),
         *(Change.NEIGHBOURS, Change.GLOBAL, Change.SHAPE),
     ),

@@ -32,7 +32,7 @@ from fedlightning.tensors import add, select, subtract, zeros_like
 WHOLE_CHANGES = Need(
     "adds up the whole change of every participant, once a round, in h",
     (
-        *(Change.PLAN, Change.MODEL_OF, Change.PARTS, Change.SMALLER),
+        *(Change.PLAN, Change.MODEL_OF, Change.PARTS, Change.SMALLER, Change.LOSSY),
         *(Change.REDUCE, Change.REDUCED, Change.DENOMINATOR),
     ),
 )

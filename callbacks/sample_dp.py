@@ -21,6 +21,7 @@ from fedlightning.algorithm import (
     Setup,
     TrainingData,
     Update,
+    UpdateCodec,
     Wire,
     isolated,
     move_batch,
@@ -138,7 +139,8 @@ class SampleDP(TrainingData):
         """
         accountant_of(self.accountant)
         for other in setup.callbacks:
-            extras = [] if other is self else sorted(other.wire(setup.module).up)
+            own = other is self or isinstance(other, UpdateCodec)  # a code is of what is covered
+            extras = [] if own else sorted(other.wire(setup.module).up)
             if extras:
                 raise ValueError(
                     f"{other.key} takes {', '.join(extras)} from clients, which SampleDP does not cover with noise. Remove "

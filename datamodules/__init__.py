@@ -10,7 +10,7 @@ In order of importance:
 * Data sets: `DigitsDataModule` (needs no files), `MNISTDataModule`, `FashionMNISTDataModule`, `EMNISTDataModule`,
   `CIFAR10DataModule`, `CIFAR100DataModule`, `SVHNDataModule`; `UCIHARDataModule` (sensors).
 * Clinical data sets: `HeartDiseaseDataModule`, `TCGABRCADataModule` (survival), `ISIC2019DataModule` (images of skin),
-  `Camelyon16DataModule` (slides), `PTBXLDataModule` (ECG).
+  `Camelyon16DataModule` (slides), `PTBXLDataModule` (ECG), `IXITinyDataModule` (brains in three dimensions).
 * Your own files: `TabularFederatedDataModule` (CSV), `SurvivalTableDataModule` (with times of events) and
   `ImageFolderDataModule` (a folder for each client).
 * LEAF's users as clients: `LEAFFEMNISTDataModule`, `ShakespeareDataModule`, `LEAFSent140DataModule`, `LEAFCelebADataModule`,
@@ -50,6 +50,7 @@ from fedlightning.datamodules.images import (
 )
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.isic2019 import ISIC2019DataModule
+from fedlightning.datamodules.ixi import IXITinyDataModule
 from fedlightning.datamodules.lazy import LazyClients
 from fedlightning.datamodules.leaf import (
     LEAFCelebADataModule,
@@ -106,6 +107,7 @@ __all__ = [
     "HeartDiseaseDataModule",
     "IIDPartitioner",
     "ISIC2019DataModule",
+    "IXITinyDataModule",
     "ImageFederatedDataModule",
     "ImageFolderDataModule",
     "IndexView",

@@ -12,7 +12,7 @@ import torch
 from fedlightning.datamodules.another import Public, share_of
 from fedlightning.datamodules.federate import federate, given_groups, keys_for, some_rows, suited
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
-from fedlightning.datamodules.labels import as_classes, encode
+from fedlightning.datamodules.labels import as_classes, encode, read_keys
 from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.skew import DirichletPartitioner
 from fedlightning.datamodules.views import ArrayDataset
@@ -38,6 +38,9 @@ class ArrayFederatedDataModule(IndexedFederatedDataModule):
         val_seed: Seed of the validation cut alone, so that repetitions can change nothing else. `None` is `seed`.
         test_fraction: Join the training and test parts, divide all samples, and cut this share of every client's samples
             off for testing, as FedProx and pFedMe do. `None`: the test part stays the test part.
+        group: What samples belong to and never part from (a patient, a speaker), as an array, a mapping from split to
+            array, or a function `dataset -> array`; with the official test part, a group with samples in both parts is
+            refused. Shares and sizes are then by group. `None`: samples are independent.
         public_fraction: As `public`, for a share.
         public: Public data, which are in nobody's training, validation or test data: a share of every client's training
             samples, in [0, 1), or another data set, as a Dataset or a data module (its training data). What a client holds
@@ -71,6 +74,7 @@ class ArrayFederatedDataModule(IndexedFederatedDataModule):
         max_test: PositiveInt | None = None,
         val_seed: int | None = None,
         test_fraction: ShareBelowOne | None = None,
+        group: Any = None,
         public_fraction: ShareBelowOne = 0.0,
         public: Public = None,
         **options: Any,
@@ -84,7 +88,7 @@ class ArrayFederatedDataModule(IndexedFederatedDataModule):
         self.public_fraction = share_of(self, public, public_fraction)
         self.partitioner = partitioner if partitioner is not None else DirichletPartitioner(10, 0.5)
         self.val_fraction, self.max_train, self.max_test = val_fraction, max_train, max_test
-        self.val_seed, self.test_fraction = val_seed, test_fraction
+        self.val_seed, self.test_fraction, self.group = val_seed, test_fraction, group
         self._divides = self.partitioner
 
     @abstractmethod
@@ -137,7 +141,10 @@ class ArrayFederatedDataModule(IndexedFederatedDataModule):
         self._divides = suited(self.partitioner, labels, type(self).__name__)
         keys = keys_for(self._divides, datasets, labels, self.groups)
         shares = self.val_fraction, self.test_fraction or 0.0
-        return federate(self._divides, dict(datasets), labels, keys, self.seed, *shares, self.val_seed)
+        groups = None
+        if self.group is not None:
+            groups = {split: read_keys(data, split, self.group) for split, data in datasets.items()}
+        return federate(self._divides, dict(datasets), labels, keys, self.seed, *shares, self.val_seed, groups)
 
     @property
     def partition_name(self) -> str:

@@ -196,6 +196,23 @@ def whole_signature(kind: type) -> inspect.Signature:
     return inspect.Signature([*own[:-1], *handed_on])
 
 
+def clients_here(owner: object, argument: str, given: Sequence[str] | None, known: Sequence[str]) -> list[str]:
+    """Return the natural clients whose data are here, in their order: all of them, or those that an argument names.
+
+    Example:
+        >>> from fedlightning.datamodules.base import clients_here
+        >>> clients_here("Hearts", "hospitals", ["va", "cleveland"], known=("cleveland", "va", "zurich"))
+        ['cleveland', 'va']
+    """
+    names = list(known if given is None else map(str, given))
+    if not names or len(set(names)) < len(names) or not set(names) <= set(known):
+        raise ValueError(
+            f"{type(owner).__name__} got {argument}={given!r}; give some of {', '.join(known)} as a list, each once, "
+            "or None for all."
+        )
+    return [name for name in known if name in names]
+
+
 def check_split(split: str) -> None:
     """Refuse what is no split."""
     if split not in SPLITS:

@@ -10,12 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.indexed import IndexedFederatedDataModule
 from fedlightning.datamodules.partition import Partitioner, Plan, numpy_generator
 from fedlightning.datamodules.views import ArrayDataset, Indices
 from fedlightning.ranges import PositiveInt
 
 Features = Callable[[Tensor], Tensor]
 _CHUNK = 512
+LARGEST = 20_000_000
+"""Numbers that are compared at once: 160 MB."""
 
 
 class EmbeddingPartitioner(Partitioner):
@@ -93,8 +97,7 @@ class EmbeddingPartitioner(Partitioner):
             if len(np.unique(cuts)) < len(cuts):
                 raise ValueError(
                     f"EmbeddingPartitioner(method='pca') cannot cut {len(found)} samples into {self.num_clients} "
-                    f"parts: too many "
-                    "have the same score. Use fewer clients."
+                    "parts: too many have the same score. Use fewer clients."
                 )
             plan = InputPlan(ids, self.features, mean=mean, direction=direction, cuts=cuts)
         plan.separation = separation(found, plan.holders(found))
@@ -168,8 +171,7 @@ def features_of(dataset: Any, features: nn.Module | Features | None = None) -> n
     if isinstance(dataset, int | np.integer | np.ndarray | list):
         raise ValueError(
             "EmbeddingPartitioner divides by inputs and got only labels or a number; this data module hands its "
-            "partitioner no "
-            "samples. Use ArrayFederatedDataModule or Partitioned."
+            "partitioner no samples. Use ArrayFederatedDataModule or Partitioned."
         )
     if isinstance(features, nn.Module):
         features.eval()
@@ -215,3 +217,54 @@ def separation(features: np.ndarray, holders: np.ndarray) -> float:
         ((holders == one).sum() * ((features[holders == one].mean(axis=0) - mean) ** 2).sum()) for one in clients
     )
     return float(between / total) if total > 0 else 0.0
+
+
+def input_separation(data: FederatedDataModule, split: str = "train", most: int = 5000) -> tuple[float, float] | None:
+    """Return the share of the inputs' variance that is between clients (`separation`), and what a random split would have.
+
+    Read from the first samples of each client, as many for each and `most` in all, or fewer of large ones.
+
+    Args:
+        data: The data module, after `setup`.
+        split: The split.
+        most: Samples that are read.
+
+    Returns:
+        Both shares, or `None` where inputs are no tensors of floats of one shape or too large to compare, or where
+        clients are made when they are asked for.
+
+    Example:
+        >>> from fedlightning.datamodules import DigitsDataModule, EmbeddingPartitioner
+        >>> from fedlightning.datamodules.by_inputs import input_separation
+        >>> data = DigitsDataModule(EmbeddingPartitioner(5))
+        >>> data.setup()
+        >>> share, by_chance = input_separation(data)
+        >>> share > 20 * by_chance
+        True
+    """
+    if not isinstance(data, IndexedFederatedDataModule):
+        return None
+    views: list[Any] = [getattr(data.client_dataloader(client, split), "dataset", ()) for client in data.client_ids]
+    first = next((_input(view[0]) for view in views if len(view)), None)
+    if first is None:
+        return None
+    each = max(2, min(most, LARGEST // first.numel()) // len(views))
+    if each * len(views) * first.numel() > LARGEST:
+        return None
+    found, holders = [], []
+    for place, view in enumerate(views):
+        for row in range(min(each, len(view))):
+            x = _input(view[row])
+            if x is None or x.shape != first.shape:
+                return None
+            found.append(x.flatten().double().cpu().numpy())
+            holders.append(place)
+    if len(found) < 3:
+        return None
+    return separation(np.stack(found), np.array(holders)), (len(set(holders)) - 1) / (len(found) - 1)
+
+
+def _input(sample: Any) -> Tensor | None:
+    """Return the input of a sample, or `None` if it is no tensor of floats."""
+    x = sample[0] if isinstance(sample, tuple | list) and sample else sample
+    return x if isinstance(x, Tensor) and x.is_floating_point() else None

@@ -31,10 +31,10 @@ class Camelyon16DataModule(IndexedFederatedDataModule):
     `normal_001.tif.npy`, ... that its script `tiling_slides.py` writes: float arrays `(tiles, features)`, features of
     an ImageNet ResNet-50 (2048), in older versions with three columns of places before them.
 
-    The clients are "0" and "1" (`hospital_corrected`); train/test are the challenge's, 150/89 and 120/41 slides (of
-    those listed in `metadata.csv`). `x` is float32 `(batch, max_tiles, features)`: `max_tiles` tiles of each slide,
-    chosen by `seed` if it has more (`DeepMIL` leaves out rows of zeros, which fill up bags); `y` int64 `(batch,)`.
-    Files are memory maps, read when they are asked for.
+    The clients are "0" and "1" (`hospital_corrected`); train/test are the challenge's, 169/74 and 101/55 slides. `x` is
+    float32 `(batch, max_tiles, features)`: `max_tiles` tiles of each slide, chosen by `seed` if it has more (`DeepMIL`
+    leaves out rows of zeros, which fill up bags); `y` int64 `(batch,)`. Files are memory maps, read when they are asked
+    for.
 
     Args:
         root: Folder of `metadata.csv` and the features.
@@ -97,8 +97,7 @@ class Camelyon16DataModule(IndexedFederatedDataModule):
         if absent:
             raise FileNotFoundError(
                 f"{type(self).__name__}: {len(absent)} of {len(paths)} slides' features are not in {self.root}, such "
-                f"as {absent[0]}; "
-                "write all of them, or take their lines out of metadata.csv."
+                f"as {absent[0]}; write all of them, or take their lines out of metadata.csv."
             )
         testing = np.array([slide.startswith("test_") for slide in slides])
         held: dict[str, list[np.ndarray]] = {"train": [], "val": [], "test": []}

@@ -51,8 +51,7 @@ def refuse_shared(groups: Mapping[str, Any]) -> None:
             if both:
                 raise ValueError(
                     f"{len(both)} groups have samples in both the {one} and the {other} data, such as {both[0]!r}; a "
-                    f"score on "
-                    "them would be too good. Move all samples of a group to one of the two."
+                    "score on them would be too good. Move all samples of a group to one of the two."
                 )
 
 

@@ -73,8 +73,7 @@ class UCIHARDataModule(IndexedFederatedDataModule):
         if lacking:
             raise FileNotFoundError(
                 f"{type(self).__name__}: {', '.join(lacking[:3])} and {max(0, len(lacking) - 3)} more files are not "
-                f"in {self.root}; "
-                "unpack UCI's archive there."
+                f"in {self.root}; unpack UCI's archive there."
             )
 
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
@@ -112,7 +111,7 @@ class UCIHARDataModule(IndexedFederatedDataModule):
             if len(values) != len(subjects):
                 raise ValueError(
                     f"{path} has {len(values)} lines and {subject_file.name} {len(subjects)}; the files do not belong "
-                    f"together."
+                    "together."
                 )
         if len(labels) and not 1 <= labels.min() <= labels.max() <= len(ACTIVITIES):
             line = int(np.flatnonzero((labels < 1) | (labels > len(ACTIVITIES)))[0]) + 1

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedlightning.datamodules.base import clients_here
 from fedlightning.datamodules.download import missing
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import cut
@@ -91,13 +92,7 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
         self.grades = grades
         if grades and binary_float:
             raise ValueError(f"{type(self).__name__} got grades and binary_float; five grades are no binary labels.")
-        given = list(HOSPITALS if hospitals is None else hospitals)
-        if not given or len(set(given)) < len(given) or not set(given) <= set(HOSPITALS):
-            raise ValueError(
-                f"{type(self).__name__} got hospitals={hospitals!r}; give some of {', '.join(HOSPITALS)} as a list, each "
-                "once, or None for all."
-            )
-        self.hospitals = [name for name in HOSPITALS if name in given]
+        self.hospitals = clients_here(self, "hospitals", hospitals, HOSPITALS)
 
     def prepare_data(self) -> None:
         """Check that all files are there (Lightning's hook).
@@ -112,6 +107,11 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
                 str(missing(self, lacking, self.root, [self.root])).split("; set download")[0]
                 + "; unpack https://archive.ics.uci.edu/static/public/45/heart+disease.zip there."
             )
+
+    def setup(self, stage: str | None = None) -> None:
+        super().setup(stage)
+        if self.grades:
+            self._num_classes = 5  # a hospital alone may lack the highest
 
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
         self.prepare_data()

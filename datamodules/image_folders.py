@@ -146,8 +146,7 @@ class ImageFolderDataModule(IndexedFederatedDataModule):
                     if other != (client, split):
                         raise ValueError(
                             f"{paths[row]}: group {names[row]!r} is in the {other[1]} data of client {other[0]!r}, "
-                            f"too; all images of a "
-                            "group belong to one client and one split."
+                            "too; all images of a group belong to one client and one split."
                         )
         return codes_of(names, len(paths), "image")
 

@@ -10,6 +10,7 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from fedlightning.datamodules.base import clients_here
 from fedlightning.datamodules.download import missing
 from fedlightning.datamodules.groups import codes_of, cut_groups
 from fedlightning.datamodules.image_files import ImageFiles, lacking_files
@@ -35,10 +36,10 @@ class ISIC2019DataModule(IndexedFederatedDataModule):
     its script `resize_images.py` writes from https://challenge.isic-archive.com/data/#2019 (shorter side 224).
 
     The clients are "0" (Barcelona, BCN), "1" (Vienna, ViDIR molemax), "2" (Vienna, ViDIR modern), "3" (Queensland,
-    Rosendahl), "4" (MSK) and "5" (Vienna, ViDIR digitised). The publisher's split is kept. `x` is float32 `(batch, 3,
-    200, 200)`, normalised as for ImageNet: the middle of the image; with `augment`, of training images a random part,
-    turned, flipped and changed in brightness by torchvision, much as FLamby does with albumentations. `y` is int64
-    `(batch,)`, the place in `CLASSES`.
+    Rosendahl), "4" (MSK) and "5" (Vienna, ViDIR digitised). The publisher's split is kept: train/test 9930/2483,
+    3163/791, 2691/672, 1807/452, 655/164, 351/88. `x` is float32 `(batch, 3, 200, 200)`, normalised as for ImageNet:
+    the middle of the image; with `augment`, of training images a random part, turned, flipped and changed in brightness
+    by torchvision, much as FLamby does with albumentations. `y` is int64 `(batch,)`, the place in `CLASSES`.
 
     The split is by image, and a lesion can have several. With ISIC's `ISIC_2019_Training_Metadata.csv` under `root` (column
     `lesion_id`) the validation cut is by lesion, and a warning says how many lesions have training and test images.
@@ -79,14 +80,7 @@ class ISIC2019DataModule(IndexedFederatedDataModule):
         super().__init__(batch_size, **options)
         self.root, self.val_fraction, self.augment, self.cache = Path(root), val_fraction, augment, cache
         self.val_seed = self.seed if val_seed is None else val_seed
-        given = list(CENTRES if centres is None else map(str, centres))
-        if not given or len(set(given)) < len(given) or not set(given) <= set(CENTRES):
-            raise ValueError(
-                f"{type(self).__name__} got centres={centres!r}; give some of {', '.join(CENTRES)} as a list, each "
-                f"once, or None "
-                "for all."
-            )
-        self.centres = [name for name in CENTRES if name in given]
+        self.centres = clients_here(self, "centres", centres, CENTRES)
 
     def prepare_data(self) -> None:
         """Check that the split and the folder of images are there (Lightning's hook)."""

@@ -78,6 +78,11 @@ class MixtureDataModule(IndexedFederatedDataModule):
         )
         if not isinstance(source, ArrayFederatedDataModule):
             raise ValueError(f"MixtureDataModule mixes samples in memory; {type(source).__name__} has none.")
+        if source.group is not None or source.test_fraction is not None:
+            raise ValueError(
+                "MixtureDataModule got a source with group or test_fraction; it draws samples one by one from the "
+                "official parts. Leave them out."
+            )
         self.num_clients = int(num_clients)
         if groups != "rotation" and (isinstance(groups, str) or len(groups) < 2 or not all(groups)):
             raise ValueError(

@@ -147,7 +147,7 @@ class PTBXLDataModule(IndexedFederatedDataModule):
             if first.setdefault(patient, fold) != fold:
                 raise ValueError(
                     f"{source}, sample {row + 1}: patient {patient} is in folds {first[patient]} and {fold}; it is "
-                    f"not PTB-XL's file."
+                    "not PTB-XL's file."
                 )
 
     def _say(self, total: int, unlabelled: int, nowhere: int, kept: int, small: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -122,6 +123,11 @@ class ShiftedDataModule(IndexedFederatedDataModule):
         words = [f"{self.features} up to {self.strength:g}"] if self.features != "none" else []
         words += [f"{self.concepts} concepts"] if self.concepts > 1 else []
         return ", ".join([self.source.partition_name, *words])
+
+    def fingerprint(self, split: str) -> str:
+        """Return a short hash of which client holds which samples, and of the shift."""
+        held = f"{super().fingerprint(split)} {self.features} {self.strength} {self.concepts}"
+        return hashlib.sha256(held.encode()).hexdigest()[:12]
 
     @property
     def planted_groups(self) -> dict[str, int] | None:

@@ -75,6 +75,10 @@ class SpokenDigitsDataModule(MultimodalDataModule):
             raise ValueError("SpokenDigitsDataModule got test_speakers, which split='speakers' uses; set both.")
         if images is not None and not isinstance(images, ArrayFederatedDataModule):
             raise ValueError(f"SpokenDigitsDataModule pairs images in memory; {type(images).__name__} has none.")
+        if images is not None and (images.group is not None or images.test_fraction is not None):
+            raise ValueError(
+                "SpokenDigitsDataModule pairs images one by one; leave group and test_fraction of images out."
+            )
         self.root, self.images = Path(root), DigitsDataModule() if images is None else images
         self.split, self.test_speakers = split, test_speakers
         self._speakers: dict[str, np.ndarray] = {}
@@ -92,8 +96,8 @@ class SpokenDigitsDataModule(MultimodalDataModule):
             held = known[-1:] if self.test_speakers is None else self.test_speakers
             if not held or not set(held) < set(known):
                 raise ValueError(
-                    f"SpokenDigitsDataModule got test_speakers={held}; the speakers are {', '.join(known)}. Name some, not "
-                    "all of them."
+                    f"SpokenDigitsDataModule got test_speakers={held}; the speakers are {', '.join(known)}. Name "
+                    "some, not all of them."
                 )
             testing = np.isin(speakers, held)
         parts = []

@@ -67,12 +67,12 @@ class SurvivalTableDataModule(TabularFederatedDataModule):
         event_value: str = "1",
         **options: Any,
     ) -> None:
-        if options.get("task", "auto") != "auto" or options.get("target_statistics") is not None:
+        super().__init__(path, target, client, partitioner, **options)
+        if self.task != "auto" or self.target_statistics is not None:
             raise ValueError(
                 f"{type(self).__name__} got task or target_statistics; its targets are events and times as they are. "
-                f"Leave them out."
+                "Leave them out."
             )
-        super().__init__(path, target, client, partitioner, **options)
         self.event, self.event_value = event, event_value
         self.class_names = ["censored", "event"]
 
@@ -95,8 +95,7 @@ class SurvivalTableDataModule(TabularFederatedDataModule):
             values = sorted(set(events.cells) - {""})
             raise ValueError(
                 f"{self.path}: no row has {events.name!r} = {self.event_value!r}; its values are "
-                f"{', '.join(values[:10])}. Give the "
-                "one that means an event as event_value."
+                f"{', '.join(values[:10])}. Give the one that means an event as event_value."
             )
         classes = same.astype(np.int64)
         return torch.from_numpy(np.stack([classes, found], axis=1)).float(), classes

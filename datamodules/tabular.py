@@ -93,7 +93,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         client: str | None = None,
         partitioner: Partitioner | None = None,
         *,
-        group: str | Literal[False] | None = None,
+        group: str | bool | None = None,
         task: Literal["auto", "classification", "regression"] = "auto",
         drop: Sequence[str] = (),
         categorical: Sequence[str] = (),
@@ -122,6 +122,8 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
                 )
         self.path, self.target, self.client, self.task = Path(path), target, client, task
         self.partitioner = NaturalPartitioner(column=str(client)) if partitioner is None else partitioner
+        if group is True:
+            raise ValueError(f"{name} got group=True; give the name of a column, or False if rows are independent.")
         self.group = group
         self.drop, self.categorical = tuple(drop), tuple(categorical)
         self.statistics, self.target_statistics, self.scaling = dict(statistics or {}), target_statistics, scaling
@@ -209,8 +211,8 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         if self.group is None and asked:
             rank_zero_warn(
                 f"{self.path}: column {asked[0]!r} has {len(set(table[asked[0]].cells))} different values in "
-                f"{len(kept)} rows. If "
-                "it names patients, rows of one may now be in training and test data: give group="
+                f"{len(kept)} rows. If it names patients, rows of one may now be in training and test data: give "
+                "group="
                 f"{asked[0]!r}. If rows are independent: group=False.",
                 category=UserWarning,
             )
@@ -254,8 +256,8 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         if not self.scaling and name not in self.statistics:
             if np.isnan(values).any():
                 raise ValueError(
-                    f"{self.path}: column {name!r} has {int(np.isnan(values).sum())} gaps, which scaling fills with each "
-                    f"client's mean; use scaling: true, give statistics, or drop the column."
+                    f"{self.path}: column {name!r} has {int(np.isnan(values).sum())} gaps, which scaling fills with "
+                    "each client's mean; use scaling: true, give statistics, or drop the column."
                 )
             return values
         scaled = np.zeros_like(values)

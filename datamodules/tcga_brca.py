@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedlightning.datamodules.base import clients_here
 from fedlightning.datamodules.download import missing
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import cut
@@ -80,13 +81,7 @@ class TCGABRCADataModule(IndexedFederatedDataModule):
         super().__init__(batch_size, **options)
         self.root, self.val_fraction = Path(root), val_fraction
         self.val_seed = self.seed if val_seed is None else val_seed
-        given = list(REGIONS if regions is None else map(str, regions))
-        if not given or len(set(given)) < len(given) or not set(given) <= set(REGIONS):
-            raise ValueError(
-                f"{type(self).__name__} got regions={regions!r}; give some of {', '.join(REGIONS)} as a list, each once, or "
-                "None for all."
-            )
-        self.regions = [name for name in REGIONS if name in given]
+        self.regions = clients_here(self, "regions", regions, REGIONS)
         self.feature_names: list[str] = []
 
     def prepare_data(self) -> None:

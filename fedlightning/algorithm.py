@@ -39,6 +39,7 @@ from fedlightning.hooks import (
     Stage,
     SubModels,
     TrainingData,
+    UpdateCodec,
     Weighting,
     WeightingName,
     facts,
@@ -72,6 +73,7 @@ __all__ = [
     "Stackable",
     "SubModels",
     "TrainingData",
+    "UpdateCodec",
     # words of the contract
     "Arrivals",
     "Setup",

@@ -86,7 +86,7 @@ def _interrupted(command: str) -> int:
 
 
 def _find(command: str) -> Callable[[list[str]], int]:
-    if command in ("fit", "validate", "test", "predict", "onboard", "partition"):
+    if command in ("fit", "validate", "test", "predict", "onboard", "leakage", "partition"):
         from fedlightning.commands.run import run
 
         return lambda rest: run(command, rest)

@@ -181,6 +181,8 @@ class Update:
         staleness: Steps of the server's models between the message and the arrival of the update.
         left_out: Whether the job was not carried out, as a callback wished (`on_job`): :attr:`error` says so, nobody failed.
         links: The message's: over how many links the entries are sent; `None`: to a server.
+        code_bytes: Bytes of the entries and extras as they were sent, where they were a code of others
+            (:class:`~fedlightning.hooks.families.UpdateCodec`); the server notes them.
         error: The reason why this client contributes nothing (no samples, NaN ...); `None` if all went well.
         cause: The exception behind it, for debugging.
     """
@@ -205,13 +207,15 @@ class Update:
     staleness: int = 0
     left_out: bool = False
     links: int | None = None
+    code_bytes: int | None = None
     error: str | None = None
     cause: BaseException | None = None
 
     @property
     def num_bytes(self) -> int:
         """Traffic over all links: tensors at their own width, numbers as 8 bytes. Scores and counters are not counted."""
-        return (tree_bytes(self.state) + tree_bytes(self.extras)) * (1 if self.links is None else self.links)
+        size = tree_bytes(self.state) + tree_bytes(self.extras) if self.code_bytes is None else self.code_bytes
+        return size * (1 if self.links is None else self.links)
 
 
 def tree_bytes(tree: Any) -> int:

@@ -194,13 +194,28 @@ NEEDED = {
     "PrivateLR": lambda: {"factor": 1.0},
     "ClientDP": lambda: {"delta": 1e-3, "noise_multiplier": 1.0},
     "SampleDP": lambda: {"delta": 1e-3, "noise_multiplier": 1.0},
+    "GivenDataModule": lambda: {"clients": {"a": {"x": [[1.0]], "y": [1.0]}}},
     "LazyClients": lambda: {"num_clients": 2, "make": lambda number: {}, "sizes": {"train": 2}},
     "MixtureDataModule": lambda: {"source": datamodules.DigitsDataModule()},
     "Partitioned": lambda: {"datamodule": datamodules.DigitsDataModule(), "partitioner": datamodules.IIDPartitioner(2)},
     "PublicDataModule": lambda: {"public": _samples()},
+    "ShiftedDataModule": lambda: {
+        "source": datamodules.DigitsDataModule(),
+        "features": "noise",
+        "strength": 1.0,
+    },
+    "SurvivalTableDataModule": lambda: {"path": "table.csv", "target": "time", "event": "status", "client": "who"},
     "TabularFederatedDataModule": lambda: {"path": "table.csv", "target": "y", "client": "who"},
     "AddressedSampler": lambda: {"size": 4, "client": "a"},
 }
+
+
+ROOTED = (
+    "ImageFolderDataModule",
+    "ShakespeareDataModule",
+    *(name for name in datamodules.__all__ if name.startswith("LEAF")),
+)
+NEEDED |= dict.fromkeys(ROOTED, lambda: {"root": "data"})
 
 
 def _classes() -> Iterator[type]:

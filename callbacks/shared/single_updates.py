@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fedlightning.algorithm import FederatedCallback, Setup
+from fedlightning.algorithm import FederatedCallback, Setup, UpdateCodec
 
 
 def refuse_other_ways(owner: FederatedCallback, setup: Setup, why: str) -> None:
@@ -23,7 +23,7 @@ def refuse_other_ways(owner: FederatedCallback, setup: Setup, why: str) -> None:
         ValueError: Naming the other callback.
     """
     for other in setup.callbacks:
-        extras = sorted(other.wire(setup.module).up)
+        extras = [] if isinstance(other, UpdateCodec) else sorted(other.wire(setup.module).up)  # decoded before
         if extras:
             raise ValueError(
                 f"{other.key} takes {', '.join(extras)} from clients, which {owner.key} {why}. Remove one of the two."

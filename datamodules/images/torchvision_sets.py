@@ -54,8 +54,7 @@ class TorchvisionDataModule(ImageFederatedDataModule):
         except RuntimeError as error:
             raise FileNotFoundError(
                 f"{type(self).__name__}: the files of torchvision.datasets.{self.source} are not whole in {self.root} "
-                f"({error}); set "
-                "download=True, or put them there."
+                f"({error}); set download=True, or put them there."
             ) from error
 
 

@@ -121,8 +121,7 @@ class LEAFDataModule(IndexedFederatedDataModule):
         if untrained:
             raise ValueError(
                 f"{self.root}: {len(untrained)} users have test samples and no training samples, such as "
-                f"{untrained[0]!r}. Split "
-                "each user's samples (preprocess.sh -t sample), not the users."
+                f"{untrained[0]!r}. Split each user's samples (preprocess.sh -t sample), not the users."
             )
         sizes = {name: len(rows) for name, rows in held["train"].items()}
         kept = sorted(in_order(sizes), key=lambda name: -sizes[name])[: self.largest]

@@ -43,8 +43,7 @@ def leaf_files(root: Path) -> dict[str, list[Path]]:
     raise FileNotFoundError(
         f"There is no {root / 'train'} with JSON files. Write train/ and test/ by preprocess.sh of "
         "https://github.com/TalwalkarLab/leaf (such as: ./preprocess.sh -s niid --sf 1.0 -k 0 -t sample) and give "
-        "their folder "
-        "as root."
+        "their folder as root."
     )
 
 
@@ -77,8 +76,7 @@ def read_leaf(root: Path) -> Iterator[LEAFUser]:
                 if user.name in seen:
                     raise ValueError(
                         f"{path}: user {user.name!r} is in {seen[user.name].name}, too; one of the files is of "
-                        f"another run of "
-                        "preprocess.sh. Remove it."
+                        "another run of preprocess.sh. Remove it."
                     )
                 seen[user.name] = path
                 yield user
@@ -106,6 +104,6 @@ def _users(path: Path, split: str) -> Iterator[LEAFUser]:
         if None in sizes or len({*sizes, said}) > 1:
             raise ValueError(
                 f"{path}: user {name!r} has {sizes[0]} inputs x, {sizes[1]} targets y and num_samples {said}; they "
-                f"must agree."
+                "must agree."
             )
         yield LEAFUser(split, str(name), x, y, path)

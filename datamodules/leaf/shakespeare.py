@@ -121,10 +121,10 @@ class ShakespeareDataModule(LEAFDataModule):
 
     def cut_validation(self, name: str, rows: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         size = int(self.val_fraction * len(rows))
-        if not size:
+        if not size or size + LENGTH >= len(rows):  # too few to tell apart: all of them train
             return rows, rows[:0]
         # Samples follow each other by one character; those that overlap with a validation sample are left out.
-        return rows[: max(1, len(rows) - size - LENGTH)], rows[-size:]
+        return rows[: len(rows) - size - LENGTH], rows[-size:]
 
     def inputs(self, user: LEAFUser) -> Tensor:
         strange = next((text for text in user.x if not isinstance(text, str) or len(text) != LENGTH), None)

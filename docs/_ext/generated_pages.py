@@ -320,8 +320,7 @@ def datasets() -> None:
             rows.append((f":class:`~fedlightning.datamodules.{name}`", plain(summary), ", ".join(found)))
     text = titled("Data sets") + (
         "The data modules that come with the package. The page of each says who the clients are, where the files are "
-        "had and under "
-        "which terms, and what is published of their split. Nothing is downloaded unasked.\n\n"
+        "had and under which terms, and what is published of their split. Nothing is downloaded unasked.\n\n"
     )
     write(REFERENCE / "datasets.rst", text + table(rows, ("class", "data", "configuration"), "25 50 25"))
 

@@ -6,6 +6,7 @@ COMMANDS = {
     "test": "Score a finished or interrupted run on test data.",
     "predict": "Write the predictions of a client's model, or of the global model, on test data.",
     "onboard": "Let new clients join a finished run: score them, fine-tune each, score them again.",
+    "leakage": "Attack the models of a finished run: who was in the training data, and whose is a sample.",
     "serve": "Train a federation whose clients are at sites: other machines that keep their data.",
     "site": "Take part in a federation with data that stay here.",
     "sites": "Show who is connected to a server, at which round and since when; or what a site does.",

@@ -29,9 +29,8 @@ def with_run_config(command: str, words: list[str]) -> list[str]:
     """Return the words of a command with the `config.yaml` of its run in front, so that other words override it."""
     if any(word in ("-h", "--help") for word in words):
         return words
-    option = (
-        "--run" if command in ("validate", "test", "predict", "onboard") else "--resume" if command == "fit" else None
-    )
+    reads = command in ("validate", "test", "predict", "onboard", "leakage")
+    option = "--run" if reads else "--resume" if command == "fit" else None
     given = _value_of(option, words) if option else None
     if option == "--run" and given is None:
         raise InputError("it needs the folder of a run: --run runs/NAME/version_N.")

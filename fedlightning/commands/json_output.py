@@ -26,9 +26,16 @@ FIELDS: dict[str, dict[str, str]] = {
     },
     "validate": {"run": "folder of the run", "rounds": "rounds that are done", "results": SCORES},
     "test": {"run": "folder of the run", "rounds": "rounds that are done", "results": SCORES},
+    "leakage": {
+        "run": "folder of the run",
+        "membership": "a row for each model (model, members, others, auc, low, high, hits)",
+        "sites": "whose a sample is (samples, clients, accuracy, chance, p); null if it could not be tried",
+        "missing": "what could not be tried, in sentences",
+    },
     "partition": {
         "split": "the split that the table is of",
         "clients": "a row for each client: client, size, total_variation, class counts",
+        "inputs": "share of the inputs' variance that is between clients, and that of a random split; null if not known",
         "public": "what public samples there are; null if none",
         "files": "files that were written",
     },

@@ -31,6 +31,7 @@ class PartitionCommand(FederatedCLI):
         """Show the samples of each client: a table, a picture and a CSV file."""
         from fedlightning.arguments import federated_data
         from fedlightning.datamodules import describe, plot_partition
+        from fedlightning.datamodules.by_inputs import input_separation
         from fedlightning.datamodules.public import public_in_words
 
         data = federated_data(self.datamodule, None, None, None)
@@ -46,6 +47,12 @@ class PartitionCommand(FederatedCLI):
             f"mean {report.mean_total_variation:.3f}.",
             highlight=False,
         )
+        inputs = input_separation(data, split)
+        if inputs is not None:
+            screen.print(
+                f"Inputs: {inputs[0]:.1%} of their variance is between clients; of a random split about {inputs[1]:.1%}.",
+                highlight=False,
+            )
         public = data.public_report()
         if public is not None:
             screen.print(f"Public: {public_in_words(public)}.", highlight=False)
@@ -62,7 +69,7 @@ class PartitionCommand(FederatedCLI):
         files = [folder / "partition.csv", folder / "partition.png"]
         say(screen, f"\nFiles: {files[0]}, {files[1]}")
         if json:
-            print_json("partition", split=split, clients=report.rows(), public=public, files=files)
+            print_json("partition", split=split, clients=report.rows(), inputs=inputs, public=public, files=files)
 
 
 def partition_table(report: Any, width: int) -> Table:

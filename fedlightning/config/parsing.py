@@ -36,7 +36,7 @@ TITLES = {
     "data": "data (a federated data module; Partitioned splits any other)",
 }
 """Section -> title of its options in the help."""
-USAGE = dict.fromkeys(("validate", "test", "predict", "onboard"), "--run FOLDER")
+USAGE = dict.fromkeys(("validate", "test", "predict", "onboard", "leakage"), "--run FOLDER")
 HOW = """
 
 Options come from YAML files (--config, later ones override) and from the command line:

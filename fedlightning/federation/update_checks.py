@@ -18,8 +18,8 @@ from fedlightning.blueprint.client_logger import MEDIA
 from fedlightning.datamodules.base import SPLITS
 from fedlightning.federation.norms import norm_of, norm_of_change, norm_of_sent, numbers_in
 from fedlightning.federation.server import Server
-from fedlightning.hooks import Change, FederatedCallback
-from fedlightning.messages import ClientLog, Extra, Message, Update, check_extras, sizes_in
+from fedlightning.hooks import Change, FederatedCallback, UpdateCodec
+from fedlightning.messages import ClientLog, Extra, Message, Update, check_extras, sizes_in, tree_bytes
 from fedlightning.scoring.metrics import outside
 from fedlightning.scoring.rows import EVERYBODY
 from fedlightning.tensors import first_nonfinite
@@ -34,7 +34,10 @@ def checked(server: Server, message: Message, update: Update) -> Update:
     if update.error is not None:
         return update
     norms: dict[str, float] = {}
+    codec = server.callbacks.answering(UpdateCodec, "encode")
     try:
+        if codec is not None and codec.key in update.extras and update.code_bytes is None:
+            _decode(server, codec, message, update)
         reason = _first_fault(server, message, update, norms)
     except Exception as error:  # tensors that cannot be looked at: nested, of a dtype without arithmetic ...
         reason = f"it cannot be checked: {type(error).__name__}: {' '.join(str(error).split()):.200}"
@@ -43,6 +46,13 @@ def checked(server: Server, message: Message, update: Update) -> Update:
         return update
     answer = Update(message.round, message.client, model=message.model, tag=message.tag)
     return replace(answer, error=f"the update of client '{message.client}' was refused: {reason}")
+
+
+def _decode(server: Server, codec: UpdateCodec, message: Message, update: Update) -> None:
+    """Put the entries that a code stands for into an update in its place."""
+    state, code_bytes = codec.decode(server, message, update), tree_bytes(update.state) + tree_bytes(update.extras)
+    update.extras = {key: extras for key, extras in update.extras.items() if key != codec.key}
+    update.state, update.code_bytes = state, code_bytes
 
 
 def _first_fault(server: Server, message: Message, update: Update, norms: dict[str, float]) -> str | None:

@@ -19,6 +19,7 @@ from fedlightning.hooks.families import (
     Stackable,
     SubModels,
     TrainingData,
+    UpdateCodec,
 )
 from fedlightning.hooks.words import (
     NEWCOMER,
@@ -57,6 +58,7 @@ __all__ = [
     "Stackable",
     "SubModels",
     "TrainingData",
+    "UpdateCodec",
     "changes_in",
     "changes_of",
     "refuse_combinations",

@@ -34,6 +34,8 @@ FAMILIES = {
     "on_build": "SubModels",
     "on_client_evaluated": "ModelSelection",
     "training_batches": "TrainingData",
+    "encode": "UpdateCodec",
+    "decode": "UpdateCodec",
     "is_stackable": "Stackable",
     "stack_hooks": "Stackable",
 }

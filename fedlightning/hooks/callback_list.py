@@ -23,6 +23,7 @@ ROLES = (
     "final_jobs",
     "local_phases",
     "training_batches",
+    "encode",
     "reduce",
     "denominator",
     "server_step",

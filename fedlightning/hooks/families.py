@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader
 from fedlightning.hooks.callback import FederatedCallback
 from fedlightning.hooks.facts import Change, Facts
 from fedlightning.hooks.words import Arrivals, Job, Stage
-from fedlightning.messages import Message
+from fedlightning.messages import Message, Update
+from fedlightning.tensors import State
 
 if TYPE_CHECKING:
     from fedlightning.federation.server import Server
@@ -103,6 +104,31 @@ class TrainingData(FederatedCallback):
 
     def training_batches(self, client: Client, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return the loader of a fit on a client's own training data, in the place of the client's. A role."""
+        raise NotImplementedError
+
+
+class UpdateCodec(FederatedCallback):
+    """Base of callbacks that send a shorter code in the place of entries: everybody else sees what it stands for.
+
+    A client's update is encoded after everybody's `on_send`, and decoded on arrival, before it is checked and before anybody
+    sees it. Bytes are those of the code.
+    """
+
+    @property
+    def facts(self) -> Facts:
+        """What arrives is not what was trained."""
+        return super().facts.extend(changes={Change.LOSSY})
+
+    def encode(self, client: Client, update: Update) -> None:
+        """Put a code into `update.extras`, declared in `wire().up`, in the place of entries of `update.state`. A role."""
+        raise NotImplementedError
+
+    def decode(self, server: Server, message: Message, update: Update) -> State:
+        """Return the entries that the code of an update stands for; what came is not to be trusted.
+
+        Raises:
+            ValueError: If it is no code: its client has failed.
+        """
         raise NotImplementedError
 
 

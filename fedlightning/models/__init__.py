@@ -8,6 +8,7 @@ In order of importance:
   PLayer-FL and FENDA-FL papers and a small transformer for text. `text`: LSTM, GRU and convolutions over words.
   `signals`: convolutions over time.
   `mil`: bags of instances.
+* `Segmenter`: the same for a class of each pixel or voxel. `MonaiUNet`: MONAI's U-Net (imported only when used).
 * `ClientModels`: a LightningModule of its own for each client.
 * `MultimodalNet`: an encoder for each modality and a fusion, for samples that may lack some.
 * `TimmNet`: any image model of timm (imported only when used).
@@ -23,11 +24,13 @@ from fedlightning.models.heart import FendaNet, LogisticRegression, TinyNet
 from fedlightning.models.linear import GivenLinear
 from fedlightning.models.metrics import ClassificationMetrics
 from fedlightning.models.mil import DeepMIL
+from fedlightning.models.monai_bridge import MonaiUNet
 from fedlightning.models.multimodal import MultimodalNet
 from fedlightning.models.networks import MLP, CifarCNN, DigitsCNN, MnistCNN
 from fedlightning.models.player_fl import PLayerCifarNet, PLayerConvNet
 from fedlightning.models.regression_metrics import RegressionMetrics
 from fedlightning.models.regressor import Regressor
+from fedlightning.models.segmenter import DiceMetrics, Segmenter
 from fedlightning.models.signals import ResNet1d, SignalCNN
 from fedlightning.models.supervised import SupervisedModule
 from fedlightning.models.survival import CoxRegressor
@@ -44,17 +47,20 @@ __all__ = [
     "ClientModels",
     "CoxRegressor",
     "DeepMIL",
+    "DiceMetrics",
     "DigitsCNN",
     "FendaNet",
     "GivenLinear",
     "LogisticRegression",
     "MnistCNN",
+    "MonaiUNet",
     "MultimodalNet",
     "PLayerCifarNet",
     "PLayerConvNet",
     "RegressionMetrics",
     "Regressor",
     "ResNet1d",
+    "Segmenter",
     "SignalCNN",
     "SmallTransformer",
     "SupervisedModule",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fedlightning.models.recipes import recorded
 from fedlightning.models.sizes import Size
+from fedlightning.ranges import ShareBelowOne
 
 Norm = Literal["none", "batch", "group"]
 
@@ -30,6 +31,7 @@ class MLP(nn.Module):
         in_features: Number of values of one sample.
         hidden: Widths of the hidden layers; empty for a linear model.
         num_classes: Number of outputs.
+        dropout: Share of the hidden values that are left out in training, in [0, 1).
 
     Example:
         >>> from fedlightning.models import MLP
@@ -39,8 +41,9 @@ class MLP(nn.Module):
     """
 
     @recorded
-    def __init__(self, in_features: Size, hidden: list[Size], num_classes: Size) -> None:
+    def __init__(self, in_features: Size, hidden: list[Size], num_classes: Size, dropout: ShareBelowOne = 0.0) -> None:
         super().__init__()
+        self.dropout = nn.Dropout(dropout) if dropout else None
         widths = [in_features, *hidden, num_classes]
         self.depth = len(widths) - 1
         self.head_name = f"fc{self.depth}"
@@ -51,6 +54,7 @@ class MLP(nn.Module):
         x = x.flatten(1)
         for index in range(1, self.depth):
             x = F.relu(self.get_submodule(f"fc{index}")(x))
+            x = x if self.dropout is None else self.dropout(x)
         logits: Tensor = self.get_submodule(self.head_name)(x)
         return logits
 

@@ -30,7 +30,7 @@ def module_recipe(module: nn.Module) -> dict[str, Any] | None:
         >>> from fedlightning.models import MLP
         >>> from fedlightning.models.recipes import module_recipe
         >>> module_recipe(MLP(4, [], 2))["init_args"]
-        {'in_features': 4, 'hidden': [], 'num_classes': 2}
+        {'in_features': 4, 'hidden': [], 'num_classes': 2, 'dropout': 0.0}
     """
     given = getattr(module, "init_args", None)
     if not isinstance(given, Mapping):
@@ -48,7 +48,7 @@ def recorded(init: Init) -> Init:
     Example:
         >>> from fedlightning.models import MLP
         >>> MLP(4, hidden=(8,), num_classes=2).init_args
-        {'in_features': 4, 'hidden': [8], 'num_classes': 2}
+        {'in_features': 4, 'hidden': [8], 'num_classes': 2, 'dropout': 0.0}
     """
     signature, making = inspect.signature(init), checked(init)
 

@@ -100,8 +100,8 @@ class CoxRegressor(SupervisedModule):
         x, y = self._pair(batch)
         if y.ndim != 2 or y.shape[1] != 2:
             raise ValueError(
-                f"CoxRegressor got targets of shape {tuple(y.shape)}; give (batch, 2): events (1, or 0 if "
-                "censored) and times."
+                f"CoxRegressor got targets of shape {tuple(y.shape)}; give (batch, 2): events (1, or 0 if censored) "
+                "and times."
             )
         event, time = y[:, 0], y[:, 1]
         if y.device.type == "cpu" and not bool(((event == 0) | (event == 1)).all()):

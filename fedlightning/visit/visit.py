@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import LightningModule
 
-from fedlightning.hooks import POOLED, Phase, Stage
+from fedlightning.hooks import POOLED, Phase, Stage, UpdateCodec
 from fedlightning.messages import Message, Update
 from fedlightning.seeding import seed_all
 from fedlightning.tensors import State, first_nonfinite, load_state, pack
@@ -179,6 +179,9 @@ def _send(runner: LocalRunner, client: Client, update: Update, kept: State) -> N
     private = sorted(set(update.state) - set(client.message.returns))
     if private:
         raise ValueError(f"'{private[0]}' is in the update, but the server asked only for what is shared: it stays")
+    codec = runner.callbacks.answering(UpdateCodec, "encode")
+    if codec is not None and client.message.work != 0:
+        codec.encode(client, update)
     if update.extras:
         wires = {one.key: one.wire(client.module) for one in runner.callbacks if update.extras.get(one.key) is not None}
         runner.leaving(client.id).refuse_extras(update.extras, wires, shapes)

@@ -52,7 +52,7 @@ KINDS: dict[str, Kind] = {
     kind.type.__name__: kind
     for kind in (
         Kind(Message, narrower=EXTRAS),
-        Kind(Update, frozenset({"cause", "staleness", "left_out"}), EXTRAS),  # an exception is code
+        Kind(Update, frozenset({"cause", "staleness", "left_out", "code_bytes"}), EXTRAS),  # an exception is code
         Kind(ClientLog),
         Kind(Evaluate),
         Kind(Visit),

@@ -10,10 +10,13 @@ from fedlightning.datamodules import (
     ArrayDataset,
     DigitsDataModule,
     EmbeddingPartitioner,
+    IIDPartitioner,
+    LazyClients,
     Partitioned,
+    ShiftedDataModule,
     TabularFederatedDataModule,
 )
-from fedlightning.datamodules.by_inputs import features_of, separation
+from fedlightning.datamodules.by_inputs import features_of, input_separation, separation
 
 
 def clouds(size=60, seed=0):
@@ -101,3 +104,23 @@ def test_what_cannot_be_divided_is_refused(tmp_path):
     )
     with pytest.raises(ValueError, match="cannot keep groups together"):
         grouped.setup()
+
+
+def test_how_different_inputs_are():
+    shares = []
+    for partitioner in (IIDPartitioner(5), EmbeddingPartitioner(5)):
+        data = DigitsDataModule(partitioner)
+        data.setup()
+        shares.append(input_separation(data))
+    assert shares[0][0] < 2 * shares[0][1] and shares[1][0] > 50 * shares[0][0]
+    turned = ShiftedDataModule(DigitsDataModule(IIDPartitioner(5)), features="rotation", strength=90.0)
+    turned.setup()
+    assert input_separation(turned)[0] > 10 * shares[0][0]
+    assert input_separation(LazyClients(3, lambda k: {}, sizes={"train": 1})) is None
+    words = Partitioned.from_datasets(
+        TensorDataset(torch.zeros(40, 3, dtype=torch.int64), torch.arange(40) % 2),
+        partitioner=IIDPartitioner(2),
+        test_fraction=0.0,
+    )
+    words.setup()
+    assert input_separation(words) is None

@@ -4,6 +4,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from fedlightning.datamodules import (
+    ArrayDataset,
+    ArrayFederatedDataModule,
     DirichletPartitioner,
     IIDPartitioner,
     NaturalPartitioner,
@@ -135,3 +137,29 @@ def test_groups_have_their_most_frequent_label_and_are_cut_whole():
     rest, part = cut_groups(np.arange(120), 0.2, torch.Generator().manual_seed(0), labels, groups)
     assert len(part) == 24 and np.bincount(labels[part]).tolist() == [8, 8, 8]
     assert not set(groups[rest]) & set(groups[part])
+
+
+class Visits(ArrayFederatedDataModule):
+    def load(self):
+        x = torch.arange(120.0).unsqueeze(1)
+        y = torch.arange(120) // 3 % 2
+        return ArrayDataset(x[:90], y[:90]), ArrayDataset(x[90:], y[90:])
+
+
+def visits_of(dataset):
+    return (dataset.x[:, 0] // 3).long().numpy()  # three visits of each of 40 patients
+
+
+@pytest.mark.parametrize("test_fraction", [None, 0.25])
+def test_arrays_by_group(test_fraction):
+    data = Visits(DirichletPartitioner(3, 1.0), group=visits_of, test_fraction=test_fraction, public=0.1)
+    data.setup()
+    held = {}
+    for client in data.client_ids:
+        for split in SPLITS:
+            view = data.client_dataloader(client, split)
+            for x, _ in [] if view is None else view.dataset:
+                held.setdefault(int(x) // 3, []).append((client, split))
+    assert all(len(set(places)) == 1 and len(places) == 3 for places in held.values())
+    public = {int(x) // 3 for batch, _ in data.public_dataloader() for x in batch}
+    assert public and not public & set(held) and len(public | set(held)) == 40

@@ -151,3 +151,8 @@ def test_planted_groups_are_those_of_most_training_samples():
     plain = DigitsDataModule()
     plain.setup()
     assert "groups" not in describe_data(describe(plain, parts=PARTS))
+
+
+def test_a_source_by_group_is_refused():
+    with pytest.raises(ValueError, match="group or test_fraction"):
+        MixtureDataModule(DigitsDataModule(group=lambda data: data.y.numpy()))

@@ -114,3 +114,10 @@ def test_what_makes_no_sense_is_refused():
         ShiftedDataModule(Images(public=0.1), concepts=2)
     with pytest.raises(ValueError, match="LazyClients has none"):
         ShiftedDataModule(LazyClients(3, lambda k: {}, sizes={"train": 1}))
+
+
+def test_other_shifts_are_other_data():
+    prints = {pair(**options)[1].fingerprint("train") for options in (
+        {}, {"features": "noise", "strength": 1.0}, {"features": "noise", "strength": 2.0}, {"concepts": 2}
+    )}  # fmt: skip
+    assert len(prints) == 4

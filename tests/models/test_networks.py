@@ -13,13 +13,18 @@ from torch import nn
 from fedlightning.models import (
     MLP,
     CifarCNN,
+    DeepMIL,
     DigitsCNN,
     FendaNet,
     LogisticRegression,
     MnistCNN,
     PLayerCifarNet,
     PLayerConvNet,
+    ResNet1d,
+    SignalCNN,
     SmallTransformer,
+    TextCNN,
+    TextLSTM,
     TinyNet,
     head_name,
 )
@@ -29,6 +34,7 @@ from fedlightning.models.recipes import module_recipe
 CASES: list[tuple[nn.Module, tuple[int, ...], int, int]] = [
     (MLP(784, [200, 200], 10), (1, 28, 28), 10, 199_210),  # McMahan et al., section 3
     (MLP(4, [], 3), (4,), 3, 15),
+    (MLP(784, [64], 10, dropout=0.5), (1, 28, 28), 10, 785 * 64 + 650),
     (MnistCNN(), (1, 28, 28), 10, 1_663_370),  # McMahan et al., section 3
     (MnistCNN(hidden=None), (1, 28, 28), 10, 32 * 26 + 64 * 801 + 3137 * 10),  # by hand: two convolutions and one layer
     (CifarCNN(input_size=24), (3, 24, 24), 10, 1_068_298),  # "about 10^6"
@@ -39,6 +45,9 @@ CASES: list[tuple[nn.Module, tuple[int, ...], int, int]] = [
     (LogisticRegression(), (13,), 1, 14),  # FENDA-FL paper
     (TinyNet(), (13,), 1, 76),  # APFL there: two of them, 152
     (FendaNet(), (13,), 1, 151),  # FENDA-FL paper
+    (SignalCNN(9, 6), (9, 128), 6, 32 * 46 + 64 * 161 + 64 * 321 + 65 * 6),
+    (DeepMIL(16, 8), (30, 16), 1, 8 * 17 + 2 * 8 * 9 + 9 + 128 * 9 + 64 * 129 + 65),
+    (ResNet1d(12, 5, width=8, blocks=1), (12, 200), 5, 8 * 181 + 2 * (8 * 57 + 16) + 72 + 45),
     (DigitsCNN(), (64,), 10, 6_090),
     (DigitsCNN(norm="batch"), (1, 8, 8), 10, 6_186),
     (DigitsCNN(norm="group", in_channels=3, input_size=9), (3, 9, 9), 10, 6_186 + 2 * 144),
@@ -145,3 +154,25 @@ def test_head_name_of_a_stranger() -> None:
         head_name(net)
     net.head_name = "1"  # type: ignore[assignment]
     assert head_name(net) == "1"
+
+
+@pytest.mark.parametrize(
+    ("net", "count"),
+    [
+        # LEAF, with torch's second bias of each layer: 4 * 256 more in each
+        (TextLSTM(80, 80), 640 + 4 * 256 * (8 + 256 + 2) + 4 * 256 * (512 + 2) + 257 * 80),
+        (TextLSTM(80, 2, embedding=4, hidden=8, layers=1, cell="gru"), 320 + 3 * 8 * (4 + 8 + 2) + 18),
+        (TextCNN(50, 3, embedding=4, filters=2), 200 + 2 * (4 * 12 + 3) + 7 * 3),
+    ],
+    ids=["lstm", "gru", "cnn"],
+)
+def test_texts(net: nn.Module, count: int) -> None:
+    assert parameters(net) == count
+    tokens = torch.randint(1, 50, (4, 25))
+    logits = net.eval()(tokens)
+    logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in net.parameters())
+    assert torch.equal(net(tokens[2:3]).round(decimals=5), logits[2:3].round(decimals=5))
+    recipe = module_recipe(net)
+    assert recipe is not None and type(net)(**recipe["init_args"]).state_dict().keys() == net.state_dict().keys()
+    assert head_name(net) == "fc"

@@ -12,13 +12,14 @@ import yaml
 from fedlightning.config.errors import InputError, suggestion
 
 _MISSING: Any = object()
+_MERGE = "tag:yaml.org,2002:merge"  # of the key << , which takes in another block
 
 
 class _Unique(yaml.SafeLoader):
     """A loader that refuses a key that is there twice: the first one would be lost without a word."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != _MERGE]
         twice = next((key for index, key in enumerate(keys) if key in keys[:index]), None)
         if twice is not None:
             line = node.start_mark.line + 1

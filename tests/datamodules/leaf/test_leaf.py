@@ -181,6 +181,7 @@ def test_leafs_own_roles_are_cut_in_time(tmp_path):
     data.setup()
     train, val = data.indices("HAMLET", "train"), data.indices("HAMLET", "val")
     assert len(val) == 40 and val[0] - train[-1] > 80
+    assert [data.num_samples("GHOST", split) for split in ("train", "val")] == [30, 0]
     x, y = data.client_dataloader("HAMLET", "test").dataset[3]
     assert (
         "".join(LETTERS[code] for code in x) == lines("", "", 20)[0][3] and LETTERS[int(y)] == lines("", "", 20)[1][3]

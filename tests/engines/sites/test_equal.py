@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedlightning.callbacks import FENDA, SCAFFOLD, Ditto, FedBN, GlobalCheckpoint, LocalCheckpoint
+from fedlightning.callbacks import (
+    FENDA,
+    QSGD,
+    SCAFFOLD,
+    Ditto,
+    FedBN,
+    GlobalCheckpoint,
+    LocalCheckpoint,
+    SampleDP,
+    TopK,
+)
 from fedlightning.federation.engine import Visit
 from fedlightning.messages import Update, tree_bytes
 from fedlightning.testing.runs import same_tree
@@ -58,6 +68,27 @@ def assert_equal(tmp_path, algorithm, public=False, export=False, **arguments):
 )
 def test_equal_to_one_process(tmp_path, algorithm, others):
     assert_equal(tmp_path, algorithm, others=others)
+
+
+@pytest.mark.parametrize("algorithm", [QSGD(), TopK(share=0.2)], ids=lambda one: one.key)
+def test_codes_are_decoded_at_the_server(tmp_path, algorithm):
+    one, other, _ = assert_equal(tmp_path, algorithm)
+    assert one.summary["bytes_up"] == other.summary["bytes_up"] < one.summary["bytes_down"]
+
+
+@pytest.mark.filterwarnings("ignore:SampleDP")
+def test_noise_is_added_at_the_site(tmp_path):
+    pytest.importorskip("opacus", reason="SampleDP counts with Opacus")
+    algorithm = SampleDP(delta=1e-3, noise_multiplier=1.0, noise_seed=0)
+    line = Line(sites(tmp_path / "sites", algorithm))
+    updates = []
+    line.reply = lambda name, data: (updates.extend(one for one in answers_in(data) if isinstance(one, Update)), data)[
+        1
+    ]
+    other = at_sites(line, tmp_path / "server", algorithm)
+    one = together(tmp_path / "one", algorithm)
+    assert same_tree(one.server.models, other.server.models) and same_tree(one.server.state, other.server.state)
+    assert updates and not any(update.metrics or update.logs for update in updates)
 
 
 def test_equal_with_every_kind_of_entry(tmp_path):

@@ -11,6 +11,7 @@ import yaml
 from fedlightning.commands.configs import FOLDER
 from fedlightning.commands.reproduce import TABLES
 from fedlightning.config.errors import InputError
+from fedlightning.experiments.reproduce.fields import read_yaml
 from fedlightning.experiments.reproduce.reading import read_table
 from tests.experiments.reproduce.writing import table, write
 from tests.experiments.tiny import small
@@ -150,6 +151,15 @@ def test_a_key_that_is_there_twice_and_a_file_that_is_none(tmp_path):
         read_table(path, FOLDER)
 
 
+def test_a_block_that_takes_in_another_one(tmp_path):
+    path = tmp_path / "t.yaml"
+    path.write_text("few: &few {a: 1, b: 2}\nmore: {<<: *few, b: 3}\n")
+    assert read_yaml(path)["more"] == {"a": 1, "b": 3}
+    path.write_text("few: &few {a: 1}\nmore: {<<: *few, b: 3, b: 4}\n")
+    with pytest.raises(InputError, match="the key 'b' is there twice"):
+        read_yaml(path)
+
+
 def test_the_table_of_the_how_to_can_be_read(tmp_path):
     page = (Path(__file__).parents[3] / "docs/how-to/reproduce.md").read_text()
     (block,) = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
@@ -162,5 +172,5 @@ def test_the_table_of_the_how_to_can_be_read(tmp_path):
 @pytest.mark.parametrize("path", sorted(TABLES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_table_that_comes_with_the_package_can_be_read(path: Path):
     found = read_table(path, FOLDER)
-    assert found.cells and found.detects and found.cannot_detect and found.claim
+    assert (found.cells or found.orders) and found.detects and found.cannot_detect and found.claim
     assert path.read_text().startswith("# ")

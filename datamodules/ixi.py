@@ -1,0 +1,190 @@
+"""Fed-IXI: brains in magnetic resonance from three hospitals, as FLamby prepares them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from fedlightning.datamodules.base import clients_here
+from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
+from fedlightning.datamodules.partition import cut
+from fedlightning.datamodules.tables import column_of, numbers_of, read_table
+from fedlightning.ranges import ShareBelowOne, checked
+from fedlightning.seeding import generator
+
+HOSPITALS = ("Guys", "HH", "IOP")
+"""The clients: Guy's Hospital, Hammersmith Hospital and the Institute of Psychiatry, all in London."""
+METADATA, SUBJECTS = "metadata_tiny.csv", "IXI_sample"
+SHAPE = (48, 60, 48)
+
+
+class IXITinyDataModule(IndexedFederatedDataModule):
+    """Fed-IXI of FLamby: 566 T1 images of brains of three hospitals, and which voxels are brain.
+
+    Ogier du Terrail et al. 2022 (FLamby); the IXI data are of https://brain-development.org/ixi-dataset/, CC BY-SA 3.0;
+    "IXI Tiny" with masks by Perez-Garcia et al. 2021 (TorchIO). Nothing is downloaded. `root` needs `metadata_tiny.csv`
+    of FLamby's `flamby/datasets/fed_ixi/metadata` and the folder `IXI_sample` of the archive that FLamby's script
+    fetches, with `IXI002-Guys-0828/T1/*.nii.gz` and `IXI002-Guys-0828/label/*.nii.gz` for each person. nibabel reads
+    them (the extra `clinical`).
+
+    The clients are "Guys", "HH" and "IOP"; the publisher's split is kept: train/test 249/62, 145/36 and 59/15. `x` is
+    float32 `(batch, 1, 48, 60, 48)`, resized (trilinear) and with mean 0 and deviation 1 of its own; `y` is int64
+    `(batch, 48, 60, 48)`, 1 is brain (nearest voxel).
+
+    Args:
+        root: Folder of `metadata_tiny.csv` and `IXI_sample`.
+        batch_size: Number of images in a batch (FLamby: 2).
+        val_fraction: Share of the training images for validation, in [0, 1); FLamby has none.
+        hospitals: The hospitals that are here, as `["HH"]` at that hospital's site. `None`: all three.
+        cache: Keep images and masks in memory (1.7 MB each).
+        val_seed: Seed of the validation cut alone. `None` is `seed`.
+        options: The other arguments of `IndexedFederatedDataModule`, by name.
+
+    Raises:
+        ValueError: If `hospitals` is empty, names one twice or one that does not exist.
+
+    Example:
+        >>> from fedlightning.datamodules import IXITinyDataModule
+        >>> IXITinyDataModule(root="data/ixi_tiny").hospitals  # files are read by data.setup()
+        ['Guys', 'HH', 'IOP']
+    """
+
+    @checked
+    def __init__(
+        self,
+        root: str = "data/ixi_tiny",
+        batch_size: int = 2,
+        val_fraction: ShareBelowOne = 0.2,
+        *,
+        hospitals: Sequence[str] | None = None,
+        cache: bool = False,
+        val_seed: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(batch_size, **options)
+        self.root, self.val_fraction, self.cache = Path(root), val_fraction, cache
+        self.val_seed = self.seed if val_seed is None else val_seed
+        self.hospitals = clients_here(self, "hospitals", hospitals, HOSPITALS)
+
+    def prepare_data(self) -> None:
+        """Check that the table and the folder are there (Lightning's hook)."""
+        lacking = [name for name in (METADATA, SUBJECTS) if not (self.root / name).exists()]
+        if lacking:
+            raise FileNotFoundError(
+                f"{type(self).__name__}: {', '.join(lacking)} not found in {self.root}; see flamby/datasets/fed_ixi of "
+                "https://github.com/owkin/FLamby."
+            )
+
+    def build(self) -> tuple[list[str], Mapping[str, Split]]:
+        self.prepare_data()
+        source = self.root / METADATA
+        table = read_table(source)
+        numbers = numbers_of(source, column_of(table, "Patient ID", "patient")).astype(np.int64).tolist()
+        splits = column_of(table, "Split", "split").cells
+        if len(set(numbers)) < len(numbers) or not set(splits) <= {"train", "test"}:
+            raise ValueError(
+                f"{source} names a patient twice, or has a Split other than train and test; it is not FLamby's file."
+            )
+        split_of = dict(zip(numbers, splits, strict=True))
+        images: list[Path] = []
+        masks: list[Path] = []
+        held: dict[str, list[int]] = {f"{split}_{name}": [] for split in ("train", "test") for name in HOSPITALS}
+        seen: dict[int, str] = {}
+        for folder in sorted(path for path in (self.root / SUBJECTS).iterdir() if path.is_dir()):
+            number, hospital = _named(folder)
+            if number not in split_of or seen.setdefault(number, folder.name) != folder.name:
+                wrong = (
+                    f"there already is {seen[number]}" if number in split_of else f"{METADATA} has no patient {number}"
+                )
+                raise ValueError(f"{folder}: {wrong}; it is not FLamby's archive.")
+            if hospital in self.hospitals:
+                held[f"{split_of[number]}_{hospital}"].append(len(images))
+                images.append(_only(folder / "T1"))
+                masks.append(_only(folder / "label"))
+        parts: dict[str, list[np.ndarray]] = {"train": [], "val": [], "test": []}
+        for name in self.hospitals:
+            draw = generator(self.val_seed, "ixi", "val", name)
+            fit, val = cut(np.array(held[f"train_{name}"], dtype=np.int64), self.val_fraction, draw)
+            for split, rows in (("train", fit), ("val", val), ("test", np.array(held[f"test_{name}"], dtype=np.int64))):
+                parts[split].append(rows)
+        data = Volumes(images, masks, SHAPE, self.cache)
+        return list(self.hospitals), {split: Split(data, rows) for split, rows in parts.items()}
+
+
+class Volumes(Dataset[Any]):
+    """A dataset of NIfTI images and masks, `(1, *shape)` and `(*shape)`.
+
+    Args:
+        images: Files of the images.
+        masks: Files of the masks, in the same order.
+        shape: Shape that both are resized to.
+        cache: Keep both in memory, in each process that reads them.
+
+    Raises:
+        ValueError: From an access, if a file is damaged; the message names it.
+    """
+
+    def __init__(self, images: list[Path], masks: list[Path], shape: tuple[int, int, int], cache: bool = False) -> None:
+        self.images, self.masks, self.shape = images, masks, shape
+        self._held: dict[int, tuple[Tensor, Tensor]] | None = {} if cache else None
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if self._held is not None and index in self._held:
+            return self._held[index]
+        image, mask = _volume(self.images[index]), _volume(self.masks[index])
+        if image.shape != mask.shape:
+            raise ValueError(
+                f"{self.masks[index]} has shape {tuple(mask.shape)} and its image {tuple(image.shape)}; get both again."
+            )
+        if not bool(((mask == 0) | (mask == 1)).all()):
+            raise ValueError(f"{self.masks[index]} has values other than 0 and 1; it is no mask.")
+        x = F.interpolate(image[None, None], self.shape, mode="trilinear", align_corners=False)[0]
+        y = F.interpolate(mask[None, None], self.shape, mode="nearest")[0, 0].long()
+        found = (x - x.mean()) / x.std().clamp(min=1e-8), y
+        if self._held is not None:
+            self._held[index] = found
+        return found
+
+
+def _named(folder: Path) -> tuple[int, str]:
+    """Return the number and the hospital of a person's folder, such as `IXI002-Guys-0828`."""
+    parts = folder.name.split("-")
+    if len(parts) != 3 or not parts[0].startswith("IXI") or not parts[0][3:].isdecimal() or parts[1] not in HOSPITALS:
+        raise ValueError(
+            f"{folder} is no folder of IXI, such as IXI002-Guys-0828 with {', '.join(HOSPITALS)}; move it away."
+        )
+    return int(parts[0][3:]), parts[1]
+
+
+def _only(folder: Path) -> Path:
+    found = sorted(folder.glob("*.nii.gz"))
+    if len(found) != 1:
+        raise FileNotFoundError(f"{folder} has {len(found)} files *.nii.gz; it must have one.")
+    return found[0]
+
+
+def _volume(path: Path) -> Tensor:
+    """Return the values of a NIfTI file, float32 of three dimensions."""
+    try:
+        import nibabel
+    except ImportError as error:
+        raise ImportError("IXI's images are read by nibabel; install the extra: fedlightning[clinical].") from error
+    try:
+        values = np.asarray(nibabel.load(path).get_fdata(dtype=np.float32))
+    except Exception as error:  # of a damaged file: gzip's, nibabel's own, ValueError, EOFError
+        raise ValueError(f"{path} cannot be read as NIfTI ({error}); get it again.") from error
+    if values.ndim != 3 or not np.isfinite(values).all():
+        raise ValueError(
+            f"{path} has shape {values.shape} or a value that is not finite; an image has three dimensions."
+        )
+    return torch.from_numpy(np.ascontiguousarray(values))

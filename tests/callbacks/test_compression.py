@@ -1,0 +1,209 @@
+"""Codes of changes: what they stand for, their bytes, memory, composition, and codes that are none."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fedlightning.callbacks import (
+    QSGD,
+    SCAFFOLD,
+    ClientDP,
+    DFedAvg,
+    FedAdam,
+    FedAvg,
+    FedKD,
+    FedPer,
+    HeteroFL,
+    RandomK,
+    TopK,
+    TrimmedMean,
+)
+from fedlightning.federation.failures import FederationError
+from fedlightning.messages import Message, Update
+from tests.conformance.case import Case
+from tests.helpers import NormNet, Spy, Toy, close, federate, global_state, make_trainer, same, toy_data
+
+CODE = {"one_client": "the server takes what a code stands for"}
+CASES = {
+    "TopK": Case(TopK(share=0.2), skip=CODE),
+    "RandomK": Case(RandomK(share=0.3), skip=CODE),
+    "QSGD": Case(QSGD(), skip=CODE),
+}
+SIZES = {"0": 24, "1": 40, "2": 16}
+CODECS = [TopK(share=0.2), TopK(share=0.2, feedback=False), RandomK(share=0.3), QSGD(), QSGD(levels=1, bucket=16)]
+
+
+def module(kind=Toy):
+    torch.manual_seed(0)
+    return kind()
+
+
+def visit(number=0):
+    return Message(round=number, client="a", state={}, returns=())
+
+
+def client(**kept):
+    return SimpleNamespace(id="a", seed=0, state=kept, rng=lambda purpose: torch.Generator().manual_seed(1))
+
+
+SERVER = SimpleNamespace(seed=0)
+
+
+def stands_for(codec, change, message, one):
+    return codec.change(codec.code(change, message, one), len(change), message, SERVER)
+
+
+# -- one code ----------------------------------------------------------------------------------------------------------
+def test_the_largest_elements_are_sent_and_the_rest_is_kept():
+    change = torch.tensor([0.5, -3.0, 0.25, 2.0, -1.0], dtype=torch.float64)
+    one, codec = client(), TopK(share=0.4)
+    code = codec.code(change, visit(), one)
+    assert code["places"].tolist() == [1, 3] and code["values"].tolist() == [-3.0, 2.0]
+    assert one.state["TopK"]["left"].tolist() == [0.5, 0.0, 0.25, 0.0, -1.0]
+    again = codec.code(torch.tensor([2.0, 0.0, 0.0, 0.0, -1.0], dtype=torch.float64), visit(1), one)
+    assert again["places"].tolist() == [0, 4] and again["values"].tolist() == [2.5, -2.0]  # what was kept is there too
+
+
+def test_memory_telescopes():
+    draw, one, codec = torch.Generator().manual_seed(0), client(), TopK(share=0.1)
+    changes = [torch.randn(200, generator=draw, dtype=torch.float64) for _ in range(30)]
+    sent = [stands_for(codec, change, visit(number), one) for number, change in enumerate(changes)]
+    left = one.state["TopK"]["left"].double()
+    assert torch.allclose(torch.stack(changes).sum(0), torch.stack(sent).sum(0) + left, atol=1e-5)
+
+
+@pytest.mark.parametrize("codec", [RandomK(share=0.3), QSGD(levels=4, bucket=16), QSGD()], ids=repr)
+def test_the_mean_over_draws_is_the_change_and_the_variance_is_bounded(codec):
+    change = torch.randn(64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    draws = torch.Generator().manual_seed(5)
+    one = SimpleNamespace(id="a", seed=0, state={}, rng=lambda purpose: draws)
+    found = torch.stack([stands_for(codec, change, visit(number), one) for number in range(4000)])
+    error = found.mean(0) - change
+    assert bool((error.abs() <= 5 * found.std(0) / 4000**0.5 + 1e-6).all())
+    if isinstance(codec, QSGD):
+        size, s = codec.bucket if codec.bucket < 64 else 64, codec.levels
+        for part, was in zip(found.split(size, dim=1), change.split(size), strict=True):
+            bound = min(size / s**2, size**0.5 / s) * float(was.square().sum())
+            assert float((part - was).square().sum(1).mean()) <= bound * 1.05
+
+
+def test_whole_and_zero_changes():
+    change = torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for codec in (TopK(share=1.0), RandomK(share=1.0)):
+        assert torch.allclose(stands_for(codec, change, visit(), client()), change, atol=1e-6)
+    for codec in CODECS:
+        assert not stands_for(codec, torch.zeros(50, dtype=torch.float64), visit(), client()).any()
+
+
+# -- a federation ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_bytes_are_those_of_the_code_and_others_see_whole_updates(codec):
+    spy, size = Spy(), sum(value.numel() for value in module().state_dict().values())
+    trainer = federate(module(), toy_data(SIZES), [codec, spy], max_rounds=2)
+    count = max(1, round(getattr(codec, "share", 0) * size))
+    each = {"TopK": 8 * count, "RandomK": 4 * count, "QSGD": size + 4 * -(-size // getattr(codec, "bucket", 1))}[
+        codec.key
+    ]
+    assert trainer.server.bytes_up == 2 * 3 * each < trainer.server.bytes_down
+    updates = spy.of_round(1)
+    assert all(set(update.state) == set(module().state_dict()) and not update.extras for update in updates.values())
+
+
+def test_everything_is_nearly_plain_averaging():
+    plain = global_state(federate(module(), toy_data(SIZES), [FedAvg()], max_rounds=3))
+    for codec in (TopK(share=1.0), RandomK(share=1.0), QSGD(bucket=1)):
+        close(global_state(federate(module(), toy_data(SIZES), [FedAvg(), codec], max_rounds=3)), plain, atol=1e-5)
+
+
+def test_statistics_and_what_stays_are_not_touched():
+    spy = Spy()
+    federate(module(NormNet), toy_data(SIZES), [FedPer(), QSGD(), spy], max_rounds=1)
+    (update, *_) = spy.of_round(0).values()
+    assert any("running_mean" in name for name in update.state)
+
+
+@pytest.mark.parametrize("codec", CODECS[:4], ids=repr)
+@pytest.mark.parametrize("others", [[FedAdam()], [SCAFFOLD()], [TrimmedMean(0.34)], [FedPer()]], ids=str)
+def test_it_stands_beside_others(codec, others):
+    trainer = federate(module(), toy_data(SIZES), [*others, codec], max_rounds=2)
+    assert trainer.rounds_done == 2 and trainer.server.bytes_up < trainer.server.bytes_down
+
+
+def test_sub_models_are_encoded_at_their_own_size():
+    trainer = federate(module(), toy_data(SIZES), [HeteroFL(), RandomK(share=0.5)], max_rounds=2, gradient_clip_val=1.0)
+    assert trainer.rounds_done == 2
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "reason"),
+    [
+        ([ClientDP(delta=1e-3, noise_multiplier=1.0), TopK()], "ClientDP"),
+        ([DFedAvg(), QSGD()], "DFedAvg"),
+        ([TopK(), QSGD()], "both claim 'encode'"),
+        ([FedKD(), TopK()], "FedKD"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(callbacks, reason):
+    with pytest.raises(ValueError, match=reason):
+        federate(module(), toy_data(SIZES), callbacks, max_rounds=1)
+
+
+@pytest.mark.parametrize("codec", [TopK(share=0.2), QSGD()], ids=repr)
+def test_resume_and_engines_give_the_same_bits(codec, tmp_path):
+    def trainer(name, rounds, **options):
+        return make_trainer(tmp_path, [codec], max_rounds=rounds, name=name, **options)
+
+    whole, cut, again = trainer("whole", 4), trainer("cut", 2), trainer("cut", 4)
+    for one, options in ((whole, {}), (cut, {}), (again, {"resume": "last"})):
+        one.fit(module(), datamodule=toy_data(SIZES), **options)
+    same(global_state(again), global_state(whole))
+    assert again.server.bytes_up == whole.server.bytes_up
+    lightning = trainer("other", 4, local_loop="trainer")
+    lightning.fit(module(), datamodule=toy_data(SIZES))
+    same(global_state(lightning), global_state(whole))
+
+
+# -- what came is not to be trusted ------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("codec", "wrong"),
+    [
+        (TopK(share=0.5), {"places": torch.tensor([0, 9], dtype=torch.int32)}),
+        (TopK(share=0.5), {"places": torch.tensor([1, 1], dtype=torch.int32)}),
+        (TopK(share=0.5), {"places": torch.tensor([0, 1, 2], dtype=torch.int32)}),
+        (TopK(share=0.5), {"values": torch.tensor([1.0, float("nan")])}),
+        (RandomK(share=0.5), {"values": torch.ones(3)}),
+        (RandomK(share=0.5), {"values": torch.ones(2, dtype=torch.float64)}),
+        (QSGD(levels=7), {"levels": torch.full((4,), 8, dtype=torch.int8)}),
+        (QSGD(), {"norms": torch.tensor([-1.0])}),
+        (QSGD(), {"norms": None}),
+        (QSGD(), None),
+    ],
+    ids=str,
+)
+def test_what_is_no_code_is_refused(codec, wrong):
+    code = codec.code(torch.tensor([1.0, -2.0, 0.5, 0.25], dtype=torch.float64), visit(), client())
+    with pytest.raises(ValueError, match="its "):
+        codec.change(None if wrong is None else code | wrong, 4, visit(), SERVER)
+
+
+def test_a_client_that_sends_none_has_failed():
+    class Liar(TopK):
+        @property
+        def key(self):
+            return "TopK"
+
+        def encode(self, client, update):
+            super().encode(client, update)
+            update.extras["TopK"]["places"] = update.extras["TopK"]["places"] - 10**6
+
+    with pytest.raises(FederationError, match="different ones below"):
+        federate(module(), toy_data(SIZES), [Liar()], max_rounds=1)
+
+
+def test_an_update_counts_its_code_once():
+    update = Update(0, "a", state={"w": torch.zeros(10)}, code_bytes=7)
+    assert update.num_bytes == 7
