@@ -17,12 +17,12 @@ PAGE, ROWS = ROOT / "docs/results/league.md", ROOT / "benchmarks/league"
 HEAD = """# The league
 
 Made by `python -m tools.league_page` from the rows in `benchmarks/league`, which `fedlightning league` makes
-([how](../how-to/league.md)).
+([how](../how-to/tune.md#the-league)).
 
 Every method has the same budget on a task: {trials} trials of values drawn from its declared space, in which the learning
 rate always is (the same trial has the same learning rate in all methods), chosen by validation loss. The chosen values are
-run with {seeds} fresh seeds, which draw other splits, and only these runs are scored on test data. Samples that validated in
-a trial may be tested in another split, for all methods alike.
+run with {seeds} fresh seeds, which draw other splits (of validation data alone where test data are fixed), and only these
+runs are scored on test data. Samples that validated in a trial may be tested in another split, for all methods alike.
 
 - *Score*: the model that each client would deploy, on its own test data; mean over clients, then mean and standard deviation
   over splits. *Worst client*: mean over splits.

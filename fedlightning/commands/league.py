@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -14,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedlightning.commands.configs import FOLDER
-from fedlightning.commands.study import CLI, INTERRUPTED, Parser, check_jobs, gpus_to_share, make_runs, show_commands
+from fedlightning.commands.study import CLI, INTERRUPTED, Parser, check_jobs, gpus_to_share, make_runs
 from fedlightning.commands.terminal import console, say, shown
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.config.errors import InputError
@@ -22,10 +21,9 @@ from fedlightning.experiments.children import Main
 from fedlightning.experiments.execute import Task, Watcher
 from fedlightning.experiments.league.reading import League, LeagueTask, chosen, read_league
 from fedlightning.experiments.league.rows import Row, read_rows, write_row
-from fedlightning.experiments.league.trials import NO_TEST, Contest, propose
+from fedlightning.experiments.league.trials import Contest
 from fedlightning.experiments.reproduce.runs import folder_of, missing
 from fedlightning.experiments.study_file import StudyFile, only_one
-from fedlightning.experiments.sweep import Trial
 
 LEAGUE = FOLDER / "league/league.yaml"
 """The league that comes with the package."""
@@ -66,7 +64,6 @@ def parser() -> Parser:
     made.add_argument(
         "--redo", choices=["failed", "all"], help="make failed runs again, or all of them; default: neither"
     )
-    made.add_argument("--dry-run", action="store_true", help="print the commands of all trials, and stop")
     return made
 
 
@@ -100,9 +97,6 @@ def league(words: Sequence[str], main: Main) -> int:
             study.data |= {"command": "fedlightning league"}
             for name in (name for name in methods if name not in task.without):
                 contest = Contest(read, task, read.methods[name], options.data_root, study, CLI, make, options.redo)
-                if options.dry_run:
-                    _show_trials(contest, screen)
-                    continue
                 row = read_rows(results / f"{task.name}.json").get(name)
                 if row is None or row["setting"] != read.setting(task, read.methods[name]) or options.redo:
                     row = None if until.over else contest.carry_out()
@@ -110,10 +104,9 @@ def league(words: Sequence[str], main: Main) -> int:
                         say(screen, "\nInterrupted, or the time was up. The same command goes on from here.")
                         return INTERRUPTED
                     write_row(results / f"{task.name}.json", row)
+                show_row(task, row, screen)
                 failed |= "failed" in row
-        if not options.dry_run:
-            show_task(task, methods, read_rows(results / f"{task.name}.json"), screen)
-            say(screen, f"Rows: {shown(results / f'{task.name}.json')}")
+        say(screen, f"Rows: {shown(results / f'{task.name}.json')}")
     return 1 if failed else 0
 
 
@@ -142,13 +135,6 @@ def _make(study: StudyFile, tasks: Sequence[Task], *, jobs: int, screen: Console
     return make_runs(study, tasks, jobs, gpus_to_share(0), screen, main, [until])
 
 
-def _show_trials(contest: Contest, screen: Console) -> None:
-    found, method = contest.league, contest.method
-    trials = [Trial(one) for one in propose(found.ranges(contest.task, method), found.search_seed, found.trials)]
-    labels = [f"{method.name}-{trial.name}" for trial in trials]
-    show_commands(contest.plan(labels, trials, [found.trial_seed], NO_TEST)[2], screen)
-
-
 def show_league(read: League, results: Path, screen: Console) -> None:
     """Print the tasks with what has been run of them, and the methods by group."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
@@ -164,27 +150,11 @@ def show_league(read: League, results: Path, screen: Console) -> None:
     say(screen, f"\n{read.trials} trials of each method on each task, then {len(read.seeds)} seeds.")
 
 
-def show_task(task: LeagueTask, methods: Sequence[str], rows: Mapping[str, Row], screen: Console) -> None:
-    """Print the results of methods on a task, best first."""
-    table = Table(title=task.title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for column in ("method", task.metric, "worst client", "values"):
-        table.add_column(column, overflow="fold")
-    known = {name: [run["score"] for run in rows[name].get("seeds", {}).values()] for name in methods if name in rows}
-    means = {
-        name: sum(scores) / len(scores) if scores and None not in scores else None for name, scores in known.items()
-    }
-    for name in sorted(means, key=lambda name: -1.0 if (mean := means[name]) is None else mean, reverse=True):
-        table.add_row(name, *_cells(rows[name], means[name]))
-    print_whole(screen, table)
-
-
-def _cells(row: Row, mean: float | None) -> list[str]:
-    if "failed" in row:
-        return ["failed", "", escape(str(row["failed"]))]
-    worst: list[Any] = [run["worst"] for run in row["seeds"].values()]
-    values = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in row["best"].items())
-    return [
-        "diverged" if mean is None else f"{mean:.3f}",
-        "" if None in worst else f"{sum(worst) / len(worst):.3f}",
-        values,
-    ]
+def show_row(task: LeagueTask, row: Row, screen: Console) -> None:
+    """Print the result of a method on a task."""
+    scores = [run["score"] for run in row.get("seeds", {}).values()]
+    values = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in row.get("best", {}).items())
+    mean = (
+        "diverged" if None in scores else f"{sum(scores) / len(scores):.3f}" if scores else f"failed: {row['failed']}"
+    )
+    say(screen, f"{task.name}, {row['method']}: {task.metric} {mean} ({values or 'no trial chosen'})", markup=False)

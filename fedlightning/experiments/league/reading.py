@@ -105,7 +105,7 @@ def read_league(path: Path, configs: Path) -> League:
 
     Args:
         path: The YAML file. The configuration of a task lies beside it, as `TASK.yaml`.
-        configs: Folder that the configurations of methods are relative to.
+        configs: Folder of the configurations of methods that do not lie beside the league.
 
     Raises:
         InputError: If something in it cannot work. The sentence names the file, the place and the way out.
@@ -116,7 +116,7 @@ def read_league(path: Path, configs: Path) -> League:
         for name, one in Fields({"methods": inner.whole()}, path.name, group).named_sections("methods"):
             if name in methods:
                 raise top.error(f"has the method '{name}' in two groups. Give it once.")
-            methods[name] = _method(name, group, one, configs)
+            methods[name] = _method(name, group, one, (path.parent, configs))
     tasks = {name: _task(name, one, path.parent, methods) for name, one in top.named_sections("tasks")}
     numbers = {
         key: int(top.number(key, low=low)) for key, low in (("trials", 1), ("search_seed", 0), ("trial_seed", 0))
@@ -130,10 +130,11 @@ def read_league(path: Path, configs: Path) -> League:
     return League(**numbers, seeds=seeds, references=references, tasks=tasks, methods=methods)
 
 
-def _method(name: str, group: str, one: Fields, configs: Path) -> LeagueMethod:
-    config = configs / one.text("config", f"algorithms/{name.lower()}.yaml")
-    if not config.is_file():
-        raise one.error(f"has the configuration {config}, which is not there.")
+def _method(name: str, group: str, one: Fields, folders: Sequence[Path]) -> LeagueMethod:
+    file = one.text("config", f"algorithms/{name.lower()}.yaml")
+    config = next((folder / file for folder in folders if (folder / file).is_file()), None)
+    if config is None:
+        raise one.error(f"has the configuration {file}, which is not there.")
     space = _ranges({_key(key): value for key, value in one.mapping("space").items()})
     gradients = one.number("gradients", 1.0, low=0)
     one.end()

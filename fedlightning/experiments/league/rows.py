@@ -21,7 +21,8 @@ def measure(folder: Path, metric: str) -> dict[str, Any]:
     """Return what the league keeps of a run.
 
     That is the deployed models' score on test data (mean over clients, worst client), what was sent and computed, and the
-    validation score of the models as received (L1) by round, with the steps and megabytes until then.
+    validation score of the models as received (L1) by round, with the steps and megabytes until then. Fine-tuning after the
+    last round is not in the scores by round: its steps are not counted there.
     """
     from fedlightning.study.curves import cumulative_costs, round_means
     from fedlightning.study.measures import RunScores
@@ -32,10 +33,11 @@ def measure(folder: Path, metric: str) -> dict[str, Any]:
     if score is None:
         raise InputError(f"{folder} has no score '{metric}' on test data.")
     costs, means = cumulative_costs(run), round_means(run, metric)
+    last = run.config["trainer"]["max_rounds"]
     curve = [
         [number, int(cost["local_steps"]), _mb(cost["bytes_up"] + cost["bytes_down"]), _short(value)]
         for number, cost in costs.items()
-        if (value := means.get(("L1", LOCAL, number))) is not None
+        if number <= last and (value := means.get(("L1", LOCAL, number))) is not None
     ]
     summary, clients = run.summary, run.summary["data"]["clients"].values()
     return {

@@ -90,8 +90,8 @@ class Contest:
         runs = {str(seed): measure(folder, self.task.metric) for seed, folder in folders.items() if folder is not None}
         return row | {"best": best.values, "seeds": runs}
 
-    def plan(self, labels: Sequence[str], trials: Sequence[Trial], seeds: Sequence[int], more: Sequence[str]) -> Any:
-        """Return the configurations of trials, the keys that vary, and the runs that are still to be made."""
+    def _make(self, labels: Sequence[str], trials: Sequence[Trial], seeds: list[int], more: Sequence[str]) -> bool:
+        """Make the runs that are still to be made. Return `False` if it was interrupted."""
         places = {one.option: str(folder_of(one, self.root)) for one in self.task.data}
         own = {**places, **self.task.options.get(self.method.name, {})}
         options = [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in own.items()]
@@ -110,10 +110,7 @@ class Contest:
         plans = call(make_plans, requests)
         methods = [plan.methods[0] for plan in plans]
         vary = {name: keys for plan in plans for name, keys in plan.vary.items()}
-        return methods, vary, self.study.plan(methods, seeds, vary, self.redo)
-
-    def _make(self, labels: Sequence[str], trials: Sequence[Trial], seeds: list[int], more: Sequence[str]) -> bool:
-        methods, vary, tasks = self.plan(labels, trials, seeds, more)
+        tasks = self.study.plan(methods, seeds, vary, self.redo)
         if not tasks:
             return True
         self.study.begin(methods, seeds, vary, tasks, self.redo)

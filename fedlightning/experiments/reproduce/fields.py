@@ -38,7 +38,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{path} is no YAML that can be read: {' '.join(str(error).split())[:200]}.") from error
     if not isinstance(found, dict):
-        raise InputError(f"{path} holds no named values, so it is no table.")
+        raise InputError(f"{path} holds no named values, so nothing can be read from it.")
     return found
 
 
@@ -150,7 +150,7 @@ class Fields:
         listed = [str(one) for one in names]
         if name not in listed:
             hint = suggestion(name, listed) or f"There is {', '.join(sorted(listed)) or 'none'}."
-            raise self.error(f"names '{name}' ({what}), which is not in this table. {hint}")
+            raise self.error(f"names '{name}' ({what}), which is not in this file. {hint}")
 
     def end(self) -> None:
         """Refuse what nobody has taken."""

@@ -11,6 +11,7 @@ from scipy import stats
 
 from fedlightning.commands.configs import FOLDER
 from fedlightning.commands.league import LEAGUE
+from fedlightning.commands.run import Commands
 from fedlightning.config.errors import InputError
 from fedlightning.experiments.league.reading import RATE, read_league
 from fedlightning.experiments.league.rows import read_rows, write_row
@@ -129,3 +130,11 @@ def test_what_has_not_been_run_and_what_is_old_is_known(tmp_path):
     current = {**row("FedAvg", [0.5, 0.6]), "setting": found.setting(task, found.methods["FedAvg"])}
     assert missing_rows(found, task, {"FedAvg": current}) == (["FedProx"], [])
     assert missing_rows(found, task, {"FedAvg": row("FedAvg", [0.5, 0.6])}) == (["FedProx"], ["FedAvg"])
+
+
+@pytest.mark.parametrize("name", ["digits", "heart", "fashion", "tcga", "shakespeare"])
+def test_the_configuration_of_a_task_is_one_of_a_run(name):
+    files = [FOLDER / f"league/{name}.yaml", FOLDER / "algorithms/fedprox.yaml"]
+    cli = Commands("fit", [word for file in files for word in ("--config", str(file))])
+    assert cli.trainer.arguments["stages"] == ["G", "L1"]
+    assert cli.trainer.arguments["max_rounds"] <= 12

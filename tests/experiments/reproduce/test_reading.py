@@ -63,7 +63,7 @@ WRONG = {
     "misspelt key": ({"tittle": "x"}, "the table has the key 'tittle', which means nothing here. Did you mean title?"),
     "unknown run": (
         {"rows": {"A": {"run": "fedavgg", "published": {"accuracy": 1}}}},
-        "cell 'A / accuracy' names 'fedavgg' (run), which is not in this table. Did you mean fedavg?",
+        "cell 'A / accuracy' names 'fedavgg' (run), which is not in this file. Did you mean fedavg?",
     ),
     "unknown column": ({"rows": {"A": {"run": "fedavg", "published": {"acc": 1}}}}, "names 'acc' (row 'A')"),
     "unknown measure": (
