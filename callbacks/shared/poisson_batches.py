@@ -78,7 +78,7 @@ def poisson_loader(loader: Any, owner: str, secret: str, address: str) -> tuple[
     if not orders or type(loader).__iter__ is not DataLoader.__iter__:
         raise ValueError(
             f"{owner} draws every record of the data set with the same probability, in the place of "
-            f"{type(loader if orders else loader.sampler).__name__}, which draws others, or in another way. Give a DataLoader "
+            f"{type(loader if orders else loader.sampler).__name__}, which draws others or otherwise. Give a DataLoader "
             "without it; for a part of the records, a Subset."
         )
     if count == 0 or len(loader) == 0:
