@@ -16,6 +16,7 @@ from fedlightning.algorithm import (
     Need,
     Range,
     Server,
+    Setup,
     State,
     Update,
     UpdateCodec,
@@ -23,9 +24,11 @@ from fedlightning.algorithm import (
     generator,
 )
 from fedlightning.ranges import PositiveShare
-from fedlightning.tensors import entry_kinds
+from fedlightning.tensors import entry_kinds, tied_names
 
-WITH_A_SERVER = Need("encodes changes of the model that the server sent", (Change.NEIGHBOURS,))
+WITH_A_SERVER = Need(
+    "encodes changes of all entries that the server sent and asked for", (Change.NEIGHBOURS, Change.PARTS)
+)
 
 
 class _ChangeCodec(UpdateCodec):
@@ -35,6 +38,19 @@ class _ChangeCodec(UpdateCodec):
     def facts(self) -> Facts:
         """It goes by the model that came, in synchronous rounds."""
         return super().facts.extend(needs=[WITH_A_SERVER], asynchronous=False)
+
+    def check(self, setup: Setup) -> None:
+        """Refuse tied entries, of which each name would get a code of its own.
+
+        Raises:
+            ValueError: With the name of one.
+        """
+        tied = sorted(tied_names(setup.module).keys() & set(setup.shared_names()))
+        if tied:
+            raise ValueError(
+                f"'{tied[0]}' is one tensor under several names, for each of which {self.key} would send another code. Keep "
+                "it with the clients, or untie it."
+            )
 
     def encode(self, client: Client, update: Update) -> None:
         """Put the code in the place of the entries, of which one stays where a code would be longer."""

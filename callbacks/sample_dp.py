@@ -7,7 +7,7 @@ import secrets
 from typing import Annotated, Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from fedlightning.algorithm import (
@@ -23,13 +23,23 @@ from fedlightning.algorithm import (
     Update,
     UpdateCodec,
     Wire,
-    isolated,
     move_batch,
     warn,
 )
 from fedlightning.callbacks.client_dp import NO_SELECTION
 from fedlightning.callbacks.client_dp_spending import accountant_of, solved_noise, spent_by, write_told
-from fedlightning.callbacks.sample_dp_fit import add_to, added, planned_steps, refuse_trainer, visit_of
+from fedlightning.callbacks.sample_dp_fit import (
+    add_to,
+    added,
+    planned_steps,
+    refuse_monitors,
+    refuse_other_rounds,
+    refuse_steps_before,
+    refuse_trainer,
+    told_of,
+    try_records,
+    visit_of,
+)
 from fedlightning.callbacks.shared.ledger import Ledger, Steps
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches, poisson_loader
 from fedlightning.callbacks.shared.record_gradients import RecordGradients, refuse_mixed_records
@@ -42,8 +52,6 @@ COVERED = Need(
 )
 OF_BATCHES = ("on_train_batch_start", "on_train_batch_end")
 """Hooks of Lightning's that are given batches."""
-FEW = 4
-"""Records with which a plain Trainer's module is tried."""
 
 
 class SampleDP(TrainingData):
@@ -146,7 +154,8 @@ class SampleDP(TrainingData):
                     f"{other.key} takes {', '.join(extras)} from clients, which SampleDP does not cover with noise. Remove "
                     "one of the two."
                 )
-            hook = next((name for name in OF_BATCHES if type(other).__dict__.get(name) is not None), None)
+            seen = (name for name in OF_BATCHES if getattr(type(other), name) is not getattr(Callback, name))
+            hook = next(seen, None)
             if other is not self and hook is not None and not other.facts.keeps:
                 raise ValueError(
                     f"{other.key} sees the batches of training ({hook}), and what it makes of them SampleDP does not cover "
@@ -168,6 +177,13 @@ class SampleDP(TrainingData):
             )
         if self.noise_seed is not None:
             setup.warn("SampleDP(noise_seed=...): whoever knows the seed can subtract the noise. It is not private.")
+
+    def on_round_start(self, server: Server) -> None:
+        """See that all rounds were private: with it, and with the same `noise_seed`."""
+        before = server.state.get(self.key, {"epsilon": {}, "over": [], "seed": self.noise_seed})
+        without = server.round if self.key not in server.state else 0
+        refuse_other_rounds(without, before.get("seed"), self.noise_seed)
+        server.state[self.key] = before
 
     def wire(self, module: Any) -> Wire:
         """What a client has spent, and whether (1) it has room for another such visit, or not (0)."""
@@ -206,14 +222,13 @@ class SampleDP(TrainingData):
         client, planned = self._client, planned_steps(trainer, self._sampler)
         if client is None:
             secret, address, history = self._secret, "", self._history
-            self._try_records(pl_module, trainer.train_dataloader)
+            refuse_steps_before(trainer.global_step, history)
         else:
-            kept = client.state[self.key]
-            secret, address, history = (
-                kept["secret"],
-                f"{client.scratch[self.key]}|{client.phase.name}",
-                kept["history"],
-            )
+            secret, history = client.state[self.key]["secret"], client.state[self.key]["history"]
+            address = f"{client.scratch[self.key]}|{client.phase.name}"
+        if not history:
+            try_records(pl_module, trainer, self.key)
+        refuse_monitors(trainer)
         keeps = client is not None and client.keeps_optimizers  # then the Trainer's limit is that of the whole run
         noise = self._noise(
             history, self._sampler.rate, planned * (1 if client is None or keeps else client.max_rounds)
@@ -228,12 +243,6 @@ class SampleDP(TrainingData):
                     "for fewer steps."
                 )
         self._fit = RecordGradients(pl_module, self._sampler, self.clip, noise, secret, address, room)
-
-    def _try_records(self, module: LightningModule, loader: Any) -> None:
-        """Try a few records of a plain Trainer's loader."""
-        with isolated(0, self.key):
-            few = [loader.dataset[place] for place in range(min(FEW, len(loader.dataset)))]
-        refuse_mixed_records(module, move_batch(module, loader.collate_fn(few)), self.key)
 
     def _room(self, history: Steps, noise: float, rate: float, most: int) -> int:
         """Return for how many of `most` more steps the budget has room."""
@@ -261,25 +270,31 @@ class SampleDP(TrainingData):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Take note of how many records there are in the batch."""
         if self._fit is not None:
-            self._fit.begin(batch_idx)
+            self._fit.begin()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Put the private gradient in the place of the gradient."""
         if self._fit is not None:
             self._fit.privatise(optimizer)
 
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """See that the step was covered."""
+        if self._fit is not None:
+            self._fit.end()
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the hooks off, and count the steps."""
         fit, client = self._close(), self._client
         if fit is None:
             return
+        fit.refuse_other_memory()
         steps = fit.counted
         if client is not None:
             kept = client.state[self.key]
-            client.state[self.key] = kept | {
-                "history": added(kept["history"], steps),
-                "visit": visit_of(client, steps),
-            }
+            counted = {"history": added(kept["history"], steps), "visit": visit_of(client, steps)}
+            client.state[self.key] = kept | counted
             return
         self._history = added(self._history, steps)
         if self.noise_seed is None:
@@ -320,41 +335,27 @@ class SampleDP(TrainingData):
         """Note what a client has spent."""
         said = update.extras.get(self.key)
         if said is not None:
-            kept = server.state.setdefault(self.key, {"epsilon": {}, "over": []})
+            kept = server.state[self.key]
             over = (
                 [*kept["over"], update.client] if self.epsilon is not None and not int(said["left"]) else kept["over"]
             )
-            server.state[self.key] = {
-                "epsilon": kept["epsilon"] | {update.client: float(said["epsilon"])},
-                "over": over,
-            }
+            spent = kept["epsilon"] | {update.client: float(said["epsilon"])}
+            server.state[self.key] = kept | {"epsilon": spent, "over": over}
 
     def on_round_end(self, server: Server) -> None:
         """Write down what every client has spent, and end the run before one exceeds its budget."""
-        kept = server.state.get(self.key)
-        if kept is None:
-            return
-        if server.run_dir is not None:
-            private = self.noise_seed is None
-            told = {
-                "private": private,
-                "epsilon": max(kept["epsilon"].values()) if private else None,
-                "delta": self.delta,
-                "unit": "record of a client",
-                "against": "everybody who sees what a client sends, the server too; not scores and sample counts",
-                "rounds": server.round + 1,
-                "clip": self.clip,
-                "accountant": self.accountant,
-                "epsilon_by_client": kept["epsilon"] if private else {},
-            }
-            write_told(server.run_dir, told)
+        kept = server.state[self.key]
+        if server.run_dir is not None and kept["epsilon"]:
+            told = told_of(kept["epsilon"], self.noise_seed is None)
+            own = {"delta": self.delta, "rounds": server.round + 1, "clip": self.clip, "accountant": self.accountant}
+            write_told(server.run_dir, told | own)
         if kept["over"] and server.stopped is None:
             server.stop(self, f"client '{kept['over'][0]}' would exceed epsilon={self.epsilon:g} in another visit")
 
     def on_federation_end(self, server: Server) -> None:
         """Say what was spent."""
         kept = server.state.get(self.key)
-        if kept is not None and self.noise_seed is None:
+        if kept is not None and kept["epsilon"] and self.noise_seed is None:
             most = max(kept["epsilon"], key=kept["epsilon"].get)
             warn(
                 f"SampleDP: epsilon={kept['epsilon'][most]:.4g} at delta={self.delta:g} for each record of client '{most}', "

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
+from fedlightning.algorithm import isolated
 from fedlightning.callbacks.shared.secret_noise import uniform
 
 
@@ -26,6 +27,7 @@ class PoissonBatches(Sampler[list[int]]):
 
     Attributes:
         sizes: Records of the batches that this epoch has drawn so far.
+        epoch: Epochs begun.
 
     Example:
         >>> sampler = PoissonBatches(100, 4, "a secret", "visit 1")
@@ -36,7 +38,8 @@ class PoissonBatches(Sampler[list[int]]):
     def __init__(self, records: int, batches: int, secret: str, address: str) -> None:
         self.records, self.batches = records, batches
         self.sizes: list[int] = []
-        self._secret, self._address, self._epoch = secret, address, 0
+        self.epoch = 0
+        self._secret, self._address = secret, address
 
     @property
     def rate(self) -> float:
@@ -49,8 +52,8 @@ class PoissonBatches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Draw the batches of the next epoch."""
-        epoch, self.sizes = self._epoch, []
-        self._epoch += 1
+        epoch, self.sizes = self.epoch, []
+        self.epoch += 1
         for index in range(self.batches):
             coins = uniform(self._secret, f"{self._address}|epoch {epoch}|batch {index}", self.records)
             drawn = np.flatnonzero(coins < self.rate).tolist()
@@ -71,6 +74,13 @@ def poisson_loader(loader: Any, owner: str, secret: str, address: str) -> tuple[
             "map-style dataset."
         )
     count = len(loader.dataset)  # type: ignore[arg-type]
+    orders = _only_orders(loader.sampler, count, owner)
+    if not orders or type(loader).__iter__ is not DataLoader.__iter__:
+        raise ValueError(
+            f"{owner} draws every record of the data set with the same probability, in the place of "
+            f"{type(loader if orders else loader.sampler).__name__}, which draws others or otherwise. Give a DataLoader "
+            "without it; for a part of the records, a Subset."
+        )
     if count == 0 or len(loader) == 0:
         raise ValueError(f"{owner} got a loader without a batch.")
     sampler = PoissonBatches(count, len(loader), secret, address)
@@ -85,3 +95,11 @@ def poisson_loader(loader: Any, owner: str, secret: str, address: str) -> tuple[
         prefetch_factor=loader.prefetch_factor,
     )
     return made, sampler
+
+
+def _only_orders(sampler: Any, count: int, owner: str) -> bool:
+    """Return whether an epoch of a sampler has every record once, or would have (a RandomSampler with replacement)."""
+    if type(sampler) in (RandomSampler, SequentialSampler):
+        return True
+    with isolated(0, owner, "sampler"):
+        return sorted(sampler) == list(range(count))

@@ -55,6 +55,10 @@ class RecordGradients:
         self.steps, self.room = 0, room
         self.size = 0
         self._secret, self._address = secret, address
+        self._due = False
+        self._place = (0, 0)  # epoch and batch: after a resume in the middle of an epoch batch_idx says something else
+        self._looked_at: set[int] = set()
+        self._before = held_by(module)
         self._hooks = hooks_on(module)
 
     @property
@@ -62,33 +66,63 @@ class RecordGradients:
         """Noise multiplier, rate and number of the steps taken."""
         return self.noise_multiplier, self.sampler.rate, self.steps
 
-    def begin(self, batch_idx: int) -> None:
+    def begin(self) -> None:
         """Take note of the batch whose step begins, and forget the gradients of the last one."""
-        self.size = self.sampler.sizes[batch_idx]
+        epoch, place = self._place
+        place = place if epoch == self.sampler.epoch else 0
+        self.size, self._place, self._due = self.sampler.sizes[place], (self.sampler.epoch, place + 1), True
         self._hooks.set_grad_sample_to_none()
+
+    def end(self) -> None:
+        """See that the batch that ends was covered, and after the first one that nothing else has changed.
+
+        Raises:
+            ValueError: If a step went past Lightning's hooks, or a buffer has learnt from records.
+        """
+        if self._due:
+            raise ValueError(
+                f"A batch ended without the step that is covered with noise: optimizer_step of {type(self.module).__name__} "
+                "goes past Lightning's hooks, or training_step returned no loss. Call optimizer.step(closure) for each batch."
+            )
+        if self.steps == 1:
+            self.refuse_other_memory()
+
+    def refuse_other_memory(self) -> None:
+        """Refuse buffers that training has changed: they are not covered."""
+        refuse_changed(self.module, self._before)
 
     @torch.no_grad()
     def privatise(self, optimizer: Any) -> None:
         """Put the private gradient in the place of the gradient of everything that the optimizer trains.
 
         Raises:
-            ValueError: If the budget has no room for it, or the gradient has parts that are of no single record.
+            ValueError: If the budget has no room for it, it is the second one of a batch, or the gradient has parts that are
+                of no single record.
         """
+        if not self._due:
+            raise ValueError(
+                f"{type(optimizer).__name__} asked for a second gradient of one batch (LBFGS, SAM): a batch is drawn, and "
+                "counted, for one. Use an optimizer that takes one."
+            )
+        self._due = False
         if self.steps >= self.room:
             raise ValueError(f"The budget has room for {self.room} steps of this fit, and this is one more.")
         chosen = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         records = max(self.size, 1)
         samples = [_sample_of(parameter, records) for parameter in chosen]
-        if self.steps == 0 and self.size:
+        fresh = {id(parameter) for parameter in chosen} - self._looked_at  # a callback may unfreeze some later
+        if fresh and self.size:
             refuse_other_parts(self.module, chosen, samples)
+            self._looked_at |= fresh
+        samples = [None if one is None else _wide(one) for one in samples]
         norms = torch.stack(
-            [one.flatten(1).norm(dim=1).double() for one in samples if one is not None] or [torch.zeros(1)]
+            [one.reshape(len(one), -1).norm(dim=1).double() for one in samples if one is not None] or [torch.zeros(1)]
         )
         factor = _factors(norms.square().sum(0).sqrt(), self.clip, self.size)
         sums = [
             torch.zeros_like(parameter)
             if one is None
-            else torch.einsum("n,n...->...", factor.to(one), torch.nan_to_num(one, 0.0, 0.0, 0.0)).to(parameter.dtype)
+            else torch.einsum("n,n...->...", factor.to(one), torch.nan_to_num(one, 0.0, 0.0, 0.0))
             for parameter, one in zip(chosen, samples, strict=True)
         ]
         self._cover(chosen, sums)
@@ -132,6 +166,27 @@ def refuse_other_parts(
             )
 
 
+def held_by(module: LightningModule) -> dict[str, Tensor]:
+    """Return copies of the buffers."""
+    return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+
+
+def refuse_changed(module: LightningModule, before: dict[str, Tensor]) -> None:
+    """Refuse buffers that a step changes: what they know of records has no noise.
+
+    Raises:
+        ValueError: With the name of the buffer.
+    """
+    for name, buffer in module.named_buffers():
+        if name in before and not torch.equal(
+            torch.nan_to_num(before[name]), torch.nan_to_num(buffer.to(before[name]))
+        ):
+            raise ValueError(
+                f"Training changes the buffer '{name}', and noise covers gradients only: what the buffer has of records "
+                "would leave as it is. Leave it out, or, if it counts steps only, make it an attribute that is no buffer."
+            )
+
+
 def hooks_on(module: LightningModule) -> Any:
     """Attach Opacus' hooks to a module.
 
@@ -152,6 +207,12 @@ def hooks_on(module: LightningModule) -> Any:
         problems = ModuleValidator.validate(module, strict=False)
     finally:
         module.train(was_training)
+    renormed = next((name for name, one in module.named_modules() if getattr(one, "max_norm", None) is not None), None)
+    if renormed is not None:
+        raise ValueError(
+            f"'{renormed}' has max_norm: it changes the rows that a batch looks up, which tells who was in it, without noise"
+            ". Leave max_norm out."
+        )
     if problems:
         raise ValueError(
             f"Opacus cannot tell the gradients of single records apart: {problems[0]} "
@@ -163,7 +224,9 @@ def hooks_on(module: LightningModule) -> Any:
         raise ValueError(f"Opacus cannot tell the gradients of single records apart: {error}") from error
 
 
-def refuse_mixed_records(module: LightningModule, batch: Any, owner: str, most: int = 3) -> None:
+def refuse_mixed_records(
+    module: LightningModule, batch: Any, owner: str, alone: Sequence[Any] | None = None, most: int = 3
+) -> None:
     """See that the gradient of a record in a batch is that of the record alone.
 
     A loss over pairs of records, a sum in the place of a mean, or a batch that is not the first dimension would each make
@@ -173,6 +236,7 @@ def refuse_mixed_records(module: LightningModule, batch: Any, owner: str, most: 
         module: The module; nothing of it is changed.
         batch: A batch on its device.
         owner: Who asks.
+        alone: The first records, each as a batch of its own; default: cut from the batch.
         most: Records to try.
 
     Raises:
@@ -181,19 +245,22 @@ def refuse_mixed_records(module: LightningModule, batch: Any, owner: str, most: 
     count = extract_batch_size(batch) or 1
     tried = _moved_a_little(module)
     trainable = [parameter for parameter in tried.parameters() if parameter.requires_grad]
+    before = held_by(tried)
     with torch.enable_grad(), probes.probing(tried, Precision(), 0, "records"), _in_words(module):
         hooks = hooks_on(tried)
         together = _gradients(tried, hooks, trainable, batch, count)
         refuse_other_parts(tried, trainable, [_sample_of(parameter, count) for parameter in trainable])
-        for place in range(min(count, most)):
-            one_record = apply_to_collection(batch, Tensor, _cut, place, count)
-            alone = _gradients(tried, hooks, trainable, one_record, 1)
-            scale = max(float(one.norm()) for one in alone)
-            if any(float((a[place] - b[0]).norm()) > CLOSE * scale for a, b in zip(together, alone, strict=True)):
+        refuse_changed(tried, before)
+        for place in range(min(count, most if alone is None else len(alone))):
+            one_record = apply_to_collection(batch, Tensor, _cut, place, count) if alone is None else alone[place]
+            single = _gradients(tried, hooks, trainable, one_record, 1)
+            scale = max(float(one.norm()) for one in single)
+            if any(float((a[place] - b[0]).norm()) > CLOSE * scale for a, b in zip(together, single, strict=True)):
                 raise ValueError(
                     f"{owner} clips the gradient of each record, and {type(module).__name__}.training_step gives a record "
                     "another gradient in a batch than alone. Its loss must be the mean over the records of a batch of "
-                    "what each gives by itself, with the records in the first dimension."
+                    "what each gives by itself, with the records in the first dimension; collate_fn must not mix them "
+                    "(MixUp), nor pad one to the length of others that the loss sees."
                 )
 
 
@@ -258,6 +325,11 @@ def _sample_of(parameter: nn.Parameter, records: int) -> Tensor | None:
             "whose first dimension is the batch: keep sequences in the second."
         )
     return found
+
+
+def _wide(values: Tensor) -> Tensor:
+    """Return 16-bit gradients in float32: rounded lengths and sums would let a record move more than the bound."""
+    return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
 
 
 def _factors(norms: Tensor, clip: float, size: int) -> Tensor:

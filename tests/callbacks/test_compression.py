@@ -15,6 +15,7 @@ from fedlightning.callbacks import (
     FedAdam,
     FedAvg,
     FedKD,
+    FedLP,
     FedPer,
     HeteroFL,
     RandomK,
@@ -144,12 +145,25 @@ def test_sub_models_are_encoded_at_their_own_size():
         ([DFedAvg(), QSGD()], "DFedAvg"),
         ([TopK(), QSGD()], "both claim 'encode'"),
         ([FedKD(), TopK()], "FedKD"),
+        ([FedLP(), RandomK()], "FedLP"),
     ],
     ids=str,
 )
 def test_what_is_refused(callbacks, reason):
     with pytest.raises(ValueError, match=reason):
         federate(module(), toy_data(SIZES), callbacks, max_rounds=1)
+
+
+class Tied(Toy):
+    def __init__(self):
+        super().__init__()
+        self.one = torch.nn.Linear(6, 6, bias=False)
+        self.other = self.one
+
+
+def test_tied_entries_are_refused():
+    with pytest.raises(ValueError, match="is one tensor under several names"):
+        federate(module(Tied), toy_data(SIZES), [RandomK(share=0.5)], max_rounds=1)
 
 
 @pytest.mark.parametrize("codec", [TopK(share=0.2), QSGD()], ids=repr)

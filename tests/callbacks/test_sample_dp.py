@@ -126,8 +126,8 @@ def test_a_batch_of_nobody_is_noise_and_so_is_a_record_whose_gradient_is_not_fin
     fit = RecordGradients(net, sampler, clip=2.0, noise_multiplier=3.0, secret="s", address="a", room=9)
     optimizer, found = net.configure_optimizers(), []
     for sizes, value in (([0], 1.0), ([1], float("inf"))):
-        sampler.sizes = sizes
-        fit.begin(0)
+        sampler.sizes, sampler.epoch = sizes, sampler.epoch + 1
+        fit.begin()
         net.training_step((torch.full((1, 4), value), torch.zeros(1, dtype=torch.long)), 0).backward()
         fit.steps = 1  # the first step would look for parts of no record
         fit.privatise(optimizer)
@@ -142,8 +142,8 @@ def test_the_noise_has_its_variance_and_is_another_one_for_another_sum():
     fit = RecordGradients(net, sampler, clip=0.5, noise_multiplier=3.0, secret="s", address="a", room=10**6)
     optimizer, drawn = net.configure_optimizers(), []
     sampler.sizes = [0]
-    for _ in range(700):
-        fit.begin(0)
+    for sampler.epoch in range(700):
+        fit.begin()
         fit.privatise(optimizer)
         drawn.append(torch.cat([parameter.grad.flatten() for parameter in net.parameters()]))
     values = torch.stack(drawn).double()

@@ -1,0 +1,241 @@
+"""SampleDP against what would leave without noise: other steps, other memory, other samplers, mixed records, resumed runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSampler, default_collate
+
+pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install 'fedlightning[privacy]'")
+
+from lightning.pytorch.callbacks import EarlyStopping
+
+from fedlightning.callbacks import FedAvg
+from fedlightning.federation.failures import FederationError
+from tests.callbacks.test_sample_dp import SIZES, Plain, dp, module, plain_trainer, records
+from tests.helpers import Toy, federate, make_trainer, toy_data
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:SampleDP"),
+    pytest.mark.filterwarnings("ignore:Optimal order"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec"),
+]
+
+
+def loader(**options):
+    return DataLoader(records(), batch_size=5, **options)
+
+
+class Watches(Plain):
+    """Keeps a mean of its inputs in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Module()
+        self.part.register_buffer("seen", torch.zeros(4))
+
+    def training_step(self, batch, batch_idx):
+        self.part.seen = 0.9 * self.part.seen + 0.1 * batch[0].detach().mean(0)
+        return super().training_step(batch, batch_idx)
+
+
+class WatchesLater(Watches):
+    def training_step(self, batch, batch_idx):
+        return Plain.training_step(self, batch, batch_idx)
+
+    def on_train_epoch_end(self):
+        self.part.seen = self.layer.weight.grad.mean(0) + 1.0
+
+
+class Renormed(Plain):
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Embedding(3, 4, max_norm=0.5)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.layer(batch[0] + self.rows(batch[1])), batch[1])
+
+
+class PastHooks(Plain):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        optimizer_closure()
+        optimizer.optimizer.step()
+
+
+class TwoGradients(Plain):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
+
+
+class Plateau(Plain):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "train_loss"}}
+
+
+class Thaws(Plain):
+    """Opacus has no hooks on what is frozen when a fit begins."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(3, 3).requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.last(self.layer(batch[0])), batch[1])
+
+    def on_train_epoch_start(self):
+        self.last.requires_grad_(self.current_epoch > 0)
+
+
+@pytest.mark.parametrize(
+    ("net", "reason"),
+    [
+        (Watches(), "changes the buffer 'part.seen'"),
+        (WatchesLater(), "changes the buffer 'part.seen'"),
+        (Renormed(), "'rows' has max_norm"),
+        (PastHooks(), "goes past Lightning's hooks"),
+        (TwoGradients(), "LBFGS asked for a second gradient of one batch"),
+        (Plateau(), "goes by 'train_loss'"),
+        (Thaws(), "'last.weight' has a part that is of no single record"),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_what_is_learnt_past_the_noise_is_refused(net, reason):
+    with pytest.raises(ValueError, match=reason):
+        plain_trainer(dp(), max_epochs=2).fit(net, loader())
+
+
+def test_an_end_of_training_by_its_own_numbers_is_refused():
+    trainer = plain_trainer(dp(), max_epochs=2)
+    trainer.callbacks.append(EarlyStopping("train_loss"))
+    with pytest.raises(ValueError, match="goes by 'train_loss'"):
+        trainer.fit(Plateau(), loader())
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [SubsetRandomSampler(range(10)), WeightedRandomSampler([1.0] * 20, 40)],
+    ids=lambda one: type(one).__name__,
+)
+def test_samplers_that_draw_others_are_refused(sampler):
+    with pytest.raises(ValueError, match=f"in the place of {type(sampler).__name__}"):
+        plain_trainer(dp()).fit(Plain(), loader(sampler=sampler))
+
+
+def mixed(rows):
+    x, y = default_collate(rows)
+    return 0.5 * (x + x.roll(1, 0)), y
+
+
+def test_a_collate_fn_that_mixes_records_is_refused():
+    with pytest.raises(ValueError, match="collate_fn must not mix them"):
+        plain_trainer(dp()).fit(Plain(), loader(collate_fn=mixed))
+    data = toy_data(SIZES)
+    data.setup("fit")
+    plain = data.client_dataloader
+
+    def mixing(client, split):
+        made = plain(client, split)
+        made.collate_fn = mixed
+        return made
+
+    data.client_dataloader = mixing
+    with pytest.raises(FederationError, match="collate_fn must not mix them"):
+        federate(module(), data, [FedAvg(), dp()], max_rounds=1)
+
+
+def test_a_parameter_of_no_dimension():
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.0))
+
+        def forward(self, values):
+            return values * self.scale
+
+    class Scaled(Plain):
+        def __init__(self):
+            super().__init__()
+            self.scaled = Scale()
+
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self.scaled(self.layer(batch[0])), batch[1])
+
+    callback = dp()
+    plain_trainer(callback).fit(Scaled(), loader())
+    assert callback.state_dict()["history"] == [[1.0, 0.25, 4]]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed"])
+def test_no_record_is_longer_than_the_bound_in_16_bits(precision, monkeypatch):
+    from fedlightning.callbacks.shared import record_gradients
+
+    lengths = []
+    monkeypatch.setattr(
+        record_gradients.RecordGradients,
+        "_cover",
+        lambda self, chosen, sums: lengths.append(
+            (float(torch.cat([one.double().flatten() for one in sums]).norm()), self.size * self.clip)
+        ),
+    )
+    plain_trainer(dp(clip=0.01), precision=precision, max_epochs=3).fit(Plain(), loader())
+    assert len(lengths) == 12 and all(length <= most for length, most in lengths)
+    single = [length for length, most in lengths if most == 0.01]
+    assert all(0.0099 < length <= 0.01 for length in single)
+
+
+# -- runs that go on ---------------------------------------------------------------------------------------------------
+def test_a_plain_checkpoint_goes_on_in_the_middle_and_spends_once(tmp_path):
+    def trainer(callback, **options):
+        return plain_trainer(callback, max_epochs=2, **options)
+
+    class Stops(Plain):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if self.global_step == 6:
+                self.trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    given = {"noise_multiplier": None, "epsilon": 6.0, "noise_seed": None}
+    trainer(dp(**given)).fit(Stops(), loader())
+    again = dp(**given)
+    trainer(again).fit(Plain(), loader(), ckpt_path=tmp_path / "a.ckpt", weights_only=False)
+    ((noise, rate, steps),) = again.state_dict()["history"]
+    assert steps == 8 and again.epsilon_of([(noise, rate, steps)]) <= 6.0
+
+
+def test_a_plain_checkpoint_without_noise_is_refused(tmp_path):
+    trainer = plain_trainer(EarlyStopping("train_loss"))
+    trainer.fit(Plateau(), loader())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match="goes on from 4 steps, of which it has counted 0"):
+        plain_trainer(dp(), max_epochs=2).fit(Plain(), loader(), ckpt_path=tmp_path / "a.ckpt", weights_only=False)
+
+
+@pytest.mark.parametrize(
+    ("before", "reason"),
+    [([FedAvg()], "1 rounds of this run were without"), ([dp()], "noise_seed was 3, and is None now")],
+)
+def test_rounds_without_noise_or_with_known_noise_are_not_called_private(tmp_path, before, reason):
+    make_trainer(tmp_path, before, max_rounds=1, name="a").fit(module(), datamodule=toy_data(SIZES))
+    again = make_trainer(tmp_path, [FedAvg(), dp(noise_seed=None)], max_rounds=2, name="a")
+    with pytest.raises(ValueError, match=reason):
+        again.fit(module(), datamodule=toy_data(SIZES), resume="last", allow_config_change=True)
+
+
+def test_a_callback_that_inherits_a_look_at_batches_is_refused():
+    class Looks(FedAvg):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            self.seen = batch
+
+    class Inherits(Looks):
+        pass
+
+    with pytest.raises(ValueError, match="sees the batches of training"):
+        federate(module(Toy), toy_data(SIZES), [Inherits(), dp()], max_rounds=1)
