@@ -37,3 +37,16 @@ def test_a_page_of_one_table(tmp_path):
     assert "*Why: FedAvg.* Because." in text
     assert "**t: the tolerance of FedAvg / accuracy was widened from 0.1 to 0.3 after a run.**" in text
     assert "Run at commit `abc` with seeds 0, 1." in text
+
+
+def test_an_order_that_disagrees_has_the_reason_of_the_table(tmp_path):
+    small(tmp_path / "small.yaml")
+    orders = {"better": "fedavg", "worse": "other", "measure": "final"}
+    content = table(runs={"fedavg": "small.yaml", "other": "small.yaml"}, orders=orders, why={"table": "Because."})
+    found = read_table(write(tmp_path / "t.yaml", content), FOLDER)
+    line = {"name": found.orders[0].name, "verdict": "order disagrees", "note": "", "mean": -0.1, "low": -0.2, "high": -0.05,
+            "published": None, "tolerance": 0.0, "commit": "abc", "values": {"0": -0.1, "1": -0.1}}  # fmt: skip
+    recorded = tmp_path / "recorded/t.json"
+    recorded.parent.mkdir()
+    recorded.write_text(json.dumps({"format": 1, "lines": [line]}))
+    assert "*Why: table.* Because." in page([found])

@@ -11,7 +11,7 @@ from fedlightning.commands.configs import FOLDER
 from fedlightning.commands.reproduce import find_tables
 from fedlightning.experiments.reproduce.record import moved_goals, read_record
 from fedlightning.experiments.reproduce.results import Line
-from fedlightning.experiments.reproduce.tables import Cell, Table
+from fedlightning.experiments.reproduce.tables import WHOLE, Cell, Table
 from fedlightning.experiments.reproduce.verdicts import BAD, BY_CHANCE, INCONCLUSIVE, Verdict
 from fedlightning.experiments.reproduce.words import chance, row_of, verdict_counts
 
@@ -68,7 +68,7 @@ def _section(table: Table, record: Mapping[str, Any]) -> str:
         parts.append("\n".join(["| order | difference | verdict |", "|---|--:|---|", *rows]) + "\n")
     if not record:
         parts.append("It has not been run here yet.\n")
-    parts += [f"*Why: {name}.* {text}\n" for name, text in _reasons(table, known).items()]
+    parts += [f"*Why: {name}.* {text}\n" for name, text in _reasons(table, known, orders).items()]
     parts.append(f"*Can detect* {'; '.join(table.detects)}. *Cannot detect* {'; '.join(table.cannot_detect)}.\n")
     parts += [f"**{text}**\n" for text in moved_goals(table)]
     for commit in dict.fromkeys(line["commit"] for line in record.values()):
@@ -77,10 +77,10 @@ def _section(table: Table, record: Mapping[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def _reasons(table: Table, known: Sequence[tuple[Cell, Line]]) -> dict[str, str]:
+def _reasons(table: Table, known: Sequence[tuple[Cell, Line]], orders: Sequence[Line]) -> dict[str, str]:
     found: dict[str, str] = {}
-    for cell, line in known:
-        text = table.reason(cell)
+    told = [(table.reason(cell), line) for cell, line in known] + [(table.why.get(WHOLE, ""), line) for line in orders]
+    for text, line in told:
         if text and line.verdict.word in (*BAD, INCONCLUSIVE):
             found[next(key for key, value in table.why.items() if value == text)] = text
     return found

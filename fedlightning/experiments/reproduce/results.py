@@ -9,7 +9,7 @@ from typing import Any
 
 from fedlightning.experiments.reproduce.measures import NoValueError, Spec, Value, better_is_higher, measure
 from fedlightning.experiments.reproduce.specs import runs_of
-from fedlightning.experiments.reproduce.tables import Table
+from fedlightning.experiments.reproduce.tables import WHOLE, Table
 from fedlightning.experiments.reproduce.verdicts import (
     DISAGREES,
     NOT_JUDGED,
@@ -131,7 +131,8 @@ class _Measurer:
         verdict = judge_order(list(better.values()), list(worse.values()), order.margin, exact=self.table.exact)
         if not order.judged:
             verdict = Verdict(NOT_JUDGED, verdict.mean, verdict.low, verdict.high, "the order is from memory")
-        return Line(order.name, verdict, {seed: better[seed] - worse[seed] for seed in better}, tolerance=order.margin)
+        differences = {seed: better[seed] - worse[seed] for seed in better}
+        return Line(order.name, verdict, differences, tolerance=order.margin, why=self.table.why.get(WHOLE, ""))
 
     def _values(self, run: str | None, spec: Spec, needed: Sequence[str]) -> dict[int, Value] | Place:
         """Return seed -> value, or the place that has none."""

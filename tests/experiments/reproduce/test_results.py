@@ -40,3 +40,16 @@ def test_a_diverged_run_that_was_published_as_worse_says_nothing(tmp_path):
     places = {"fedavg": {0: Place(str(tmp_path / "run"))}, "other": {0: Place(None, REFUSED, failed=True)}}
     (line,) = measure_table(found, places, [0])
     assert line.verdict.word == "not run"
+
+
+def test_an_order_carries_the_reason_of_the_table(tmp_path):
+    small(tmp_path / "small.yaml")
+    orders = {"better": "fedavg", "worse": "other", "measure": {"kind": "summary", "key": "bytes_up"}}
+    runs = {"fedavg": "small.yaml", "other": "small.yaml"}
+    content = table(runs=runs, orders=orders, rows={}, why={"table": "Because."}, exact=True)
+    found = read_table(write(tmp_path / "t.yaml", content), FOLDER)
+    for name, value in (("a", 1), ("b", 2)):
+        write_run(tmp_path / name, [], {"bytes_up": value})
+    places = {"fedavg": {0: Place(str(tmp_path / "a"))}, "other": {0: Place(str(tmp_path / "b"))}}
+    (line,) = measure_table(found, places, [0])
+    assert (line.verdict.word, line.why) == ("order disagrees", "Because.")
