@@ -22,7 +22,7 @@ def measure(folder: Path, metric: str) -> dict[str, Any]:
 
     That is the deployed models' score on test data (mean over clients, worst client), what was sent and computed, and the
     validation score of the models as received (L1) by round, with the steps and megabytes until then. The steps
-    of a client's own models are spread evenly over the rounds. Fine-tuning after the last round is not in the scores by round.
+    of a client's own models are spread evenly over the rounds. Fine-tuning after the last round is not in there.
     """
     from fedlightning.study.curves import cumulative_costs, round_means
     from fedlightning.study.measures import RunScores
