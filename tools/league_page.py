@@ -31,7 +31,11 @@ runs are scored on test data. Samples that validated in a trial may be tested in
 - *Gain / MB*: gain over Local for each megabyte, sent up and down by all clients.
 - *Equal rounds, gradients, bytes*: score on validation data of the models as received (L1), after the last round within
   FedAvg's rounds, gradient evaluations and bytes. A method that costs less in a round than FedAvg has budget left there;
-  what is done after the last round (fine-tuning) is not in it. A dash: one round costs more, or nothing was scored.
+  what is done after the last round (fine-tuning) and at the server is not in it. A dash: one round costs more, or nothing
+  was scored.
+
+Methods that need public data take a tenth of each client's training samples for it; where these have labels (FedMD), all
+clients learn from them, which the others do not.
 
 Tasks are few and small: what is best here need not be elsewhere, so there is no rank over tasks.
 """

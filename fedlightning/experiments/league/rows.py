@@ -21,8 +21,8 @@ def measure(folder: Path, metric: str) -> dict[str, Any]:
     """Return what the league keeps of a run.
 
     That is the deployed models' score on test data (mean over clients, worst client), what was sent and computed, and the
-    validation score of the models as received (L1) by round, with the steps and megabytes until then. Fine-tuning after the
-    last round is not in the scores by round: its steps are not counted there.
+    validation score of the models as received (L1) by round, with the steps and megabytes until then. The steps
+    of a client's own models are spread evenly over the rounds. Fine-tuning after the last round is not in there.
     """
     from fedlightning.study.curves import cumulative_costs, round_means
     from fedlightning.study.measures import RunScores
@@ -33,9 +33,17 @@ def measure(folder: Path, metric: str) -> dict[str, Any]:
     if score is None:
         raise InputError(f"{folder} has no score '{metric}' on test data.")
     costs, means = cumulative_costs(run), round_means(run, metric)
-    last = run.config["trainer"]["max_rounds"]
+    last, own = (
+        run.config["trainer"]["max_rounds"],
+        run.summary["terms"]["own_steps"],
+    )  # those of no round in particular
     curve = [
-        [number, int(cost["local_steps"]), _mb(cost["bytes_up"] + cost["bytes_down"]), _short(value)]
+        [
+            number,
+            int(cost["local_steps"] + own * number / last),
+            _mb(cost["bytes_up"] + cost["bytes_down"]),
+            _short(value),
+        ]
         for number, cost in costs.items()
         if number <= last and (value := means.get(("L1", LOCAL, number))) is not None
     ]
@@ -44,7 +52,7 @@ def measure(folder: Path, metric: str) -> dict[str, Any]:
         "score": _short(score.mean),
         "worst": _short(None if score.spread is None else score.spread.worst),
         "mb": _mb(summary["bytes_up"] + summary["bytes_down"]),
-        "steps": summary["local_steps_total"],
+        "steps": summary["local_steps_total"] + own,
         "train": sum(held["train"] + held["val"] for held in clients),
         "test": sum(held["test"] for held in clients),
         "curve": curve,
