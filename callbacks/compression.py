@@ -100,7 +100,7 @@ def _part(code: Any, name: str, dtype: torch.dtype, size: int | None = None) -> 
     Raises:
         ValueError: If it is something else.
     """
-    found = code.get(name) if isinstance(code, Mapping) else None
+    found: Any = code.get(name) if isinstance(code, Mapping) else None
     fits = isinstance(found, Tensor) and found.dtype == dtype and found.dim() == 1
     if not fits or (size is not None and len(found) != size) or not bool(torch.isfinite(found.double()).all()):
         raise ValueError(f"its '{name}' is no vector of {'' if size is None else f'{size} '}finite {dtype} numbers")

@@ -167,8 +167,9 @@ def leakage(
             if known is not None and _same(known, module):
                 continue  # it deploys the global model
             known = module if name == "global" else known
-            losses = [_losses(module, data, clients, split, samples, seed) for split in ("train", "test")]
-            rows.append(asdict(membership(name, *losses, seed=seed)))
+            members = _losses(module, data, clients, "train", samples, seed)
+            others = _losses(module, data, clients, "test", samples, seed)
+            rows.append(asdict(membership(name, members, others, seed)))
         except (ValueError, NoLossError) as error:
             missing.append(f"{name}: {error}")
     sites = None
