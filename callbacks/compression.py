@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -16,7 +16,6 @@ from fedlightning.algorithm import (
     Need,
     Range,
     Server,
-    Setup,
     State,
     Update,
     UpdateCodec,
@@ -39,50 +38,36 @@ class _ChangeCodec(UpdateCodec):
         """It goes by the model that came, in synchronous rounds."""
         return super().facts.extend(needs=[WITH_A_SERVER], asynchronous=False)
 
-    def check(self, setup: Setup) -> None:
-        """Refuse tied entries, of which each name would get a code of its own.
-
-        Raises:
-            ValueError: With the name of one.
-        """
-        tied = sorted(tied_names(setup.module).keys() & set(setup.shared_names()))
-        if tied:
-            raise ValueError(
-                f"'{tied[0]}' is one tensor under several names, for each of which {self.key} would send another code. Keep "
-                "it with the clients, or untie it."
-            )
-
     def encode(self, client: Client, update: Update) -> None:
-        """Put the code in the place of the entries, of which one stays where a code would be longer."""
+        """Put the code in the place of the entries."""
         kinds = entry_kinds(client.module)
         chosen = [
             name
-            for name, value in sorted(update.state.items())
+            for name, value in update.state.items()
             if kinds.get(name) == "trainable" and name in client.received and value.is_floating_point()
         ]
         if not chosen or not client.steps:
             return
-        change = torch.cat(
-            [(update.state[name].double() - client.received[name].double()).flatten() for name in chosen]
-        )
-        update.extras[self.key] = self.code(change, client.message, client)
+        coded = _without_copies(chosen, tied_names(client.module))
+        change = [(update.state[name].double() - client.received[name].double()).flatten() for name in coded]
+        update.extras[self.key] = self.code(torch.cat(change), client.message, client)
         update.state = {name: value for name, value in update.state.items() if name not in chosen}
 
     def decode(self, server: Server, message: Message, update: Update) -> State:
         """Return the entries that came, each with its part of the change."""
-        trainable = set(server.architecture_of(message.client).trainable)
+        own, sent = server.architecture_of(message.client), message.state
         chosen = [
             name
-            for name in sorted(message.returns)
-            if name in trainable and name in message.state and message.state[name].is_floating_point()
+            for name in message.returns
+            if own.kinds.get(name) == "trainable" and name in sent and sent[name].is_floating_point()
         ]
-        size = sum(message.state[name].numel() for name in chosen)
-        change, state, place = self.change(update.extras[self.key], size, message, server), dict(update.state), 0
-        for name in chosen:
-            before = message.state[name]
-            part = change[place : place + before.numel()].reshape(before.shape)
-            state[name] = (before.double() + part).to(before.dtype)
-            place += before.numel()
+        coded, state, place = _without_copies(chosen, own.tied), dict(update.state), 0
+        size = sum(sent[name].numel() for name in coded)
+        change = self.change(update.extras[self.key], size, message, server)
+        for name, copies in coded.items():
+            part = change[place : place + sent[name].numel()].reshape(sent[name].shape)
+            state |= dict.fromkeys(copies, (sent[name].double() + part).to(sent[name].dtype))
+            place += sent[name].numel()
         return state
 
     def code(self, change: Tensor, message: Message, client: Client) -> dict[str, Tensor]:
@@ -92,6 +77,15 @@ class _ChangeCodec(UpdateCodec):
     def change(self, code: Mapping[str, Tensor], size: int, message: Message, server: Server) -> Tensor:
         """Return the change that a code stands for, an fp64 vector of `size`. What came is not to be trusted."""
         raise NotImplementedError
+
+
+def _without_copies(names: Sequence[str], tied: Mapping[str, Collection[str]]) -> dict[str, list[str]]:
+    """Return names in order, of a tensor under several names the first one, each with all of its names."""
+    found: dict[str, list[str]] = {}
+    for name in sorted(names):
+        first = min((one for one in tied.get(name, ()) if one in names), default=name)
+        found.setdefault(min(first, name), []).append(name)
+    return found
 
 
 def _part(code: Any, name: str, dtype: torch.dtype, size: int | None = None) -> Tensor:

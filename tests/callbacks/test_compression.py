@@ -155,15 +155,19 @@ def test_what_is_refused(callbacks, reason):
 
 
 class Tied(Toy):
-    def __init__(self):
-        super().__init__()
-        self.one = torch.nn.Linear(6, 6, bias=False)
-        self.other = self.one
+    def make(self, hidden, dropout):
+        net = super().make(hidden, dropout)
+        self.again = net[0]
+        return net
 
 
-def test_tied_entries_are_refused():
-    with pytest.raises(ValueError, match="is one tensor under several names"):
-        federate(module(Tied), toy_data(SIZES), [RandomK(share=0.5)], max_rounds=1)
+@pytest.mark.parametrize("codec", [RandomK(share=0.5), QSGD()], ids=repr)
+def test_a_tensor_under_two_names_has_one_code(codec):
+    trainer = federate(module(Tied), toy_data(SIZES), [codec], max_rounds=2)
+    model = trainer.server.model
+    assert torch.equal(model["again.weight"], model["net.0.weight"])
+    whole = federate(module(), toy_data(SIZES), [codec], max_rounds=2)
+    assert trainer.server.bytes_up == whole.server.bytes_up
 
 
 @pytest.mark.parametrize("codec", [TopK(share=0.2), QSGD()], ids=repr)

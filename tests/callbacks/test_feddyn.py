@@ -142,6 +142,7 @@ def test_reporting_the_average_does_not_change_training():
     same(*(global_state(federate(module, data, [FedDyn(report=r)], max_rounds=3)) for r in ("model", "average")))
 
 
+@pytest.mark.slow
 def test_exact_solves_reach_the_pooled_minimiser_where_fedavg_stalls():
     """(c), (d): three of six clients a round; every ``g_k`` becomes the gradient there, and they add up to 0."""
     options = {"max_rounds": 120, "local_epochs": 40, "participation": 3}

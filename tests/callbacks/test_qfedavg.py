@@ -182,6 +182,7 @@ def test_statistics_of_batches_stay_positive_and_move_as_the_parameters_do():
         before = state
 
 
+@pytest.mark.slow
 def test_a_larger_q_is_fairer():
     """Of clients that disagree, the largest loss at the fixed point falls with q."""
     a, b = [[1.0]] * 4, [[0.0], [0.0], [0.0], [4.0]]

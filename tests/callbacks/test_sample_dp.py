@@ -372,6 +372,7 @@ def test_every_method_is_covered_or_refused_before_round_1(name, tmp_path):
 
 
 # -- the ledger --------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_a_ledger_counts_all_runs_on_the_same_data(tmp_path):
     def run(name, rounds=2, **options):
         callback = dp(noise_seed=None, ledger=str(tmp_path / "ledger"), **options)
