@@ -32,10 +32,12 @@ from fedlightning.callbacks.sample_dp_fit import (
     add_to,
     added,
     planned_steps,
+    refuse_forgetting,
     refuse_monitors,
     refuse_other_rounds,
     refuse_steps_before,
     refuse_trainer,
+    room_for,
     told_of,
     try_records,
     visit_of,
@@ -85,7 +87,8 @@ class SampleDP(TrainingData):
         clip: ``C``, the most that a record's gradient may be long. Default 1.
         accountant: ``"rdp"`` (default; Rényi, orders of Opacus) or ``"prv"`` (tighter, slower).
         ledger: Folder with a file for each client of what all runs have spent on its data; `epsilon` is then the budget of
-            the data, over all these runs. `None`: every run counts alone.
+            the data, over all these runs, and every visit counts that was carried out. Needed at sites. `None`: a run
+            counts alone, by what its clients keep.
         noise_seed: A fixed seed in the place of the secret, for tests. The run is **not private**, and says so.
 
     Raises:
@@ -122,6 +125,7 @@ class SampleDP(TrainingData):
         self._sampler: PoissonBatches | None = None
         self._restore: Any = None
         self._secret = ""
+        self._entry = Ledger(None, "", "")
         self._history: list[list[float]] = []
 
     @property
@@ -178,6 +182,11 @@ class SampleDP(TrainingData):
         if self.noise_seed is not None:
             setup.warn("SampleDP(noise_seed=...): whoever knows the seed can subtract the noise. It is not private.")
 
+    def on_federation_start(self, server: Server) -> None:
+        """Refuse sites without a ledger, which a server could make forget what they have spent."""
+        if server.sites:
+            refuse_forgetting(self.ledger, self.noise_seed)
+
     def on_round_start(self, server: Server) -> None:
         """See that all rounds were private: with it, and with the same `noise_seed`."""
         before = server.state.get(self.key, {"epsilon": {}, "over": [], "seed": self.noise_seed})
@@ -197,12 +206,16 @@ class SampleDP(TrainingData):
             f"Client '{client.id}' gives its samples to the steps of training only, which SampleDP covers with noise. Remove "
             "SampleDP, or the callback that reads samples otherwise."
         )
+        if client.is_at_site:
+            refuse_forgetting(self.ledger, self.noise_seed)
         kept = client.state.get(self.key, {})
         if "secret" not in kept:
             secret = secrets.token_hex(16) if self.noise_seed is None else f"seed {self.noise_seed} {client.id}"
             client.state[self.key] = {"secret": secret, "history": []}
         came = hashlib.sha256()
-        add_to(came, [client.received, client.message.extras, client.message.work, client.message.tag])
+        add_to(
+            came, [client.entries, client.message.extras, client.message.work, client.message.tag, kept.get("history")]
+        )
         client.scratch[self.key] = f"{client.visit}|{came.hexdigest()}"
 
     def training_batches(self, client: Client, loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -233,26 +246,17 @@ class SampleDP(TrainingData):
         noise = self._noise(
             history, self._sampler.rate, planned * (1 if client is None or keeps else client.max_rounds)
         )
-        about = added(history, (noise, self._sampler.rate, planned))
-        with Ledger(self.ledger, "data" if client is None else client.id, secret).held(about) as others:
-            room = self._room([*others, *history], noise, self._sampler.rate, planned)
+        self._entry = Ledger(self.ledger, "data" if client is None else client.id, f"{secret}|{address}")
+        with self._entry.held([(noise, self._sampler.rate, planned)]) as others:
+            before = history if self.ledger is None else others
+            room = room_for(self._fits, before, (noise, self._sampler.rate), planned)
             if room < planned and not keeps:
                 raise ValueError(
                     f"SampleDP: {planned} more steps would exceed epsilon={self.epsilon:g}; there is room for {room}"
-                    f"{', since other runs of the ledger have spent' if others else ''}. Raise noise_multiplier, or train "
+                    f"{', since others of the ledger have spent' if others else ''}. Raise noise_multiplier, or train "
                     "for fewer steps."
                 )
         self._fit = RecordGradients(pl_module, self._sampler, self.clip, noise, secret, address, room)
-
-    def _room(self, history: Steps, noise: float, rate: float, most: int) -> int:
-        """Return for how many of `most` more steps the budget has room."""
-        if self.epsilon is None or self._fits([*history, (noise, rate, most)]):
-            return most
-        low, high = 0, most - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self._fits([*history, (noise, rate, middle)]) else (low, middle - 1)
-        return low
 
     def _fits(self, history: Steps) -> bool:
         """Return whether the budget has room for all of these steps."""
@@ -291,6 +295,8 @@ class SampleDP(TrainingData):
             return
         fit.refuse_other_memory()
         steps = fit.counted
+        with self._entry.held([steps]):  # what was planned, and is there until now, may be more
+            pass
         if client is not None:
             kept = client.state[self.key]
             counted = {"history": added(kept["history"], steps), "visit": visit_of(client, steps)}
@@ -325,9 +331,9 @@ class SampleDP(TrainingData):
         kept = client.state.get(self.key, {})
         if not kept.get("history") or client.message.work == 0:
             return
-        with Ledger(self.ledger, client.id, kept["secret"]).held(None) as others:
-            spent = self.epsilon_of([*others, *kept["history"]])
-            left = self._fits([*others, *kept["history"], *kept["visit"]])
+        with Ledger(self.ledger, client.id, "").held(None) as every:
+            before = kept["history"] if self.ledger is None else every
+            spent, left = self.epsilon_of(before), self._fits([*before, *kept["visit"]])
         update.extras[self.key] = {"epsilon": torch.tensor(spent), "left": torch.tensor(int(left))}
 
     # -- the server ----------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,17 @@ def visit_of(client: Client, steps: Sequence[float]) -> list[list[float]]:
     client.scratch["private steps"] = added(client.scratch.get("private steps", []), steps)
     found: list[list[float]] = client.scratch["private steps"]
     return found
+
+
+def room_for(fits: Callable[[Steps], bool], before: Steps, kind: tuple[float, float], most: int) -> int:
+    """Return for how many of `most` more steps, of a noise and a rate, a budget has room."""
+    if fits([*before, (*kind, most)]):
+        return most
+    low, high = 0, most - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits([*before, (*kind, middle)]) else (low, middle - 1)
+    return low
 
 
 def planned_steps(trainer: Any, sampler: PoissonBatches) -> int:
@@ -154,4 +165,17 @@ def refuse_trainer(module: LightningModule, argument: Any, optimizers: int) -> N
     if not module.automatic_optimization or optimizers > 1:
         raise ValueError(
             f"SampleDP makes the step of one optimizer, and {type(module).__name__} optimizes in another way."
+        )
+
+
+def refuse_forgetting(ledger: str | None, noise_seed: int | None) -> None:
+    """Refuse a site that counts only in what it keeps: a server names the visit from which it is to go on.
+
+    Raises:
+        ValueError: With the way out.
+    """
+    if ledger is None and noise_seed is None:
+        raise ValueError(
+            "SampleDP at sites needs ledger=FOLDER, a folder of each site's own: a server could let a site go on from an "
+            "earlier visit, and what was spent since would be forgotten."
         )

@@ -211,6 +211,11 @@ class ClientBase:
         return teacher.to(self.module.device).eval().requires_grad_(False)
 
     @property
+    def is_at_site(self) -> bool:
+        """Whether it is at a site, which has its own clients only and answers a server elsewhere."""
+        return not self._runner.together
+
+    @property
     def keeps_optimizers(self) -> bool:
         """Whether optimizers continue from visit to visit (`optimizer_state="keep"`)."""
         return self._blueprint.settings.optimizer_state == "keep"

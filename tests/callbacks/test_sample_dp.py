@@ -32,7 +32,10 @@ from fedlightning.callbacks import (
 )
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches
 from fedlightning.callbacks.shared.record_gradients import RecordGradients
+from fedlightning.federation.engine import Evaluate
 from fedlightning.federation.failures import FederationError
+from fedlightning.messages import Message
+from fedlightning.visit.visit import carry_out
 from tests.conformance.case import collect
 from tests.helpers import NormNet, Toy, federate, global_state, make_trainer, same, toy_data
 
@@ -381,12 +384,12 @@ def test_a_ledger_counts_all_runs_on_the_same_data(tmp_path):
         return json.loads((trainer.run.path / "privacy.json").read_text())
 
     alone, second = run("first"), run("second")
-    steps = json.loads((tmp_path / "ledger" / "0.json").read_text())["runs"]
-    first, other = steps.values()
-    assert first == other  # two runs that spent alike
-    both = SampleDP(delta=1e-3, noise_multiplier=1.0).epsilon_of([one for history in steps.values() for one in history])
+    visits = json.loads((tmp_path / "ledger" / "0.json").read_text())["runs"]
+    first, *others = visits.values()
+    assert len(visits) == 4 and all(one == first for one in others)  # two visits of two runs
+    both = SampleDP(delta=1e-3, noise_multiplier=1.0).epsilon_of([one for steps in visits.values() for one in steps])
     assert second["epsilon_by_client"]["0"] == pytest.approx(both, rel=1e-5) and both > alone["epsilon_by_client"]["0"]
-    with pytest.raises(FederationError, match="since other runs of the ledger have spent"):
+    with pytest.raises(FederationError, match="since others of the ledger have spent"):
         run("third", epsilon=alone["epsilon"] * 1.01)
     (tmp_path / "ledger" / "0.json").write_text("{}")
     with pytest.warns(UserWarning, match="is no ledger"):
@@ -416,3 +419,22 @@ def test_what_a_module_logs_in_training_does_not_leave():
 
     federate(module(), toy_data(SIZES), [Look(), dp()], max_rounds=1)
     assert Look.seen == [({}, [])] * 3
+
+
+def test_a_visit_from_an_earlier_record_is_counted_beside_the_one_it_replaces(tmp_path):
+    """As a server may ask of a site, or where it has refused what came; the same visit again is the same release."""
+    trainer = make_trainer(tmp_path, [dp(ledger=str(tmp_path / "ledger"))], max_rounds=2)
+    trainer.fit(module(), datamodule=toy_data(SIZES))
+    engine, server = trainer.federation.engine, trainer.server
+    record = trainer.store.get("0")
+
+    def visit(scale):
+        model = {name: value * scale for name, value in server.model.items()}
+        message = Message(round=7, client="0", state=model, returns=tuple(model))
+        update, _ = carry_out(engine.runner, message, record, Evaluate())
+        return update, len(json.loads((tmp_path / "ledger" / "0.json").read_text())["runs"])
+
+    (first, one), (again, same_one), (other, two) = visit(1.0), visit(1.0), visit(0.5)
+    assert (one, same_one, two) == (3, 3, 4)
+    same(first.state, again.state)
+    assert float(other.extras["SampleDP"]["epsilon"]) > float(first.extras["SampleDP"]["epsilon"])

@@ -91,6 +91,18 @@ def test_noise_is_added_at_the_site(tmp_path):
     assert updates and not any(update.metrics or update.logs for update in updates)
 
 
+@pytest.mark.filterwarnings("ignore:SampleDP")
+def test_sites_count_where_no_server_can_make_them_forget(tmp_path):
+    pytest.importorskip("opacus", reason="SampleDP counts with Opacus")
+    forgetting, counting = (
+        SampleDP(delta=1e-3, noise_multiplier=1.0, ledger=one) for one in (None, str(tmp_path / "l"))
+    )
+    with pytest.raises(ValueError, match="needs ledger=FOLDER"):
+        at_sites(Line(sites(tmp_path / "one", forgetting)), tmp_path / "first", forgetting)
+    at_sites(Line(sites(tmp_path / "two", counting)), tmp_path / "second", counting)
+    assert len(list((tmp_path / "l").glob("*.json"))) == 4
+
+
 def test_equal_with_every_kind_of_entry(tmp_path):
     assert_equal(tmp_path, FedBN(), full=True)
 
