@@ -243,9 +243,8 @@ class SampleDP(TrainingData):
             try_records(pl_module, trainer, self.key)
         refuse_monitors(trainer)
         keeps = client is not None and client.keeps_optimizers  # then the Trainer's limit is that of the whole run
-        noise = self._noise(
-            history, self._sampler.rate, planned * (1 if client is None or keeps else client.max_rounds)
-        )
+        visits = 1 if client is None or keeps else client.max_rounds
+        noise = self._noise(history, self._sampler.rate, planned * visits)
         self._entry = Ledger(self.ledger, "data" if client is None else client.id, f"{secret}|{address}")
         with self._entry.held([(noise, self._sampler.rate, planned)]) as others:
             before = history if self.ledger is None else others
@@ -342,9 +341,8 @@ class SampleDP(TrainingData):
         said = update.extras.get(self.key)
         if said is not None:
             kept = server.state[self.key]
-            over = (
-                [*kept["over"], update.client] if self.epsilon is not None and not int(said["left"]) else kept["over"]
-            )
+            ended = self.epsilon is not None and not int(said["left"])
+            over = [*kept["over"], update.client] if ended else kept["over"]
             spent = kept["epsilon"] | {update.client: float(said["epsilon"])}
             server.state[self.key] = kept | {"epsilon": spent, "over": over}
 
