@@ -139,6 +139,18 @@ def test_a_batch_of_nobody_is_noise_and_so_is_a_record_whose_gradient_is_not_fin
     assert all(one.abs().min() > 0 and one.abs().max() < 6 * 2.0 * 3.0 for pair in found for one in pair)
 
 
+def test_the_record_that_stands_in_for_nobody_has_no_part_in_the_step():
+    net, sampler = Plain(), PoissonBatches(1, 1, "s", "a")
+    fit = RecordGradients(net, sampler, clip=2.0, noise_multiplier=TINY, secret="s", address="a", room=9)
+    sampler.sizes = [0]
+    fit.begin()
+    net.training_step((torch.ones(1, 4), torch.zeros(1, dtype=torch.long)), 0).backward()
+    assert net.layer.weight.grad.norm() > 0.1
+    fit.privatise(net.configure_optimizers())
+    fit.close()
+    assert net.layer.weight.grad.norm() < 1e-6
+
+
 def test_the_noise_has_its_variance_and_is_another_one_for_another_sum():
     net = Plain()
     sampler = PoissonBatches(8, 2, "s", "a")
