@@ -25,7 +25,7 @@ from fedlightning.ranges import NonNegativeFloat, Range
 WHOLE_CHANGES = Need(
     "compares the lengths of the participants' whole changes with that of their mean, once a round",
     (
-        *(Change.PLAN, Change.MODEL_OF, Change.PARTS, Change.SMALLER),
+        *(Change.PLAN, Change.MODEL_OF, Change.PARTS, Change.SMALLER, Change.LOSSY),
         *(Change.REDUCE, Change.REDUCED, Change.DENOMINATOR),
     ),
 )

@@ -32,7 +32,7 @@ LARGEST = 600.0
 
 LOSS_OF_WHAT_CAME = Need(
     "weighs each client's change once, by the loss of the model that it was sent",
-    (Change.START, Change.REDUCE, Change.PLAN, Change.PARTS, Change.SMALLER),
+    (Change.START, Change.REDUCE, Change.PLAN, Change.PARTS, Change.SMALLER, Change.LOSSY),
 )
 
 
