@@ -40,7 +40,7 @@ $(BASE): pyproject.toml constraints.txt
 
 # What only tests, other runners and some models need.
 $(STAMP): $(BASE)
-	$(PIP_INSTALL) -e ".[test,vision,lora,privacy,report,sweep,ray]"
+	$(PIP_INSTALL) -e ".[test,vision,huggingface,lora,privacy,report,sweep,ray]"
 	@touch $@
 
 install: $(STAMP) ## create the environment and install FedLightning in it, editable

@@ -11,8 +11,8 @@ In order of importance:
   `CIFAR10DataModule`, `CIFAR100DataModule`, `SVHNDataModule`; `UCIHARDataModule` (sensors).
 * Clinical data sets: `HeartDiseaseDataModule`, `TCGABRCADataModule` (survival), `ISIC2019DataModule` (images of skin),
   `Camelyon16DataModule` (slides), `PTBXLDataModule` (ECG), `IXITinyDataModule` (brains in three dimensions).
-* Your own files: `TabularFederatedDataModule` (CSV), `SurvivalTableDataModule` (with times of events) and
-  `ImageFolderDataModule` (a folder for each client).
+* Your own files: `TabularFederatedDataModule` (CSV), `SurvivalTableDataModule` (with times of events),
+  `ImageFolderDataModule` (a folder for each client) and `HuggingFaceDataModule`.
 * LEAF's users as clients: `LEAFFEMNISTDataModule`, `ShakespeareDataModule`, `LEAFSent140DataModule`, `LEAFCelebADataModule`,
   `LEAFSyntheticDataModule` and their base `LEAFDataModule`.
 * `MixtureDataModule`: clients with shares of two or more groups of classes or orientations.
@@ -38,6 +38,7 @@ from fedlightning.datamodules.digits import DigitsDataModule
 from fedlightning.datamodules.given import GivenDataModule
 from fedlightning.datamodules.har import UCIHARDataModule
 from fedlightning.datamodules.heart_disease import HeartDiseaseDataModule
+from fedlightning.datamodules.huggingface import HuggingFaceDataModule
 from fedlightning.datamodules.image_folders import ImageFolderDataModule
 from fedlightning.datamodules.images import (
     CIFAR10DataModule,
@@ -105,6 +106,7 @@ __all__ = [
     "GivenDataModule",
     "GroupPlan",
     "HeartDiseaseDataModule",
+    "HuggingFaceDataModule",
     "IIDPartitioner",
     "ISIC2019DataModule",
     "IXITinyDataModule",

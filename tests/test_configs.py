@@ -48,6 +48,7 @@ FITS = {
     "ptb_xl": "ptb_resnet",
     "ixi_tiny": "ixi_unet",
     "shifted_digits": "digits_cnn",
+    "huggingface": "mnist_cnn",
 }
 
 

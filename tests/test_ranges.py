@@ -205,6 +205,7 @@ NEEDED = {
         "strength": 1.0,
     },
     "SurvivalTableDataModule": lambda: {"path": "table.csv", "target": "time", "event": "status", "client": "who"},
+    "HuggingFaceDataModule": lambda: {"source": "folder", "inputs": "x", "client": "who"},
     "TabularFederatedDataModule": lambda: {"path": "table.csv", "target": "y", "client": "who"},
     "AddressedSampler": lambda: {"size": 4, "client": "a"},
 }

@@ -1,0 +1,259 @@
+"""Hugging Face `datasets`: their columns as inputs, labels and clients, read from disk as they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from fedlightning.datamodules.federate import federate, keys_for, suited
+from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
+from fedlightning.datamodules.labels import as_classes, encode
+from fedlightning.datamodules.partition import Partitioner
+from fedlightning.datamodules.partitioners import NaturalPartitioner
+from fedlightning.ranges import ShareBelowOne, checked
+
+_VALIDATION = ("validation", "val", "valid", "dev")
+
+
+class HuggingFaceDataModule(IndexedFederatedDataModule):
+    """A data set of Hugging Face's `datasets`: a column names the clients, or a partitioner divides the rows.
+
+    Rows stay on disk, in Arrow's format, and are read when they are asked for (`num_workers` reads them in parallel);
+    clients are views of them. Needs the extra `fedlightning[huggingface]`.
+
+    `x` is what the columns in `inputs` hold: an image as float32 `(batch, channels, height, width)` in [0, 1], numbers
+    and lists of numbers as float32, whole numbers (tokens) as int64. Several columns must be numbers or lists of numbers;
+    they are one vector, in the order given. `transform` maps the cell, or that vector, to the model's input; texts need
+    one. `y` is int64 `(batch,)` for classes (whole numbers, words or a `ClassLabel`), else float32 `(batch,)`.
+
+    A data set with splits keeps them (`train`, `validation`, `test`); what it lacks of validation and test data is cut
+    from each client's training rows, stratified by class.
+
+    Args:
+        source: Folder written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`, a `Dataset` or `DatasetDict`, or,
+            with `download`, what `datasets.load_dataset` takes (a name of the Hub, a folder of Parquet, CSV or JSON files).
+        inputs: Column of the inputs, or several columns of numbers.
+        label: Column of the targets.
+        client: Column that names each row's client (a hospital, a writer).
+        partitioner: Divides the rows if no column does.
+        batch_size: Number of samples in a batch.
+        val_fraction: Share of every client's training rows for validation, in [0, 1), without a validation split.
+        test_fraction: Share of every client's training rows for testing, in [0, 1), without a test split.
+        group: Column of what rows belong to and never part from (a patient); no group is at two clients or in two splits.
+        transform: Maps an input to the model's.
+        name: Configuration of the data set, as `datasets.load_dataset` takes it.
+        download: Let `datasets.load_dataset` get `source`; it keeps an Arrow copy in its cache.
+        options: The other arguments of `IndexedFederatedDataModule`, by name.
+
+    Raises:
+        ValueError: If not exactly one of `client` and `partitioner` is given; from `setup`, if a column is missing or has
+            gaps, or texts have no `transform`.
+        FileNotFoundError: From `setup`, if `source` is no saved folder and `download` is off.
+
+    Example:
+        >>> import datasets
+        >>> from fedlightning.datamodules import HuggingFaceDataModule
+        >>> rows = {"x": [[0.5, 1.0]] * 20, "label": [0, 1] * 10, "hospital": ["Rome"] * 12 + ["Oslo"] * 8}
+        >>> data = HuggingFaceDataModule(datasets.Dataset.from_dict(rows), "x", client="hospital")
+        >>> data.setup()
+        >>> data.client_ids, data.num_samples("Rome"), next(iter(data.client_dataloader("Rome", "test")))[0].shape
+        (['Oslo', 'Rome'], 8, torch.Size([2, 2]))
+    """
+
+    @checked
+    def __init__(
+        self,
+        source: Any,
+        inputs: str | list[str],
+        label: str = "label",
+        *,
+        client: str | None = None,
+        partitioner: Partitioner | None = None,
+        batch_size: int = 32,
+        val_fraction: ShareBelowOne = 0.2,
+        test_fraction: ShareBelowOne = 0.2,
+        group: str | None = None,
+        transform: Callable[[Any], Tensor] | None = None,
+        name: str | None = None,
+        download: bool = False,
+        **options: Any,
+    ) -> None:
+        if (client is None) == (partitioner is None):
+            raise ValueError(
+                f"HuggingFaceDataModule got client={client!r} and partitioner={partitioner!r}; name the column of the "
+                "clients, or give a partitioner that divides the rows."
+            )
+        super().__init__(batch_size, **options)
+        self.source, self.label, self.client, self.group = source, label, client, group
+        self.inputs = [inputs] if isinstance(inputs, str) else list(inputs)
+        self.partitioner: Partitioner = NaturalPartitioner() if partitioner is None else partitioner
+        self.val_fraction, self.test_fraction = val_fraction, test_fraction
+        self.transform, self.name, self.download = transform, name, download
+        self.class_names: list[str] | None = None
+
+    @property
+    def partition_name(self) -> str:
+        return f"by {self.client}" if self.client is not None else self.partitioner.describe()
+
+    def prepare_data(self) -> None:
+        """Get the data set where `download` is on (Lightning's hook)."""
+        if isinstance(self.source, str | Path):
+            self._tables()
+
+    def build(self) -> tuple[list[str], Mapping[str, Split]]:
+        tables = self._tables()
+        columns = [*self.inputs, self.label, *(name for name in (self.client, self.group) if name is not None)]
+        for split, table in tables.items():
+            lacking = [name for name in columns if name not in table.column_names]
+            if lacking:
+                raise ValueError(
+                    f"The {split} data have no column {', '.join(map(repr, lacking))}; there are "
+                    f"{', '.join(map(repr, table.column_names))}."
+                )
+        labels = encode(found := {split: self._labels(table, split) for split, table in tables.items()})
+        if self.class_names is None and any(cells is not None and cells.dtype.kind in "US" for cells in found.values()):
+            self.class_names = np.unique(
+                np.concatenate([cells for cells in found.values() if cells is not None])
+            ).tolist()
+        self._divides = suited(self.partitioner, labels, "HuggingFaceDataModule")
+        datasets: dict[str, Dataset[Any]] = {
+            split: Rows(table, self.inputs, self._targets(table, labels[split], split), self.transform)
+            for split, table in tables.items()
+        }
+        clients = {split: self._column(table, self.client, split) for split, table in tables.items()}
+        groups = {split: self._column(table, self.group, split) for split, table in tables.items()}
+        keys = keys_for(self._divides, datasets, labels, lambda split, _: clients[split])
+        return federate(
+            self._divides,
+            datasets,
+            labels,
+            keys,
+            self.seed,
+            self.val_fraction,
+            self.test_fraction,
+            groups=None if self.group is None else groups,
+        )
+
+    def _tables(self) -> dict[str, Any]:
+        """Return the table of each split."""
+        try:
+            import datasets
+        except ImportError as error:
+            raise ImportError(
+                "HuggingFaceDataModule reads by the package datasets; install the extra: fedlightning[huggingface]."
+            ) from error
+        found = self.source
+        if isinstance(found, str | Path):
+            saved = any(Path(found, name).is_file() for name in ("dataset_dict.json", "state.json"))
+            if saved:
+                found = datasets.load_from_disk(str(found))
+            elif self.download:
+                found = datasets.load_dataset(str(found), self.name)
+            else:
+                raise FileNotFoundError(
+                    f"{found} is no folder of Dataset.save_to_disk. Write one (datasets.load_dataset(...).save_to_disk("
+                    "folder)), or let load_dataset get it by download=True."
+                )
+        if isinstance(found, datasets.Dataset):
+            found = {"train": found}
+        if not isinstance(found, Mapping):
+            raise ValueError(f"HuggingFaceDataModule got a {type(found).__name__}; give a Dataset or a DatasetDict.")
+        tables = {split: found[split] for split in ("train", "test") if split in found}
+        validation = next((split for split in _VALIDATION if split in found), None)
+        if validation is not None:
+            tables["val"] = found[validation]
+        if "train" not in tables:
+            raise ValueError(f"The data set has the splits {', '.join(found)}; one of them must be called 'train'.")
+        return tables
+
+    def _labels(self, table: Any, split: str) -> np.ndarray | None:
+        """Return the class of each row, `None` for measurements."""
+        cells = table.with_format(None)[self.label][:]
+        if any(cell is None for cell in cells):
+            raise ValueError(f"Row {cells.index(None)} of the {split} data has no {self.label!r}; leave it out.")
+        names = getattr(table.features[self.label], "names", None)
+        if names is not None:
+            self.class_names = list(names)
+        return as_classes(cells)
+
+    def _targets(self, table: Any, labels: np.ndarray | None, split: str) -> Tensor:
+        if labels is not None:
+            return torch.from_numpy(labels)
+        values = np.asarray(table.with_format(None)[self.label][:])
+        if values.ndim != 1 or values.dtype.kind != "f":
+            raise ValueError(
+                f"Column {self.label!r} of the {split} data holds neither classes nor one number for each row."
+            )
+        return torch.from_numpy(values).float()
+
+    def _column(self, table: Any, name: str | None, split: str) -> np.ndarray | None:
+        if name is None:
+            return None
+        cells = table.with_format(None)[name][:]
+        if any(cell is None for cell in cells):
+            raise ValueError(f"Row {cells.index(None)} of the {split} data has no {name!r}; every row belongs to one.")
+        return np.array([str(cell) for cell in cells]) if not isinstance(cells[0], int) else np.asarray(cells)
+
+
+class Rows(Dataset[Any]):
+    """Rows of an Arrow table as samples `(x, y)`, read when they are asked for.
+
+    Args:
+        table: A `datasets.Dataset`.
+        inputs: Columns of the inputs.
+        targets: Target of each row, `(samples,)`.
+        transform: Maps an input to the model's.
+
+    Raises:
+        ValueError: From an access, if an input is a text or has a gap; the message names the row.
+    """
+
+    def __init__(
+        self, table: Any, inputs: Sequence[str], targets: Tensor, transform: Callable[[Any], Tensor] | None = None
+    ) -> None:
+        self.table, self.inputs, self.targets = table.with_format(None).select_columns(list(inputs)), inputs, targets
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.__getitems__([int(index)])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        cells = self.table[list(indices)]
+        rows = zip(*(cells[name] for name in self.inputs), strict=True)
+        return [(self._input(row, index), self.targets[index]) for row, index in zip(rows, indices, strict=True)]
+
+    def _input(self, row: tuple[Any, ...], index: int) -> Tensor:
+        names = ", ".join(map(repr, self.inputs))
+        if any(cell is None for cell in row):
+            raise ValueError(f"Row {index} has a gap in {names}; leave it out of the data set.")
+        if len(row) == 1 and (isinstance(row[0], str) or (isinstance(row[0], dict) and self.transform is not None)):
+            if self.transform is None:
+                raise ValueError(f"Column {names} holds texts; give transform=, which maps a text to a tensor.")
+            return self.transform(row[0])
+        try:
+            parts = [_tensor(cell) for cell in row]
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"Row {index}: {names} holds no numbers and no image ({error}).") from error
+        x = parts[0] if len(parts) == 1 and parts[0].ndim else torch.cat([part.float().reshape(-1) for part in parts])
+        return x if self.transform is None else self.transform(x)
+
+
+def _tensor(cell: Any) -> Tensor:
+    """Return a cell's numbers; an image as floats in [0, 1]."""
+    if hasattr(cell, "convert"):  # an image of Pillow
+        image = cell if cell.mode in ("L", "RGB") else cell.convert("RGB")
+        pixels = np.array(image)
+        return torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1)).permute(2, 0, 1).contiguous().float() / 255
+    values = np.asarray(cell)
+    if values.dtype.kind not in "iubf":
+        raise ValueError(f"{type(cell).__name__}")
+    return torch.from_numpy(values.astype(np.int64 if values.dtype.kind in "iu" else np.float32))
