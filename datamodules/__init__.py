@@ -8,7 +8,8 @@ In order of importance:
   `LabelQuantitySkewPartitioner`, `PathologicalPartitioner` and `PowerLawPartitioner`: skewed. `NaturalPartitioner`: by
   hospital, user or scanner. `EmbeddingPartitioner`: by what samples look like.
 * Data sets: `DigitsDataModule` (needs no files), `MNISTDataModule`, `FashionMNISTDataModule`, `EMNISTDataModule`,
-  `CIFAR10DataModule`, `CIFAR100DataModule`, `SVHNDataModule`; `UCIHARDataModule` (sensors).
+  `CIFAR10DataModule`, `CIFAR100DataModule`, `SVHNDataModule`, `TinyImageNetDataModule`; `UCIHARDataModule`,
+  `KUHARDataModule` (sensors).
 * Clinical data sets: `HeartDiseaseDataModule`, `TCGABRCADataModule` (survival), `ISIC2019DataModule` (images of skin),
   `Camelyon16DataModule` (slides), `PTBXLDataModule` (ECG), `IXITinyDataModule` (brains in three dimensions).
 * Your own files: `TabularFederatedDataModule` (CSV), `SurvivalTableDataModule` (with times of events),
@@ -18,7 +19,8 @@ In order of importance:
 * `MixtureDataModule`: clients with shares of two or more groups of classes or orientations.
 * `ShiftedDataModule`: clients whose inputs are turned or noisy, or who name classes differently.
 * `MultimodalDataModule`: several modalities, which clients may lack. `PairedDigitsDataModule` (needs no files) and
-  `SpokenDigitsDataModule` (images with recordings). `ModalityDataset`: their samples.
+  `SpokenDigitsDataModule` (images with recordings), `UTDMHADDataModule` (a sensor with a skeleton).
+  `ModalityDataset`: their samples.
 * `LazyClients`: a hundred thousand clients and more, each made or read when it is visited. `SyntheticDataModule`: such
   clients, drawn (needs no files). `SyntheticDevicesDataModule`: FedProx's thirty, with its sizes.
 * `GivenDataModule`: a few numbers for each client, written in the configuration. `ValidatedOnTest`: another data module with
@@ -52,6 +54,7 @@ from fedlightning.datamodules.images import (
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.isic2019 import ISIC2019DataModule
 from fedlightning.datamodules.ixi import IXITinyDataModule
+from fedlightning.datamodules.ku_har import KUHARDataModule
 from fedlightning.datamodules.lazy import LazyClients
 from fedlightning.datamodules.leaf import (
     LEAFCelebADataModule,
@@ -87,6 +90,8 @@ from fedlightning.datamodules.synthetic import SyntheticDataModule
 from fedlightning.datamodules.synthetic_devices import SyntheticDevicesDataModule
 from fedlightning.datamodules.tabular import TabularFederatedDataModule
 from fedlightning.datamodules.tcga_brca import TCGABRCADataModule
+from fedlightning.datamodules.tiny_imagenet import TinyImageNetDataModule
+from fedlightning.datamodules.utd_mhad import UTDMHADDataModule
 from fedlightning.datamodules.validated_on_test import ValidatedOnTest
 from fedlightning.datamodules.views import ArrayDataset, IndexView
 
@@ -114,6 +119,7 @@ __all__ = [
     "ImageFolderDataModule",
     "IndexView",
     "IndexedFederatedDataModule",
+    "KUHARDataModule",
     "LEAFCelebADataModule",
     "LEAFDataModule",
     "LEAFFEMNISTDataModule",
@@ -149,7 +155,9 @@ __all__ = [
     "SyntheticDevicesDataModule",
     "TCGABRCADataModule",
     "TabularFederatedDataModule",
+    "TinyImageNetDataModule",
     "UCIHARDataModule",
+    "UTDMHADDataModule",
     "ValidatedOnTest",
     "describe",
     "plot_partition",

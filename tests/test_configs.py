@@ -49,6 +49,9 @@ FITS = {
     "ixi_tiny": "ixi_unet",
     "shifted_digits": "digits_cnn",
     "huggingface": "mnist_cnn",
+    "tiny_imagenet": "tiny_imagenet_resnet",
+    "ku_har": "ku_har_cnn",
+    "utd_mhad": "utd_mhad",
 }
 
 
@@ -154,7 +157,7 @@ def test_models_are_made(path: Path) -> None:
         pytest.importorskip("monai")
     cli = Commands("fit", ["--config", str(path), "--config", str(CONFIGS / "data/digits.yaml")])
     assert cli.model.configure_optimizers() is not None
-    assert getattr(cli.model, "num_classes", 2) in (2, 3, 5, 6, 8, 10, 47, 62, 80, 100)
+    assert getattr(cli.model, "num_classes", 2) in (2, 3, 5, 6, 8, 10, 18, 27, 47, 62, 80, 100, 200)
 
 
 @pytest.mark.parametrize(

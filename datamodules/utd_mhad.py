@@ -1,0 +1,143 @@
+"""UTD-MHAD: what eight people do, from a sensor at the body and a skeleton that a camera sees."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+
+from fedlightning.datamodules.modalities import ModalityDataset
+from fedlightning.datamodules.multimodal import MultimodalDataModule
+from fedlightning.datamodules.partition import Partitioner
+from fedlightning.datamodules.partitioners import NaturalPartitioner
+from fedlightning.ranges import Range, checked
+
+ACTIONS, JOINTS = 27, 20
+FILES = {"inertial": ("Inertial", "d_iner"), "skeleton": ("Skeleton", "d_skel")}
+"""Modalities: the publisher's folder, and the name of the array in its files."""
+_NAME = re.compile(r"a(\d+)_s(\d+)_t(\d+)_(inertial|skeleton)\.mat")
+
+
+class UTDMHADDataModule(MultimodalDataModule):
+    """UTD-MHAD: 861 recordings of 27 actions by 8 subjects, who are the clients, with two modalities.
+
+    Chen, Jafari, Kehtarnavaz 2015, "UTD-MHAD: A multimodal dataset for human action recognition utilizing a depth camera
+    and a wearable inertial sensor"; free for research, with citation. Nothing is downloaded: get `Inertial.zip` and
+    `Skeleton.zip` from https://personal.utdallas.edu/~kehtar/UTD-MHAD.html and unpack both in root.
+
+    A batch is `({"inertial": (batch, 6, length), "skeleton": (batch, 60, length)}, labels)`: accelerations (g) and angular
+    velocities (degrees/s), and the x, y and z of 20 joints relative to their mean in the first frame (metres). Recordings
+    have different lengths; each signal is interpolated linearly to `length` values. `y` is int64 `(batch,)`, action 1 is 0.
+
+    Subjects did each action four times. The last time is for testing, so that every client has all actions in training
+    and test data; the publisher's split by subjects would leave clients without test data.
+
+    Args:
+        root: Folder with `Inertial` and `Skeleton`.
+        partitioner: Divides the recordings. `None` makes a client of each subject.
+        length: Values of each signal.
+        test_trial: The times, from 1 on, that are tested: this one and later ones.
+        options: The other arguments of `MultimodalDataModule`, by name.
+
+    Raises:
+        ValueError: If a number is out of its range; from `setup`, if a file is damaged or lacks its other modality.
+
+    Example:
+        >>> from fedlightning.datamodules import UTDMHADDataModule
+        >>> UTDMHADDataModule("data/UTD-MHAD", length=64).length  # files are read by data.setup()
+        64
+    """
+
+    @checked
+    def __init__(
+        self,
+        root: str = "data/UTD-MHAD",
+        partitioner: Partitioner | None = None,
+        *,
+        length: Annotated[int, Range("[2, inf)")] = 128,
+        test_trial: Annotated[int, Range("[2, inf)")] = 4,
+        **options: Any,
+    ) -> None:
+        super().__init__(NaturalPartitioner() if partitioner is None else partitioner, **options)
+        self.root, self.length, self.test_trial = Path(root), int(length), int(test_trial)
+        self._subjects: dict[str, np.ndarray] = {}
+
+    def prepare_data(self) -> None:
+        """Check that both folders are there (Lightning's hook)."""
+        lacking = [folder for folder, _ in FILES.values() if not any((self.root / folder).glob("*.mat"))]
+        if lacking:
+            raise FileNotFoundError(
+                f"UTDMHADDataModule: no recordings in {', '.join(str(self.root / name) for name in lacking)}; unpack "
+                "Inertial.zip and Skeleton.zip of https://personal.utdallas.edu/~kehtar/UTD-MHAD.html there."
+            )
+
+    def load(self) -> tuple[ModalityDataset, ModalityDataset]:
+        self.prepare_data()
+        found: dict[str, dict[tuple[int, int, int], Path]] = {name: self._files(name) for name in FILES}
+        for name, other in (("inertial", "skeleton"), ("skeleton", "inertial")):
+            alone = sorted(set(found[name]) - set(found[other]))
+            if alone:
+                raise ValueError(
+                    f"{found[name][alone[0]]} has no {other} recording beside it ({len(alone)} such files); unpack both "
+                    "archives, or take it away."
+                )
+        keys = sorted(found["inertial"])
+        inputs = {
+            name: torch.from_numpy(np.stack([self._read(paths[key], name) for key in keys]))
+            for name, paths in found.items()
+        }
+        y = torch.tensor([action - 1 for action, _, _ in keys])
+        trials = np.array([trial for _, _, trial in keys])
+        data, subjects = ModalityDataset(inputs, y), np.array([subject for _, subject, _ in keys])
+        parts = {"train": np.flatnonzero(trials < self.test_trial), "test": np.flatnonzero(trials >= self.test_trial)}
+        self._subjects = {split: subjects[rows] for split, rows in parts.items()}
+        train, test = (data.subset(torch.from_numpy(rows)) for rows in parts.values())
+        return train, test
+
+    def groups(self, split: str, dataset: ModalityDataset) -> np.ndarray:
+        """Return each recording's subject.
+
+        Args:
+            split: `"train"` or `"test"`.
+            dataset: The recordings of that split.
+
+        Raises:
+            ValueError: If samples are limited.
+        """
+        if getattr(self.partitioner, "groups", None) is not None:
+            return super().groups(split, dataset)
+        if len(self._subjects[split]) != len(dataset):
+            raise ValueError(
+                "UTDMHADDataModule makes a client of each subject without max_train and max_test; leave them out, or "
+                "use another partitioner."
+            )
+        return self._subjects[split]
+
+    def _files(self, modality: str) -> dict[tuple[int, int, int], Path]:
+        """Return the files of a modality by action, subject and trial."""
+        found: dict[tuple[int, int, int], Path] = {}
+        for path in sorted((self.root / FILES[modality][0]).glob("*.mat")):
+            match = _NAME.fullmatch(path.name)
+            if match is None or match.group(4) != modality or not 1 <= int(match.group(1)) <= ACTIONS:
+                raise ValueError(f"{path} is no {modality} recording by its name, such as a1_s1_t1_{modality}.mat.")
+            found[int(match.group(1)), int(match.group(2)), int(match.group(3))] = path
+        return found
+
+    def _read(self, path: Path, modality: str) -> np.ndarray:
+        """Return a recording as float32 `(signals, length)`."""
+        from scipy.io import loadmat
+
+        try:
+            values = np.asarray(loadmat(path)[FILES[modality][1]], dtype=np.float64)
+        except Exception as error:  # scipy raises many kinds at damaged files
+            raise ValueError(f"{path} cannot be read as a recording ({error}); get it again.") from error
+        if modality == "skeleton" and values.ndim == 3:
+            values = (values - values[:, :, :1].mean(axis=0)).reshape(-1, values.shape[2]).T
+        width = 6 if modality == "inertial" else 3 * JOINTS
+        if values.ndim != 2 or values.shape[1] != width or len(values) < 2 or not np.isfinite(values).all():
+            raise ValueError(f"{path} has shape {values.shape} or a gap; a recording is (frames, {width}).")
+        frames, wanted = np.arange(len(values)), np.linspace(0, len(values) - 1, self.length)
+        return np.stack([np.interp(wanted, frames, signal) for signal in values.T]).astype(np.float32)
