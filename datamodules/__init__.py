@@ -13,6 +13,7 @@ In order of importance:
 * Clinical data sets: `HeartDiseaseDataModule`, `TCGABRCADataModule` (survival), `ISIC2019DataModule` (images of skin),
   `Camelyon16DataModule` (slides), `PTBXLDataModule` (ECG), `IXITinyDataModule` (brains in three dimensions).
 * Your own files: `TabularFederatedDataModule` (CSV), `SurvivalTableDataModule` (with times of events),
+  `TextTableDataModule` (texts),
   `ImageFolderDataModule` (a folder for each client) and `HuggingFaceDataModule`.
 * LEAF's users as clients: `LEAFFEMNISTDataModule`, `ShakespeareDataModule`, `LEAFSent140DataModule`, `LEAFCelebADataModule`,
   `LEAFSyntheticDataModule` and their base `LEAFDataModule`.
@@ -90,6 +91,7 @@ from fedlightning.datamodules.synthetic import SyntheticDataModule
 from fedlightning.datamodules.synthetic_devices import SyntheticDevicesDataModule
 from fedlightning.datamodules.tabular import TabularFederatedDataModule
 from fedlightning.datamodules.tcga_brca import TCGABRCADataModule
+from fedlightning.datamodules.text_table import TextTableDataModule
 from fedlightning.datamodules.tiny_imagenet import TinyImageNetDataModule
 from fedlightning.datamodules.utd_mhad import UTDMHADDataModule
 from fedlightning.datamodules.validated_on_test import ValidatedOnTest
@@ -155,6 +157,7 @@ __all__ = [
     "SyntheticDevicesDataModule",
     "TCGABRCADataModule",
     "TabularFederatedDataModule",
+    "TextTableDataModule",
     "TinyImageNetDataModule",
     "UCIHARDataModule",
     "UTDMHADDataModule",

@@ -52,6 +52,7 @@ FITS = {
     "tiny_imagenet": "tiny_imagenet_resnet",
     "ku_har": "ku_har_cnn",
     "utd_mhad": "utd_mhad",
+    "notes": "notes_attention",
 }
 
 

@@ -206,6 +206,7 @@ NEEDED = {
     },
     "SurvivalTableDataModule": lambda: {"path": "table.csv", "target": "time", "event": "status", "client": "who"},
     "HuggingFaceDataModule": lambda: {"source": "folder", "inputs": "x", "client": "who"},
+    "TextTableDataModule": lambda: {"path": "table.csv", "target": "y", "text": "note", "client": "who"},
     "TabularFederatedDataModule": lambda: {"path": "table.csv", "target": "y", "client": "who"},
     "AddressedSampler": lambda: {"size": 4, "client": "a"},
 }

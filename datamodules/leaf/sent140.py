@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
-import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +10,9 @@ from torch import Tensor
 
 from fedlightning.datamodules.leaf.base import LEAFDataModule
 from fedlightning.datamodules.leaf.reader import LEAFUser
+from fedlightning.datamodules.words import WordNumbers
 from fedlightning.ranges import PositiveInt, checked
 
-_WORDS = re.compile(r"[\w']+|[.,!?;]")
 _TEXT = 4  # LEAF keeps the columns of Sentiment140's table: id, date, query, user, text
 
 
@@ -38,6 +34,9 @@ class LEAFSent140DataModule(LEAFDataModule):
         buckets: Numbers of hashed words.
         max_words: Words of a tweet that are kept (LEAF: 25).
         options: The other arguments of `LEAFDataModule`, by name.
+
+    Attributes:
+        numbers_of: Function from a text to the numbers of its words, `max_words` of them.
 
     Raises:
         ValueError: If a number is out of its range.
@@ -64,26 +63,12 @@ class LEAFSent140DataModule(LEAFDataModule):
     ) -> None:
         super().__init__(root, batch_size, **options)
         self.vocabulary, self.buckets, self.max_words = vocabulary, int(buckets), int(max_words)
-        self._known: dict[str, int] | None = None
+        self.numbers_of = WordNumbers(vocabulary, buckets, max_words)
 
     @property
     def vocabulary_size(self) -> int:
         """Numbers that a word can have, padding included: `vocab_size` of a network."""
-        return self.buckets + 1 if self.vocabulary is None else len(self._words()) + 2
-
-    def numbers_of(self, text: str) -> list[int]:
-        """Return the words of a text as numbers, `max_words` of them.
-
-        Args:
-            text: The text.
-        """
-        words = _WORDS.findall(text)[: self.max_words]
-        if self.vocabulary is None:
-            found = [1 + zlib.crc32(word.lower().encode()) % self.buckets for word in words]
-        else:
-            known = self._words()
-            found = [known.get(word, len(known) + 1) for word in words]
-        return found + [0] * (self.max_words - len(found))
+        return self.numbers_of.size
 
     def inputs(self, user: LEAFUser) -> Tensor:
         for sample, row in enumerate(user.x, start=1):
@@ -100,12 +85,3 @@ class LEAFSent140DataModule(LEAFDataModule):
             user.split, user.name, user.x, [1 if value in (4, "4") else value for value in user.y], user.path
         )
         return super().targets(source)
-
-    def _words(self) -> dict[str, int]:
-        if self._known is None:
-            assert self.vocabulary is not None
-            path = Path(self.vocabulary)
-            text = path.read_text(encoding="utf-8")
-            words = json.loads(text)["vocab"] if path.suffix == ".json" else text.split()
-            self._known = {word: number for number, word in enumerate(dict.fromkeys(words), start=1)}
-        return self._known
