@@ -32,6 +32,7 @@ class PartitionCommand(FederatedCLI):
         from fedlightning.arguments import federated_data
         from fedlightning.datamodules import describe, plot_partition
         from fedlightning.datamodules.by_inputs import input_separation
+        from fedlightning.datamodules.duplicates import find_duplicates
         from fedlightning.datamodules.public import public_in_words
 
         data = federated_data(self.datamodule, None, None, None)
@@ -53,6 +54,9 @@ class PartitionCommand(FederatedCLI):
                 f"Inputs: {inputs[0]:.1%} of their variance is between clients; of a random split about {inputs[1]:.1%}.",
                 highlight=False,
             )
+        equal = find_duplicates(data)
+        if equal is not None:
+            screen.print(str(equal), highlight=False, style="yellow" if equal.leaked or equal.shared else "")
         public = data.public_report()
         if public is not None:
             screen.print(f"Public: {public_in_words(public)}.", highlight=False)
