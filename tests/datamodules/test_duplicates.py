@@ -60,7 +60,7 @@ def test_what_cannot_be_compared_is_none():
     data = DigitsDataModule()
     data.setup()
     assert find_duplicates(data, most=1796) is None and find_duplicates(data, most=1797) is not None
-    assert found(SyntheticDataModule(num_clients=3)) is None
+    assert find_duplicates(SyntheticDataModule(num_clients=3)) is None
 
 
 def test_the_command_says_them(tmp_path, capsys):
