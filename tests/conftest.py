@@ -18,6 +18,7 @@ import re
 import signal
 import socket
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from functools import cache
@@ -81,8 +82,9 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(tryfirst=True)  # before the slow ones are deselected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run products of parameters in part; give slow tests more time; refuse names that differ between processes."""
-    for item in beyond_every_value_once(items):
-        item.add_marker(pytest.mark.slow)
+    for chosen in (beyond_every_value_once, beyond_fast_cases):
+        for item in list(chosen(items)):
+            item.add_marker(pytest.mark.slow)
     for item in items:
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"{item.nodeid} is named by an address: give its parameters ids")
@@ -108,6 +110,18 @@ def beyond_every_value_once(items: Iterable[pytest.Item]) -> Iterator[pytest.Ite
             chosen = max(product, key=lambda case: len(missing & product[case]))
             missing -= product.pop(chosen)
         yield from product
+
+
+def beyond_fast_cases(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield the cases of tests marked `fast_cases(n)` after the first n that are not slow anyway."""
+    seen: Counter[tuple[Path, str]] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("fast_cases")
+        if mark is not None and not item.get_closest_marker("slow"):
+            name = (item.path, item.nodeid.partition("[")[0])
+            seen[name] += 1
+            if seen[name] > mark.args[0]:
+                yield item
 
 
 @pytest.fixture(autouse=True)

@@ -541,6 +541,7 @@ def test_shipped_configurations_are_listed_and_copied(here: Path, capsys: pytest
     assert "There is no configuration 'quikstart'. Did you mean quickstart?" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_compare_checks_its_metric_before_the_first_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["compare", str(QUICKSTART), "--seeds", "1", "--baselines", "none", "--metric", "acuracy", "--out", "out"]
     assert main(words) == 2

@@ -53,6 +53,7 @@ def test_the_order_of_other_tests_changes_with_the_commit():
     ],
     ids=["a slice", "no time"],
 )
+@pytest.mark.slow
 def test_in_pytest(tmp_path, words, said):
     (tmp_path / "test_some.py").write_text(TESTS)
 

@@ -156,6 +156,7 @@ def test_fixed_shares_are_fedavg():
     close(global_state(by_size), global_state(federate(module, toy_data(), max_rounds=3)), atol=1e-7)
 
 
+@pytest.mark.slow
 def test_two_that_disagree_meet_in_the_middle():
     """(w-1)^2 with nine parts of the data and (w+1)^2 with one: w goes to 0, where both have the same loss; FedAvg to 0.8."""
     data = quadratic_data([[2.0], [2.0]], [[1.0], [-1.0]])
@@ -296,6 +297,7 @@ def test_senseless_settings_are_refused(options):
 
 
 @pytest.mark.parametrize("method", ["afl", "qfedavg"])
+@pytest.mark.slow
 def test_the_setting_in_which_it_is_compared_with_q_fedavg(method, tmp_path):
     """Three classes, one at each client, as a configuration; on a few random images."""
     write_mnist(tmp_path / "data")

@@ -387,6 +387,7 @@ def test_steps_that_the_scaler_skips_move_neither_w_nor_v_nor_alpha(mix):
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("scale", [1.0, 2.0**10, 2.0**20])
+@pytest.mark.fast_cases(1)
 def test_fp16_is_near_fp32(mix, scale):
     """Scaled gradients of v are unscaled before clipping; the first steps of the largest scale are skipped."""
     torch.manual_seed(1)

@@ -61,6 +61,7 @@ TOGETHER = {
 
 
 @pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.fast_cases(9)
 def test_together(name):
     """Runs; each acts on what the others leave to travel; what is kept at home by one stays at home; all are scored."""
     make, shared = TOGETHER[name]

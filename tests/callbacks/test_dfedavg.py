@@ -174,6 +174,7 @@ def test_statistics_are_averaged_and_integers_are_the_nodes_own():
 
 
 @pytest.mark.parametrize("engine", ["processes", "vectorized"])
+@pytest.mark.slow
 def test_every_engine(engine):
     module, data = Toy(), toy_data()
     first = federate(module, data, [DFedAvg(), FedPer()], max_rounds=2)

@@ -77,6 +77,7 @@ OPTIONS = [{}, {"distribution": "dirichlet", "combine": "logits", "weighting": "
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["gaussian", "dirichlet", "last model"])
+@pytest.mark.fast_cases(1)
 def test_three_rounds_are_what_the_paper_says(options):
     models, data = two_models(), public_data((24, 40, 16, 30, 20))
     given = {"samples": 3, "epochs": 8, "lr": 0.1, "swa_start": 0.25, "swa_every": 2, **options}

@@ -116,6 +116,7 @@ def base_of(state):
     ("options", "participation"),
     [({}, 1.0), ({}, 2), ({"alpha": {"0": 3, "1": 1, "2": 0.5}, "weighting": "uniform"}, 2)],
 )
+@pytest.mark.fast_cases(1)
 def test_three_rounds_against_plain_torch(options, participation):
     """With partial participation a client that was absent trains on the network that the others have made."""
     data, module = type(toy_data())(toy_data(SIZES).tensors, shuffle=False), wide()

@@ -138,6 +138,7 @@ def test_three_rounds_by_hand_with_two_architectures_and_absent_clients(optimize
     ],
     ids=["fast", "norm", "value", "trainer"],
 )
+@pytest.mark.fast_cases(1)
 def test_without_divergences_it_is_local_training_beside_fedavg(options):
     """Invariant (a), bit for bit, with batch normalisation and weight decay in both."""
     data, private, meme = toy_data(SIZES), NormNet("adamw"), seeded(lambda: NormNet("adamw", lr=0.03, hidden=4), 3)
@@ -181,6 +182,7 @@ def test_only_the_shared_model_travels():
     ],
     ids=["FedProx and FedAdam", "SCAFFOLD", "SCAFFOLD 1", "FedNova"],
 )
+@pytest.mark.fast_cases(2)
 def test_terms_and_server_optimizers_act_on_the_shared_model(make):
     """With another learning rate than the private model's."""
     data, private, meme = toy_data(SIZES), Toy("sgd"), small("sgd", lr=0.03)

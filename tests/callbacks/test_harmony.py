@@ -189,6 +189,7 @@ def rare(of: str = "D", kept: int = 1, client: str = "1"):
 
 
 @pytest.mark.parametrize("loop", ["fast", "trainer"])
+@pytest.mark.fast_cases(1)
 def test_a_batch_without_a_sample_of_the_modality_is_passed_over_and_counted(loop):
     module = network(unimodal_heads=True, norm=False)
     with pytest.warns(
@@ -203,6 +204,7 @@ def test_a_batch_without_a_sample_of_the_modality_is_passed_over_and_counted(loo
     assert sent.steps < 2 * batches  # of A and D
 
 
+@pytest.mark.slow
 def test_both_loops_pass_over_the_same_batches():
     module = network(unimodal_heads=True)
     ends = [two_stages(module, rare(), max_rounds=2, stage1=2, local_loop=loop)[1] for loop in ("fast", "trainer")]

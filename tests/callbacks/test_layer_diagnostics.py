@@ -80,6 +80,7 @@ def run(tmp_path_factory):
 # -- what it writes ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_quantity_of_every_round_client_stage_and_layer_is_there(run):
     _, rows, _ = run
     values = table(rows)

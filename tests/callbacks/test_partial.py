@@ -187,6 +187,7 @@ def adam():
 
 
 @pytest.mark.parametrize("make", mostly_slow([lambda: Toy("onecycle"), adam, lambda: PiecesStyle("steplr")], [adam]))
+@pytest.mark.slow
 def test_rounds_of_epochs_are_one_ordinary_training_of_each_client(make):
     module, data = make(), toy_data(SIZES)
     trainer, spy = spied(module, data, [Local()], max_rounds=3, local_epochs=2)

@@ -45,6 +45,7 @@ def test_without_weights_it_is_fenda(make):
 
 
 @pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0), (1.0, 1.0)])
+@pytest.mark.fast_cases(1)
 def test_the_first_round_is_fenda_and_later_ones_are_not(weights):
     module, data = NormNet("adam"), toy_data()
     for rounds in (1, 2):

@@ -195,6 +195,7 @@ def test_a_private_head_keeps_means_and_spreads():
         assert set(update.state) == {f"net.0.{name}" for name in ("weight", "bias", "weight_rho", "bias_rho")}
 
 
+@pytest.mark.slow
 def test_absent_clients_rest_and_resumed_is_uninterrupted(tmp_path):
     absent_clients_rest(spied(Toy("adam"), toy_data(SIZES), [pFedBayes()], max_rounds=3, participation=1)[1])
     whole, _, again = cut_and_resumed(

@@ -180,6 +180,7 @@ def test_fine_tuning_lowers_the_loss_on_public_data(rounds):
     assert all(after < before for before, after in zip(*losses, strict=True))
 
 
+@pytest.mark.slow
 def test_without_labels_views_are_compared_and_the_classifier_is_somebodys(rounds):
     module, data = models(), public_data()
     bare = PublicToyData(data.tensors, batch_size=64)
@@ -197,6 +198,7 @@ def test_without_labels_views_are_compared_and_the_classifier_is_somebodys(round
         federate(module, bare, [pFedHR(labels=True)])
 
 
+@pytest.mark.slow
 def test_a_client_alone_is_its_own_candidate(rounds):
     """Its teacher is the network it has sent: the first step of a visit has no pull, and later ones pull back."""
     module, data = Toy(lr=0.3), public_data((24,))
@@ -237,6 +239,7 @@ def test_the_first_round_has_no_term_and_later_ones_have():
         assert all(differs(runs[0][client], runs[1][client]) == (count == 2) for client in runs[0])
 
 
+@pytest.mark.slow
 def test_an_absent_client_keeps_the_candidate_it_was_given():
     module, data = models(), public_data((24, 40, 16, 20))
     _, spy = spied(module, data, [pFedHR(fine_tune_epochs=0)], max_rounds=6, participation=2, local_epochs=1)
@@ -258,6 +261,7 @@ def test_an_absent_client_keeps_the_candidate_it_was_given():
     assert gaps > 0
 
 
+@pytest.mark.slow
 def test_the_wire_carries_named_tensors_that_are_counted():
     module, data = models(), public_data((24, 40, 16, 20))
     trainer, spy = spied(module, data, [pFedHR()], max_rounds=2)

@@ -65,6 +65,7 @@ def test_pruned_weights_stay_zero_and_nobodys_elements_stay(make, others):
 
 
 @pytest.mark.parametrize("make", [lambda: Toy("adam"), lambda: NormNet("momentum"), lambda: Toy("adamw")])
+@pytest.mark.fast_cases(1)
 def test_pruned_weights_stay_zero_although_an_optimizer_goes_on(make):
     """What is pruned changes from round to round, and momentum of the round before would move it."""
     method = pFedKnow(prune=0.5, **SURE)

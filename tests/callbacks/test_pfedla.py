@@ -114,6 +114,7 @@ def test_without_a_rate_the_weights_stay_and_with_one_all_of_the_hypernetwork_mo
 
 
 @pytest.mark.parametrize("normalise", ["softmax", "relu"])
+@pytest.mark.fast_cases(1)
 def test_the_gradient_of_the_hypernetwork_by_finite_differences(normalise):
     """d <thbar(psi), D> / d psi, with <thbar, D> summed here entry by entry."""
     trainer, _spy = spied(Toy("sgd"), toy_data(), [pFedLA(normalise=normalise)], max_rounds=3)

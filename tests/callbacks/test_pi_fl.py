@@ -140,6 +140,7 @@ def test_who_does_not_answer_gets_the_price_back_and_no_reward():
     assert "2" not in own(trainer)["taken_part"]["cluster 1"]
 
 
+@pytest.mark.slow
 def test_the_refund_follows_the_best_accuracy_so_far():
     trainer = federate(Toy(), toy_data([16] * 4), [pifl(num_clusters=1, performance_slots=None, eta=0.5)], max_rounds=4)
     for number in range(1, 5):

@@ -192,6 +192,7 @@ def test_without_clipping_it_is_fedavg():
 @pytest.mark.parametrize(
     "rule", [NormClippedMean(), CoordinateMedian(), Krum(bad=1), GeometricMedian(), CenteredClipping()]
 )
+@pytest.mark.fast_cases(3)
 def test_an_attack_that_the_mean_does_not_bear(attack, rule):
     def loss(callbacks):
         options = {"max_rounds": 4, "evaluate_every": 4, "local_steps": 6, "update_limit": None}

@@ -324,6 +324,7 @@ def test_what_a_plain_trainer_refuses(options, loss, reason):
 @pytest.mark.parametrize(
     "other", [FedProx(mu=0.1), FedAdam(), FedPer(), FedRep(), Ditto(), Local()], ids=lambda one: one.key
 )
+@pytest.mark.fast_cases(3)
 def test_methods_that_it_covers(other):
     trainer = federate(module(), toy_data(SIZES), [other, dp()], max_rounds=2)
     assert set(trainer.server.state["SampleDP"]["epsilon"]) == set(SIZES)

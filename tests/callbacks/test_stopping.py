@@ -169,6 +169,7 @@ def test_a_resumed_run_decides_as_one_that_was_not_interrupted(tmp_path, after):
         (Asynchronous(VirtualClock(FixedSpeed(1.0)), arrivals=2), []),
     ],
 )
+@pytest.mark.fast_cases(2)
 def test_budgets_hold_in_every_loop(loop, callbacks):
     def run(*budget):
         trainer = make_trainer(None, [*callbacks, *budget], max_rounds=12, evaluate_every=5, loop=loop)
@@ -314,6 +315,7 @@ def test_nothing_keeps_the_best_models_is_said():
         trainer.fit(module(), datamodule=toy_data((8, 8)))
 
 
+@pytest.mark.slow
 def test_summary_and_report_say_why(tmp_path, capsys):
     callbacks = [FedAvg(), Budget(max_steps=9)]
     trainer = make_trainer(tmp_path, callbacks, max_rounds=9, evaluate_every=1)

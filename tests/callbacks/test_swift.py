@@ -89,6 +89,7 @@ def by_hand(seconds, until, topology="ring", s=0, delay=0.0, fresh_only=False):
         ({"1": 5.0, "3": 1.5}, {"fresh_only": True}, 0.0),
     ],
 )
+@pytest.mark.fast_cases(3)
 def test_against_another_simulation(slow, options, delay):
     size = 24  # bytes of a model
     loop = WaitFree(clock(slow, up=size / delay if delay else None), period=3.0)
@@ -152,6 +153,7 @@ def test_without_edges_it_is_local_sgd():
 
 
 @pytest.mark.parametrize("fresh_only", mostly_slow([False, True], [False]))
+@pytest.mark.slow
 def test_resumed_with_models_on_their_way(tmp_path, fresh_only):
     def run(place, rounds, resume=None, **options):
         loop = WaitFree(VirtualClock(LogNormalSpeed(0.1, visit_sigma=0.3), FixedLink(up=500.0, down=2000.0)), steps=2)

@@ -77,6 +77,7 @@ def test_a_report_of_single_runs_needs_a_place(capsys):
     assert "--out is missing" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_folder_of_runs_is_a_study_and_the_place_of_its_report(tmp_path, capsys):
     """As `examples/quickstart.py` leaves it: a folder for each method."""
     home = Path("runs/quickstart")

@@ -85,6 +85,7 @@ def test_fit_and_test(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert means[0] == means[1] and len(means[0]) == 1
 
 
+@pytest.mark.slow
 def test_report(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:
     found = last_line(["report", str(run), "--out", str(tmp_path), "--json"], capsys)
     assert found["metric"] == "accuracy" and Path(found["page"]).exists()

@@ -90,6 +90,7 @@ def test_what_a_configuration_gets_wrong_names_table_and_run(capsys):
     assert not Path("out/runs").exists()
 
 
+@pytest.mark.slow
 def test_numbers_from_memory_have_no_verdict_and_need_no_run(capsys):
     pytest.importorskip("opacus")
     spec = {"kind": "epsilon", "q": 0.04, "sigma": 1.5, "steps": 2250, "delta": 1e-5}

@@ -82,6 +82,7 @@ def no_flower(monkeypatch, tmp_path):
         *("name", "no client", "site keys", "client", "site flower", "certificates", "names", "fit"),
     ],
 )
+@pytest.mark.fast_cases(10)
 def test_what_cannot_start_is_said_in_a_sentence(tmp_path, capsys, words, reason):
     folder = [f"--folder={tmp_path / 'place'}"] if words[0] in ("serve", "site") else []
     root = [f"--trainer.default_root_dir={tmp_path}"] if words[0] in ("serve", "fit") else []

@@ -38,6 +38,7 @@ def test_the_table_has_every_callback_and_situation() -> None:
     assert all(refused.keys() <= rows().keys() for refused in table.values())
 
 
+@pytest.mark.slow
 def test_some_pairs() -> None:
     draw = random.Random(0)
     pairs = [(first, second) for first in rows() for second in partners(first)]

@@ -92,6 +92,7 @@ def test_concepts_permute_labels_alike_in_all_splits():
     )  # four of the six pairs are of different concepts
 
 
+@pytest.mark.slow
 def test_concepts_hurt_one_model_for_all(tmp_path):
     accuracy = []
     for concepts in (1, 4):

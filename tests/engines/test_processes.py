@@ -145,6 +145,7 @@ def _ready(data: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONGER else n for n in RUNS])
+@pytest.mark.fast_cases(4)
 def test_bit_for_bit_as_in_sequence(name: str, tmp_path: Path) -> None:
     first = run(name, tmp_path / "sequential")
     second = run(name, tmp_path / "processes", **PROCESSES)
@@ -152,6 +153,7 @@ def test_bit_for_bit_as_in_sequence(name: str, tmp_path: Path) -> None:
     assert own_processes() == []
 
 
+@pytest.mark.slow
 def test_evaluation_after_training(tmp_path: Path) -> None:
     first = run("checkpoints", tmp_path / "sequential")
     second = run("checkpoints", tmp_path / "processes", **PROCESSES)
@@ -161,6 +163,7 @@ def test_evaluation_after_training(tmp_path: Path) -> None:
     assert own_processes() == []
 
 
+@pytest.mark.slow
 def test_resume_with_another_engine(tmp_path: Path) -> None:
     whole = run("scaffold", tmp_path / "whole", max_rounds=3)
     with pytest.raises(KeyboardInterrupt):

@@ -103,6 +103,7 @@ def engine(handlers: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("name", RUNS)
+@pytest.mark.fast_cases(1)
 def test_bit_for_bit_as_in_sequence(name: str, tmp_path: Path, handlers: dict[int, Any]) -> None:
     first, second = run(name, tmp_path / "sequential"), run(name, tmp_path / "ray", **RAY)
     assert_same_run(first, second)

@@ -62,6 +62,7 @@ def test_a_failure_does_not_stop_the_others(study):
     assert "Results on test data" in (out / "runs/good/seed_3/log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_what_a_dry_run_refuses_is_said_before_the_first_run(tmp_path, capsys):
     small(tmp_path / "good.yaml", "GlobalCheckpoint")
     small(tmp_path / "wrong.yaml", model=f"{HERE}.Wrong")
@@ -97,6 +98,7 @@ def test_finished_and_failed_runs_are_left_alone(study, capsys):
     assert "4 of them there already" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_another_configuration_is_refused(study, capsys):
     out, _ = study
     before = stamps(out)
@@ -147,6 +149,7 @@ def test_the_same_run_by_hand_has_the_same_numbers(study, tmp_path):
     assert (tmp_path / "good/seed_5/metrics.csv").read_text() == (out / "runs/good/seed_5/metrics.csv").read_text()
 
 
+@pytest.mark.slow
 def test_nothing_is_written_by_bad_input_or_a_dry_run(tmp_path, capsys):
     file = small(tmp_path / "a.yaml")
     Path("typo.yaml").write_text("trainer: {max_round: 3}")
@@ -161,6 +164,7 @@ def test_nothing_is_written_by_bad_input_or_a_dry_run(tmp_path, capsys):
 
 
 # -- killed and interrupted --------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_a_killed_run_is_reported_and_goes_on_bit_for_bit(tmp_path, capsys):
     counter = tmp_path / "visits"
     file = small(tmp_path / "a.yaml", f"{HERE}.Kill", max_rounds=2)
@@ -221,6 +225,7 @@ class Recorder:
         assert len(running) <= 2
 
 
+@pytest.mark.slow
 def test_never_more_than_asked_for_and_every_sentence_is_heard(tmp_path):
     tasks = [Task(name, 0, tmp_path / name / "seed_0", ["nothing"]) for name in "abc"]
     recorder = Recorder()

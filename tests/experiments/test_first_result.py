@@ -50,6 +50,7 @@ def test_only_the_first_run_that_ends_well_is_looked_at():
     assert seen == [Path("b")]
 
 
+@pytest.mark.slow
 def test_compare_stops_before_its_first_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["compare", small(Path("a.yaml")), "--seeds=2", "--out=out", "--baselines=none"]

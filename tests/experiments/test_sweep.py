@@ -194,6 +194,7 @@ def test_a_sweep_finds_the_lowest_validation_loss_and_leaves_test_data_alone(tmp
         (["--config", "a.yaml", "--grid", "model.learning=0.1"], "no option"),
     ],
 )
+@pytest.mark.fast_cases(4)
 def test_what_cannot_work_is_refused_before_anything_runs(tmp_path, capsys, words, sentence):
     small(tmp_path / "a.yaml")
     assert main(["sweep", *words, "--out=out"]) == 2

@@ -87,6 +87,7 @@ def alone(name, callbacks, **options):
     return federate(MODELS[name](), data(), callbacks, max_rounds=2, **options)
 
 
+@pytest.mark.slow
 def test_each_client_trains_alone_as_in_a_federation_of_its_architecture():
     trainer = federate(models(), data(), [Local()], max_rounds=2)
     apart = {name: states(alone(name, [Local()])) for name in MODELS}
@@ -144,6 +145,7 @@ class Only(FederatedCallback):
 
 
 @pytest.mark.parametrize("make", [lambda: [LGFedAvg("net.3"), FedProx(0.1)], lambda: [OneModelEach()]])
+@pytest.mark.slow
 def test_resume_and_worker_processes_change_nothing(make, tmp_path):
     whole = federate(models(assign="size"), data(), make(), max_rounds=3)
     half = federate(models(assign="size"), data(), make(), max_rounds=2, root=tmp_path)
@@ -277,6 +279,7 @@ def test_a_method_for_one_global_model_is_refused_beside_several():
         federate(Toy(), data(), [OneModelEach(), SCAFFOLD()])
 
 
+@pytest.mark.slow
 def test_the_model_of_each_architecture_is_selected_by_its_clients(tmp_path):
     trainer = federate(
         models(), data(), [OneModelEach(), GlobalCheckpoint()], tmp_path, max_rounds=4, evaluate_every=1, seed=3
@@ -299,6 +302,7 @@ def test_the_model_of_each_architecture_is_selected_by_its_clients(tmp_path):
     assert {(row.client, row.data) for row in rows} == {(client, "local") for client in "0123"}
 
 
+@pytest.mark.slow
 def test_the_summary_and_a_dry_run_name_the_architectures(tmp_path):
     trainer = federate(models(assign="blocks"), data(), [Local()], max_rounds=1, root=tmp_path)
     found = trainer.summary["architectures"]
@@ -316,6 +320,7 @@ def test_the_summary_and_a_dry_run_name_the_architectures(tmp_path):
         ({"assign": "size"}, ["Deep", "Toy", "Toy"]),  # 16, 12, 20 and 8 samples have trained
     ],
 )
+@pytest.mark.fast_cases(1)
 def test_newcomers_of_other_data_get_their_architecture_by_the_rule(options, expected, tmp_path):
     """They all got the server's, without a word."""
     trainer = federate(models(**options), data(), [LGFedAvg("net.3")], tmp_path, max_rounds=1)

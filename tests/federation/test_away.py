@@ -117,6 +117,7 @@ def compare(here: FederatedTrainer, away: FederatedTrainer) -> None:
     away.federation.engine.close()
 
 
+@pytest.mark.slow
 def test_the_summary_tells_of_data_what_sequential_tells(tmp_path, monkeypatch):
     here = fitted("player_fl", tmp_path / "here", toy_data(SIZES), max_rounds=1, evaluate_every=0, test_data=[])
     monkeypatch.setattr("fedlightning.assembly.make_engine", away_engine)

@@ -42,6 +42,7 @@ def fit(root, callbacks, rounds, join=False, resume=False, sizes=SIZES, module=N
     return trainer, spy
 
 
+@pytest.mark.slow
 def test_held_out_clients_join_and_the_others_train_as_they_would_have(tmp_path):
     _, alone = fit(tmp_path / "alone", [FedAvg()], 3, held_out=["3"])
     fit(tmp_path / "run", [FedAvg()], 2, held_out=["3"])
@@ -119,6 +120,7 @@ def test_without_the_switch_new_clients_are_refused_by_name(tmp_path):
     ],
     ids=["gone", "held out now", "another size"],
 )
+@pytest.mark.fast_cases(2)
 def test_nothing_else_may_change(tmp_path, sizes, options, sentence):
     fit(tmp_path, [FedAvg()], 1, sizes=SIZES[:3])
     data = toy_data(sizes, **{key: value for key, value in options.items() if key == "batch_size"})

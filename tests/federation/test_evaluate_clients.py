@@ -81,6 +81,7 @@ def test_selection_goes_by_those_that_are_scored(tmp_path):
         fit(LocalCheckpoint(), evaluate_clients=3)
 
 
+@pytest.mark.slow
 def test_the_summary_and_the_report_say_so(tmp_path):
     folders = [fit(root=tmp_path / name, evaluate_clients=given) for name, given in (("a", 3), ("b", 3), ("c", None))]
     for trainer in folders:

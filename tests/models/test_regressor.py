@@ -79,6 +79,7 @@ def test_wrong_shapes_and_values_are_refused():
 
 
 @pytest.mark.parametrize("targets", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_it_learns_alike_under_every_engine_and_comes_back_from_its_checkpoint(targets, tmp_path):
     states, scores = [], []
     torch.manual_seed(0)

@@ -165,6 +165,7 @@ values = {
 """
 
 
+@pytest.mark.slow
 def test_values_that_json_cannot_take_are_the_same_in_the_next_process():
     code = ODD + "import json; from fedlightning.run.fingerprint import plain; print(json.dumps(plain(values)))"
     environment = os.environ | {"PYTHONHASHSEED": "7"}

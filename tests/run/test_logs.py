@@ -81,6 +81,7 @@ STOPS = {
     "options", [{}, pytest.param({"evaluate_every": 3}, marks=pytest.mark.slow), {"save_state": 2}], ids=str
 )
 @pytest.mark.parametrize("stops", STOPS)
+@pytest.mark.fast_cases(2)
 def test_files_are_those_of_an_uninterrupted_run(tmp_path, stops, options):
     run(tmp_path / "whole", both(tmp_path / "whole"), **options)
     cut(tmp_path / "cut", both, *STOPS[stops], **options)
@@ -94,6 +95,7 @@ def test_files_are_those_of_an_uninterrupted_run(tmp_path, stops, options):
 
 
 @pytest.mark.parametrize("resume", ["auto", "last", "path"])
+@pytest.mark.fast_cases(1)
 def test_the_default_logger(tmp_path, resume):
     run(tmp_path / "whole", True)
     with pytest.raises(KeyboardInterrupt):

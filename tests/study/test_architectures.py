@@ -42,6 +42,7 @@ def test_each_architecture_has_its_own_mean_and_gain(study):
     assert lines["local", "small"]["gain"] is None and lines["local", "small"]["mean"] == pytest.approx(0.51)
 
 
+@pytest.mark.slow
 def test_the_report_and_the_file_have_them(study, tmp_path):
     page = render(make_page({"": study}, figures=None))
     assert "Small and large models" in page and "fd, large" in page

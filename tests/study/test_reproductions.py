@@ -205,6 +205,7 @@ def test_every_file_is_covered() -> None:
     mostly_slow([path for path in METHODS if HEART in path.parents], ("scaffold", "fenda", "central_1500")),
     ids=name_of,
 )
+@pytest.mark.fast_cases(1)
 def test_heart_disease_runs(path: Path, heart: Path, tmp_path: Path) -> None:
     work = "local_epochs" if "local_epochs" in path.read_text() else "local_steps"
     cli = run(path, tmp_path, [f"--data.init_args.root={heart}", f"--trainer.{work}=1"])

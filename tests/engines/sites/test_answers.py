@@ -50,6 +50,7 @@ def lied_to(
 
 
 @pytest.mark.parametrize("lie", LIES)
+@pytest.mark.fast_cases(5)
 def test_a_lie_about_scores_is_that_clients_failure(tmp_path: Path, lie: str) -> None:
     def change(answer: Any, content: dict[str, Any]) -> None:
         if isinstance(answer, Update) and answer.client == "site1":
@@ -63,6 +64,7 @@ def test_a_lie_about_scores_is_that_clients_failure(tmp_path: Path, lie: str) ->
     [{"metric": "\ud800"}, {"metric": "a\nb"}, {"value": 10**400}, {"split": "test"}, {"data": "pooled"}],
     ids=str,
 )
+@pytest.mark.fast_cases(3)
 def test_a_lie_in_a_row_is_a_gap(tmp_path: Path, lie: dict[str, Any]) -> None:
     def change(answer: Any, content: dict[str, Any]) -> None:
         if isinstance(answer, list):
@@ -93,6 +95,7 @@ def test_reasons_do_nothing_to_a_terminal_and_seconds_end_no_run(tmp_path: Path)
     ],
     ids=["FedNova", "IFCA", "HypCluster", "MaxFL"],
 )
+@pytest.mark.fast_cases(2)
 def test_a_tiny_number_ends_no_run_and_takes_no_model_over(
     tmp_path: Path, algorithm: FederatedCallback, name: str, value: float
 ) -> None:

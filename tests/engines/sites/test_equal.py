@@ -66,6 +66,7 @@ def assert_equal(tmp_path, algorithm, public=False, export=False, **arguments):
     [(None, KEEP), (SCAFFOLD(), ()), (FENDA(head="head"), KEEP[:1]), (Ditto(), ())],
     ids=["FedAvg", "SCAFFOLD", "FENDA", "Ditto"],
 )
+@pytest.mark.fast_cases(2)
 def test_equal_to_one_process(tmp_path, algorithm, others):
     assert_equal(tmp_path, algorithm, others=others)
 
@@ -110,6 +111,7 @@ def test_equal_with_every_kind_of_entry(tmp_path):
 @pytest.mark.parametrize(
     "algorithm, others", [(None, KEEP), (None, ()), (FENDA(head="head"), ())], ids=["kept", "global", "wrapped"]
 )
+@pytest.mark.fast_cases(1)
 def test_models_that_are_sent_are_the_files_of_one_process(tmp_path, algorithm, others):
     assert_equal(tmp_path, algorithm, others=others, export=True)
 

@@ -127,6 +127,7 @@ def test_a_message_that_gets_lost_is_carried_out_once(tmp_path, alone):
 @pytest.mark.parametrize(
     "nonsense", [b"nonsense", write({"answer": 3}), write({"answer": [b""]}), write({"refused": "no"})]
 )
+@pytest.mark.fast_cases(2)
 def test_a_reply_that_is_nonsense_as_a_whole_is_asked_for_task_by_task(tmp_path, alone, nonsense):
     line = Line(sites(tmp_path / "sites", SCAFFOLD()))
     line.reply = lambda name, data: nonsense if len(answers_in(data)) > 1 else data

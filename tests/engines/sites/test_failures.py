@@ -202,6 +202,7 @@ def test_too_few_clients_end_the_run(tmp_path):
     ],
     ids=["bytes", "number", "another client's", "version", "refusal", "list"],
 )
+@pytest.mark.fast_cases(3)
 def test_nonsense_is_a_failed_client(tmp_path, reply, reason):
     line = Line(sites(tmp_path / "sites"))
 

@@ -71,6 +71,7 @@ def logs(root):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("where", ["start", "send", "error", "personal", "evaluated", "check", "warns"])
 @pytest.mark.parametrize("allowed", [False, True], ids=["stays", "sent"])
+@pytest.mark.fast_cases(4)
 def test_the_text_of_an_error_stays_unless_the_site_sends_it(tmp_path, where, allowed, monkeypatch):
     arguments = {"max_rounds": 1, "sanity_check": where in ("check", "warns"), "stages": ["G", "L1", "L2"]}
     line = Line(sites(tmp_path / "sites", Raises(where), send_texts=allowed, **arguments))

@@ -111,6 +111,7 @@ STACKED: dict[str, tuple[Any, list[FederatedCallback]]] = {
 
 
 @pytest.mark.parametrize("name", STACKED)
+@pytest.mark.fast_cases(6)
 def test_rows_are_those_of_sequential(name: str) -> None:
     module, callbacks = copy.deepcopy(STACKED[name])
     assert Federation(module, callbacks).compare() <= TRIALS

@@ -49,6 +49,7 @@ def room_for(clients: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("clients", [1, 2, 4])
+@pytest.mark.fast_cases(1)
 def test_no_more_step_together_than_the_cache_has_room_for(
     clients: int, steps: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,6 +133,7 @@ def test_what_has_not_been_run_and_what_is_old_is_known(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["digits", "heart", "fashion", "tcga", "shakespeare"])
+@pytest.mark.fast_cases(2)
 def test_the_configuration_of_a_task_is_one_of_a_run(name):
     files = [FOLDER / f"league/{name}.yaml", FOLDER / "algorithms/fedprox.yaml"]
     cli = Commands("fit", [word for file in files for word in ("--config", str(file))])

@@ -235,6 +235,7 @@ def test_at_the_end_jobs_are_dropped_or_waited_for():
 
 
 @pytest.mark.parametrize("save_state", [1, 2])
+@pytest.mark.fast_cases(1)
 def test_a_run_that_waited_at_its_end_and_goes_on_is_the_longer_run(save_state: int, tmp_path: Path):
     """Its last round is done again, without waiting; where there is no state from before that, it is refused."""
     module = Toy()
@@ -340,6 +341,7 @@ def runs() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", runs())
+@pytest.mark.fast_cases(2)
 def test_replay_and_resume_at_every_round(name: str, tmp_path: Path):
     """At each boundary jobs are in flight, some of them carried out; the rest of the run is the same to the bit."""
     module = Toy("momentum", dropout=0.3)

@@ -74,6 +74,7 @@ def broken(tmp_path_factory):
 
 
 @pytest.mark.parametrize("which", ["built", "broken"])
+@pytest.mark.fast_cases(1)
 def test_html_is_sound_and_needs_nothing_else(which, request):
     found = request.getfixturevalue(which)
     html = found[0].read_text() if which == "built" else render(found[1])
