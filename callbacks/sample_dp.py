@@ -27,7 +27,6 @@ from fedlightning.algorithm import (
     warn,
 )
 from fedlightning.callbacks.client_dp import NO_SELECTION
-from fedlightning.callbacks.client_dp_spending import accountant_of, solved_noise, spent_by, write_told
 from fedlightning.callbacks.sample_dp_fit import (
     add_to,
     added,
@@ -45,6 +44,7 @@ from fedlightning.callbacks.sample_dp_fit import (
 from fedlightning.callbacks.shared.ledger import Ledger, Steps
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches, poisson_loader
 from fedlightning.callbacks.shared.record_gradients import RecordGradients, refuse_mixed_records
+from fedlightning.callbacks.shared.spending import accountant_of, solved_noise, spent_by, write_told
 from fedlightning.ranges import PositiveFloat
 from fedlightning.wrappers.train_loader import replaced_train_loader
 
