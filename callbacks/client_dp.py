@@ -28,7 +28,7 @@ from fedlightning.algorithm import (
     Wire,
     warn,
 )
-from fedlightning.callbacks.client_dp_budget import Budget
+from fedlightning.callbacks.client_dp_budget import RoundBudget
 from fedlightning.callbacks.client_dp_checks import refuse_contradictions, refuse_uncovered, warn_of_few
 from fedlightning.callbacks.client_dp_clipping import (
     clipped,
@@ -267,11 +267,11 @@ class ClientDP(ClientSelection, Protection):
         assert self.epsilon is not None
         return solved_noise(self.epsilon, self.delta, self.rate, max_rounds, self.accountant)
 
-    def _budget(self, server: Server) -> Budget:
+    def _budget(self, server: Server) -> RoundBudget:
         own = self._own(server)
         ledger = Ledger(self.ledger, "clients", own["secret"])
         noise = float(own["noise_multiplier"])
-        return Budget(self.epsilon, self.delta, noise, self.rate, self.accountant, ledger, self.shares)
+        return RoundBudget(self.epsilon, self.delta, noise, self.rate, self.accountant, ledger, self.shares)
 
     def epsilon_after(self, rounds: int, noise_multiplier: float | None = None) -> float:
         """Return what a number of rounds spends, at :attr:`delta`.
@@ -283,7 +283,7 @@ class ClientDP(ClientSelection, Protection):
         noise = self.noise_multiplier if noise_multiplier is None else noise_multiplier
         if noise is None:
             raise ValueError("ClientDP solves for the noise when a run starts. Give noise_multiplier to ask before.")
-        return Budget(None, self.delta, noise, self.rate, self.accountant, Ledger(None, "", "")).of([], rounds)
+        return RoundBudget(None, self.delta, noise, self.rate, self.accountant, Ledger(None, "", "")).of([], rounds)
 
     # -- a round -------------------------------------------------------------------------------------------------------
     def on_round_start(self, server: Server) -> None:

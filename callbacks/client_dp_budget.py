@@ -13,7 +13,7 @@ from fedlightning.callbacks.shared.spending import releases_in, spent_by, write_
 
 
 @dataclass(frozen=True)
-class Budget:
+class RoundBudget:
     """The budget of a run.
 
     Attributes:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fedlightning.algorithm import Cover, Outgoing, Range
-from fedlightning.errors import listed
 
 Delta = Annotated[float, Range("(0, 1)")]
 Accountant = Literal["rdp", "prv"]
@@ -58,4 +57,4 @@ def told_of_items(owner: Any, items: Sequence[Outgoing]) -> dict[str, list[str]]
 def clear_in_words(owner: Any, items: Sequence[Outgoing]) -> str:
     """Return the end of the sentence that says what a run has spent: what epsilon does not count."""
     clear = told_of_items(owner, items)["in_the_clear"]
-    return f"Epsilon does not count what is in the clear: {listed(clear, len(clear))}." if clear else ""
+    return f"Epsilon does not count what is in the clear: {', '.join(clear)}." if clear else ""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
@@ -112,6 +114,17 @@ class ClientBase:
         """Training samples by class, or `None` if the data have no labels."""
         self.refuse_withheld()
         return self._runner.data.class_counts(self.id)
+
+    @property
+    def sample_groups(self) -> np.ndarray | None:
+        """Group (a patient) of each training sample, in the order of the samples; `None` if nobody knows groups."""
+        return self._runner.data.sample_groups(self.id) if self.id in self._runner.data.client_ids else None
+
+    @property
+    def folder(self) -> Path | None:
+        """Folder of the run for what is written inside this client's training; `None` if the run writes nothing."""
+        folder = self._blueprint.settings.folder_of(self.id)
+        return None if folder is None else Path(folder)
 
     @property
     def precision(self) -> Any:
