@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fedlightning.algorithm import (
@@ -26,8 +28,9 @@ from fedlightning.algorithm import (
     warn,
 )
 from fedlightning.callbacks.client_dp import NO_SELECTION
-from fedlightning.callbacks.sample_dp_budget import StepBudget, added, told_of, visit_of
+from fedlightning.callbacks.sample_dp_budget import StepBudget, added, count, told_of
 from fedlightning.callbacks.sample_dp_checks import (
+    ONLY_STEPS,
     refuse_forgetting,
     refuse_monitors,
     refuse_other_rounds,
@@ -37,6 +40,7 @@ from fedlightning.callbacks.sample_dp_checks import (
     warn_of_few,
 )
 from fedlightning.callbacks.sample_dp_fit import add_to, patients_of, planned_steps, try_records
+from fedlightning.callbacks.sample_dp_means import released_means, sums_by_class
 from fedlightning.callbacks.shared.ledger import Ledger, Steps
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches, poisson_loader
 from fedlightning.callbacks.shared.private_options import (
@@ -57,8 +61,9 @@ from fedlightning.wrappers.train_loader import replaced_train_loader
 
 COVERED = Need(
     "covers with noise what a client learns from the batches of its training, and nothing else",
-    (Change.READS, Change.LOSS, Change.TAPS, Change.SHAPE, Change.BATCHES),
+    (Change.READS, Change.MIXES, Change.SHAPE, Change.BATCHES),
 )
+Vectors = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 
 
 class SampleDP(TrainingData, Protection):
@@ -102,6 +107,8 @@ class SampleDP(TrainingData, Protection):
         unit: What is hidden: each ``"record"``, or each ``"patient"`` with all records.
         most: With ``unit="patient"``, records of a patient in a batch at most. Any number is private; more cost more memory.
         scores: ``"in the clear"``: scores on validation data leave clients.
+        means_noise: Noise multiplier of means by class, of methods that send them (`FedProto`, `FD`): one release a visit.
+        means_clip: The most that a vector may be long that goes into such a mean.
 
     Raises:
         ValueError: If a number is out of range, or neither `noise_multiplier` nor `epsilon` is given.
@@ -126,6 +133,8 @@ class SampleDP(TrainingData, Protection):
         unit: Literal["record", "patient"] = "record",
         most: PositiveInt = 16,
         scores: Scores = "withheld",
+        means_noise: PositiveFloat = 10.0,
+        means_clip: PositiveFloat = 1.0,
     ) -> None:
         refuse_no_noise("SampleDP", noise_multiplier, epsilon)
         self.delta = delta
@@ -138,6 +147,8 @@ class SampleDP(TrainingData, Protection):
         self.unit = unit
         self.most = most
         self.scores = scores
+        self.means_noise = means_noise
+        self.means_clip = means_clip
         self._fit: RecordGradients | None = None
         self._sampler: PoissonBatches | None = None
         self._restore: Any = None
@@ -164,7 +175,7 @@ class SampleDP(TrainingData, Protection):
 
     def covers(self, item: Outgoing) -> Cover:
         """The model gets noise; logged values are withheld, and scores unless `scores` says otherwise."""
-        return cover_of(item, ("entries", "models"), self.scores)
+        return cover_of(item, ("entries", "models", "means"), self.scores)
 
     # -- before round 1 ------------------------------------------------------------------------------------------------
     def check(self, setup: Setup) -> None:
@@ -174,12 +185,7 @@ class SampleDP(TrainingData, Protection):
             ValueError: With a way out.
         """
         accountant_of(self.accountant)
-        if self.noise_multiplier is None and any(other.claims("local_phases") for other in setup.callbacks):
-            raise ValueError(
-                "SampleDP(epsilon=...) solves for the noise of visits of one fit, and here visits have several. Give "
-                "noise_multiplier too: epsilon is then what no client exceeds."
-            )
-        refuse_uncovered(self, setup)
+        refuse_uncovered(self, setup, self.noise_multiplier is None, self.unit)
         warn_of_few(setup, self.delta)
         if self.noise_seed is not None:
             setup.warn(known_noise("SampleDP"))
@@ -204,10 +210,7 @@ class SampleDP(TrainingData, Protection):
     # -- a visit -------------------------------------------------------------------------------------------------------
     def on_visit_start(self, client: Client) -> None:
         """Let only the steps of training read the client's samples; find the client's secret, or draw it."""
-        client.withhold_data(
-            f"Client '{client.id}' gives its samples to the steps of training only, which SampleDP covers with noise. Remove "
-            "SampleDP, or the callback that reads samples otherwise."
-        )
+        client.withhold_data(ONLY_STEPS.format(client.id))
         if client.is_at_site:
             refuse_forgetting(self.ledger, self.noise_seed)
         kept = client.state.get(self.key, {})
@@ -278,9 +281,7 @@ class SampleDP(TrainingData, Protection):
         steps = fit.counted
         self._entry.note([steps])  # what was planned, and is there until now, may be more
         if client is not None:
-            kept = client.state[self.key]
-            counted = {"history": added(kept["history"], steps), "visit": visit_of(client, steps)}
-            client.state[self.key] = kept | counted
+            count(client, self.key, steps)
             return
         self._history = added(self._history, steps)
         if self.noise_seed is None:
@@ -315,6 +316,18 @@ class SampleDP(TrainingData, Protection):
             before = self._budget.before(kept["history"], every)
         spent, left = self.epsilon_of(before), self._budget.fits([*before, *kept["visit"]])
         update.extras[self.key] = {"epsilon": torch.tensor(spent), "left": torch.tensor(int(left))}
+
+    def class_means(self, client: Client, update: Update, vectors: Vectors, classes: int) -> dict[int, Tensor]:
+        """Return the noisy means of the classes that are there; what they spend is written down before."""
+        kept, address = client.state[self.key], f"{client.scratch[self.key]}|means"
+        file = self._budget.file(client, f"{kept['secret']}|{address}")
+        self._budget.enter(file, kept["history"], (self.means_noise, 1.0), 1, all_of_them=True)
+        client.withhold_data("")
+        exact = sums_by_class(vectors(), classes, self.means_clip)
+        client.withhold_data(ONLY_STEPS.format(client.id))
+        count(client, self.key, (self.means_noise, 1.0, 1))
+        self.on_send(client, update)  # once more: it has spent more
+        return released_means(exact, self.means_clip, self.means_noise, kept["secret"], address)
 
     # -- the server ----------------------------------------------------------------------------------------------------
     def on_update(self, server: Server, update: Update) -> None:

@@ -8,24 +8,44 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 
-from fedlightning.algorithm import FederatedCallback, Setup, UpdateCodec, move_batch
+from fedlightning.algorithm import Extra, FederatedCallback, Setup, UpdateCodec, move_batch
 from fedlightning.callbacks.shared.ledger import Steps
 from fedlightning.callbacks.shared.record_gradients import refuse_mixed_records
 
+ONLY_STEPS = (
+    "Client '{}' gives its samples to the steps of training only, which SampleDP covers with noise. Remove SampleDP, or the "
+    "callback that reads samples otherwise."
+)
 OF_BATCHES = ("on_train_batch_start", "on_train_batch_end")
 """Hooks of Lightning's that are given batches."""
 
 
-def refuse_uncovered(owner: FederatedCallback, setup: Setup) -> None:
+def refuse_uncovered(owner: FederatedCallback, setup: Setup, solves: bool, unit: str) -> None:
     """Refuse callbacks that send, or make something of batches, that gets no noise; and models that mix records.
+
+    Args:
+        owner: SampleDP.
+        setup: The federation.
+        solves: Whether it solves for the noise.
+        unit: What it hides.
 
     Raises:
         ValueError: With a way out.
     """
     for other in (one for one in setup.callbacks if one is not owner):
-        extras = (
-            [] if isinstance(other, UpdateCodec) else sorted(other.wire(setup.module).up)
-        )  # a code is of the covered
+        up = {} if isinstance(other, UpdateCodec) else other.wire(setup.module).up  # a code is of what is covered
+        by_class = [name for name, spec in up.items() if Extra.of(spec).by_class]
+        if by_class and unit == "patient":
+            raise ValueError(
+                f"{other.key} sends means by class, in which SampleDP counts records: unit='patient' does not cover them. "
+                "Take unit='record', or another method."
+            )
+        if solves and (by_class or other.claims("local_phases")):
+            raise ValueError(
+                "SampleDP(epsilon=...) solves for the noise of visits of one fit, and here visits have several, or release "
+                "means by class too. Give noise_multiplier too: epsilon is then what no client exceeds."
+            )
+        extras = sorted(up.keys() - set(by_class))
         if extras:
             raise ValueError(
                 f"{other.key} takes {', '.join(extras)} from clients, which SampleDP does not cover with noise. Remove "

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from fedlightning.errors import listed
 from fedlightning.hooks import CallbackList, Outgoing, Protection
+from fedlightning.messages import Extra
 
 if TYPE_CHECKING:
     from fedlightning.federation.federation import Federation
@@ -21,12 +22,17 @@ def outgoing_of(federation: Federation) -> list[Outgoing]:
         f"{len(one.entries)} of {len(one.entries) + len(one.private)} entries of {f'model {name}' if name else 'the model'}"
         for name, one in found.items()
     ]
-    extras = {(key, name): None for one in found.values() for key, up in one.extras.items() for name in up}
+    extras = {
+        (key, name): spec for one in found.values() for key, up in one.extras.items() for name, spec in up.items()
+    }
     visit, every = "in each visit", federation.asked_evaluate_every
     items = [
         Outgoing("sizes", "numbers of samples, classes and batches, hashes of who holds which", "before round 1"),
         Outgoing("entries", ", ".join(entries), visit),
-        *(Outgoing("extra", f"'{name}' of {key}", visit, key) for key, name in extras),
+        *(
+            Outgoing("means" if Extra.of(spec).by_class else "extra", f"'{name}' of {key}", visit, key)
+            for (key, name), spec in extras.items()
+        ),
         Outgoing("counts", "numbers of samples and steps, and learning rates", visit),
         Outgoing("logged", "values that the module logs in training", visit),
     ]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fedlightning.hooks.callback import FederatedCallback
@@ -147,6 +148,21 @@ class Protection(FederatedCallback):
         `"withheld"`: the core sees to that at the client. Anything else the callback itself adds noise to, or withholds.
         """
         return "in the clear"
+
+    def class_means(
+        self, client: Client, update: Update, vectors: Callable[[], Iterable[tuple[Tensor, Tensor]]], classes: int
+    ) -> dict[int, Tensor]:
+        """Return means by class of vectors of a client's training samples that may leave with an update. A role.
+
+        Methods that send such means (extras with `Extra.by_class`) ask for them here, where a callback answers.
+
+        Args:
+            client: The client, in `on_send`.
+            update: What it is about to send.
+            vectors: Gives batches of vectors `(batch, width)` and of their labels `(batch,)`, each sample once.
+            classes: Number of classes.
+        """
+        raise NotImplementedError
 
 
 class Stackable(FederatedCallback):

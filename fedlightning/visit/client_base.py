@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fedlightning.compat.attached import detached_copy
-from fedlightning.hooks import POOLED, Phase
+from fedlightning.hooks import POOLED, Phase, Protection
 from fedlightning.messages import ClientLog, Message
 from fedlightning.seeding import generator
 from fedlightning.tensors import State, clone, load_state, module_state
@@ -119,6 +119,11 @@ class ClientBase:
     def sample_groups(self) -> np.ndarray | None:
         """Group (a patient) of each training sample, in the order of the samples; `None` if nobody knows groups."""
         return self._runner.data.sample_groups(self.id) if self.id in self._runner.data.client_ids else None
+
+    @property
+    def protection(self) -> Protection | None:
+        """The callback that makes means by class of this client's samples, where one answers for them."""
+        return self._runner.callbacks.answering(Protection, "class_means")
 
     @property
     def folder(self) -> Path | None:
