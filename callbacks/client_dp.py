@@ -28,15 +28,9 @@ from fedlightning.algorithm import (
     Wire,
     warn,
 )
+from fedlightning.callbacks import client_dp_clipping as clipping
 from fedlightning.callbacks.client_dp_budget import RoundBudget
 from fedlightning.callbacks.client_dp_checks import refuse_contradictions, refuse_uncovered, warn_of_few
-from fedlightning.callbacks.client_dp_clipping import (
-    clipped,
-    next_clip,
-    noise_of_changes,
-    noise_of_count,
-    refuse_longer,
-)
 from fedlightning.callbacks.shared.ledger import Ledger
 from fedlightning.callbacks.shared.private_options import (
     Accountant,
@@ -325,7 +319,9 @@ class ClientDP(ClientSelection, Protection):
         trainable = {name for name, kind in entry_kinds(client.module).items() if kind == "trainable"}
         sent = {name: client.received[name] for name in update.state}
         clip = self.clip if self.quantile is None else float(client.message.extras[self.key]["clip"])
-        changes, within = clipped((name for name in update.state if name in trainable), sent, update.state, clip)
+        changes, within = clipping.clipped(
+            (name for name in update.state if name in trainable), sent, update.state, clip
+        )
         if self.quantile is not None and client.message.work != 0:
             update.extras[self.key] = {"within": torch.tensor(int(within))}
         if self.shares is not None and client.message.work != 0:
@@ -356,7 +352,7 @@ class ClientDP(ClientSelection, Protection):
             ValueError: With both lengths.
         """
         clip = self.clip if self.quantile is None else self._own(server)["clip"]
-        refuse_longer(set(server.trainable), message, update, clip if self.where == "server" else math.inf)
+        clipping.refuse_longer(set(server.trainable), message, update, clip if self.where == "server" else math.inf)
 
     def denominator(self, server: Server) -> float:
         """Return the expected number of participants, whoever came."""
@@ -372,10 +368,10 @@ class ClientDP(ClientSelection, Protection):
         self._budget(server).spend(server.round, release, server.run_dir, self.noise_seed is None, self._told(server))
         z, clip = float(own["noise_multiplier"]), float(own["clip"])
         if self.quantile is not None:
-            of_count = noise_of_count(z, expected)
+            of_count = clipping.noise_of_count(z, expected)
             drawn = float(normal(own["secret"], f"{server.round}|count|{bound}", torch.Size([1])))
-            further = next_clip(clip, own["count"] + of_count * drawn, expected, self.quantile, self.clip_lr)
-            z, own = noise_of_changes(z, of_count), own | {"clip": further}
+            further = clipping.next_clip(clip, own["count"] + of_count * drawn, expected, self.quantile, self.clip_lr)
+            z, own = clipping.noise_of_changes(z, of_count), own | {"clip": further}
         if self.shares is not None:  # what those who came have not brought
             z *= math.sqrt(max(self.shares - own["came"], 0) / self.shares)
         server.state[self.key] = own | {"came": 0, "count": 0.0}

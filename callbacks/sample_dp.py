@@ -27,18 +27,9 @@ from fedlightning.algorithm import (
     Wire,
     warn,
 )
+from fedlightning.callbacks import sample_dp_checks as checks
 from fedlightning.callbacks.client_dp import NO_SELECTION
 from fedlightning.callbacks.sample_dp_budget import StepBudget, added, count, told_of
-from fedlightning.callbacks.sample_dp_checks import (
-    ONLY_STEPS,
-    refuse_forgetting,
-    refuse_monitors,
-    refuse_other_rounds,
-    refuse_plain,
-    refuse_steps_before,
-    refuse_uncovered,
-    warn_of_few,
-)
 from fedlightning.callbacks.sample_dp_fit import add_to, patients_of, planned_steps, try_records
 from fedlightning.callbacks.sample_dp_means import released_means, sums_by_class
 from fedlightning.callbacks.shared.ledger import Ledger, Steps
@@ -185,21 +176,21 @@ class SampleDP(TrainingData, Protection):
             ValueError: With a way out.
         """
         accountant_of(self.accountant)
-        refuse_uncovered(self, setup, self.noise_multiplier is None, self.unit)
-        warn_of_few(setup, self.delta)
+        checks.refuse_uncovered(self, setup, self.noise_multiplier is None, self.unit)
+        checks.warn_of_few(setup, self.delta)
         if self.noise_seed is not None:
             setup.warn(known_noise("SampleDP"))
 
     def on_federation_start(self, server: Server) -> None:
         """Refuse sites without a ledger, which a server could make forget what they have spent."""
         if server.sites:
-            refuse_forgetting(self.ledger, self.noise_seed)
+            checks.refuse_forgetting(self.ledger, self.noise_seed)
 
     def on_round_start(self, server: Server) -> None:
-        """See that all rounds were private: with it, and with the same `noise_seed` and `unit`."""
+        """See that all rounds were private, with the same `noise_seed` and `unit`."""
         given = {"noise_seed": self.noise_seed, "unit": self.unit}
         before = server.state.get(self.key, {"epsilon": {}, "over": [], **given})
-        refuse_other_rounds(server.round if self.key not in server.state else 0, before, given)
+        checks.refuse_other_rounds(server.round if self.key not in server.state else 0, before, given)
         server.state[self.key] = before
 
     def wire(self, module: Any) -> Wire:
@@ -210,9 +201,9 @@ class SampleDP(TrainingData, Protection):
     # -- a visit -------------------------------------------------------------------------------------------------------
     def on_visit_start(self, client: Client) -> None:
         """Let only the steps of training read the client's samples; find the client's secret, or draw it."""
-        client.withhold_data(ONLY_STEPS.format(client.id))
+        client.withhold_data(checks.ONLY_STEPS.format(client.id))
         if client.is_at_site:
-            refuse_forgetting(self.ledger, self.noise_seed)
+            checks.refuse_forgetting(self.ledger, self.noise_seed)
         kept = client.state.get(self.key, {})
         if "secret" not in kept:
             client.state[self.key] = {"secret": new_secret(self.noise_seed, client.id), "history": []}
@@ -231,23 +222,19 @@ class SampleDP(TrainingData, Protection):
         return made
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach the hooks, and see that the budget lasts for this fit.
-
-        Raises:
-            ValueError: If it does not.
-        """
+        """Attach the hooks, and raise ValueError if the budget does not last for this fit."""
         if self._sampler is None:  # a phase on public data
             return
         client, planned = self._client, planned_steps(trainer, self._sampler)
         if client is None:
             secret, address, history = self._secret, "", self._history
-            refuse_steps_before(trainer.global_step, history)
+            checks.refuse_steps_before(trainer.global_step, history)
         else:
             secret, history = client.state[self.key]["secret"], client.state[self.key]["history"]
             address = f"{client.scratch[self.key]}|{client.phase.name}"
         if not history:
             try_records(pl_module, trainer, self.key)
-        refuse_monitors(trainer)
+        checks.refuse_monitors(trainer)
         keeps = client is not None and client.keeps_optimizers  # then the Trainer's limit is that of the whole run
         visits = 1 if client is None or keeps else client.max_rounds
         noise = self._budget.noise(history, self._sampler.rate, planned * visits)
@@ -318,13 +305,13 @@ class SampleDP(TrainingData, Protection):
         update.extras[self.key] = {"epsilon": torch.tensor(spent), "left": torch.tensor(int(left))}
 
     def class_means(self, client: Client, update: Update, vectors: Vectors, classes: int) -> dict[int, Tensor]:
-        """Return the noisy means of the classes that are there; what they spend is written down before."""
+        """Return noisy means of the classes that are there, after writing down what they spend."""
         kept, address = client.state[self.key], f"{client.scratch[self.key]}|means"
         file = self._budget.file(client, f"{kept['secret']}|{address}")
         self._budget.enter(file, kept["history"], (self.means_noise, 1.0), 1, all_of_them=True)
         client.withhold_data("")
         exact = sums_by_class(vectors(), classes, self.means_clip)
-        client.withhold_data(ONLY_STEPS.format(client.id))
+        client.withhold_data(checks.ONLY_STEPS.format(client.id))
         count(client, self.key, (self.means_noise, 1.0, 1))
         self.on_send(client, update)  # once more: it has spent more
         return released_means(exact, self.means_clip, self.means_noise, kept["secret"], address)
@@ -363,14 +350,10 @@ class SampleDP(TrainingData, Protection):
 
     # -- a plain Trainer -----------------------------------------------------------------------------------------------
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """In a plain Trainer: give it Poisson batches.
-
-        Raises:
-            ValueError: If they would mix records.
-        """
+        """In a plain Trainer: give it Poisson batches; raise ValueError if they would mix records."""
         if self._client is not None:
             return
-        refuse_plain(trainer, pl_module, self.unit)
+        checks.refuse_plain(trainer, pl_module, self.unit)
         self._secret = new_secret(self.noise_seed)
         if self.noise_seed is not None:
             warn(known_noise("SampleDP"))

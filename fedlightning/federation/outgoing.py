@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fedlightning.errors import listed
-from fedlightning.hooks import CallbackList, Outgoing, Protection
-from fedlightning.messages import Extra
+from fedlightning.hooks import CallbackList, Kind, Outgoing, Protection, UpdateCodec
+from fedlightning.messages import Extra, Spec
 
 if TYPE_CHECKING:
     from fedlightning.federation.federation import Federation
+    from fedlightning.federation.server import Server
 
 
 def outgoing_of(federation: Federation) -> list[Outgoing]:
@@ -29,10 +30,7 @@ def outgoing_of(federation: Federation) -> list[Outgoing]:
     items = [
         Outgoing("sizes", "numbers of samples, classes and batches, hashes of who holds which", "before round 1"),
         Outgoing("entries", ", ".join(entries), visit),
-        *(
-            Outgoing("means" if Extra.of(spec).by_class else "extra", f"'{name}' of {key}", visit, key)
-            for (key, name), spec in extras.items()
-        ),
+        *(Outgoing(_kind(server, key, spec), f"'{name}' of {key}", visit, key) for (key, name), spec in extras.items()),
         Outgoing("counts", "numbers of samples and steps, and learning rates", visit),
         Outgoing("logged", "values that the module logs in training", visit),
     ]
@@ -47,6 +45,14 @@ def outgoing_of(federation: Federation) -> list[Outgoing]:
             Outgoing("models", "models of clients in the run's folder, where clients have some", "after training")
         )
     return items
+
+
+def _kind(server: Server, key: str, spec: Spec) -> Kind:
+    """Return what an extra is: a code of entries is as they are."""
+    codec = next((one for one in server.callbacks if one.key == key and isinstance(one, UpdateCodec)), None)
+    if codec is not None:
+        return "entries"
+    return "means" if Extra.of(spec).by_class else "extra"
 
 
 def covered(callbacks: CallbackList, items: Sequence[Outgoing]) -> list[tuple[Outgoing, str]]:

@@ -22,7 +22,7 @@ from fedlightning.hooks.families import (
     TrainingData,
     UpdateCodec,
 )
-from fedlightning.hooks.outgoing import Cover, Outgoing
+from fedlightning.hooks.outgoing import Cover, Kind, Outgoing
 from fedlightning.hooks.words import (
     NEWCOMER,
     POOLED,
@@ -57,6 +57,7 @@ __all__ = [
     "ModelSelection",
     "Need",
     "Newcomers",
+    "Kind",
     "Outgoing",
     "Protection",
     "ServerModels",

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from fedlightning.algorithm import FederatedCallback, Outgoing, Protection, Wire
-from fedlightning.callbacks import SCAFFOLD, FedAvg, FedPer
+from fedlightning.callbacks import SCAFFOLD, FedAvg, FedPer, TopK
 from fedlightning.federation.engine import Evaluate
 from fedlightning.visit.visit import carry_out
 from tests.helpers import Toy, make_trainer, toy_data
@@ -46,6 +46,12 @@ def test_it_has_what_callbacks_declare_and_what_the_core_sends(tmp_path):
     assert "2 of 4 entries of the model (in each visit)" in map(str, server.outgoing)
     silent = run([FedAvg()], evaluate_every=0, test_data=[]).server
     assert {item.kind for item in silent.outgoing} == KINDS - {"scores", "tests"}
+
+
+def test_a_code_is_covered_as_the_entries_that_it_stands_for():
+    told = {one["what"]: one["cover"] for one in run([TopK(share=0.5), Quiet()]).summary["leaves"]}
+    codes = {what: cover for what, cover in told.items() if what.endswith("of TopK")}
+    assert codes and set(codes.values()) == {"noised"}
 
 
 def test_validation_scores_and_logged_values_that_are_withheld_do_not_leave():
