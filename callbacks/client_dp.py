@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import secrets
+import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -13,31 +12,43 @@ from fedlightning.algorithm import (
     Change,
     Client,
     ClientSelection,
+    Cover,
+    Extra,
     Facts,
+    Job,
     Message,
     Need,
+    Outgoing,
+    Protection,
     Range,
     Server,
     Setup,
     State,
     Update,
+    Wire,
     warn,
 )
-from fedlightning.callbacks.client_dp_spending import (
-    accountant_of,
-    releases_in,
-    solved_noise,
-    spent_by,
-    write_spending,
+from fedlightning.callbacks import client_dp_clipping as clipping
+from fedlightning.callbacks.client_dp_budget import RoundBudget
+from fedlightning.callbacks.client_dp_checks import refuse_contradictions, refuse_uncovered, warn_of_few
+from fedlightning.callbacks.shared.ledger import Ledger
+from fedlightning.callbacks.shared.private_options import (
+    Accountant,
+    Delta,
+    Scores,
+    clear_in_words,
+    cover_of,
+    known_noise,
+    new_secret,
+    refuse_no_noise,
+    told_of_items,
 )
-from fedlightning.callbacks.shared.ledger import Ledger, Steps
-from fedlightning.callbacks.shared.secret_noise import normal, uniform
-from fedlightning.callbacks.shared.single_updates import norm_of, refuse_other_ways, rounding_of
-from fedlightning.ranges import PositiveFloat, PositiveShare
-from fedlightning.tensors import entry_kinds, tied_names
+from fedlightning.callbacks.shared.secret_noise import digest_of, normal, uniform, with_noise
+from fedlightning.callbacks.shared.single_updates import refuse_other_ways
+from fedlightning.callbacks.shared.spending import accountant_of, releases_in, solved_noise
+from fedlightning.ranges import PositiveFloat, PositiveInt, PositiveShare
+from fedlightning.tensors import entry_kinds
 
-FEW = 100
-"""Clients below which the noise drowns what they learn, in most settings."""
 BOUNDED = Need(
     "adds noise to one mean of changes whose lengths it bounds",
     (
@@ -54,10 +65,13 @@ BOUNDED = Need(
         *(Change.NEIGHBOURS, Change.GLOBAL, Change.SHAPE),
     ),
 )
+WHOLE_SHARES = Need("lets every client add its share of the noise to all that travels", (Change.PARTS,))
+OF_OPTIONS = ("on_broadcast", "on_update", "wire")
+"""Methods that only some options need."""
 NO_SELECTION = Need("gives no client's score away", (Change.SELECTION,), "take the model of the last round")
 
 
-class ClientDP(ClientSelection):
+class ClientDP(ClientSelection, Protection):
     r"""Differential privacy of clients: nobody can tell from the models whether a client took part (DP-FedAvg).
 
     McMahan, Ramage, Talwar, Zhang, "Learning differentially private recurrent language models", ICLR 2018 (arXiv:1710.06963).
@@ -69,11 +83,23 @@ class ClientDP(ClientSelection):
     * Server: ``w + (sum_i u_i + z C N(0, I)) / (rate N)``, uniform weights and a fixed denominator, whoever came; a round
       that drew nobody releases noise all the same. Then the server's optimizer, if there is one.
 
+    * With `quantile`, ``C`` follows that quantile of the lengths (Andrew, Thakkar, McMahan, Ramaswamy, "Differentially
+      private learning with adaptive clipping", NeurIPS 2021, arXiv:1905.03871): a client sends whether its change was no
+      longer than ``C`` too; the server adds noise to the count, and takes ``C exp(-clip_lr (share - quantile))`` in the next
+      round. Changes and count together spend what ``z`` says.
+    * With ``where="client"`` each client adds noise ``N(0, (z C)^2 / shares)`` before anything leaves, and the server adds
+      what is missing where fewer than `shares` came. More noise than accounted for is in rounds to which more came.
+
     ``(epsilon, delta)`` holds for adding or removing one client with all its data, against everybody who sees all models that
     the server has sent or kept (other clients, users of the result). It does **not** hold against the server itself, which
-    sees single updates; against whom knows who took part in which round (then ``rate`` counts as 1); nor for scores, logged
-    numbers, sample counts and costs in the run's folder: who gives those away gives more away. What stays with a client
-    (personal layers and models) is never released, and gets no noise.
+    sees single updates; nor against whom knows who took part in which round (then ``rate`` counts as 1). With
+    ``where="client"`` who took part is known, and epsilon is about what a client sends: its change or none. Against the
+    server, which then sees noise in every update, `privacy.json` has `epsilon_server`; that does not see what a server
+    could ask beyond one visit a round.
+
+    Scores on validation data and values that the module logs do not leave clients. Epsilon counts neither test scores nor
+    sample counts in the run's folder: `privacy.json` has the list. What stays with a client (personal layers and models) is
+    never sent, and gets no noise.
 
     Epsilon is worked out by Opacus (``pip install fedlightning[privacy]``). What is spent is in `privacy.csv` and
     `privacy.json` before a model is released; a run ends before the round that would exceed `epsilon`. Noise comes from a
@@ -86,15 +112,23 @@ class ClientDP(ClientSelection):
         delta: Probability with which the guarantee may fail; well below one over the number of clients.
         noise_multiplier: ``z``. Leave it out where `epsilon` is given: it is then solved for `max_rounds`.
         epsilon: The budget. With `noise_multiplier` the run ends before it is exceeded.
-        clip: ``C``. The most that a client's change may be long. Default 1.
+        clip: ``C``. The most that a client's change may be long; with `quantile`, in the first round. Default 1.
         rate: Probability that a client takes part in a round, in (0, 1].
+        quantile: Share of changes that are to be no longer than ``C``, which adapts; `None`: it does not. The authors' 0.5
+            is good in most settings.
+        clip_lr: Step of ``C`` where it adapts.
+        where: Who adds the noise: the ``"server"``, once for all, or each ``"client"`` its share.
+        shares: With ``where="client"``, how many shares together are the noise of the mean: the fewest clients that are
+            sure to come.
+        scores: ``"in the clear"``: validation scores and logged values leave clients, and epsilon says nothing of them.
         accountant: ``"rdp"`` (default; Rényi, orders of Opacus) or ``"prv"`` (tighter, slower).
         ledger: Folder with a file of what all runs have spent on these clients; `epsilon` is then the budget over all of
             them. `None`: every run counts alone.
         noise_seed: A fixed seed in the place of the secret, for tests. The run is **not private**, and says so.
 
     Raises:
-        ValueError: If a number is out of range, or neither `noise_multiplier` nor `epsilon` is given.
+        ValueError: If a number is out of range, neither `noise_multiplier` nor `epsilon` is given, or options contradict each
+            other.
 
     Example:
         >>> dp = ClientDP(delta=1e-5, noise_multiplier=1.5, rate=0.04)
@@ -107,17 +141,22 @@ class ClientDP(ClientSelection):
 
     def __init__(
         self,
-        delta: Annotated[float, Range("(0, 1)")],
+        delta: Delta,
         noise_multiplier: PositiveFloat | None = None,
         epsilon: PositiveFloat | None = None,
         clip: PositiveFloat = 1.0,
         rate: PositiveShare = 1.0,
-        accountant: Literal["rdp", "prv"] = "rdp",
+        accountant: Accountant = "rdp",
         ledger: str | None = None,
         noise_seed: int | None = None,
+        quantile: Annotated[float, Range("(0, 1)")] | None = None,
+        clip_lr: PositiveFloat = 0.2,
+        where: Literal["server", "client"] = "server",
+        shares: PositiveInt | None = None,
+        scores: Scores = "withheld",
     ) -> None:
-        if noise_multiplier is None and epsilon is None:
-            raise ValueError("ClientDP has neither noise_multiplier nor epsilon. Give one of them, or both.")
+        refuse_no_noise("ClientDP", noise_multiplier, epsilon)
+        refuse_contradictions(where, shares, rate, quantile)
         self.delta = delta
         self.noise_multiplier = noise_multiplier
         self.epsilon = epsilon
@@ -126,11 +165,34 @@ class ClientDP(ClientSelection):
         self.accountant = accountant
         self.ledger = ledger
         self.noise_seed = noise_seed
+        self.quantile = quantile
+        self.clip_lr = clip_lr
+        self.where = where
+        self.shares = shares
+        self.scores = scores
 
     @property
     def facts(self) -> Facts:
         """It bounds one mean of synchronous rounds, and lets no selection by scores beside it."""
-        return super().facts.extend(changes={Change.ABSENCE}, needs=[BOUNDED, NO_SELECTION], asynchronous=False)
+        needs = [BOUNDED, NO_SELECTION, *([WHOLE_SHARES] if self.where == "client" else [])]
+        return super().facts.extend(changes={Change.ABSENCE}, needs=needs, asynchronous=False)
+
+    def claims(self, name: str) -> bool:
+        """Return True if this callback has such a method, and needs it with its options."""
+        idle = self.quantile is None and (self.where == "server" or name != "on_update")
+        return super().claims(name) and not (name in OF_OPTIONS and idle)
+
+    def wire(self, module: Any) -> Wire:
+        """With `quantile`: the length to clip to, and whether a change was no longer (1) or longer (0)."""
+        if self.quantile is None:
+            return Wire()
+        return Wire(down={"clip": "scalar"}, up={"within": Extra("scalar", low=0, high=1, whole=True, due=("",))})
+
+    def covers(self, item: Outgoing) -> Cover:
+        """The model and the count of its own get noise; scores and logged values are withheld unless `scores` says more."""
+        if item.kind == "logged":
+            return self.scores
+        return cover_of(item, ("entries", self.key), self.scores)
 
     # -- before round 1 ------------------------------------------------------------------------------------------------
     def check(self, setup: Setup) -> None:
@@ -146,41 +208,10 @@ class ClientDP(ClientSelection):
                 f"Leave it out, and give ClientDP(rate=...)."
             )
         refuse_other_ways(self, setup, "neither bounds nor covers with noise")
-        travelling = set(setup.shared_names())
-        loose = [
-            name for name, kind in setup.kinds.items() if name in travelling and kind not in ("trainable", "frozen")
-        ]
-        if loose:
-            raise ValueError(
-                f"'{loose[0]}' is a running statistic that travels, which ClientDP neither bounds nor covers with noise. "
-                "Take GroupNorm in the place of BatchNorm, or keep such entries with the clients: float_buffers='local'."
-            )
-        tied = sorted(name for name in tied_names(setup.module) if name in travelling)
-        if tied:
-            raise ValueError(
-                f"'{tied[0]}' is one tensor under several names, each of which ClientDP would give noise of its own. "
-                "Keep it with the clients, or untie it."
-            )
-        for name, entry in setup.module.named_parameters():
-            if name in travelling and entry.requires_grad and entry.dtype not in (torch.float32, torch.float64):
-                raise ValueError(
-                    f"'{name}' is {entry.dtype}, and ClientDP covers float32 and float64: rounding a mean to 16 bits moves "
-                    "it further than the noise allows for. precision='16-mixed' or 'bf16-mixed' keeps float32."
-                )
-        if self.delta * len(setup.clients) >= 1:
-            setup.warn(
-                f"ClientDP(delta={self.delta:g}) lets the guarantee fail for one of {len(setup.clients)} clients. Take one "
-                f"well below {1 / len(setup.clients):.2g}."
-            )
-        if len(setup.clients) < FEW:
-            setup.warn(
-                f"ClientDP hides one of {len(setup.clients)} clients: the noise that this takes is as large as what they "
-                "have learnt together, in most settings. It is made for hundreds of clients and more."
-            )
+        refuse_uncovered(setup)
+        warn_of_few(setup, self.delta)
         if self.noise_seed is not None:
-            setup.warn(
-                "ClientDP(noise_seed=...): whoever knows the seed can subtract the noise. This run is not private."
-            )
+            setup.warn(known_noise("ClientDP"))
 
     def on_federation_start(self, server: Server) -> None:
         """Draw the secret, solve for the noise, and find out after how many rounds the budget is spent.
@@ -188,13 +219,13 @@ class ClientDP(ClientSelection):
         Raises:
             ValueError: If not a single round fits into the budget.
         """
-        noise = self._own(server)["noise_multiplier"]
+        budget = self._budget(server)
         if self.epsilon is None:
             return
-        if self._rounds_in_budget(server, noise) == 0:
+        if budget.rounds(server.max_rounds) == 0:
             raise ValueError(
-                f"ClientDP: one round with noise_multiplier={noise:g} and rate={self.rate:g} makes epsilon "
-                f"{self._epsilon(server, 1, noise):.3g}, more than {self.epsilon:g}. Raise noise_multiplier."
+                f"ClientDP: one round with noise_multiplier={budget.noise:g} and rate={self.rate:g} makes epsilon "
+                f"{budget.after(1):.3g}, more than {self.epsilon:g}. Raise noise_multiplier."
             )
         self.on_round_start(server)
 
@@ -205,47 +236,36 @@ class ClientDP(ClientSelection):
             ValueError: If earlier rounds were not private, or had other options.
         """
         given = [self.noise_multiplier, self.rate, self.noise_seed]
+        given += [] if self.quantile is None else [self.quantile]
+        given += [] if self.shares is None else [self.shares]
         if self.key not in server.state:
             if server.round > 0:
                 raise ValueError(
                     f"{server.round} rounds of this run were without ClientDP, and are not private. Start a new run."
                 )
-            noise = self.noise_multiplier
-            if noise is None:
-                assert self.epsilon is not None
-                noise = solved_noise(self.epsilon, self.delta, self.rate, server.max_rounds, self.accountant)
-            secret = secrets.token_hex(16) if self.noise_seed is None else f"seed {self.noise_seed}"
-            server.state[self.key] = {"secret": secret, "noise_multiplier": noise, "given": given}
+            noise = self._noise(server.max_rounds)
+            own = {"secret": new_secret(self.noise_seed), "noise_multiplier": noise, "given": given}
+            server.state[self.key] = own | {"clip": self.clip, "came": 0, "count": 0.0}
         kept = server.state[self.key]
         if kept["given"] != given:
             raise ValueError(
-                f"ClientDP accounts for all rounds by one noise_multiplier, rate and noise_seed: they were {kept['given']}, "
-                f"and are {given} now. Resume with those of before, or start a new run."
+                "ClientDP accounts for all rounds by one noise_multiplier, rate and noise_seed (and quantile, shares): they "
+                f"were {kept['given']}, and are {given} now. Resume with those of before, or start a new run."
             )
         return kept
 
-    def _epsilon(self, server: Server, rounds: int, noise: float) -> float:
-        """Return what a number of rounds of this run spends, with what the ledger has of other runs."""
-        with self._ledger(server).held(None) as others:
-            return self._of(others, rounds, noise)
-
-    def _of(self, others: Steps, rounds: int, noise: float) -> float:
-        steps = [*others, (noise, self.rate, rounds)] if rounds else others
-        return (
-            spent_by(self.accountant, self.delta, tuple((z, q, int(count)) for z, q, count in steps)) if steps else 0.0
-        )
-
-    def _ledger(self, server: Server) -> Ledger:
-        return Ledger(self.ledger, "clients", self._own(server)["secret"])
-
-    def _rounds_in_budget(self, server: Server, noise: float) -> int:
-        """Return how many of the planned rounds the budget allows."""
+    def _noise(self, max_rounds: int) -> float:
+        """Return the noise multiplier: the one given, or the one with which all rounds fit into the budget."""
+        if self.noise_multiplier is not None:
+            return self.noise_multiplier
         assert self.epsilon is not None
-        low, high = 0, server.max_rounds
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self._epsilon(server, middle, noise) <= self.epsilon else (low, middle - 1)
-        return low
+        return solved_noise(self.epsilon, self.delta, self.rate, max_rounds, self.accountant)
+
+    def _budget(self, server: Server) -> RoundBudget:
+        own = self._own(server)
+        ledger = Ledger(self.ledger, "clients", own["secret"])
+        noise = float(own["noise_multiplier"])
+        return RoundBudget(self.epsilon, self.delta, noise, self.rate, self.accountant, ledger, self.shares)
 
     def epsilon_after(self, rounds: int, noise_multiplier: float | None = None) -> float:
         """Return what a number of rounds spends, at :attr:`delta`.
@@ -257,7 +277,7 @@ class ClientDP(ClientSelection):
         noise = self.noise_multiplier if noise_multiplier is None else noise_multiplier
         if noise is None:
             raise ValueError("ClientDP solves for the noise when a run starts. Give noise_multiplier to ask before.")
-        return self._of([], rounds, noise)
+        return RoundBudget(None, self.delta, noise, self.rate, self.accountant, Ledger(None, "", "")).of([], rounds)
 
     # -- a round -------------------------------------------------------------------------------------------------------
     def on_round_start(self, server: Server) -> None:
@@ -266,16 +286,16 @@ class ClientDP(ClientSelection):
         Raises:
             ValueError: If this round would exceed it.
         """
-        noise, planned = self._own(server)["noise_multiplier"], server.stopped is not None
-        if self.epsilon is None or planned or self._epsilon(server, server.max_rounds, noise) <= self.epsilon:
+        budget = self._budget(server)
+        if self.epsilon is None or server.stopped is not None or budget.after(server.max_rounds) <= self.epsilon:
             return
-        spent, rounds = self._epsilon(server, server.round + 1, noise), self._rounds_in_budget(server, noise)
+        spent = budget.after(server.round + 1)
         if spent > self.epsilon * (1 + 1e-9):
             raise ValueError(
                 f"Round {server.round + 1} would spend epsilon={spent:.4g} in all, more than the budget of {self.epsilon:g}. "
                 "Start a new run, planned for this number of rounds."
             )
-        last = max(rounds - 1 - server.round, 0)
+        last = max(budget.rounds(server.max_rounds) - 1 - server.round, 0)
         server.stop(self, f"a further round would exceed epsilon={self.epsilon:g}", after=last)
 
     def participants(self, server: Server) -> Sequence[str]:
@@ -285,49 +305,54 @@ class ClientDP(ClientSelection):
         there = {client for client in server.clients if server.is_reachable(client) and server.num_samples[client]}
         return [client for client, coin in pairs if coin < self.rate and client in there]
 
+    def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
+        """Send the length to clip to, where it changes."""
+        if self.quantile is not None:
+            message.extras[self.key] = {"clip": torch.tensor(self._own(server)["clip"], dtype=torch.float64)}
+
     def on_send(self, client: Client, update: Update) -> None:
-        """Cut the change to length ``C``; what is not trained goes back as it came.
+        """Cut the change to length ``C``, and cover it with this client's noise; what is not trained goes back as it came.
 
         Raises:
             ValueError: If that length is too short for the precision of the model.
         """
         trainable = {name for name, kind in entry_kinds(client.module).items() if kind == "trainable"}
         sent = {name: client.received[name] for name in update.state}
-        moved = [name for name in update.state if name in trainable]
-        changes = {name: update.state[name].double() - sent[name].double() for name in moved}
-        limit = self.clip - rounding_of([sent[name] for name in moved])
-        norm = norm_of(changes.values())
-        if limit <= 0.0:
-            raise ValueError(f"ClientDP(clip={self.clip:g}) is within the rounding of the model's entries. Raise clip.")
-        factor = 1.0 if norm <= limit else limit / norm
-        for name in update.state:
-            value = sent[name]
-            update.state[name] = (
-                (value.double() + factor * changes[name]).to(value.dtype) if name in changes else value.clone()
-            )
+        clip = self.clip if self.quantile is None else float(client.message.extras[self.key]["clip"])
+        changes, within = clipping.clipped(
+            (name for name in update.state if name in trainable), sent, update.state, clip
+        )
+        if self.quantile is not None and client.message.work != 0:
+            update.extras[self.key] = {"within": torch.tensor(int(within))}
+        if self.shares is not None and client.message.work != 0:
+            changes = self._with_share(client, changes, self.shares)
+        for name, value in sent.items():
+            changed = name in changes
+            update.state[name] = (value.double() + changes[name]).to(value.dtype) if changed else value.clone()
+
+    def _with_share(self, client: Client, changes: State, shares: int) -> State:
+        """Return the changes with this client's share of the noise, which is bound to them: two never share theirs."""
+        client.state[self.key] = client.state.get(self.key) or {"secret": new_secret(self.noise_seed, client.id)}
+        std, visit = self._noise(client.max_rounds) * self.clip / math.sqrt(shares), str(client.visit)
+        secret = client.state[self.key]["secret"]
+        return with_noise(changes, std, secret, f"share|{digest_of(visit, client.received | changes)}")
+
+    def on_update(self, server: Server, update: Update) -> None:
+        """Count who came, and whose change was no longer than ``C``."""
+        if not self.claims("on_update"):
+            return
+        kept, said = self._own(server), update.extras.get(self.key)
+        within = 0.0 if said is None else int(said["within"]) - 0.5
+        server.state[self.key] = kept | {"came": kept["came"] + 1, "count": kept["count"] + within}
 
     def check_update(self, server: Server, message: Message, update: Update) -> None:
-        """Refuse an update whose change is longer than ``C``: the guarantee rests on it.
+        """Refuse an update whose change is longer than ``C``, unless noise is in it: the guarantee rests on it.
 
         Raises:
             ValueError: With both lengths.
         """
-        trainable = set(server.trainable)
-        other = [
-            name
-            for name, value in update.state.items()
-            if name not in trainable and not torch.equal(value, message.state[name].to(value.dtype))
-        ]
-        norm = norm_of(
-            update.state[name].double() - message.state[name].double() for name in update.state if name in trainable
-        )
-        if other or norm > self.clip:
-            what = (
-                f"'{other[0]}' has changed"
-                if other
-                else f"its change has the length {norm:.4g}, more than clip={self.clip:g}"
-            )
-            raise ValueError(f"{what}; ClientDP takes in what its client side has clipped, and nothing else")
+        clip = self.clip if self.quantile is None else self._own(server)["clip"]
+        clipping.refuse_longer(set(server.trainable), message, update, clip if self.where == "server" else math.inf)
 
     def denominator(self, server: Server) -> float:
         """Return the expected number of participants, whoever came."""
@@ -335,62 +360,37 @@ class ClientDP(ClientSelection):
 
     def on_reduced(self, server: Server, state: State) -> State:
         """Write down what this round spends, then add the noise: to entries that nobody has sent too."""
-        own = self._own(server)
-        std = float(own["noise_multiplier"]) * self.clip / (self.rate * len(server.clients))
-        noisy = dict(state)
+        own, expected = self._own(server), self.rate * len(server.clients)
         names = sorted(set(server.trainable) & {*server.shared_names(), *state})
         mean = {name: state.get(name, server.model[name]).double() for name in names}
-        release = hashlib.sha256(f"{own['secret']}|{server.round}".encode())
-        for name, value in mean.items():
-            release.update(name.encode() + value.contiguous().numpy().tobytes())
-        self._spend(server, release.hexdigest()[:32])
-        bound = release.hexdigest() if self.noise_seed is None else ""  # two means never share their noise
-        for name, value in mean.items():
-            noise = normal(own["secret"], f"{server.round}|noise {name}|{bound}", value.shape)
-            noisy[name] = (value + std * noise).to(server.model[name].dtype)
-        return noisy
+        digest = digest_of(f"{own['secret']}|{server.round}|{own['count']}|{own['clip']}", mean)
+        release, bound = digest[:32], digest if self.noise_seed is None else ""  # two means never share their noise
+        self._budget(server).spend(server.round, release, server.run_dir, self.noise_seed is None, self._told(server))
+        z, clip = float(own["noise_multiplier"]), float(own["clip"])
+        if self.quantile is not None:
+            of_count = clipping.noise_of_count(z, expected)
+            drawn = float(normal(own["secret"], f"{server.round}|count|{bound}", torch.Size([1])))
+            further = clipping.next_clip(clip, own["count"] + of_count * drawn, expected, self.quantile, self.clip_lr)
+            z, own = clipping.noise_of_changes(z, of_count), own | {"clip": further}
+        if self.shares is not None:  # what those who came have not brought
+            z *= math.sqrt(max(self.shares - own["came"], 0) / self.shares)
+        server.state[self.key] = own | {"came": 0, "count": 0.0}
+        noisy = with_noise(mean, z * clip / expected, own["secret"], f"{server.round}|noise", bound)
+        return dict(state) | {name: value.to(server.model[name].dtype) for name, value in noisy.items()}
 
-    def _spend(self, server: Server, release: str) -> None:
-        """Write down what a release spends; the same one again spends nothing.
-
-        Raises:
-            ValueError: If it would exceed the budget: rounds were done again, and came out differently.
-        """
-        noise, rows = float(self._own(server)["noise_multiplier"]), releases_in(server.run_dir)
-        known = any(row[0] == str(server.round + 1) and row[-1] == release for row in rows)
-        releases = max(len(rows) + (not known), server.round + 1)
-        with self._ledger(server).held([(noise, self.rate, releases)]) as others:
-            epsilon = self._of(others, releases, noise)
-            if self.epsilon is not None and not known and epsilon > self.epsilon * (1 + 1e-9):
-                raise ValueError(
-                    f"Round {server.round + 1} is release {releases} of this run: rounds were done again after an "
-                    "interruption, or other runs of the ledger have spent. It would make epsilon "
-                    f"{epsilon:.4g} in all, more than the budget of {self.epsilon:g}."
-                )
-        told = {
-            "private": self.noise_seed is None,
-            "epsilon": epsilon if self.noise_seed is None else None,
-            "delta": self.delta,
-            "unit": "client",
-            "against": "everybody who sees the server's models; not the server, nor who knows the participants",
-            "rounds": server.round + 1,
-            "releases": releases,
-            "noise_multiplier": noise,
-            "clip": self.clip,
-            "rate": self.rate,
-            "accountant": self.accountant,
-        }
-        if server.run_dir is not None:
-            write_spending(server.run_dir, told, rows, None if known else release)
+    def _told(self, server: Server) -> dict[str, Any]:
+        """Return what `privacy.json` says beside numbers."""
+        against = "everybody who sees the server's models; not the server, nor who knows the participants"
+        if self.shares is not None:
+            against = "everybody who sees the server's models (epsilon_server: the server); not that a client took part"
+        clip = float(self._own(server)["clip"])
+        return {"unit": "client", "against": against, "clip": clip, **told_of_items(self, server.outgoing)}
 
     def on_federation_end(self, server: Server) -> None:
         """Say what was spent."""
-        noise = self._own(server)["noise_multiplier"]
+        budget = self._budget(server)
         if self.noise_seed is not None:
             warn("ClientDP: this run is not private, because its noise came from a fixed seed.")
         elif server.run_dir is not None:
-            spent = self._epsilon(server, max(len(releases_in(server.run_dir)), server.round + 1), noise)
-            warn(
-                f"ClientDP: epsilon={spent:.4g} at delta={self.delta:g} for each client, against everybody who sees the "
-                f"models (noise_multiplier={noise:.4g}). Scores and logs in the run's folder are not covered."
-            )
+            spent = budget.in_words(max(len(releases_in(server.run_dir)), server.round + 1))
+            warn(f"ClientDP: {spent} {clear_in_words(self, server.outgoing)}")

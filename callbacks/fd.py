@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
@@ -25,6 +25,7 @@ from fedlightning.algorithm import (
     Wire,
 )
 from fedlightning.callbacks.shared.distillation import both_classes
+from fedlightning.callbacks.shared.prototypes import refuse_unprotected
 from fedlightning.callbacks.shared.representations import (
     features_at_start,
     head_path,
@@ -87,6 +88,7 @@ class FD(FederatedCallback):
         newcomers=Newcomers(
             no_model="shares mean predictions and no model, and has no model for a client that never trained", join=True
         ),
+        by_record=True,
     )
 
     def __init__(
@@ -118,11 +120,20 @@ class FD(FederatedCallback):
                 called exactly once a step or gives no rows of logits. Also if another callback works on a model that
                 travels, or keeps something beside one: here none does.
         """
+        during = "output_pass='during'" if self.output_pass == "during" else ""
+        refuse_unprotected(setup, self.key, during, head_widths(setup.module, self.head)[1])
         seen = features_at_start(setup, self.feature_taps, self.key)
         if not seen:
             return
+        path = head_path(setup.module, self.head)
+        is_layer = any(True for _ in setup.module.get_submodule(path).parameters(recurse=False))
+        if is_layer and any(one.claims("class_means") for one in setup.callbacks):
+            raise ValueError(
+                f"FD reads the output of `{path}`, of which gradients of single records are taken, and its term would pass "
+                "them by. Name the nn.Sequential that ends with this layer as head."
+            )
         labels, found = labels_of(setup.first_batch(), self.key), both_classes(seen["logits"])
-        where = f"`{head_path(setup.module, self.head)}` of {type(setup.template).__name__}"
+        where = f"`{path}` of {type(setup.template).__name__}"
         if len(found) != len(labels):
             raise ValueError(
                 f"FD needs a row of logits for each sample, but {where} gives {len(found)} rows for {len(labels)} samples. "
@@ -141,7 +152,10 @@ class FD(FederatedCallback):
     def wire(self, module: nn.Module) -> Wire:
         """Declare a row of outputs per class, and which class it is of, down and up."""
         width = head_widths(module, self.head)[1]
-        table: dict[str, Extra] = {"outputs": Extra(("rows", width)), "classes": Extra(("rows",), whole=True, low=0)}
+        table: dict[str, Extra] = {
+            "outputs": Extra(("rows", width), by_class=True),
+            "classes": Extra(("rows",), whole=True, low=0, by_class=True),
+        }
         counts = {"counts": Extra(("rows",), counts="seen", whole=True)} if self.weighting == "samples" else {}
         return Wire(down={"outputs": (-1, -1), "classes": (-1,)}, up=table | counts)
 
@@ -207,6 +221,12 @@ class FD(FederatedCallback):
         """
         if not client.steps:
             return
+        if (protection := client.protection) is not None:
+            width = head_widths(client.module, self.head)[1]
+            covered = protection.class_means(client, update, lambda: self._vectors(client), width)
+            outputs = torch.stack(list(covered.values())).float() if covered else torch.zeros(0, width)
+            update.extras[self.key] = {"outputs": outputs, "classes": torch.tensor(list(covered), dtype=torch.int32)}
+            return
         if self.output_pass == "after":
             client.scratch.pop(self.key, None)
             for batch, found in client.feature_pass(self.feature_taps):
@@ -222,6 +242,11 @@ class FD(FederatedCallback):
         if self.weighting == "samples":
             payload["counts"] = counts[known].int()
         update.extras[self.key] = payload
+
+    def _vectors(self, client: Client) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch, found in client.feature_pass(self.feature_taps):
+            logits = both_classes(found["logits"])
+            yield (logits if self.exchange == "logits" else logits.softmax(1)), labels_of(batch, self.key)
 
     def _note(self, client: Client, logits: Tensor, labels: Tensor) -> None:
         """Add a batch to the sums by label in fp64. Labels out of range (an `ignore_index`) belong to no class."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
@@ -24,7 +24,13 @@ from fedlightning.algorithm import (
     Update,
     Wire,
 )
-from fedlightning.callbacks.shared.prototypes import ClassMeans, fill_head, pack, unpack
+from fedlightning.callbacks.shared.prototypes import (
+    ClassMeans,
+    fill_head,
+    pack,
+    refuse_unprotected,
+    unpack,
+)
 from fedlightning.callbacks.shared.representations import (
     features_at_start,
     head_path,
@@ -86,6 +92,7 @@ class FedProto(FederatedCallback):
         newcomers=Newcomers(
             no_model="shares prototypes and no model, and has no model for a client that never trained"
         ),
+        by_record=True,
     )
 
     def __init__(
@@ -124,6 +131,8 @@ class FedProto(FederatedCallback):
         if features_at_start(setup, self.feature_taps, self.key):
             labels_of(setup.first_batch(), self.key)
         refuse_other_widths(setup, self.feature_taps, self.key)
+        during = "proto_pass='during'" if self.proto_pass == "during" else ""
+        refuse_unprotected(setup, self.key, during, head_widths(setup.module, self.head)[1])
         path = head_path(setup.module, self.head)
         head = setup.module.get_submodule(path)
         if self.predictor == "nearest" and not (isinstance(head, nn.Linear) and head.bias is not None):
@@ -140,8 +149,8 @@ class FedProto(FederatedCallback):
     def wire(self, module: nn.Module) -> Wire:
         """Declare one vector per class, and which class it is of, down and up."""
         prototypes: dict[str, Extra] = {
-            "prototypes": Extra(("classes", -1)),
-            "classes": Extra(("classes",), whole=True),
+            "prototypes": Extra(("classes", -1), by_class=True),
+            "classes": Extra(("classes",), whole=True, by_class=True),
         }
         counts = {"counts": Extra(("classes",), counts="samples", whole=True)} if self.weighting == "samples" else {}
         return Wire(down={"prototypes": (-1, -1), "classes": (-1,)}, up=prototypes | counts)
@@ -162,7 +171,7 @@ class FedProto(FederatedCallback):
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send the prototypes of the last round."""
         own = server.state.get(self.key, {})
-        if "classes" in own:
+        if len(own.get("classes", ())):
             message.extras[self.key] = {"prototypes": own["prototypes"], "classes": own["classes"]}
 
     # -- client --------------------------------------------------------------------------------------------------------
@@ -193,11 +202,17 @@ class FedProto(FederatedCallback):
         """
         if not client.steps:
             return
+        if (protection := client.protection) is not None:
+            classes = head_widths(client.module, self.head)[1]
+            covered = protection.class_means(client, update, lambda: self._vectors(client), classes)
+            update.extras[self.key] = pack(covered)
+            client.state[self.key] = {"classes": sorted(covered)}
+            return
         means = client.scratch[self.key]
         if self.proto_pass == "after":
             means = ClassMeans()
-            for batch, features in client.feature_pass(self.feature_taps):
-                means.add(rows(features["z"]), labels_of(batch, self.key))
+            for z, labels in self._vectors(client):
+                means.add(z, labels)
         payload = pack(means.result())
         if not torch.isfinite(payload["prototypes"]).all():
             raise FloatingPointError("its prototypes hold NaN or infinite values; lower the learning rate or lam")
@@ -205,6 +220,10 @@ class FedProto(FederatedCallback):
             payload["counts"] = torch.tensor([means.sums[label][1] for label in sorted(means.sums)], dtype=torch.int32)
         update.extras[self.key] = payload
         client.state[self.key] = {"classes": sorted(means.sums)}
+
+    def _vectors(self, client: Client) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch, features in client.feature_pass(self.feature_taps):
+            yield rows(features["z"]), labels_of(batch, self.key)
 
     # -- server, after the visits --------------------------------------------------------------------------------------
     def check_update(self, server: Server, message: Message, update: Update) -> None:

@@ -3,60 +3,61 @@
 from __future__ import annotations
 
 import hashlib
-import secrets
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fedlightning.algorithm import (
     Change,
     Client,
+    Cover,
     Extra,
     Facts,
     Need,
-    Range,
+    Outgoing,
+    Protection,
     Server,
     Setup,
     TrainingData,
     Update,
-    UpdateCodec,
     Wire,
-    move_batch,
     warn,
 )
+from fedlightning.callbacks import sample_dp_checks as checks
 from fedlightning.callbacks.client_dp import NO_SELECTION
-from fedlightning.callbacks.client_dp_spending import accountant_of, solved_noise, spent_by, write_told
-from fedlightning.callbacks.sample_dp_fit import (
-    add_to,
-    added,
-    planned_steps,
-    refuse_forgetting,
-    refuse_monitors,
-    refuse_other_rounds,
-    refuse_steps_before,
-    refuse_trainer,
-    room_for,
-    told_of,
-    try_records,
-    visit_of,
-)
+from fedlightning.callbacks.sample_dp_budget import StepBudget, added, count, told_of
+from fedlightning.callbacks.sample_dp_fit import add_to, patients_of, planned_steps, try_records
+from fedlightning.callbacks.sample_dp_means import released_means, sums_by_class
 from fedlightning.callbacks.shared.ledger import Ledger, Steps
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches, poisson_loader
-from fedlightning.callbacks.shared.record_gradients import RecordGradients, refuse_mixed_records
-from fedlightning.ranges import PositiveFloat
+from fedlightning.callbacks.shared.private_options import (
+    Accountant,
+    Delta,
+    Scores,
+    clear_in_words,
+    cover_of,
+    known_noise,
+    new_secret,
+    refuse_no_noise,
+    told_of_items,
+)
+from fedlightning.callbacks.shared.record_gradients import RecordGradients
+from fedlightning.callbacks.shared.spending import accountant_of, write_told
+from fedlightning.ranges import PositiveFloat, PositiveInt
 from fedlightning.wrappers.train_loader import replaced_train_loader
 
 COVERED = Need(
     "covers with noise what a client learns from the batches of its training, and nothing else",
-    (Change.READS, Change.LOSS, Change.TAPS, Change.SHAPE, Change.BATCHES),
+    (Change.READS, Change.MIXES, Change.SHAPE, Change.BATCHES),
 )
-OF_BATCHES = ("on_train_batch_start", "on_train_batch_end")
-"""Hooks of Lightning's that are given batches."""
+Vectors = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 
 
-class SampleDP(TrainingData):
+class SampleDP(TrainingData, Protection):
     r"""Differential privacy of the records that a model trains on (DP-SGD).
 
     Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar, Zhang, "Deep learning with differential privacy", CCS 2016
@@ -66,15 +67,19 @@ class SampleDP(TrainingData):
     * the gradient of each record, over all that is trained, is cut to length ``C``: ``g_i min(1, C / ||g_i||)``;
     * the optimizer gets ``(sum_i g_i + z C N(0, I)) / (q n)`` in the place of the gradient; a batch of nobody is noise.
 
+    With ``unit="patient"`` all of this is by patient: a patient falls into the batch with the records it has, `most` at most;
+    ``g_i`` is the mean gradient of these, and ``n`` the number of patients. The data module has to know whose a record is
+    (``group=`` of :class:`~fedlightning.datamodules.Partitioned`, of data sets in arrays and of tables).
+
     The module stays what it is: Opacus (``pip install fedlightning[privacy]``) computes the gradients of single records by
     hooks, and counts epsilon. **In a plain Trainer** it is one more callback: ``Trainer(callbacks=[SampleDP(...)])``.
 
     In a federation each client has an epsilon of its own, by the size of its data; `privacy.json` has all, and the largest
-    is what holds. ``(epsilon, delta)`` holds for adding or removing one record of a client, against everybody who sees what
-    the client sends: the server too. Everything that a client trains gets the noise, personal layers and models as well,
-    since the gradient of what is shared depends on them. What the module logs in training stays with the client. It does
-    **not** cover sample counts and scores.
-    A person with several records is covered less: by each record alone.
+    is what holds. ``(epsilon, delta)`` holds for adding or removing one training record (or patient) of a client, against
+    everybody who sees what the client sends: the server too. Everything that a client trains gets the noise, personal layers
+    and models as well, since the gradient of what is shared depends on them. Values that the module logs in training and
+    scores on validation data stay with the client; numbers of samples count as known; what test scores tell of test records
+    nobody bounds. A person with several records is hidden record by record, unless ``unit="patient"``.
 
     Noise and batches are drawn from a secret of the operating system's, which lies in what the client keeps (in a plain
     Trainer: nowhere), never from the run's seed. A visit that is carried out again gives the same bits; where the model that
@@ -87,9 +92,14 @@ class SampleDP(TrainingData):
         clip: ``C``, the most that a record's gradient may be long. Default 1.
         accountant: ``"rdp"`` (default; Rényi, orders of Opacus) or ``"prv"`` (tighter, slower).
         ledger: Folder with a file for each client of what all runs have spent on its data; `epsilon` is then the budget of
-            the data, over all these runs, and every visit counts that was carried out. Needed at sites. `None`: a run
-            counts alone, by what its clients keep.
+            the data, over all these runs. Needed at sites. `None`: a run counts alone, in its folder. Either counts every
+            visit that was carried out, taken in or not; a run that writes no files counts those that were taken in.
         noise_seed: A fixed seed in the place of the secret, for tests. The run is **not private**, and says so.
+        unit: What is hidden: each ``"record"``, or each ``"patient"`` with all records.
+        most: With ``unit="patient"``, records of a patient in a batch at most. Any number is private; more cost more memory.
+        scores: ``"in the clear"``: scores on validation data leave clients.
+        means_noise: Noise multiplier of means by class, of methods that send them (`FedProto`, `FD`): one release a visit.
+        means_clip: The most that a vector may be long that goes into such a mean.
 
     Raises:
         ValueError: If a number is out of range, or neither `noise_multiplier` nor `epsilon` is given.
@@ -104,16 +114,20 @@ class SampleDP(TrainingData):
 
     def __init__(
         self,
-        delta: Annotated[float, Range("(0, 1)")],
+        delta: Delta,
         noise_multiplier: PositiveFloat | None = None,
         epsilon: PositiveFloat | None = None,
         clip: PositiveFloat = 1.0,
-        accountant: Literal["rdp", "prv"] = "rdp",
+        accountant: Accountant = "rdp",
         ledger: str | None = None,
         noise_seed: int | None = None,
+        unit: Literal["record", "patient"] = "record",
+        most: PositiveInt = 16,
+        scores: Scores = "withheld",
+        means_noise: PositiveFloat = 10.0,
+        means_clip: PositiveFloat = 1.0,
     ) -> None:
-        if noise_multiplier is None and epsilon is None:
-            raise ValueError("SampleDP has neither noise_multiplier nor epsilon. Give one of them, or both.")
+        refuse_no_noise("SampleDP", noise_multiplier, epsilon)
         self.delta = delta
         self.noise_multiplier = noise_multiplier
         self.epsilon = epsilon
@@ -121,6 +135,11 @@ class SampleDP(TrainingData):
         self.accountant = accountant
         self.ledger = ledger
         self.noise_seed = noise_seed
+        self.unit = unit
+        self.most = most
+        self.scores = scores
+        self.means_noise = means_noise
+        self.means_clip = means_clip
         self._fit: RecordGradients | None = None
         self._sampler: PoissonBatches | None = None
         self._restore: Any = None
@@ -139,8 +158,15 @@ class SampleDP(TrainingData):
         Args:
             history: Noise multiplier, rate and number of steps, for each kind of step.
         """
-        steps = tuple((float(noise), float(rate), int(count)) for noise, rate, count in history if count)
-        return spent_by(self.accountant, self.delta, steps) if steps else 0.0
+        return self._budget.of(history)
+
+    @property
+    def _budget(self) -> StepBudget:
+        return StepBudget(self.epsilon, self.delta, self.accountant, self.noise_multiplier, self.ledger, self.unit)
+
+    def covers(self, item: Outgoing) -> Cover:
+        """The model gets noise; logged values are withheld, and scores unless `scores` says otherwise."""
+        return cover_of(item, ("entries", "models", "means"), self.scores)
 
     # -- before round 1 ------------------------------------------------------------------------------------------------
     def check(self, setup: Setup) -> None:
@@ -150,48 +176,21 @@ class SampleDP(TrainingData):
             ValueError: With a way out.
         """
         accountant_of(self.accountant)
-        for other in setup.callbacks:
-            own = other is self or isinstance(other, UpdateCodec)  # a code is of what is covered
-            extras = [] if own else sorted(other.wire(setup.module).up)
-            if extras:
-                raise ValueError(
-                    f"{other.key} takes {', '.join(extras)} from clients, which SampleDP does not cover with noise. Remove "
-                    "one of the two."
-                )
-            seen = (name for name in OF_BATCHES if getattr(type(other), name) is not getattr(Callback, name))
-            hook = next(seen, None)
-            if other is not self and hook is not None and not other.facts.keeps:
-                raise ValueError(
-                    f"{other.key} sees the batches of training ({hook}), and what it makes of them SampleDP does not cover "
-                    "with noise. Remove one of the two."
-                )
-        if self.noise_multiplier is None and any(other.claims("local_phases") for other in setup.callbacks):
-            raise ValueError(
-                "SampleDP(epsilon=...) solves for the noise of visits of one fit, and here visits have several. Give "
-                "noise_multiplier too: epsilon is then what no client exceeds."
-            )
-        refuse_trainer(setup.module, setup.trainer_arguments.get, len(setup.optimizers))
-        batch = setup.first_batch()
-        if batch is not None:
-            refuse_mixed_records(setup.module, move_batch(setup.module, batch), self.key)
-        least = min((count for count in setup.num_samples.values() if count), default=1)
-        if self.delta * least >= 1:
-            setup.warn(
-                f"SampleDP(delta={self.delta:g}) lets the guarantee fail for one of {least} records of a client."
-            )
+        checks.refuse_uncovered(self, setup, self.noise_multiplier is None, self.unit)
+        checks.warn_of_few(setup, self.delta)
         if self.noise_seed is not None:
-            setup.warn("SampleDP(noise_seed=...): whoever knows the seed can subtract the noise. It is not private.")
+            setup.warn(known_noise("SampleDP"))
 
     def on_federation_start(self, server: Server) -> None:
         """Refuse sites without a ledger, which a server could make forget what they have spent."""
         if server.sites:
-            refuse_forgetting(self.ledger, self.noise_seed)
+            checks.refuse_forgetting(self.ledger, self.noise_seed)
 
     def on_round_start(self, server: Server) -> None:
-        """See that all rounds were private: with it, and with the same `noise_seed`."""
-        before = server.state.get(self.key, {"epsilon": {}, "over": [], "seed": self.noise_seed})
-        without = server.round if self.key not in server.state else 0
-        refuse_other_rounds(without, before.get("seed"), self.noise_seed)
+        """See that all rounds were private, with the same `noise_seed` and `unit`."""
+        given = {"noise_seed": self.noise_seed, "unit": self.unit}
+        before = server.state.get(self.key, {"epsilon": {}, "over": [], **given})
+        checks.refuse_other_rounds(server.round if self.key not in server.state else 0, before, given)
         server.state[self.key] = before
 
     def wire(self, module: Any) -> Wire:
@@ -201,17 +200,13 @@ class SampleDP(TrainingData):
 
     # -- a visit -------------------------------------------------------------------------------------------------------
     def on_visit_start(self, client: Client) -> None:
-        """Let nobody read the client's samples but the steps of its training; find the client's secret, or draw it."""
-        client.withhold_data(
-            f"Client '{client.id}' gives its samples to the steps of training only, which SampleDP covers with noise. Remove "
-            "SampleDP, or the callback that reads samples otherwise."
-        )
+        """Let only the steps of training read the client's samples; find the client's secret, or draw it."""
+        client.withhold_data(checks.ONLY_STEPS.format(client.id))
         if client.is_at_site:
-            refuse_forgetting(self.ledger, self.noise_seed)
+            checks.refuse_forgetting(self.ledger, self.noise_seed)
         kept = client.state.get(self.key, {})
         if "secret" not in kept:
-            secret = secrets.token_hex(16) if self.noise_seed is None else f"seed {self.noise_seed} {client.id}"
-            client.state[self.key] = {"secret": secret, "history": []}
+            client.state[self.key] = {"secret": new_secret(self.noise_seed, client.id), "history": []}
         came = hashlib.sha256()
         add_to(
             came, [client.entries, client.message.extras, client.message.work, client.message.tag, kept.get("history")]
@@ -221,54 +216,31 @@ class SampleDP(TrainingData):
     def training_batches(self, client: Client, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return Poisson batches of the client's records."""
         address = f"{client.scratch[self.key]}|{client.phase.name}"
-        made, self._sampler = poisson_loader(loader, self.key, client.state[self.key]["secret"], address)
+        groups = patients_of(client) if self.unit == "patient" else None
+        secret = client.state[self.key]["secret"]
+        made, self._sampler = poisson_loader(loader, self.key, secret, address, groups, self.most)
         return made
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach the hooks, and see that the budget lasts for this fit.
-
-        Raises:
-            ValueError: If it does not.
-        """
+        """Attach the hooks, and raise ValueError if the budget does not last for this fit."""
         if self._sampler is None:  # a phase on public data
             return
         client, planned = self._client, planned_steps(trainer, self._sampler)
         if client is None:
             secret, address, history = self._secret, "", self._history
-            refuse_steps_before(trainer.global_step, history)
+            checks.refuse_steps_before(trainer.global_step, history)
         else:
             secret, history = client.state[self.key]["secret"], client.state[self.key]["history"]
             address = f"{client.scratch[self.key]}|{client.phase.name}"
         if not history:
             try_records(pl_module, trainer, self.key)
-        refuse_monitors(trainer)
+        checks.refuse_monitors(trainer)
         keeps = client is not None and client.keeps_optimizers  # then the Trainer's limit is that of the whole run
         visits = 1 if client is None or keeps else client.max_rounds
-        noise = self._noise(history, self._sampler.rate, planned * visits)
-        self._entry = Ledger(self.ledger, "data" if client is None else client.id, f"{secret}|{address}")
-        with self._entry.held([(noise, self._sampler.rate, planned)]) as others:
-            before = history if self.ledger is None else others
-            room = room_for(self._fits, before, (noise, self._sampler.rate), planned)
-            if room < planned and not keeps:
-                raise ValueError(
-                    f"SampleDP: {planned} more steps would exceed epsilon={self.epsilon:g}; there is room for {room}"
-                    f"{', since others of the ledger have spent' if others else ''}. Raise noise_multiplier, or train "
-                    "for fewer steps."
-                )
+        noise = self._budget.noise(history, self._sampler.rate, planned * visits)
+        self._entry = self._budget.file(client, f"{secret}|{address}")
+        room = self._budget.enter(self._entry, history, (noise, self._sampler.rate), planned, all_of_them=not keeps)
         self._fit = RecordGradients(pl_module, self._sampler, self.clip, noise, secret, address, room)
-
-    def _fits(self, history: Steps) -> bool:
-        """Return whether the budget has room for all of these steps."""
-        return self.epsilon is None or self.epsilon_of(history) <= self.epsilon * (1 + 1e-9)
-
-    def _noise(self, history: Steps, rate: float, steps: int) -> float:
-        """Return the noise multiplier: that of the fits before, the one given, or one that fits the budget."""
-        if self.noise_multiplier is not None:
-            return self.noise_multiplier
-        if history:
-            return float(history[-1][0])
-        assert self.epsilon is not None
-        return solved_noise(self.epsilon, self.delta, rate, steps, self.accountant)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Take note of how many records there are in the batch."""
@@ -294,12 +266,9 @@ class SampleDP(TrainingData):
             return
         fit.refuse_other_memory()
         steps = fit.counted
-        with self._entry.held([steps]):  # what was planned, and is there until now, may be more
-            pass
+        self._entry.note([steps])  # what was planned, and is there until now, may be more
         if client is not None:
-            kept = client.state[self.key]
-            counted = {"history": added(kept["history"], steps), "visit": visit_of(client, steps)}
-            client.state[self.key] = kept | counted
+            count(client, self.key, steps)
             return
         self._history = added(self._history, steps)
         if self.noise_seed is None:
@@ -310,10 +279,11 @@ class SampleDP(TrainingData):
             )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Take the hooks off; in a plain Trainer, count the steps that were taken."""
+        """Take the hooks off, and count the steps that were taken."""
         fit = self._close()
-        if fit is not None and self._client is None:
-            self._history = added(self._history, fit.counted)
+        if fit is not None:
+            self._entry.note([fit.counted])
+            self._history = added(self._history, fit.counted) if self._client is None else self._history
 
     def _close(self) -> RecordGradients | None:
         fit, self._fit, self._sampler = self._fit, None, None
@@ -325,15 +295,26 @@ class SampleDP(TrainingData):
         return fit
 
     def on_send(self, client: Client, update: Update) -> None:
-        """Say what was spent, and whether the budget has room for another such visit; what was logged does not leave."""
-        update.metrics, update.logs = {}, []
+        """Say what was spent, and whether the budget has room for another such visit."""
         kept = client.state.get(self.key, {})
         if not kept.get("history") or client.message.work == 0:
             return
-        with Ledger(self.ledger, client.id, "").held(None) as every:
-            before = kept["history"] if self.ledger is None else every
-            spent, left = self.epsilon_of(before), self._fits([*before, *kept["visit"]])
+        with self._budget.file(client).held(None) as every:
+            before = self._budget.before(kept["history"], every)
+        spent, left = self.epsilon_of(before), self._budget.fits([*before, *kept["visit"]])
         update.extras[self.key] = {"epsilon": torch.tensor(spent), "left": torch.tensor(int(left))}
+
+    def class_means(self, client: Client, update: Update, vectors: Vectors, classes: int) -> dict[int, Tensor]:
+        """Return noisy means of the classes that are there, after writing down what they spend."""
+        kept, address = client.state[self.key], f"{client.scratch[self.key]}|means"
+        file = self._budget.file(client, f"{kept['secret']}|{address}")
+        self._budget.enter(file, kept["history"], (self.means_noise, 1.0), 1, all_of_them=True)
+        client.withhold_data("")
+        exact = sums_by_class(vectors(), classes, self.means_clip)
+        client.withhold_data(checks.ONLY_STEPS.format(client.id))
+        count(client, self.key, (self.means_noise, 1.0, 1))
+        self.on_send(client, update)  # once more: it has spent more
+        return released_means(exact, self.means_clip, self.means_noise, kept["secret"], address)
 
     # -- the server ----------------------------------------------------------------------------------------------------
     def on_update(self, server: Server, update: Update) -> None:
@@ -350,7 +331,7 @@ class SampleDP(TrainingData):
         """Write down what every client has spent, and end the run before one exceeds its budget."""
         kept = server.state[self.key]
         if server.run_dir is not None and kept["epsilon"]:
-            told = told_of(kept["epsilon"], self.noise_seed is None)
+            told = told_of(kept["epsilon"], self.noise_seed is None, self.unit) | told_of_items(self, server.outgoing)
             own = {"delta": self.delta, "rounds": server.round + 1, "clip": self.clip, "accountant": self.accountant}
             write_told(server.run_dir, told | own)
         if kept["over"] and server.stopped is None:
@@ -362,25 +343,20 @@ class SampleDP(TrainingData):
         if kept is not None and kept["epsilon"] and self.noise_seed is None:
             most = max(kept["epsilon"], key=kept["epsilon"].get)
             warn(
-                f"SampleDP: epsilon={kept['epsilon'][most]:.4g} at delta={self.delta:g} for each record of client '{most}', "
-                "the most of all clients, against everybody who sees updates. Scores are not covered."
+                f"SampleDP: epsilon={kept['epsilon'][most]:.4g} at delta={self.delta:g} for each {self.unit} of client "
+                f"'{most}', the most of all clients, against everybody who sees updates. "
+                f"{clear_in_words(self, server.outgoing)}"
             )
 
     # -- a plain Trainer -----------------------------------------------------------------------------------------------
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """In a plain Trainer: give it Poisson batches.
-
-        Raises:
-            ValueError: If the Trainer or the module would mix records.
-        """
+        """In a plain Trainer: give it Poisson batches; raise ValueError if they would mix records."""
         if self._client is not None:
             return
-        refuse_trainer(pl_module, lambda name, default: getattr(trainer, name, default), len(trainer.optimizers))
-        if trainer.world_size > 1:
-            raise ValueError(f"SampleDP trains on one device, and here are {trainer.world_size}. Use devices=1.")
-        self._secret = secrets.token_hex(16) if self.noise_seed is None else f"seed {self.noise_seed}"
+        checks.refuse_plain(trainer, pl_module, self.unit)
+        self._secret = new_secret(self.noise_seed)
         if self.noise_seed is not None:
-            warn("SampleDP(noise_seed=...): whoever knows the seed can subtract the noise. This run is not private.")
+            warn(known_noise("SampleDP"))
 
         def poisson(loader: Any) -> DataLoader[Any]:
             made, self._sampler = poisson_loader(loader, self.key, self._secret, "batches")

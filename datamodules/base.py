@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from lightning import LightningDataModule
 from torch.utils.data import DataLoader
 
@@ -107,6 +108,10 @@ class FederatedDataModule(LightningDataModule, ABC):
 
     def class_counts(self, client: str, split: str = "train") -> list[int] | None:
         """Return a client's samples of each class, `num_classes` numbers; `None` if there are no labels."""
+        return None
+
+    def sample_groups(self, client: str, split: str = "train") -> np.ndarray | None:
+        """Return the group (a patient) of each sample of a client, int64 `(samples,)`; `None` if nobody knows groups."""
         return None
 
     @property

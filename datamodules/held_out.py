@@ -6,6 +6,7 @@ import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
@@ -111,6 +112,9 @@ class FewerClients(FederatedDataModule):
 
     def class_counts(self, client: str, split: str = "train") -> list[int] | None:
         return self.whole.class_counts(client, split)
+
+    def sample_groups(self, client: str, split: str = "train") -> np.ndarray | None:
+        return self.whole.sample_groups(client, split)
 
     @property
     def num_classes(self) -> int | None:

@@ -242,6 +242,10 @@ class IndexedFederatedDataModule(FederatedDataModule):
         own = labels[held]
         return np.bincount(own[own >= 0], minlength=self._num_classes).tolist()  # -100: a sample that losses ignore
 
+    def sample_groups(self, client: str, split: str = "train") -> np.ndarray | None:
+        groups = self._splits[split].groups if split in self._splits else None
+        return None if groups is None else np.asarray(groups)[np.asarray(self.indices(client, split))]
+
     def fingerprint(self, split: str) -> str:
         digest = hashlib.sha256(json.dumps(self.client_ids).encode())
         for client in self.client_ids:

@@ -37,6 +37,8 @@ class Extra:
         counts: Whether it counts training samples: `"samples"`: together no more than the client has; `"seen"`: once for each
             epoch or step of the visit.
         gaps: Whether a NaN or an infinity may stand for what is not there. Else all numbers are finite.
+        by_class: Whether it is made of means by class of the client's samples, which a
+            :class:`~fedlightning.hooks.families.Protection` can make in the method's place.
         due: Tags of the messages (an ordinary visit's is empty) whose updates must bring it, if the client has trained or was
             not to train.
 
@@ -51,6 +53,7 @@ class Extra:
     whole: bool = False
     counts: Literal["", "samples", "seen"] = ""
     gaps: bool = False
+    by_class: bool = False
     due: tuple[str, ...] = ()
 
     @classmethod

@@ -55,6 +55,11 @@ class Ledger:
                 aside.write_text(json.dumps({"runs": runs | {self.run: [list(one) for one in spent]}}, indent=1) + "\n")
                 aside.replace(self.path)
 
+    def note(self, spent: Steps) -> None:
+        """Write down what this run has spent."""
+        with self.held(spent):
+            pass
+
     def _read(self) -> dict[str, list[list[float]]]:
         assert self.path is not None
         if not self.path.exists():

@@ -15,6 +15,8 @@ from fedlightning.callbacks.shared.secret_noise import uniform
 class PoissonBatches(Sampler[list[int]]):
     """Batches of an epoch: each record is in each of them with probability 1 / batches, independently of all others.
 
+    With groups each group is drawn so, with all of its records, or with some of them where it has many.
+
     A batch that nobody falls into holds the first record, whose gradient has to be left out: `sizes` says 0 then. A model's
     step may not be able to do with no record at all, and the step itself must not be left out, or whoever sees the model
     could tell.
@@ -24,9 +26,13 @@ class PoissonBatches(Sampler[list[int]]):
         batches: Batches of an epoch.
         secret: What nobody else knows.
         address: What the draws are for.
+        groups: Group of each record; `None`: each is drawn by itself.
+        most: Records of a group in a batch at most, drawn anew for each batch.
 
     Attributes:
+        units: Records, or groups, that are drawn.
         sizes: Records of the batches that this epoch has drawn so far.
+        owners: With groups, the place among the batch's groups of each of its records, for each of these batches.
         epoch: Epochs begun.
 
     Example:
@@ -35,9 +41,14 @@ class PoissonBatches(Sampler[list[int]]):
         (4, 4, 0.25)
     """
 
-    def __init__(self, records: int, batches: int, secret: str, address: str) -> None:
-        self.records, self.batches = records, batches
+    def __init__(
+        self, records: int, batches: int, secret: str, address: str, groups: np.ndarray | None = None, most: int = 1
+    ) -> None:
+        self.records, self.batches, self.most = records, batches, most
+        self._members = None if groups is None else [np.flatnonzero(groups == one) for one in np.unique(groups)]
+        self.units = records if self._members is None else len(self._members)
         self.sizes: list[int] = []
+        self.owners: list[np.ndarray] = []
         self.epoch = 0
         self._secret, self._address = secret, address
 
@@ -52,17 +63,40 @@ class PoissonBatches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Draw the batches of the next epoch."""
-        epoch, self.sizes = self.epoch, []
+        epoch, self.sizes, self.owners = self.epoch, [], []
         self.epoch += 1
         for index in range(self.batches):
-            coins = uniform(self._secret, f"{self._address}|epoch {epoch}|batch {index}", self.records)
+            address = f"{self._address}|epoch {epoch}|batch {index}"
+            coins = uniform(self._secret, address, self.units)
             drawn = np.flatnonzero(coins < self.rate).tolist()
+            if self._members is not None:
+                parts = [self._some(unit, address) for unit in drawn]
+                self.owners.append(np.repeat(np.arange(len(parts)), [len(part) for part in parts]))
+                drawn = [int(record) for part in parts for record in part]
             self.sizes.append(len(drawn))
             yield drawn or [0]
 
+    def _some(self, unit: int, address: str) -> np.ndarray:
+        """Return the records of a group, or as many of them as may be in a batch."""
+        assert self._members is not None
+        held = self._members[unit]
+        if len(held) <= self.most:
+            return held
+        return held[np.argsort(uniform(self._secret, f"{address}|group {unit}", len(held)))[: self.most]]
 
-def poisson_loader(loader: Any, owner: str, secret: str, address: str) -> tuple[DataLoader[Any], PoissonBatches]:
+
+def poisson_loader(
+    loader: Any, owner: str, secret: str, address: str, groups: np.ndarray | None = None, most: int = 1
+) -> tuple[DataLoader[Any], PoissonBatches]:
     """Return a loader over the same records with Poisson batches of the same expected size, and its sampler.
+
+    Args:
+        loader: The loader.
+        owner: Who asks.
+        secret: What nobody else knows.
+        address: What the draws are for.
+        groups: As for :class:`PoissonBatches`.
+        most: As for :class:`PoissonBatches`.
 
     Raises:
         ValueError: If the records cannot be drawn one by one.
@@ -83,7 +117,9 @@ def poisson_loader(loader: Any, owner: str, secret: str, address: str) -> tuple[
         )
     if count == 0 or len(loader) == 0:
         raise ValueError(f"{owner} got a loader without a batch.")
-    sampler = PoissonBatches(count, len(loader), secret, address)
+    if groups is not None and len(groups) != count:
+        raise ValueError(f"{owner} got the groups of {len(groups)} samples for {count}. Give one for each sample.")
+    sampler = PoissonBatches(count, len(loader), secret, address, groups, most)
     made: DataLoader[Any] = DataLoader(
         loader.dataset,
         batch_sampler=sampler,

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from fedlightning.algorithm import Setup
+
 NEVER = -1e6
 """Score of a class that has no prototype."""
 
@@ -37,6 +39,30 @@ class ClassMeans:
     def result(self) -> dict[int, Tensor]:
         """Return the mean of each class, ``(width,)``."""
         return {label: total / count for label, (total, count) in self.sums.items()}
+
+
+def refuse_unprotected(setup: Setup, owner: str, during: str, classes: int) -> None:
+    """Refuse means that a callback which protects the clients' samples does not make.
+
+    Args:
+        setup: The federation.
+        owner: Key of the method.
+        during: The option by which means are taken during training; empty: they are not.
+        classes: Number of classes; -1: the head does not tell.
+
+    Raises:
+        ValueError: If a callback makes them, and cannot.
+    """
+    protecting = next((one for one in setup.callbacks if one.claims("class_means")), None)
+    if protecting is not None and during:
+        raise ValueError(
+            f"{protecting.key} covers means by class that are taken after training, and {owner} has {during}. Use 'after'."
+        )
+    if protecting is not None and classes < 1:
+        raise ValueError(
+            f"{protecting.key} covers means of all classes, whoever has them, and nobody knows how many there are: the head "
+            f"of {owner} does not tell. Name the last linear layer as head."
+        )
 
 
 def pack(prototypes: Mapping[int, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Gradients of single records, clipped and covered with noise: one fit's part of DP-SGD, by Opacus' hooks."""
+"""Gradients of single records or groups, clipped and covered with noise: one fit's part of DP-SGD, by Opacus' hooks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
@@ -56,6 +57,7 @@ class RecordGradients:
         self.size = 0
         self._secret, self._address = secret, address
         self._due = False
+        self._owners: np.ndarray | None = None
         self._place = (0, 0)  # epoch and batch: after a resume in the middle of an epoch batch_idx says something else
         self._looked_at: set[int] = set()
         self._before = held_by(module)
@@ -71,6 +73,7 @@ class RecordGradients:
         epoch, place = self._place
         place = place if epoch == self.sampler.epoch else 0
         self.size, self._place, self._due = self.sampler.sizes[place], (self.sampler.epoch, place + 1), True
+        self._owners = self.sampler.owners[place] if self.sampler.owners else None
         self._hooks.set_grad_sample_to_none()
 
     def end(self) -> None:
@@ -114,7 +117,7 @@ class RecordGradients:
         if fresh and self.size:
             refuse_other_parts(self.module, chosen, samples)
             self._looked_at |= fresh
-        samples = [None if one is None else _wide(one) for one in samples]
+        samples = [None if one is None else self._by_unit(_wide(one)) for one in samples]
         norms = torch.stack(
             [one.reshape(len(one), -1).norm(dim=1).double() for one in samples if one is not None] or [torch.zeros(1)]
         )
@@ -129,13 +132,21 @@ class RecordGradients:
         self._hooks.set_grad_sample_to_none()
         self.steps += 1
 
+    def _by_unit(self, samples: Tensor) -> Tensor:
+        """Return the mean gradient of each group of the batch, in the place of those of records."""
+        if self._owners is None or not self.size:
+            return samples
+        owners = torch.from_numpy(self._owners).to(samples.device)
+        counts = torch.bincount(owners).to(samples).reshape(-1, *[1] * (samples.dim() - 1))
+        return torch.zeros_like(samples[: len(counts)]).index_add(0, owners, samples) / counts
+
     def _cover(self, chosen: list[nn.Parameter], sums: list[Tensor]) -> None:
         """Add the noise, which is bound to what it covers: two sums never share theirs."""
         digest = hashlib.sha256()
         for one in sums:
             digest.update(one.float().cpu().contiguous().numpy().tobytes())
         address = f"{self._address}|step {self.steps}|{digest.hexdigest()}"
-        expected = self.sampler.records * self.sampler.rate
+        expected = self.sampler.units * self.sampler.rate
         for index, (parameter, one) in enumerate(zip(chosen, sums, strict=True)):
             noise = normal(self._secret, f"{address}|{index}", one.shape).to(one.device)
             covered = one.double() + self.noise_multiplier * self.clip * noise

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedlightning.tensors import State
+
 
 def uniform(secret: str, address: str, count: int) -> np.ndarray:
     """Return float64 numbers in (0, 1), the same for the same secret and address.
@@ -46,3 +48,27 @@ def normal(secret: str, address: str, shape: torch.Size) -> Tensor:
     length, angle = np.sqrt(-2.0 * np.log(first)), 2.0 * np.pi * second
     found = np.concatenate([length * np.cos(angle), length * np.sin(angle)])[: shape.numel()]
     return torch.from_numpy(found).reshape(shape)
+
+
+def digest_of(name: str, values: State) -> str:
+    """Return a hash of a name and of what noise is to cover, for its address."""
+    found = hashlib.sha256(name.encode())
+    for entry in sorted(values):
+        found.update(entry.encode() + values[entry].detach().double().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def with_noise(values: State, std: float, secret: str, address: str, bound: str = "") -> State:
+    """Return float64 values with noise of a standard deviation; 0 leaves them as they are.
+
+    Args:
+        values: The values.
+        std: The standard deviation.
+        secret: What nobody else knows.
+        address: What the noise is for.
+        bound: A further part of the address.
+    """
+    if std == 0.0:
+        return values
+    drawn = {name: normal(secret, f"{address} {name}|{bound}", value.shape) for name, value in values.items()}
+    return {name: value.double() + std * drawn[name].to(value.device) for name, value in values.items()}

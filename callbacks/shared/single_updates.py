@@ -22,7 +22,7 @@ def refuse_other_ways(owner: FederatedCallback, setup: Setup, why: str) -> None:
     Raises:
         ValueError: Naming the other callback.
     """
-    for other in setup.callbacks:
+    for other in (one for one in setup.callbacks if one is not owner):
         extras = [] if isinstance(other, UpdateCodec) else sorted(other.wire(setup.module).up)  # decoded before
         if extras:
             raise ValueError(

@@ -63,7 +63,11 @@ def objective(folder: Path, metric: str = "loss") -> float | None:
     row = next((row for row in found if row is not None), None)
     if row is None:
         known = sorted({row["metric"] for row in run.results if row["split"] == "val"})
-        raise InputError(f"{folder} has no validation score '{metric}'. It has {', '.join(known) or 'none'}.")
+        withheld = [
+            one for one in run.summary.get("leaves", []) if "validation" in one["what"] and "withheld" in one["cover"]
+        ]
+        why = ": its privacy callback withholds them, unless scores='in the clear'" if withheld else ""
+        raise InputError(f"{folder} has no validation score '{metric}'. It has {', '.join(known) or 'none'}{why}.")
     clients = run.summary["data"]["clients"]
     expected = {client for client, held in clients.items() if held["val"]}
     scores = {client: value for client, value in row["per_client"].items() if value is not None}

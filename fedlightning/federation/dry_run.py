@@ -18,6 +18,7 @@ from fedlightning.federation.architectures import describe
 from fedlightning.federation.dry_run_report import CallbackRole, ClientSize, DryRun
 from fedlightning.federation.engine import Engine, Task
 from fedlightning.federation.federation import Federation
+from fedlightning.federation.outgoing import covered
 from fedlightning.federation.trial import spread
 from fedlightning.federation.trial_failure import shapes
 from fedlightning.hooks import FederatedCallback
@@ -191,6 +192,7 @@ def _describe(whole: Federation, small: Federation, rounds: int) -> DryRun:
         local_loop="",
         device=str(runner.blueprint.device),
         held_out=[sizes[client] for client in server.held_out],
+        leaves=[(str(item), cover) for item, cover in covered(server.callbacks, server.outgoing)],
         callbacks=[_role(callback, module) for callback in (*server.callbacks, *settings.callbacks)],
     )
 

@@ -84,6 +84,7 @@ class DryRun:
         metrics: Scores on test data, by name without the split.
         held_out: Clients that take no part in training and are scored as unseen clients.
         public: What is known of the public data; empty without any.
+        leaves: What leaves clients and how it is covered, where a callback protects them.
         architectures: By name, class, parameters and clients of the clients' models, where they differ.
     """
 
@@ -112,6 +113,7 @@ class DryRun:
     held_out: list[ClientSize] = field(default_factory=list)
     public: dict[str, Any] = field(default_factory=dict)
     architectures: dict[str, dict[str, Any]] = field(default_factory=dict)
+    leaves: list[tuple[str, str]] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -173,6 +175,10 @@ def _lines(run: DryRun, most: int = 12) -> Iterator[str]:
         sent = [f"{way} {', '.join(names)}" for way, names in (("down", role.down), ("up", role.up)) if names]
         if sent:
             yield from _wrapped([f"sends {'; '.join(sent)} beside the model"])
+    if run.leaves:
+        yield "\n  what leaves clients"
+        width = max(len(cover) for _, cover in run.leaves)
+        yield from (f"    {cover:<{width}}  {item}" for item, cover in run.leaves)
     for title, texts in (("problems", run.problems), ("warnings", run.warnings)):
         if texts:
             yield f"\n  {title}"

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.utilities import rank_zero_info
+
 from fedlightning.federation import stages as stage_scores
 from fedlightning.federation.changes import Fingerprint, refuse_mixed_validation
 from fedlightning.federation.costs import Costs
@@ -17,6 +19,7 @@ from fedlightning.federation.failures import Decisions, FederationError, in_orde
 from fedlightning.federation.intake import note_work, tell_of_misses
 from fedlightning.federation.loops import Loop, Synchronous
 from fedlightning.federation.loops.synchronous import messages
+from fedlightning.federation.outgoing import covered, in_words
 from fedlightning.federation.rehearsal import Rehearsal
 from fedlightning.federation.server import Server
 from fedlightning.federation.silence import tell_of_silence
@@ -66,6 +69,7 @@ class Federation:
         final_done: Whether the visits after the last round have happened.
         costs: What the run has cost so far.
         scored: Clients that the newest scored round has scored, if it is of a restored run.
+        asked_evaluate_every: Rounds between evaluations as the user wants it, where a callback withholds scores too.
         left_out: Data that scores were asked for on and that are not in one place.
     """
 
@@ -99,6 +103,9 @@ class Federation:
             self.left_out = [data for data in (POOLED, "clients") if data in asked]
             self.evaluate_data = tuple(data for data in self.evaluate_data if data == LOCAL)
             self.test_data = tuple(data for data in self.test_data if data == LOCAL)
+        self.asked_evaluate_every = self.evaluate_every
+        if self.server.callbacks.withholding("scores"):
+            self.evaluate_every = 0
 
     @cached_property
     def unseen(self) -> Unseen:
@@ -137,6 +144,8 @@ class Federation:
     def begin(self) -> None:
         """Begin a new federation: tell the callbacks, and find out what must not change when the run is resumed."""
         self.remember_decisions()
+        if told := in_words(self.server.callbacks, self.server.outgoing):
+            rank_zero_info(told)
         self.server.callbacks.event("on_federation_start", self.server)
         if self._saves:
             assert self.lasting is not None  # found before round 1, not in its time
@@ -313,8 +322,14 @@ class Federation:
             | ({"held_out": self.unseen.summary()} if self.server.held_out else {})
             | ({"stopped": self.server.stopped} if self.server.rounds < self.server.max_rounds else {})
             | ({"failures": in_order(self.server.failures, self.server.clients)} if self.server.failures else {})
+            | ({"leaves": told} if (told := self._leaves()) else {})
             | ({"warnings": self.server.explosions.warnings} if self.server.explosions.warnings else {})
         )
+
+    def _leaves(self) -> list[dict[str, str]]:
+        """Return what leaves clients and how it is covered, where a callback protects them."""
+        found = covered(self.server.callbacks, self.server.outgoing)
+        return [{"what": item.what, "when": item.when, "cover": cover} for item, cover in found]
 
     def _kept(self) -> set[str]:
         """Return the names of all selected models, the server's and the clients'."""
@@ -357,6 +372,10 @@ class Federation:
             raise ValueError(
                 f"There is no checkpoint '{checkpoint}' in this run; it has {sorted({'latest', *kept})}. "
                 "Add LocalCheckpoint() or GlobalCheckpoint() to the callbacks to get one."
+            )
+        if split == "val" and (key := server.callbacks.withholding("scores")):
+            raise ValueError(
+                f"{key} withholds scores on validation data. Score test data, or give {key}(scores='in the clear')."
             )
         if split == "val" and self.scored is not None:
             refuse_mixed_validation(self.scored, server)

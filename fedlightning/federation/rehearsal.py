@@ -19,6 +19,7 @@ from fedlightning.federation.architectures import refuse_mixed, refuse_uncommon
 from fedlightning.federation.checks import CheckThere, Public, setup_of
 from fedlightning.federation.engine import Task
 from fedlightning.federation.failures import at_site
+from fedlightning.federation.outgoing import outgoing_of
 from fedlightning.federation.trial import StepTrials, Tried, TryStep
 from fedlightning.hooks import POOLED, Change, FederatedCallback, Setup, changes_of, refuse_combinations
 from fedlightning.hooks.facts import EVERY_SCORE
@@ -216,10 +217,11 @@ class Rehearsal:
             )
 
     def models(self) -> None:
-        """Refuse callbacks that several models are too many for, and those that cannot say what leaves a client."""
+        """Refuse callbacks that several models are too many for, or that cannot say what leaves; list all that does."""
         refuse_mixed(self.server)
         for client in {self.blueprint.architecture_of(client): client for client in self.server.clients}.values():
             self.engine.runner.leaving(client)
+        self.server.outgoing = outgoing_of(self.federation)
 
     def loop(self) -> None:
         """Refuse a loop that cannot run these callbacks, or not here."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from fedlightning.federation.explosions import Explosions
 from fedlightning.federation.failures import at_site
 from fedlightning.federation.models import KeepsModels
 from fedlightning.federation.norms import Norms
-from fedlightning.hooks import POOLED, CallbackList, ClientSelection, FederatedCallback, Job
+from fedlightning.hooks import POOLED, CallbackList, ClientSelection, FederatedCallback, Job, Outgoing
 from fedlightning.messages import GLOBAL, Message, Update, check_extras
 from fedlightning.seeding import first_of_permutation, generator
 from fedlightning.tensors import State, clone, module_state
@@ -63,6 +63,7 @@ class Server(KeepsModels):
         explosions: Watches for updates and losses that explode.
         norms: How large updates usually are; what is far beyond that is refused.
         sizes: Samples of each client in training, validation and test, as they were told before round 1.
+        outgoing: All that leaves clients, found before round 1.
         scores: This round's scores; see :meth:`score`.
         time: Virtual seconds since the run began, where the loop has a clock.
         heard: By client whose update is being combined, and by neighbour, the latest model that the neighbour has sent
@@ -117,6 +118,7 @@ class Server(KeepsModels):
         self.norms = Norms()
         self.sizes: Mapping[str, tuple[int, int, int]] = {}
         self.scores: Scores = {}
+        self.outgoing: Sequence[Outgoing] = ()
         self.time = 0.0
         self.heard: dict[str, dict[str, tuple[int, State]]] = {}
         self.clock: VirtualClock | None = None

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedlightning.hooks.callback import FAMILIES, FederatedCallback, refuse_lost_facts
 from fedlightning.hooks.facts import FOLLOWS, Change
+from fedlightning.hooks.families import Protection
+from fedlightning.hooks.outgoing import Kind, Outgoing
 from fedlightning.hooks.words import WEIGHTINGS
 from fedlightning.messages import Update
 
@@ -113,6 +115,11 @@ class CallbackList:
     def making(self, change: Change) -> list[FederatedCallback]:
         """Return the callbacks that declare a change."""
         return [callback for callback in self.callbacks if change in callback.facts.changes]
+
+    def withholding(self, kind: Kind) -> str:
+        """Return the key of the first callback that does not let such items leave clients; empty: none."""
+        protecting = (one for one in self.callbacks if isinstance(one, Protection))
+        return next((one.key for one in protecting if one.covers(Outgoing(kind)) == "withheld"), "")
 
     def weight(self, server: Server, update: Update) -> float:
         """Return an update's weight before normalisation, by the weighting that the callbacks agree on."""

@@ -17,6 +17,7 @@ def changes_of(callback: FederatedCallback) -> set[Change]:
     """Return what a callback changes: as its methods tell, and as it declares."""
     facts = callback.facts
     found = set(facts.changes) | {change for name, change in FOLLOWS.items() if callback.claims(name)}
+    found |= {Change.MIXES} if found & {Change.LOSS, Change.TAPS} and not facts.by_record else set()
     found |= {Change.PLACES} if facts.newcomers.place is not None else set()
     keeps = bool(found & {Change.START, Change.SHARED}) if facts.keeps is None else facts.keeps
     found |= ({Change.KEEPS} if keeps else set()) | ({Change.OWN} if facts.keeps else set())

@@ -30,6 +30,7 @@ class Change(StrEnum):
     GRADIENT = "corrects gradients (correct_gradient)"
     LOSS = "adds a term to the loss (training_loss)"
     TAPS = "reads features inside the model (feature_taps)"
+    MIXES = "adds a term to the loss that may couple the records of a batch (training_loss)"
     PHASES = "fits several times in a visit (local_phases)"
     BATCHES = "draws the batches of local training (training_batches)"
     SENT = "changes or adds to what a client sends (on_send)"
@@ -197,6 +198,8 @@ class Facts:
         most_work: Gives, of the trainer's local epochs or steps, the most that a job of this method may ask for; a site
             refuses more. `None`: the trainer's. Work of phases does not count.
         newcomers: What it does for clients that come later.
+        by_record: Whether its term of the loss is the mean over a batch's records of what each gives by itself, as with
+            clipped gradients of single records it has to be.
         optimizer_state: Whether optimizers begin anew in every visit (`"reset"`) or go on (`"keep"`) where the user does not
             say; `None`: no opinion.
 
@@ -214,6 +217,7 @@ class Facts:
     takes_part: bool = True
     most_work: Callable[[int], int] | None = None
     newcomers: Newcomers = Newcomers()
+    by_record: bool = False
     optimizer_state: Literal["reset", "keep"] | None = None
 
     def __post_init__(self) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fedlightning.hooks.callback import FederatedCallback
 from fedlightning.hooks.facts import Change, Facts
+from fedlightning.hooks.outgoing import Cover, Outgoing
 from fedlightning.hooks.words import Arrivals, Job, Stage
 from fedlightning.messages import Message, Update
 from fedlightning.tensors import State
@@ -128,6 +130,37 @@ class UpdateCodec(FederatedCallback):
 
         Raises:
             ValueError: If it is no code: its client has failed.
+        """
+        raise NotImplementedError
+
+
+class Protection(FederatedCallback):
+    """Base of callbacks that promise how little what leaves clients tells of their data, such as differential privacy.
+
+    What a run releases is one list, known before round 1: the entries and extras that callbacks declare, and what the core
+    sends. A dry run, the log and the run's summary show for each item what :meth:`covers` says of it.
+    """
+
+    def covers(self, item: Outgoing) -> Cover:
+        """Return how an item of what leaves is covered. Default: it leaves in the clear.
+
+        Scores on validation data and values that were logged in training do not leave, and are not asked for, where this says
+        `"withheld"`: the core sees to that at the client. Anything else the callback itself adds noise to, or withholds.
+        """
+        return "in the clear"
+
+    def class_means(
+        self, client: Client, update: Update, vectors: Callable[[], Iterable[tuple[Tensor, Tensor]]], classes: int
+    ) -> dict[int, Tensor]:
+        """Return means by class of vectors of a client's training samples that may leave with an update. A role.
+
+        Methods that send such means (extras with `Extra.by_class`) ask for them here, where a callback answers.
+
+        Args:
+            client: The client, in `on_send`.
+            update: What it is about to send.
+            vectors: Gives batches of vectors `(batch, width)` and of their labels `(batch,)`, each sample once.
+            classes: Number of classes.
         """
         raise NotImplementedError
 

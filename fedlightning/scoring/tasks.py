@@ -269,7 +269,7 @@ def _sources(
 ) -> Iterator[tuple[str, str, Make]]:
     """Yield the data that a client's model is scored on: split, data as in rows, and what makes the loader."""
     data = runner.data
-    for split in evaluate.splits:
+    for split in runner.scored_splits(evaluate.splits):
         if LOCAL in evaluate.data:
             yield split, LOCAL, partial(data.client_dataloader, client, split)
         if POOLED in evaluate.data:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fedlightning.compat.attached import detached_copy
-from fedlightning.hooks import POOLED, Phase
+from fedlightning.hooks import POOLED, Phase, Protection
 from fedlightning.messages import ClientLog, Message
 from fedlightning.seeding import generator
 from fedlightning.tensors import State, clone, load_state, module_state
@@ -112,6 +114,22 @@ class ClientBase:
         """Training samples by class, or `None` if the data have no labels."""
         self.refuse_withheld()
         return self._runner.data.class_counts(self.id)
+
+    @property
+    def sample_groups(self) -> np.ndarray | None:
+        """Group (a patient) of each training sample, in the order of the samples; `None` if nobody knows groups."""
+        return self._runner.data.sample_groups(self.id) if self.id in self._runner.data.client_ids else None
+
+    @property
+    def protection(self) -> Protection | None:
+        """The callback that makes means by class of this client's samples, where one answers for them."""
+        return self._runner.callbacks.answering(Protection, "class_means")
+
+    @property
+    def folder(self) -> Path | None:
+        """Folder of the run for what is written inside this client's training; `None` if the run writes nothing."""
+        folder = self._blueprint.settings.folder_of(self.id)
+        return None if folder is None else Path(folder)
 
     @property
     def precision(self) -> Any:

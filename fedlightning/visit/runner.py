@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -149,6 +149,11 @@ class LocalRunner:
     def leaving(self, client: str) -> Leaving:
         """Return what can leave a client, by this side's own configuration."""
         return leaving_of(self.blueprint, client)
+
+    def scored_splits(self, splits: Sequence[str]) -> list[str]:
+        """Return the splits whose scores may leave: those on validation data do not where a callback withholds them."""
+        withheld = bool(self.callbacks.withholding("scores"))
+        return [split for split in splits if split != "val" or not withheld]
 
     # -- clients -----------------------------------------------------------------------------------------------------
     @contextmanager

@@ -175,6 +175,8 @@ def _send(runner: LocalRunner, client: Client, update: Update, kept: State) -> N
     """Let the callbacks see the update, then check that nothing private or undeclared leaves."""
     entries = update.state | kept
     runner.callbacks.event("on_send", client, update)
+    if runner.callbacks.withholding("logged"):
+        update.metrics, update.logs = {}, []
     shapes = {name: value.shape for name, value in entries.items()} if update.extras else {}
     private = sorted(set(update.state) - set(client.message.returns))
     if private:
@@ -191,13 +193,14 @@ def _evaluate(
     runner: LocalRunner, client: Client, update: Update, evaluate: Evaluate
 ) -> Generator[Score, Any, list[Evaluation]]:
     """Request the scores of the model that the client deploys now, on its own and on the pooled data; return them."""
-    if not evaluate.splits:
+    splits = runner.scored_splits(evaluate.splits)
+    if not splits:
         return []
     stage: Stage = "L2"
     module = runner.personal_module(client, stage)
     places: list[tuple[str, str]] = []
     requests: list[ScoreRequest] = []
-    for split in evaluate.splits:
+    for split in splits:
         for data in evaluate.data:
             try:
                 loader = runner.loader(client.message, split) if data == "local" else runner.pooled_dataloader(split)

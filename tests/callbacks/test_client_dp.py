@@ -140,6 +140,7 @@ def test_the_noise_has_its_variance_whoever_came(rate):
         clients=list("abcd"),
         round=0,
         run_dir=None,
+        outgoing=(),
         trainable=["w"],
         shared_names=lambda: ("w", "unsent"),
         model={"w": torch.zeros(100, 200)},
@@ -190,7 +191,14 @@ def test_clients_without_samples_are_not_asked():
 def test_two_means_of_one_round_never_share_their_noise():
     """As where a round is done again after an interruption and a client fails: the difference would be free of noise."""
     server = SimpleNamespace(
-        state={}, clients=["a"], round=0, run_dir=None, trainable=["w"], max_rounds=1, shared_names=lambda: ("w",)
+        state={},
+        clients=["a"],
+        round=0,
+        run_dir=None,
+        outgoing=(),
+        trainable=["w"],
+        max_rounds=1,
+        shared_names=lambda: ("w",),
     )
     server.model = {"w": torch.zeros(50)}
     callback = dp(noise_seed=None)
@@ -288,7 +296,13 @@ def test_what_a_round_spends_is_on_disk_before_its_model_is_there(tmp_path):
 def test_what_is_written_down_counts_every_release(tmp_path, differs):
     callback = dp(noise_seed=None)
     server = SimpleNamespace(
-        state={}, clients=["a"], run_dir=tmp_path, trainable=["w"], max_rounds=9, shared_names=lambda: ("w",)
+        state={},
+        clients=["a"],
+        run_dir=tmp_path,
+        outgoing=(),
+        trainable=["w"],
+        max_rounds=9,
+        shared_names=lambda: ("w",),
     )
     server.model = {"w": torch.zeros(5)}
     for round, value in ((0, 0.0), (1, 1.0), (1, 2.0 if differs else 1.0), (2, 3.0)):
@@ -303,7 +317,13 @@ def test_what_is_written_down_counts_every_release(tmp_path, differs):
 def test_rounds_that_are_done_again_do_not_exceed_the_budget(tmp_path):
     callback = dp(noise_seed=None, noise_multiplier=2.0, epsilon=dp(noise_multiplier=2.0).epsilon_after(2) + 1e-6)
     server = SimpleNamespace(
-        state={}, clients=["a"], run_dir=tmp_path, trainable=["w"], max_rounds=2, shared_names=lambda: ("w",)
+        state={},
+        clients=["a"],
+        run_dir=tmp_path,
+        outgoing=(),
+        trainable=["w"],
+        max_rounds=2,
+        shared_names=lambda: ("w",),
     )
     server.model = {"w": torch.zeros(5)}
     with pytest.raises(ValueError, match=r"Round 2 is release 3 of this run.*more than the budget"):

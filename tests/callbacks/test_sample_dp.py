@@ -385,6 +385,9 @@ def test_every_method_is_covered_or_refused_before_round_1(name, tmp_path):
         except ValueError:
             return
     assert [str(one.message) for one in said if " failed: " in str(one.message)] == []
+    own = [callback for callback in trainer.callbacks.callbacks if callback.key == "SampleDP"]
+    clear = [item for item in trainer.server.outgoing if own[0].covers(item) == "in the clear"]
+    assert {item.owner for item in clear} <= {"", "SampleDP"}
 
 
 # -- the ledger --------------------------------------------------------------------------------------------------------

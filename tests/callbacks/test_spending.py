@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fedlightning.callbacks.client_dp_spending import COLUMNS, releases_in, write_spending
+from fedlightning.callbacks.shared.spending import COLUMNS, releases_in, write_spending
 
 TOLD = {"epsilon": 1.5, "delta": 1e-3, "noise_multiplier": 2.0, "clip": 1.0, "rate": 0.5, "rounds": 1, "private": True}
 

@@ -1,0 +1,108 @@
+"""What the rounds of ClientDP spend: how many fit into a budget, and what is written down before each of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedlightning.callbacks.shared.ledger import Ledger, Steps
+from fedlightning.callbacks.shared.spending import releases_in, spent_by, write_spending
+
+
+@dataclass(frozen=True)
+class RoundBudget:
+    """The budget of a run.
+
+    Attributes:
+        epsilon: What may be spent; `None`: any.
+        delta: Probability with which the guarantee may fail.
+        noise: Noise multiplier of a round.
+        rate: Probability with which a client is in a round.
+        accountant: Name of Opacus' accountant.
+        ledger: What other runs have spent on these clients.
+        shares: Shares of the noise that clients add, if they do.
+    """
+
+    epsilon: float | None
+    delta: float
+    noise: float
+    rate: float
+    accountant: str
+    ledger: Ledger
+    shares: int | None = None
+
+    def of(self, others: Steps, rounds: int) -> float:
+        """Return what a number of rounds spends, with steps of other runs."""
+        steps = [*others, (self.noise, self.rate, rounds)] if rounds else others
+        kinds = tuple((z, q, int(count)) for z, q, count in steps)
+        return spent_by(self.accountant, self.delta, kinds) if kinds else 0.0
+
+    def after(self, rounds: int) -> float:
+        """Return what a number of rounds spends, with what the ledger has of other runs."""
+        with self.ledger.held(None) as others:
+            return self.of(others, rounds)
+
+    def at_server(self, rounds: int) -> float:
+        """Return what a number of rounds spends against the server, which sees one share of noise in each update."""
+        noise = self.noise / math.sqrt(self.shares or 1)
+        return spent_by(self.accountant, self.delta, ((noise, 1.0, rounds),))
+
+    def in_words(self, rounds: int) -> str:
+        """Return what a number of rounds spends as a sentence, with what the ledger has of other runs."""
+        at_server = f" (against the server: {self.at_server(rounds):.4g})" if self.shares else ""
+        return (
+            f"epsilon={self.after(rounds):.4g}{at_server} at delta={self.delta:g} for each client, against everybody who "
+            f"sees the models (noise_multiplier={self.noise:.4g})."
+        )
+
+    def rounds(self, most: int) -> int:
+        """Return how many of so many rounds there is room for."""
+        assert self.epsilon is not None
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.after(middle) <= self.epsilon else (low, middle - 1)
+        return low
+
+    def spend(self, round: int, release: str, folder: Path | None, private: bool, told: Mapping[str, Any]) -> None:
+        """Write down what a release spends; the same one again spends nothing.
+
+        Args:
+            round: The round, from 0.
+            release: Name of the release.
+            folder: The run's folder, if it has one.
+            private: Whether the noise is secret.
+            told: What else `privacy.json` is to say.
+
+        Raises:
+            ValueError: If it would exceed the budget: rounds were done again, and came out differently.
+        """
+        rows = releases_in(folder)
+        known = any(row[0] == str(round + 1) and row[-1] == release for row in rows)
+        releases = max(len(rows) + (not known), round + 1)
+        with self.ledger.held([(self.noise, self.rate, releases)]) as others:
+            epsilon = self.of(others, releases)
+            if self.epsilon is not None and not known and epsilon > self.epsilon * (1 + 1e-9):
+                raise ValueError(
+                    f"Round {round + 1} is release {releases} of this run: rounds were done again after an "
+                    "interruption, or other runs of the ledger have spent. It would make epsilon "
+                    f"{epsilon:.4g} in all, more than the budget of {self.epsilon:g}."
+                )
+        if folder is None:
+            return
+        at_server = {"epsilon_server": self.at_server(releases) if private else None} if self.shares else {}
+        own = {
+            "private": private,
+            "epsilon": epsilon if private else None,
+            **at_server,
+            "delta": self.delta,
+            "rounds": round + 1,
+            "releases": releases,
+            "noise_multiplier": self.noise,
+            "rate": self.rate,
+            "accountant": self.accountant,
+        }
+        write_spending(folder, own | dict(told), rows, None if known else release)

@@ -1,0 +1,70 @@
+"""What ClientDP refuses or warns of before round 1."""
+
+from __future__ import annotations
+
+import torch
+
+from fedlightning.algorithm import Setup
+from fedlightning.tensors import tied_names
+
+FEW = 100
+"""Clients below which the noise drowns what they learn, in most settings."""
+
+
+def refuse_contradictions(where: str, shares: int | None, rate: float, quantile: float | None) -> None:
+    """Refuse options that contradict each other.
+
+    Raises:
+        ValueError: With the way out.
+    """
+    if (where == "client") != (shares is not None):
+        raise ValueError(
+            f"ClientDP got where={where!r} and shares={shares}: shares is the number of clients whose noise together is that "
+            "of the mean, for where='client' only."
+        )
+    if where == "client" and (rate < 1.0 or quantile is not None):
+        raise ValueError(
+            "ClientDP(where='client') shows how many took part, by how much noise there is, so that drawing them hides "
+            "nothing; and nobody covers a count for quantile. Leave out rate and quantile, or take where='server'."
+        )
+
+
+def refuse_uncovered(setup: Setup) -> None:
+    """Refuse entries that travel and are neither bounded nor covered with noise.
+
+    Raises:
+        ValueError: With their name and a way out.
+    """
+    travelling = set(setup.shared_names())
+    loose = [name for name, kind in setup.kinds.items() if name in travelling and kind not in ("trainable", "frozen")]
+    if loose:
+        raise ValueError(
+            f"'{loose[0]}' is a running statistic that travels, which ClientDP neither bounds nor covers with noise. "
+            "Take GroupNorm in the place of BatchNorm, or keep such entries with the clients: float_buffers='local'."
+        )
+    tied = sorted(name for name in tied_names(setup.module) if name in travelling)
+    if tied:
+        raise ValueError(
+            f"'{tied[0]}' is one tensor under several names, each of which ClientDP would give noise of its own. "
+            "Keep it with the clients, or untie it."
+        )
+    for name, entry in setup.module.named_parameters():
+        if name in travelling and entry.requires_grad and entry.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"'{name}' is {entry.dtype}, and ClientDP covers float32 and float64: rounding a mean to 16 bits moves "
+                "it further than the noise allows for. precision='16-mixed' or 'bf16-mixed' keeps float32."
+            )
+
+
+def warn_of_few(setup: Setup, delta: float) -> None:
+    """Warn where so few clients take part that the guarantee, or the model, is worth little."""
+    if delta * len(setup.clients) >= 1:
+        setup.warn(
+            f"ClientDP(delta={delta:g}) lets the guarantee fail for one of {len(setup.clients)} clients. Take one "
+            f"well below {1 / len(setup.clients):.2g}."
+        )
+    if len(setup.clients) < FEW:
+        setup.warn(
+            f"ClientDP hides one of {len(setup.clients)} clients: the noise that this takes is as large as what they "
+            "have learnt together, in most settings. It is made for hundreds of clients and more."
+        )

@@ -1,0 +1,83 @@
+"""Clipping of clients' changes: to a given length, or to one that follows a quantile of the lengths (Andrew et al. 2021)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from fedlightning.algorithm import Message, Update
+from fedlightning.callbacks.shared.single_updates import norm_of, rounding_of
+from fedlightning.tensors import State
+
+SHARE = 1 / 20
+"""Standard deviation of the count's noise over the expected number of participants, as the authors have it."""
+
+
+def clipped(moved: Iterable[str], sent: State, state: State, clip: float) -> tuple[dict[str, Tensor], bool]:
+    """Return the changes of some entries, together no longer than `clip`, in float64, and whether they were no longer.
+
+    Raises:
+        ValueError: If that length is too short for the precision of the model.
+    """
+    changes = {name: state[name].double() - sent[name].double() for name in moved}
+    limit = clip - rounding_of([sent[name] for name in changes])
+    norm = norm_of(changes.values())
+    if limit <= 0.0:
+        raise ValueError(f"ClientDP: a clip of {clip:g} is within the rounding of the model's entries. Raise clip.")
+    factor = 1.0 if norm <= limit else limit / norm
+    return {name: factor * change for name, change in changes.items()}, norm <= clip
+
+
+def refuse_longer(trainable: set[str], message: Message, update: Update, clip: float) -> None:
+    """Refuse an update whose change is longer than `clip`, or that changes what is not trained.
+
+    Raises:
+        ValueError: With both lengths, or the name.
+    """
+    same = (name for name in update.state if name not in trainable)
+    other = [
+        name for name in same if not torch.equal(update.state[name], message.state[name].to(update.state[name].dtype))
+    ]
+    moved = (name for name in update.state if name in trainable)
+    norm = norm_of(update.state[name].double() - message.state[name].double() for name in moved)
+    if other or norm > clip:
+        length = f"its change has the length {norm:.4g}, more than clip={clip:g}"
+        what = f"'{other[0]}' has changed" if other else length
+        raise ValueError(f"{what}; ClientDP takes in what its client side has clipped, and nothing else")
+
+
+def noise_of_count(noise_multiplier: float, expected: float) -> float:
+    """Return the standard deviation of the noise on the count of short changes.
+
+    At least the noise multiplier: with few clients the authors' choice would be smaller, and the count would take all of the
+    budget. So the noise on the changes grows by 2 / sqrt(3) at most.
+    """
+    return max(SHARE * expected, noise_multiplier)
+
+
+def noise_of_changes(noise_multiplier: float, of_count: float) -> float:
+    """Return the noise multiplier of the changes, so that changes and count together spend as `noise_multiplier` alone.
+
+    ``z_u = (z^-2 - (2 s)^-2)^(-1/2)``: the count is of ``b_i - 1/2``, so that one client moves it by 1/2 (theorem 1).
+
+    Example:
+        >>> round(noise_of_changes(1.0, 5.0), 4)
+        1.005
+    """
+    return (noise_multiplier**-2 - (2.0 * of_count) ** -2) ** -0.5
+
+
+def next_clip(clip: float, count: float, expected: float, quantile: float, rate: float) -> float:
+    """Return the length to clip to in the next round: ``C exp(-rate (b - quantile))``.
+
+    Args:
+        clip: That of this round.
+        count: Sum of ``b_i - 1/2`` over those who came, with its noise; ``b_i`` is 1 where a change was no longer.
+        expected: Expected number of participants.
+        quantile: Share of changes that are to be no longer.
+        rate: Step.
+    """
+    return clip * math.exp(-rate * (0.5 + count / expected - quantile))

@@ -1,0 +1,166 @@
+"""What SampleDP refuses: what would leave without noise, and settings that it cannot cover."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
+
+from fedlightning.algorithm import Extra, FederatedCallback, Setup, UpdateCodec, move_batch
+from fedlightning.callbacks.shared.ledger import Steps
+from fedlightning.callbacks.shared.record_gradients import refuse_mixed_records
+
+ONLY_STEPS = (
+    "Client '{}' gives its samples to the steps of training only, which SampleDP covers with noise. Remove SampleDP, or the "
+    "callback that reads samples otherwise."
+)
+OF_BATCHES = ("on_train_batch_start", "on_train_batch_end")
+"""Hooks of Lightning's that are given batches."""
+
+
+def refuse_uncovered(owner: FederatedCallback, setup: Setup, solves: bool, unit: str) -> None:
+    """Refuse callbacks that send, or make something of batches, that gets no noise; and models that mix records.
+
+    Args:
+        owner: SampleDP.
+        setup: The federation.
+        solves: Whether it solves for the noise.
+        unit: What it hides.
+
+    Raises:
+        ValueError: With a way out.
+    """
+    for other in (one for one in setup.callbacks if one is not owner):
+        up = {} if isinstance(other, UpdateCodec) else other.wire(setup.module).up  # a code is of what is covered
+        by_class = [name for name, spec in up.items() if Extra.of(spec).by_class]
+        if by_class and unit == "patient":
+            raise ValueError(
+                f"{other.key} sends means by class, in which SampleDP counts records: unit='patient' does not cover them. "
+                "Take unit='record', or another method."
+            )
+        if solves and (by_class or other.claims("local_phases")):
+            raise ValueError(
+                "SampleDP(epsilon=...) solves for the noise of visits of one fit, and here visits have several, or release "
+                "means by class too. Give noise_multiplier too: epsilon is then what no client exceeds."
+            )
+        extras = sorted(up.keys() - set(by_class))
+        if extras:
+            raise ValueError(
+                f"{other.key} takes {', '.join(extras)} from clients, which SampleDP does not cover with noise. Remove "
+                "one of the two."
+            )
+        seen = (name for name in OF_BATCHES if getattr(type(other), name) is not getattr(Callback, name))
+        hook = next(seen, None)
+        if hook is not None and not other.facts.keeps:
+            raise ValueError(
+                f"{other.key} sees the batches of training ({hook}), and what it makes of them SampleDP does not cover "
+                "with noise. Remove one of the two."
+            )
+    refuse_trainer(setup.module, setup.trainer_arguments.get, len(setup.optimizers))
+    batch = setup.first_batch()
+    if batch is not None:
+        refuse_mixed_records(setup.module, move_batch(setup.module, batch), owner.key)
+
+
+def warn_of_few(setup: Setup, delta: float) -> None:
+    """Warn where a client has so few records that the guarantee is worth little."""
+    least = min((count for count in setup.num_samples.values() if count), default=1)
+    if delta * least >= 1:
+        setup.warn(f"SampleDP(delta={delta:g}) lets the guarantee fail for one of {least} records of a client.")
+
+
+def refuse_plain(trainer: Trainer, module: LightningModule, unit: str) -> None:
+    """Refuse a plain Trainer whose steps cannot be covered.
+
+    Raises:
+        ValueError: With a way out.
+    """
+    if unit == "patient":
+        raise ValueError("In a plain Trainer nobody knows whose a record is: unit='patient' takes a federation.")
+    refuse_trainer(module, lambda name, default: getattr(trainer, name, default), len(trainer.optimizers))
+    if trainer.world_size > 1:
+        raise ValueError(f"SampleDP trains on one device, and here are {trainer.world_size}. Use devices=1.")
+
+
+def refuse_other_rounds(without: int, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse a resumed run with rounds whose noise was none, or another.
+
+    Raises:
+        ValueError: Saying which.
+    """
+    if without:
+        raise ValueError(f"{without} rounds of this run were without SampleDP, and are not private. Start a new run.")
+    for name, value in now.items():
+        if before[name] != value:
+            raise ValueError(
+                f"{name} was {before[name]}, and is {value} now: what was spent was counted with that of before. Resume with "
+                "it, or start a new run."
+            )
+
+
+def refuse_steps_before(taken: int, history: Steps) -> None:
+    """Refuse a plain Trainer's checkpoint with steps that nobody has counted.
+
+    Raises:
+        ValueError: With their number.
+    """
+    counted = int(sum(steps[-1] for steps in history))
+    if taken > counted:
+        raise ValueError(
+            f"SampleDP goes on from {taken} steps, of which it has counted {counted}: the others were without noise. Start "
+            "anew, or from weights whose training data need no protection."
+        )
+
+
+def refuse_monitors(trainer: Any) -> None:
+    """Refuse learning rates and ends of training that go by numbers of the training data, which have no noise.
+
+    Raises:
+        ValueError: With the metric.
+    """
+    plateaus = [one.monitor for one in trainer.lr_scheduler_configs if one.reduce_on_plateau]
+    stops = [one.monitor for one in trainer.callbacks if isinstance(one, EarlyStopping)]
+    for monitor in (one for one in (*plateaus, *stops) if not str(one).startswith("val")):
+        raise ValueError(
+            f"A scheduler or EarlyStopping goes by '{monitor}', and numbers of the training data have no noise: what comes "
+            "of it would give them away. Let it go by a metric of validation data, named val..., or leave it out."
+        )
+
+
+def refuse_trainer(module: LightningModule, argument: Any, optimizers: int) -> None:
+    """Refuse settings with which a step is not one gradient of one batch.
+
+    Raises:
+        ValueError: With the setting.
+    """
+    if argument("accumulate_grad_batches", 1) not in (None, 1):
+        raise ValueError(
+            "SampleDP clips and covers every batch by itself: use accumulate_grad_batches=1 and larger batches."
+        )
+    if argument("precision", "32") in ("bf16-true", "transformer-engine"):
+        raise ValueError(
+            "SampleDP takes gradients of single records in float32: use precision='bf16-mixed' or '32-true'."
+        )
+    if "16" in str(argument("precision", "32")) and "bf16" not in str(argument("precision", "32")):
+        raise ValueError(
+            "SampleDP cannot clip gradients that a scaler has scaled: use precision='bf16-mixed' or '32-true'."
+        )
+    if not module.automatic_optimization or optimizers > 1:
+        raise ValueError(
+            f"SampleDP makes the step of one optimizer, and {type(module).__name__} optimizes in another way."
+        )
+
+
+def refuse_forgetting(ledger: str | None, noise_seed: int | None) -> None:
+    """Refuse a site that counts only in what it keeps: a server names the visit from which it is to go on.
+
+    Raises:
+        ValueError: With the way out.
+    """
+    if ledger is None and noise_seed is None:
+        raise ValueError(
+            "SampleDP at sites needs ledger=FOLDER, a folder of each site's own: a server could let a site go on from an "
+            "earlier visit, and what was spent since would be forgotten."
+        )

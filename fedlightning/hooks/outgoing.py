@@ -1,0 +1,37 @@
+"""What leaves clients: :class:`Outgoing`, an item of the one list of all of it, which is known before round 1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["sizes", "entries", "extra", "means", "counts", "logged", "scores", "tests", "texts", "models"]
+"""`"sizes"`: what is told of the data before round 1; `"entries"` of the model; an `"extra"` of a callback, or `"means"` by
+class; `"counts"` of samples and steps; values that the module `"logged"` in training; `"scores"` on validation data;
+`"tests"` on test data; `"texts"` of failures; `"models"` of clients in the run's folder."""
+Cover = Literal["noised", "withheld", "in the clear"]
+"""How an item is covered: noise is added to it, it does not leave, or it leaves as it is."""
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """One item of what leaves clients.
+
+    Attributes:
+        kind: What it is.
+        what: The same in words.
+        when: When it leaves, in words.
+        owner: Key of the callback that declares an extra; empty: the core sends it.
+
+    Example:
+        >>> str(Outgoing("counts", "numbers of samples", "in each visit"))
+        'numbers of samples (in each visit)'
+    """
+
+    kind: Kind
+    what: str = ""
+    when: str = ""
+    owner: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.when})"

@@ -1,0 +1,211 @@
+"""ClientDP with a clip that adapts, and with noise that clients add."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("opacus", reason="ClientDP counts with Opacus: pip install 'fedlightning[privacy]'")
+
+from fedlightning.algorithm import Change, Facts, FederatedCallback
+from fedlightning.callbacks import ClientDP, FedAvg, FedPer
+from fedlightning.callbacks.client_dp_clipping import next_clip, noise_of_changes, noise_of_count
+from fedlightning.messages import Update
+from tests.callbacks.test_client_dp import SIZES, TINY, dp, module
+from tests.helpers import federate, global_state, make_trainer, same, toy_data
+
+pytestmark = pytest.mark.filterwarnings("ignore:ClientDP")
+
+
+# -- adaptive clipping -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("quantile", [0.2, 0.5, 0.9])
+def test_without_noise_the_clip_becomes_the_quantile(quantile):
+    lengths = torch.rand(400, generator=torch.Generator().manual_seed(0), dtype=torch.float64).mul(3.0).exp()
+    clip = 0.1
+    for _ in range(800):
+        count = float(((lengths <= clip).double() - 0.5).sum())
+        clip = next_clip(clip, count, len(lengths), quantile, 0.2)
+    assert clip == pytest.approx(float(lengths.quantile(quantile)), rel=0.02)
+
+
+def test_the_step_is_the_papers():
+    """Andrew et al. 2021, algorithm 1, written with the fraction itself in the place of centred bits."""
+    within, absent, expected = 7, 0, 12
+    by_paper = 0.3 * math.exp(-0.2 * (within / expected - 0.5))
+    count = within * 0.5 + (expected - within) * -0.5
+    assert next_clip(0.3, count, expected + absent, 0.5, 0.2) == pytest.approx(by_paper, rel=1e-12)
+    assert next_clip(0.3, -6.0, 12, 0.5, 0.2) > 0.3 > next_clip(0.3, 6.0, 12, 0.5, 0.2)  # all longer: it grows
+
+
+@pytest.mark.parametrize(("z", "of_count"), [(0.7, 5.0), (1.5, 2.0), (3.0, 3.0)])
+def test_changes_and_count_spend_together_what_z_says(z, of_count):
+    """The Rényi divergence of a Gaussian of order a is a (distance / deviation)^2 / 2: those of both noises add up."""
+    changes = noise_of_changes(z, of_count)
+    assert (1.0 / changes) ** 2 + (0.5 / of_count) ** 2 == pytest.approx((1.0 / z) ** 2, rel=1e-12)
+    assert noise_of_count(z, 1000) == 50 and noise_of_changes(z, noise_of_count(z, 3)) <= 1.16 * z
+
+
+def reduced(callback, came, **options):
+    """Return the noise of a round of a hundred clients, and the server."""
+    server = SimpleNamespace(
+        **{"state": {}, "clients": [str(i) for i in range(100)], "round": 0, "run_dir": None, "outgoing": ()} | options,
+        trainable=["w"],
+        model={"w": torch.zeros(100, 200)},
+        max_rounds=9,
+        shared_names=lambda: ("w",),
+    )
+    callback.on_federation_start(server)
+    for within in came:
+        extras = {} if within is None else {"ClientDP": {"within": torch.tensor(within)}}
+        callback.on_update(server, Update(0, "0", extras=extras))
+    return callback.on_reduced(server, {"w": torch.zeros(100, 200)})["w"], server
+
+
+def test_changes_get_the_rest_of_the_noise_at_the_clip_of_their_round():
+    callback = dp(rate=0.5, clip=0.2, noise_multiplier=1.5, noise_seed=None, quantile=0.5)
+    noise, server = reduced(callback, [1] * 40 + [0] * 10)
+    std = noise_of_changes(1.5, 50 / 20) * 0.2 / 50
+    assert float(noise.std()) == pytest.approx(std, rel=0.03)
+    assert server.state["ClientDP"]["clip"] != 0.2 and server.state["ClientDP"]["came"] == 0
+
+
+def test_the_count_has_noise_of_its_deviation():
+    found = []
+    for seed in range(400):
+        callback = dp(clip=1.0, noise_multiplier=1.0, noise_seed=seed, quantile=0.5, clip_lr=1.0)
+        state = {"ClientDP": callback_state(callback)}
+        server = SimpleNamespace(
+            state=state, clients=range(100), round=0, run_dir=None, outgoing=(), trainable=[], model={}, max_rounds=1
+        )
+        server.shared_names = lambda: ()
+        callback.on_reduced(server, {})
+        found.append(-math.log(state["ClientDP"]["clip"]) * 100)
+    assert torch.tensor(found).std() == pytest.approx(5.0, rel=0.15) and abs(sum(found) / 400) < 1.0
+
+
+def callback_state(callback):
+    server = SimpleNamespace(state={}, round=0, max_rounds=1)
+    callback._own(server)
+    return server.state["ClientDP"]
+
+
+def test_epsilon_is_that_of_a_fixed_clip(tmp_path):
+    def told(name, **options):
+        trainer = make_trainer(tmp_path, [dp(noise_seed=None, **options)], max_rounds=2, name=name)
+        trainer.fit(module(), datamodule=toy_data(SIZES))
+        return json.loads((trainer.run.path / "privacy.json").read_text())
+
+    fixed, adaptive = told("fixed"), told("adaptive", quantile=0.5)
+    assert fixed["epsilon"] == adaptive["epsilon"] and "'within' of ClientDP (in each visit)" in adaptive["noised"]
+
+
+def test_clients_clip_to_what_the_server_found_and_a_resumed_run_goes_on(tmp_path):
+    class Look(FedAvg):
+        seen = []
+
+        def on_round_end(self, server):
+            self.seen.append(server.state["ClientDP"]["clip"])
+
+    def run(rounds, name, **options):
+        Look.seen = []
+        callbacks = [Look(weighting="uniform"), dp(quantile=0.5, clip=1e-3, clip_lr=1.0)]
+        trainer = make_trainer(tmp_path, callbacks, max_rounds=rounds, name=name)
+        trainer.fit(module(), datamodule=toy_data(SIZES), **options)
+        return trainer, Look.seen
+
+    whole, clips = run(3, "whole")
+    assert len(set(clips)) == 3
+    run(1, "cut")
+    again, _ = run(3, "cut", resume="last")
+    same(global_state(again), global_state(whole))
+    assert again.server.state["ClientDP"] == whole.server.state["ClientDP"]
+
+
+# -- noise of clients --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("came", "left"), [(8, 0.0), (10, 0.0), (5, 3 / 8), (1, 7 / 8)])
+def test_the_server_adds_what_is_missing(came, left):
+    callback = dp(clip=0.2, noise_multiplier=1.5, noise_seed=None, where="client", shares=8)
+    noise, _ = reduced(callback, [None] * came)
+    assert float(noise.std()) == pytest.approx(1.5 * 0.2 / 100 * math.sqrt(left), rel=0.03, abs=1e-12)
+
+
+def sent_by(callback, client, length=0.1):
+    received = {"w": torch.zeros(100, 100)}
+    update = Update(0, client.id, state={"w": torch.full((100, 100), length / 100)})
+    net = torch.nn.Module()
+    net.w = torch.nn.Parameter(received["w"])
+    client.module, client.received, client.message = net, received, SimpleNamespace(work=None, extras={})
+    callback.on_send(client, update)
+    return update.state["w"] - length / 100
+
+
+def test_shares_add_up_to_the_noise_of_the_mean():
+    callback = dp(clip=0.2, noise_multiplier=1.5, noise_seed=None, where="client", shares=4)
+    clients = [SimpleNamespace(id=name, state={}, visit=0, max_rounds=9) for name in "abcd"]
+    shares = torch.stack([sent_by(callback, client) for client in clients])
+    assert float(shares.sum(0).std()) == pytest.approx(1.5 * 0.2, rel=0.03)
+    assert abs(torch.corrcoef(shares.flatten(1)) - torch.eye(4)).max() < 0.05
+    assert len({client.state["ClientDP"]["secret"] for client in clients}) == 4
+
+
+def test_the_same_change_has_the_same_noise_and_another_one_another():
+    callback = dp(clip=0.2, noise_seed=None, where="client", shares=4)
+    client = SimpleNamespace(id="a", state={}, visit=0, max_rounds=9)
+    first, again, other = sent_by(callback, client), sent_by(callback, client), sent_by(callback, client, length=0.05)
+    assert torch.equal(first, again) and float((first - other).abs().mean()) > 0.01
+
+
+def test_noise_leaves_with_every_update_and_both_epsilons_are_told(tmp_path):
+    class Look(FederatedCallback):
+        facts = Facts(takes_part=False)
+        seen = []
+
+        def check_update(self, server, message, update):
+            self.seen.append(update.state["net.0.weight"] - message.state["net.0.weight"])
+
+    Look.seen = []
+    callback = dp(clip=TINY * 1e6, noise_multiplier=1e5, noise_seed=None, where="client", shares=3)
+    trainer = make_trainer(tmp_path, [Look(), callback], max_rounds=1)
+    trainer.fit(module(), datamodule=toy_data(SIZES))
+    assert len(Look.seen) == 3 and all(float(one.std()) > 0.01 for one in Look.seen)
+    told = json.loads((trainer.run.path / "privacy.json").read_text())
+    one = ClientDP(delta=1e-3, noise_multiplier=1e5 / math.sqrt(3))
+    assert told["epsilon_server"] == pytest.approx(one.epsilon_after(1)) and told["epsilon"] <= told["epsilon_server"]
+
+
+def test_a_layer_that_stays_gets_no_noise_of_the_client():
+    callback = dp(noise_multiplier=1e4, where="client", shares=3)
+    callbacks = [FedPer(personal=["net.3"]), callback]
+    trainer = federate(module(), toy_data(SIZES), callbacks, max_rounds=1, update_limit=None)
+    assert float(trainer.store.get("0").personal["net.3.weight"].abs().max()) < 10
+    assert float(global_state(trainer)["net.0.weight"].abs().max()) > 100
+
+
+class Parts(FederatedCallback):
+    facts = Facts(changes={Change.PARTS})
+
+    def on_send(self, client, update):
+        update.state = {}
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"where": "client"}, "shares is the number of clients"),
+        ({"shares": 4}, "for where='client' only"),
+        ({"where": "client", "shares": 4, "rate": 0.5}, "drawing them hides nothing"),
+        ({"where": "client", "shares": 4, "quantile": 0.5}, "nobody covers a count"),
+    ],
+)
+def test_options_that_contradict_each_other(options, reason):
+    with pytest.raises(ValueError, match=reason):
+        dp(**options)
+
+
+def test_clients_that_leave_entries_out_would_leave_noise_out():
+    with pytest.raises(ValueError, match="lets every client add its share of the noise"):
+        federate(module(), toy_data(SIZES), [Parts(), dp(where="client", shares=3)], max_rounds=1)

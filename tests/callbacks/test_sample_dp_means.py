@@ -1,0 +1,106 @@
+"""Means by class under SampleDP: what one sample moves, their noise, what they spend, and the methods that send them."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install 'fedlightning[privacy]'")
+
+from fedlightning.callbacks import FD, MOON, FedProto, SampleDP
+from fedlightning.callbacks.sample_dp_means import released_means, sums_by_class
+from tests.callbacks.test_sample_dp import SIZES, dp, module
+from tests.helpers import federate, make_trainer, toy_data
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:SampleDP"),
+    pytest.mark.filterwarnings("ignore:Optimal order"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec"),
+]
+METHODS = [FedProto(), FD(output_pass="after", head="net")]
+
+
+def drawn(count=60, width=4, scale=3.0):
+    draw = torch.Generator().manual_seed(0)
+    return scale * torch.randn(count, width, generator=draw), torch.randint(0, 3, (count,), generator=draw)
+
+
+@pytest.mark.parametrize("vector", [torch.full((4,), 1e6), torch.zeros(4), torch.full((4,), torch.nan)], ids=str)
+@pytest.mark.parametrize("clip", [0.5, 5.0])
+def test_one_sample_moves_sums_and_counts_by_the_square_root_of_two_at_most(vector, clip):
+    z, labels = drawn()
+    one = sums_by_class([(z, labels)], 3, clip)
+    more = torch.cat([z[30:], vector[None]]), torch.cat([labels[30:], labels[:1]])
+    two = sums_by_class([(z[:30], labels[:30]), more], 3, clip)
+    moved = math.sqrt(sum(float((one[name] - two[name]).square().sum()) for name in one))
+    assert moved <= math.sqrt(2.0) + 1e-9
+
+
+def test_without_noise_they_are_the_means_of_clipped_vectors():
+    z, labels = drawn()
+    cut = z * (2.0 / z.norm(dim=1, keepdim=True)).clamp(max=1.0)
+    found = released_means(sums_by_class([(z, labels)], 4, 2.0), 2.0, 1e-9, "s", "a")
+    assert list(found) == [0, 1, 2]
+    for label, mean in found.items():
+        assert torch.allclose(mean.float(), cut[labels == label].mean(0), atol=1e-5)
+
+
+def test_the_noise_has_its_deviation_and_a_class_that_may_not_be_there_is_not_sent():
+    exact = {
+        "sums": torch.zeros(2, 20_000, dtype=torch.float64),
+        "counts": torch.tensor([1e9, 2.0], dtype=torch.float64),
+    }
+    found = released_means(exact, 0.5, 3.0, "s", "a")
+    assert list(found) == [0]
+    assert float(found[0].std()) * 1e9 == pytest.approx(0.5 * 3.0 * math.sqrt(2.0), rel=0.03)
+    other = released_means(exact | {"sums": exact["sums"] + 1e-6}, 0.5, 3.0, "s", "a")
+    assert abs(float(torch.corrcoef(torch.stack([found[0], other[0]]))[0, 1])) < 0.05
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda one: one.key)
+def test_a_release_is_counted_and_told(tmp_path, method):
+    callback = dp(noise_seed=None, means_noise=2.0)
+    trainer = make_trainer(tmp_path, [method, callback], max_rounds=2)
+    trainer.fit(module(), datamodule=toy_data(SIZES))
+    told = json.loads((trainer.run.path / "privacy.json").read_text())
+    steps = trainer.store.get("0").state["SampleDP"]["history"]
+    assert steps == [[1.0, 1 / 3, 6], [2.0, 1.0, 2]]
+    assert told["epsilon_by_client"]["0"] == pytest.approx(callback.epsilon_of(steps), rel=1e-5)
+    assert {"'classes' of " + method.key + " (in each visit)"} <= set(told["noised"])
+    assert not [text for text in told["in_the_clear"] if method.key in text]
+
+
+def test_nobody_who_is_in_no_class_by_chance_breaks_a_round():
+    """With much noise no class is sent at all."""
+    for method in METHODS:
+        trainer = federate(module(), toy_data(SIZES), [method, dp(means_noise=1e4)], max_rounds=2)
+        assert trainer.rounds_done == 2 and not trainer.server.failures
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "reason"),
+    [
+        (FedProto(proto_pass="during"), {}, "FedProto has proto_pass='during'"),
+        (FedProto(weighting="samples"), {}, "FedProto takes counts from clients"),
+        (FD(), {}, "FD has output_pass='during'"),
+        (FD(output_pass="after"), {}, "Name the nn.Sequential that ends with this layer as head"),
+        (FedProto(), {"unit": "patient"}, "unit='patient' does not cover them"),
+        (FedProto(), {"noise_multiplier": None, "epsilon": 3.0}, "release means by class too"),
+        (MOON(), {}, "MOON adds a term to the loss that may couple"),
+    ],
+    ids=str,
+)
+def test_what_is_not_covered_is_refused(method, options, reason):
+    with pytest.raises(ValueError, match=reason):
+        federate(module(), toy_data(SIZES), [method, dp(**options)], max_rounds=1)
+
+
+def test_a_budget_that_has_no_room_for_a_release_is_not_exceeded(tmp_path):
+    free = SampleDP(delta=1e-3, noise_multiplier=1.0)
+    epsilon = free.epsilon_of([(1.0, 1 / 3, 6), (2.0, 1.0, 2)]) * 1.001  # of the client with the fewest batches
+    trainer = make_trainer(tmp_path, [FedProto(), dp(means_noise=2.0, epsilon=epsilon)], max_rounds=9)
+    trainer.fit(module(), datamodule=toy_data({"0": 24, "1": 24}))
+    assert trainer.rounds_done == 2 and max(trainer.server.state["SampleDP"]["epsilon"].values()) <= epsilon
