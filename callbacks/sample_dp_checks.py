@@ -16,6 +16,10 @@ ONLY_STEPS = (
     "Client '{}' gives its samples to the steps of training only, which SampleDP covers with noise. Remove SampleDP, or the "
     "callback that reads samples otherwise."
 )
+NO_GROUPS = (
+    "SampleDP(unit='patient') has to know whose a record is, and the data module knows no groups. Give it group=..., or take "
+    "unit='record'."
+)
 OF_BATCHES = ("on_train_batch_start", "on_train_batch_end")
 """Hooks of Lightning's that are given batches."""
 
@@ -58,6 +62,8 @@ def refuse_uncovered(owner: FederatedCallback, setup: Setup, solves: bool, unit:
                 f"{other.key} sees the batches of training ({hook}), and what it makes of them SampleDP does not cover "
                 "with noise. Remove one of the two."
             )
+    if unit == "patient" and not setup.knows_groups():
+        raise ValueError(NO_GROUPS)
     refuse_trainer(setup.module, setup.trainer_arguments.get, len(setup.optimizers))
     batch = setup.first_batch()
     if batch is not None:

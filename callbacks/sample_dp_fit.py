@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from fedlightning.algorithm import Client, isolated, move_batch
+from fedlightning.callbacks.sample_dp_checks import NO_GROUPS
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches
 from fedlightning.callbacks.shared.record_gradients import refuse_mixed_records
 
@@ -70,8 +71,5 @@ def patients_of(client: Client) -> np.ndarray:
     """
     groups = client.sample_groups
     if groups is None:
-        raise ValueError(
-            "SampleDP(unit='patient') has to know whose a record is, and the data module knows no groups. Give it group=..., "
-            "or take unit='record'."
-        )
+        raise ValueError(NO_GROUPS)
     return groups

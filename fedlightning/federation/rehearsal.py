@@ -142,6 +142,12 @@ class Rehearsal:
             return None
         raise BatchElsewhere
 
+    def knows_groups(self) -> bool:
+        """Return whether the group of every training sample is known, where the clients' data are."""
+        if self.engine.data_here:
+            return self.engine.runner.knows_groups()
+        raise BatchElsewhere
+
     # -- the configuration ---------------------------------------------------------------------------------------------
     def participation(self) -> None:
         """Refuse rounds that nobody, or two, could plan or finish."""
@@ -303,6 +309,7 @@ class Rehearsal:
                 name,
                 public,
                 first_batch=self.first_batch,
+                knows_groups=self.knows_groups,
                 shared_names=partial(self.server.shared_in, name),
             )
             refuse_combinations(setup.callbacks, setup)

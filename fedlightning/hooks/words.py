@@ -203,6 +203,7 @@ class Setup:
         has_pooled: Tells whether the union of the clients' data of a split can be had in one place.
         has_split: Tells whether any client has samples of a split.
         has_public: Tells whether there are public data.
+        knows_groups: Tells whether the group (a patient) of every training sample is known.
         shared_names: Gives the names that travel in round 1; with `without=callback`, those that would without its choice.
         public_size: Gives the number of public samples; 0 without any. Raises ValueError where they have no positions.
         public_batch: Gives the first batch of public data; raises ValueError without any.
@@ -232,6 +233,7 @@ class Setup:
     has_pooled: Callable[[str], bool] = lambda split: True
     has_split: Callable[[str], bool] = lambda split: True
     has_public: Callable[[], bool] = lambda: False
+    knows_groups: Callable[[], bool] = lambda: False
     shared_names: Callable[..., Sequence[str]] = lambda without=None: ()
     modules: Mapping[str, LightningModule] = field(default_factory=dict)
     public_size: Callable[[], int] = lambda: 0

@@ -237,6 +237,10 @@ class LocalRunner:
         purpose = "" if own == "fit" else f"phase-{own}"
         self.start_sampler(loader, fit.message, purpose, epoch_offset=offset, rank=rank, world_size=world_size)
 
+    def knows_groups(self) -> bool:
+        """Return whether the group (a patient) of every training sample is known."""
+        return all(self.data.sample_groups(client) is not None for client in self.data.client_ids)
+
     def first_batch(self) -> Any:
         """Return a training batch of the first client that has one, for checks at the start; else `None`."""
         for client in self.data.client_ids:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +16,11 @@ pytest.importorskip("opacus", reason="ClientDP counts with Opacus: pip install '
 from fedlightning.algorithm import Change, Facts, FederatedCallback
 from fedlightning.callbacks import ClientDP, FedAvg, FedPer
 from fedlightning.callbacks.client_dp_clipping import next_clip, noise_of_changes, noise_of_count
+from fedlightning.federation.failures import FederationError
 from fedlightning.messages import Update
+from fedlightning.testing.toys import ToyData, ToyModule
 from tests.callbacks.test_client_dp import SIZES, TINY, dp, module
+from tests.conformance.case import collect
 from tests.helpers import federate, global_state, make_trainer, same, toy_data
 
 pytestmark = pytest.mark.filterwarnings("ignore:ClientDP")
@@ -209,3 +214,26 @@ def test_options_that_contradict_each_other(options, reason):
 def test_clients_that_leave_entries_out_would_leave_noise_out():
     with pytest.raises(ValueError, match="lets every client add its share of the noise"):
         federate(module(), toy_data(SIZES), [Parts(), dp(where="client", shares=3)], max_rounds=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"where": "client", "shares": 3}, {"quantile": 0.5}], ids=str)
+@pytest.mark.parametrize("name", sorted(collect("CASES")))
+def test_every_method_is_covered_or_refused_before_round_1(name, options, tmp_path):
+    """Nothing fails later, and of what other callbacks send nothing leaves in the clear."""
+    case, wanted = collect("CASES")[name], ("participation", "loop", "engine", "optimizer_state", "local_epochs")
+    given = {key: value for key, value in case.arguments.items() if key in wanted}
+    given |= {} if "local_epochs" in given else {"local_steps": 2}
+    callback = dp(clip=0.1, **options)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            trainer = make_trainer(tmp_path, [copy.deepcopy(case.algorithm), callback], max_rounds=2, **given)
+            trainer.fit(ToyModule(), ToyData())
+        except FederationError as error:
+            pytest.fail(f"{name} was let in, and failed: {error}")
+        except ValueError:
+            return
+    assert [str(one.message) for one in said if " failed: " in str(one.message)] == []
+    clear = [item for item in trainer.server.outgoing if callback.covers(item) == "in the clear"]
+    assert {item.owner for item in clear} <= {""}

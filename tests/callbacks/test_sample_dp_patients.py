@@ -104,7 +104,7 @@ def test_a_run_by_patient_says_so_and_counts_by_the_batches(tmp_path):
 
 
 def test_where_nobody_knows_patients_it_is_refused(tmp_path):
-    with pytest.raises(FederationError, match="the data module knows no groups"):
+    with pytest.raises(ValueError, match="the data module knows no groups"):
         make_trainer(None, [dp(unit="patient")], max_rounds=1).fit(module(), datamodule=toy_data(SIZES))
     with pytest.raises(ValueError, match="In a plain Trainer nobody knows whose"):
         plain_trainer(dp(unit="patient")).fit(Plain(), torch.utils.data.DataLoader(TensorDataset(torch.ones(4, 4))))
