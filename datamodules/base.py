@@ -109,6 +109,14 @@ class FederatedDataModule(LightningDataModule, ABC):
         """Return a client's samples of each class, `num_classes` numbers; `None` if there are no labels."""
         return None
 
+    def sample_values(self, client: str, split: str, column: str) -> list[str]:
+        """Return what a column of the data says of each sample of a client's split, in the order of its loader.
+
+        Raises:
+            ValueError: If the samples have no columns, or none of that name.
+        """
+        raise ValueError(f"The samples of {type(self).__name__} have no columns such as {column!r}; tables have them.")
+
     @property
     def num_classes(self) -> int | None:
         """Number of classes; `None` if there are no class labels."""

@@ -143,7 +143,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         for names, what in ((self.drop, "drop"), (self.categorical, "categorical"), (self.statistics, "statistics")):
             for name in names:
                 column_of(table, name, what)
-        kept = np.array([all(cells) for cells in zip(*(one.cells for one in targets), strict=True)])
+        kept = _complete(targets)
         named = " and ".join(map(repr, self._targeted))
         if not kept.any():
             raise ValueError(f"{self.path}: no row has a {named}.")
@@ -178,6 +178,14 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         for split in splits.values():
             split.dataset = dataset
         return ids, splits
+
+    def sample_values(self, client: str, split: str, column: str) -> list[str]:
+        table = read_table(self.path, self.delimiter, {*self._targeted, column})
+        if column not in table:
+            column_of(read_table(self.path, self.delimiter), column, "subgroup")
+        return np.array(table[column].cells)[_complete([table[name] for name in self._targeted])][
+            self.indices(client, split)
+        ].tolist()
 
     @property
     def _targeted(self) -> list[str]:
@@ -271,3 +279,8 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
                 continue
             scaled[everything] = np.nan_to_num((values[everything] - mean) / (deviation if deviation > 0 else 1.0))
         return scaled
+
+
+def _complete(targets: Sequence[Column]) -> np.ndarray:
+    """Return of each row whether it has a target."""
+    return np.array([all(cells) for cells in zip(*(one.cells for one in targets), strict=True)])

@@ -25,7 +25,8 @@ class StudyData:
     :class:`fedlightning.study.study.Study` adds the tables and says what the arguments are.
 
     Attributes:
-        runs: All runs, failed ones included.
+        runs: All runs, failed ones included, but those of leave-one-site-out.
+        left_out: Runs of leave-one-site-out.
         methods: Names in the order given; baselines that `compare` added come last.
         seeds: Seeds of all runs, ascending.
         finished: (method, seed) -> scores of every run that has a result.
@@ -41,7 +42,9 @@ class StudyData:
         interval: str = "t",
         split: str = "test",
     ) -> None:
-        self.runs = list(runs)
+        given = list(runs)
+        self.runs = [run for run in given if run.site is None]
+        self.left_out = [run for run in given if run.site is not None]
         if not self.runs:
             raise ValueError("There is no run to compare. Give run folders, or the --out folder of a compare.")
         self.metric = bare(metric) if metric is not None else common_metric(self.runs, split)
