@@ -38,6 +38,8 @@ from fedlightning.tensors import entry_kinds, tied_names
 
 FEW = 100
 """Clients below which the noise drowns what they learn, in most settings."""
+UNCOUNTED = "accounts for updates only: sums before round 1 would leave without noise and stand in no ledger."
+"""Why statistics before round 1 are refused."""
 BOUNDED = Need(
     "adds noise to one mean of changes whose lengths it bounds",
     (
@@ -130,7 +132,9 @@ class ClientDP(ClientSelection):
     @property
     def facts(self) -> Facts:
         """It bounds one mean of synchronous rounds, and lets no selection by scores beside it."""
-        return super().facts.extend(changes={Change.ABSENCE}, needs=[BOUNDED, NO_SELECTION], asynchronous=False)
+        return super().facts.extend(
+            changes={Change.ABSENCE}, needs=[BOUNDED, NO_SELECTION], asynchronous=False, no_statistics=UNCOUNTED
+        )
 
     # -- before round 1 ------------------------------------------------------------------------------------------------
     def check(self, setup: Setup) -> None:

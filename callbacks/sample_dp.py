@@ -26,7 +26,7 @@ from fedlightning.algorithm import (
     move_batch,
     warn,
 )
-from fedlightning.callbacks.client_dp import NO_SELECTION
+from fedlightning.callbacks.client_dp import NO_SELECTION, UNCOUNTED
 from fedlightning.callbacks.client_dp_spending import accountant_of, solved_noise, spent_by, write_told
 from fedlightning.callbacks.sample_dp_fit import (
     add_to,
@@ -131,7 +131,7 @@ class SampleDP(TrainingData):
     @property
     def facts(self) -> Facts:
         """It covers what training learns, wherever updates arrive, and lets no selection by scores beside it."""
-        return super().facts.extend(needs=[COVERED, NO_SELECTION], asynchronous=True)
+        return super().facts.extend(needs=[COVERED, NO_SELECTION], asynchronous=True, no_statistics=UNCOUNTED)
 
     def epsilon_of(self, history: Steps) -> float:
         """Return what steps spend, at :attr:`delta`.

@@ -109,6 +109,27 @@ class FederatedDataModule(LightningDataModule, ABC):
         """Return a client's samples of each class, `num_classes` numbers; `None` if there are no labels."""
         return None
 
+    @property
+    def wanted_statistics(self) -> dict[str, Any] | None:
+        """What all clients are to agree on before round 1, in plain values, the same at every site; `None`: nothing."""
+        return None
+
+    def statistics_of(self, client: str) -> dict[str, Any]:
+        """Return what a client gives for them: sums and counts over its training samples, and nothing else.
+
+        Raises:
+            NotImplementedError: Without `wanted_statistics`.
+        """
+        raise NotImplementedError
+
+    def with_statistics(self, totals: Mapping[str, Any]) -> FederatedDataModule:
+        """Return these data, prepared with the totals over the clients that train; these here stay as they are.
+
+        Raises:
+            NotImplementedError: Without `wanted_statistics`.
+        """
+        raise NotImplementedError
+
     def sample_values(self, client: str, split: str, column: str) -> list[str]:
         """Return what a column of the data says of each sample of a client's split, in the order of its loader.
 

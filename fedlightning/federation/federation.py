@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from fedlightning.federation import stages as stage_scores
+from fedlightning.federation import statistics
 from fedlightning.federation.changes import Fingerprint, refuse_mixed_validation
 from fedlightning.federation.costs import Costs
 from fedlightning.federation.deployed import WHEN, export
@@ -137,6 +138,8 @@ class Federation:
     def begin(self) -> None:
         """Begin a new federation: tell the callbacks, and find out what must not change when the run is resumed."""
         self.remember_decisions()
+        if self.recorder.run is not None and self.recorder.writes:
+            statistics.keep(self.engine, self.recorder.run.path)
         self.server.callbacks.event("on_federation_start", self.server)
         if self._saves:
             assert self.lasting is not None  # found before round 1, not in its time

@@ -41,7 +41,16 @@ FAMILIES = {
 }
 """Methods that only one kind of callbacks has, and the base class of that kind (:mod:`fedlightning.hooks.families`)."""
 
-OF_FACTS = {"keeps", "mixes_architectures", "asynchronous", "takes_part", "most_work", "newcomers", "optimizer_state"}
+OF_FACTS = {
+    "keeps",
+    "mixes_architectures",
+    "asynchronous",
+    "takes_part",
+    "most_work",
+    "newcomers",
+    "optimizer_state",
+    "no_statistics",
+}
 """Words that a callback says in :attr:`FederatedCallback.facts`, and nowhere else."""
 BASES = {"Callback", "FederatedCallback", *FAMILIES.values()}
 """Classes of the modules of :data:`CONTRACT` that have such methods."""

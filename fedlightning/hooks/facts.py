@@ -199,6 +199,8 @@ class Facts:
         newcomers: What it does for clients that come later.
         optimizer_state: Whether optimizers begin anew in every visit (`"reset"`) or go on (`"keep"`) where the user does not
             say; `None`: no opinion.
+        no_statistics: Why statistics of the data before round 1 are refused, as the end of a sentence that begins with the
+            callback's name; empty: they are not.
 
     Example:
         >>> facts = Facts(changes={Change.START}).extend(changes={Change.PARTS}, takes_part=False)
@@ -215,6 +217,7 @@ class Facts:
     most_work: Callable[[int], int] | None = None
     newcomers: Newcomers = Newcomers()
     optimizer_state: Literal["reset", "keep"] | None = None
+    no_statistics: str = ""
 
     def __post_init__(self) -> None:
         refuse_other_words("Facts", self.changes)

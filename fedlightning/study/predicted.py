@@ -67,8 +67,9 @@ def predict_samples(
         checkpoint: Models of clients that trained; the deployed ones are `best_local` where a client has one.
     """
     found: list[Predicted] = []
+    ready = prepared(trainer, data)
     for client in clients:
-        loader = data.client_dataloader(client, "test")
+        loader = ready.client_dataloader(client, "test")
         if loader is None or len(loader) == 0:
             continue
         try:
@@ -89,6 +90,13 @@ def predict_samples(
         np.concatenate([one.probabilities for one in found]),
         {name: np.concatenate([one.columns[name] for one in found]) for name in found[0].columns},
     )
+
+
+def prepared(trainer: Fitted, data: FederatedDataModule) -> FederatedDataModule:
+    """Return the data as the trainer's clients have them, with the statistics that these agreed on if there are any."""
+    if data.wanted_statistics is None or trainer.federation is None:
+        return data
+    return trainer.federation.engine.runner.data
 
 
 def class_probabilities(module: LightningModule, loader: Iterable[Any]) -> tuple[np.ndarray, np.ndarray]:
