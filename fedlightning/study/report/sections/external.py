@@ -222,8 +222,8 @@ def _limits(context: Context) -> Prose:
             f"happened at these, not what to expect of the next.{few} Curves and slopes of less than about 200 events are "
             "uncertain (Collins et al. 2016).",
             "A held-out site is scored on its test samples only, so that both columns are of the same patients; its other "
-            "samples are unused. Steps before training that each site takes by itself, such as scaling, it took on its own "
-            "training samples.",
+            "samples are unused. Where each site scales its features by its own samples, so did this one, without labels; "
+            "where sites agreed on statistics, it has those of the others.",
             "Every class's decision curve is of one decision that a threshold on its probability makes; costs are in the "
             "threshold.",
         ],
