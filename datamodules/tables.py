@@ -89,6 +89,12 @@ def read_table(
     return table
 
 
+def read_header(path: Path, delimiter: str = ",") -> list[str]:
+    """Return the names of the columns of a CSV file."""
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        return [name.strip() for name in next(csv.reader(file, delimiter=delimiter, skipinitialspace=True), [])]
+
+
 def _numbers(path: Path, name: str, cells: Sequence[str]) -> np.ndarray | None:
     values, words = np.full(len(cells), np.nan), []
     for row, cell in enumerate(cells):

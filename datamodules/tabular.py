@@ -19,7 +19,7 @@ from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.partitioners import NaturalPartitioner
 from fedlightning.datamodules.statistics import Open, check_scale, one_hot
-from fedlightning.datamodules.tables import Column, classes_named, column_of, levels_of, read_table
+from fedlightning.datamodules.tables import Column, classes_named, column_of, levels_of, read_header, read_table
 from fedlightning.datamodules.views import ArrayDataset
 from fedlightning.ranges import PositiveInt, ShareBelowOne, checked
 
@@ -217,6 +217,12 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         for split in splits.values():
             split.dataset = dataset
         return ids, splits
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns that features and target are made of."""
+        unused = {self.client, getattr(self._divides, "column", None), self.group, *self.drop}
+        return [name for name in read_header(self.path, self.delimiter) if name not in unused]
 
     def sample_values(self, client: str, split: str, column: str) -> list[str]:
         table = read_table(self.path, self.delimiter, {*self._targeted, column})

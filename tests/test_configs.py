@@ -145,9 +145,8 @@ def test_stays_in_hospitals_agree_and_run(tmp_path: Path) -> None:
     for i in range(240):
         age, sex, unit = f"{rng.normal(60, 12):.0f}", "fm"[i % 2], ["CCU", "CSICU", "MICU", "SICU"][i % 4]
         dx, hospital = ["I21", "A41", "J44", f"Z{i}"][int(rng.integers(4))], "ABC"[i // 2 % 3]
-        rows.append(
-            f"{age if i % 11 else ''},{sex},{rng.gamma(2):.1f},{rng.normal(88, 9):.0f},{unit},{dx},p{i // 2},{hospital},{i % 5 // 4}"
-        )
+        numbers = f"{rng.gamma(2):.1f},{rng.normal(88, 9):.0f}"
+        rows.append(f"{age if i % 11 else ''},{sex},{numbers},{unit},{dx},p{i // 2},{hospital},{i % 5 // 4}")
     (tmp_path / "stays.csv").write_text("\n".join(rows))
     files = ["data/hospital_stays.yaml", "models/hospital_stays_mlp.yaml", "algorithms/fedavg.yaml"]
     words = [word for file in files for word in ("--config", str(CONFIGS / file))]
