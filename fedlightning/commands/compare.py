@@ -170,7 +170,7 @@ def compare(words: Sequence[str], main: Main) -> int:
             return INTERRUPTED
         show_failures(study, states["failed"], screen)
         if options.leave_one_site_out and states["done"]:
-            predict(study, states["done"], options, tasks, screen)
+            predict(study, states["done"], options, screen)
         if states["done"] and not options.no_report:
             write_report_aside(out, [out], metric, options.checkpoint, screen)
     say(screen, f"\nRuns and study.json: {shown(out)}")
@@ -183,13 +183,10 @@ def compare(words: Sequence[str], main: Main) -> int:
     return 1 if states["failed"] else 0
 
 
-def predict(
-    study: StudyFile, done: Sequence[dict[str, Any]], options: Namespace, tasks: Sequence[Task], screen: Console
-) -> None:
+def predict(study: StudyFile, done: Sequence[dict[str, Any]], options: Namespace, screen: Console) -> None:
     """Write the predictions of the runs that are done, in a process of its own."""
     folders = [study.folder / run["folder"] for run in done]
-    anew = [task.folder for task in tasks]
-    for why in call(predict_runs, CLI, folders, options.subgroup, options.checkpoint, anew):
+    for why in call(predict_runs, CLI, folders, options.subgroup, options.checkpoint):
         say(screen, f"No calibration: {why}.", markup=False)
 
 

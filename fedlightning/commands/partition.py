@@ -95,7 +95,8 @@ class PartitionCommand(FederatedCLI):
 
 COLUMNS = (
     "Effect: 0 alike to 1 apart; epsilon squared of Kruskal-Wallis for numbers, Cramer's V for categories. p: that all "
-    "clients have one distribution, not adjusted for several columns; of many samples it is small for differences that do not matter."
+    "clients have one distribution, not adjusted for several columns; of many samples it is small for differences that do "
+    "not matter."
 )
 
 

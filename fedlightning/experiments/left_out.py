@@ -51,17 +51,14 @@ def without_each(
     return found
 
 
-def predict_runs(
-    cli: str, folders: Sequence[Path], columns: Sequence[str], checkpoint: str, anew: Sequence[Path]
-) -> list[str]:
+def predict_runs(cli: str, folders: Sequence[Path], columns: Sequence[str], checkpoint: str) -> list[str]:
     """Write the predictions of finished runs into their folders; return in sentences why some have none.
 
     Args:
         cli: `module:class` of the command line that parses the options of a run.
-        folders: Folders of runs. One that has its predictions, with these columns, keeps them.
+        folders: Folders of runs. One that has such predictions keeps them.
         columns: Columns of the data that subgroups are made of.
         checkpoint: Models of the sites that trained.
-        anew: Folders of runs that were made now, whose predictions would be those of an earlier run.
     """
     from fedlightning.arguments import federated_data
     from fedlightning.compat.quiet import quiet
@@ -70,8 +67,9 @@ def predict_runs(
     module, _, name = cli.partition(":")
     kind, missing = getattr(import_module(module), name), []
     for folder in folders:
-        known = None if folder in anew else predicted.read(folder)
-        if known is not None and (known.reason or set(columns) <= set(known.columns)):
+        known = predicted.read(folder)  # a run that is made anew has an empty folder
+        same = known is not None and known.checkpoint == checkpoint
+        if known is not None and same and (known.reason or set(columns) <= set(known.columns)):
             continue
         run = kind("predict", ["--config", str(folder / "config.yaml"), "--run", str(folder)])
         with quiet():

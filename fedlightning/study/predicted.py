@@ -35,6 +35,7 @@ class Predicted:
         probabilities: Shape `(n, classes)`.
         columns: Column -> its cell for each sample, shape `(n,)`, for subgroups.
         reason: Why there are none; empty if there are.
+        checkpoint: Which models of clients that trained; see :func:`predict_samples`.
     """
 
     clients: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.str_))
@@ -42,12 +43,15 @@ class Predicted:
     probabilities: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))
     columns: dict[str, np.ndarray] = field(default_factory=dict)
     reason: str = ""
+    checkpoint: str = DEPLOYED
 
     def of(self, client: str) -> Predicted:
         """Return those of one client."""
         own = self.clients == client
         columns = {name: cells[own] for name, cells in self.columns.items()}
-        return Predicted(self.clients[own], self.labels[own], self.probabilities[own], columns, self.reason)
+        return Predicted(
+            self.clients[own], self.labels[own], self.probabilities[own], columns, self.reason, self.checkpoint
+        )
 
 
 def predict_samples(
@@ -76,8 +80,10 @@ def predict_samples(
             p, y = class_probabilities(_module(trainer, client, checkpoint), loader)
             if not (np.isfinite(p).all() and (p >= 0).all() and (np.abs(p.sum(1) - 1) < CLOSE).all()):
                 raise ValueError("predict_step gives numbers that are no probabilities: they do not add up to 1")
+            if not ((y >= 0) & (y < p.shape[1])).all():
+                raise ValueError(f"labels go from {y.min()} to {y.max()}, and there are {p.shape[1]} probabilities")
         except (ValueError, RuntimeError, TypeError) as error:  # of the user's predict_step, on batches with targets
-            return Predicted(reason=f"{' '.join(str(error).split())[:300]}")
+            return Predicted(reason=" ".join(str(error).split())[:300], checkpoint=checkpoint)
         cells = {name: np.array(data.sample_values(client, "test", name), dtype=np.str_) for name in columns}
         found.append(Predicted(np.full(len(y), client), y, np.clip(p, 0.0, 1.0), cells))
     if not found:
@@ -89,6 +95,7 @@ def predict_samples(
         np.concatenate([one.labels for one in found]),
         np.concatenate([one.probabilities for one in found]),
         {name: np.concatenate([one.columns[name] for one in found]) for name in found[0].columns},
+        checkpoint=checkpoint,
     )
 
 
@@ -124,6 +131,8 @@ def class_probabilities(module: LightningModule, loader: Iterable[Any]) -> tuple
             raise ValueError("predict_step gives no probabilities of shape (batch, classes)")
         if not isinstance(target, torch.Tensor) or target.dim() != 1:
             raise ValueError("batches have no labels in the second place")
+        if target.is_floating_point() and not torch.equal(target, target.round()):
+            raise ValueError("the outcome is a number, not a class; calibration and decision curves are of classes")
         rows.append(found.double().cpu().numpy())
         labels.append(target.long().cpu().numpy())
     return np.concatenate(rows), np.concatenate(labels)
@@ -132,7 +141,8 @@ def class_probabilities(module: LightningModule, loader: Iterable[Any]) -> tuple
 def write(path: Path, found: Predicted) -> None:
     """Write the predictions of a run into its folder."""
     held: dict[str, Any] = {name: getattr(found, name) for name in ("clients", "labels", "probabilities")}
-    held |= {"reason": np.array(found.reason)} | {f"column {name}": cells for name, cells in found.columns.items()}
+    held |= {name: np.array(getattr(found, name)) for name in ("reason", "checkpoint")}
+    held |= {f"column {name}": cells for name, cells in found.columns.items()}
     with writing(path / FILE):
         np.savez_compressed(path / FILE, **held)
 
@@ -143,7 +153,8 @@ def read(path: Path) -> Predicted | None:
         return None
     with np.load(path / FILE, allow_pickle=False) as held:
         columns = {name.removeprefix("column "): held[name] for name in held.files if name.startswith("column ")}
-        return Predicted(held["clients"], held["labels"], held["probabilities"], columns, str(held["reason"]))
+        words = str(held["reason"]), str(held["checkpoint"])
+        return Predicted(held["clients"], held["labels"], held["probabilities"], columns, *words)
 
 
 def _module(trainer: Fitted, client: str, checkpoint: str) -> LightningModule:

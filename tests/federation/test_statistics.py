@@ -9,6 +9,7 @@ import torch
 
 from fedlightning import FederatedTrainer
 from fedlightning.callbacks import ClientDP, SampleDP
+from fedlightning.datamodules import ValidatedOnTest
 from fedlightning.engines.sites.elsewhere import DataElsewhere
 from fedlightning.engines.sites.link import connected
 from fedlightning.engines.sites.site import Site
@@ -173,3 +174,25 @@ def test_a_site_gives_sums_of_one_cohort_only(tmp_path):
 def test_sites_that_want_other_statistics_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"different statistics.*Give every site the same scale"):
         serve(line_of(tmp_path / "sites", b={"least": 6}), tmp_path / "server")
+
+
+def test_newcomers_are_scaled_by_what_was_agreed(tmp_path, table):
+    trainer = run(tmp_path / "run", stays(table))
+    rows = trainer.onboard(stays(write_table(tmp_path / "new.csv", hospitals="e", rows=60)), verbose=False)
+    assert rows and all(row["mean"] == row["mean"] for row in rows if row["metric"].endswith("loss"))
+
+
+def test_a_dry_run_with_a_held_out_site(tmp_path, table):
+    trainer = FederatedTrainer(default_root_dir=tmp_path, held_out=["d"], **RUN)
+    assert not trainer.dry_run(module(), stays(table)).problems
+
+
+def test_wrapped_data_agree_too(tmp_path, table):
+    trainer = run(tmp_path, ValidatedOnTest(stays(table)), held_out=["d"])
+    assert not any(value.isnan().any() for value in trainer.server.model.values())
+
+
+@pytest.mark.slow
+def test_processes_have_the_same_bits(tmp_path, table):
+    one, other = run(tmp_path / "1", stays(table)), run(tmp_path / "2", stays(table), engine="processes", workers=2)
+    assert same_tree(one.server.models, other.server.models)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from fedlightning import FederatedTrainer
 from fedlightning.datamodules import TabularFederatedDataModule
@@ -126,6 +127,43 @@ def test_from_python(tmp_path):
     assert accuracy == pytest.approx(lines[0]["unseen"])
     with pytest.raises(ValueError, match=r"There is no column 'sexx' \(subgroup\); did you mean 'sex'"):
         leave_one_site_out({"fedavg": trainer}, Classifier(LogisticRegression(3, 2), 2), data, ["sexx"])
+
+
+class Gives(Classifier):
+    """Predicts what it is told."""
+
+    def __init__(self, found):
+        super().__init__(LogisticRegression(1, 2), 2)
+        self.found = found
+
+    def predict_step(self, batch, batch_idx=0):
+        return self.found
+
+
+@pytest.mark.parametrize(
+    "found, target, why",
+    [
+        (torch.tensor([0.2, 0.9]), torch.tensor([[1.0, 7.0], [0.0, 3.0]]), "survival is judged by its C-index"),
+        (torch.tensor([0.2, 0.9]), torch.tensor([0.1, 0.8]), "a number, not a class"),
+        (torch.tensor([[2.0, -1.0], [0.0, 1.0]]), torch.tensor([0, 1]), "they do not add up to 1"),
+        (torch.tensor([[0.2, 0.8], [0.5, 0.5]]), torch.tensor([0, 2]), "labels go from 0 to 2"),
+        (["a", "b"], torch.tensor([0, 1]), "no probabilities of shape"),
+    ],
+)
+def test_what_is_no_probability_has_a_reason(found, target, why):
+    class Data:
+        wanted_statistics = None
+
+        def client_dataloader(self, client, split):
+            return [(torch.zeros(2, 1), target)]
+
+    class Trainer:
+        server = federation = None
+
+        def module(self, client, checkpoint):
+            return Gives(found)
+
+    assert why in predicted.predict_samples(Trainer(), Data(), ["a"]).reason
 
 
 def test_columns_belong_to_the_samples_of_the_loader(tmp_path):

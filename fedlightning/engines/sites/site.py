@@ -206,8 +206,13 @@ class Site:
 
     def _leaves(self, runner: LocalRunner) -> str:
         """Return what can leave this site's clients, in words."""
+        sums = runner.data.wanted_statistics is not None
         told = sorted({str(runner.leaving(client)) for client in runner.data.client_ids})
-        allowed = {"the models": self._export, "the texts of errors": self.texts.allowed}
+        allowed = {
+            "sums of training rows, once before round 1": sums,
+            "the models": self._export,
+            "the texts of errors": self.texts.allowed,
+        }
         return ", or ".join(told) + "".join(f"; {what}" for what, yes in allowed.items() if yes)
 
     def _told(self, found: Description, session: Session) -> Description:
