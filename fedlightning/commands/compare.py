@@ -88,7 +88,11 @@ def parser() -> Parser:
         help="internal-external validation: train every method again without each site, and score it there; the report has "
         "calibration and decision curves by site",
     )
-    made.add_list("--subgroup", metavar="COLUMN", help="column of the table whose values are subgroups of that report")
+    made.add_list(
+        "--subgroup",
+        metavar="COLUMN",
+        help="subgroups of that report: a column of the table (sex), or one of numbers and where it is cut ('age>=65')",
+    )
     made.add_passed_on()
     made.add_runs("5")
     report = made.add_argument_group("report")

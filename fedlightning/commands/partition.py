@@ -105,7 +105,7 @@ def columns_of(data: Any, split: str) -> list[Any]:
     from fedlightning.datamodules.columns_report import describe_columns
 
     names = getattr(data, "columns", None)
-    return describe_columns(data, names, split, data.group or None) if isinstance(names, list) else []
+    return describe_columns(data, names, split, getattr(data, "group", None) or None) if isinstance(names, list) else []
 
 
 def columns_table(columns: list[Any]) -> Table:

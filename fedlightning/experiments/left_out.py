@@ -62,12 +62,12 @@ def predict_runs(cli: str, folders: Sequence[Path], columns: Sequence[str], chec
     """
     from fedlightning.arguments import federated_data
     from fedlightning.compat.quiet import quiet
-    from fedlightning.study import predicted
+    from fedlightning.study import predicted, samples
 
     module, _, name = cli.partition(":")
     kind, missing = getattr(import_module(module), name), []
     for folder in folders:
-        known = predicted.read(folder)  # a run that is made anew has an empty folder
+        known = samples.read(folder)  # a run that is made anew has an empty folder
         same = known is not None and known.checkpoint == checkpoint
         if known is not None and same and (known.reason or set(columns) <= set(known.columns)):
             continue
@@ -78,7 +78,7 @@ def predict_runs(cli: str, folders: Sequence[Path], columns: Sequence[str], chec
         server = run.trainer.server
         assert server is not None
         found = predicted.predict_samples(run.trainer, data, server.held_out or server.clients, columns, checkpoint)
-        predicted.write(folder, found)
+        samples.write(folder, found)
         if found.reason:
             missing.append(found.reason)
     return list(dict.fromkeys(missing))

@@ -216,6 +216,7 @@ class _Reader:
         """Set up the data, downloading them if allowed, and return their clients."""
         from fedlightning.arguments import federated_data
         from fedlightning.compat.quiet import quiet
+        from fedlightning.study.subgroups import check_subgroups
 
         key = json.dumps(section, sort_keys=True, default=str)
         if key not in self.clients:
@@ -224,8 +225,7 @@ class _Reader:
                 data.prepare_data()
                 data.setup("fit")
             self.clients[key] = list(data.client_ids)
-            for column in self.request.columns:
-                data.sample_values(data.client_ids[0], "test", column)
+            check_subgroups(data, self.request.columns)
         return self.clients[key]
 
 

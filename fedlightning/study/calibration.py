@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import brentq
-from scipy.special import expit, logit
 
 FEWEST = 5
 """Fewest samples with and without the event of which a slope is given."""
@@ -118,13 +116,13 @@ def net_benefit(
 
 def _recalibrated(y: np.ndarray, p: np.ndarray) -> tuple[float | None, float | None]:
     """Return slope and intercept of the logistic regression on the logit by Newton's method; `None` where there is none."""
-    x = logit(np.clip(p, _EDGE, 1 - _EDGE))
+    x = _logit(p)
     with_event, without = x[y == 1], x[y == 0]
     if with_event.min() >= without.max() or with_event.max() <= without.min():  # separated: the slope is infinite
         return None, None
     design, beta = np.stack([np.ones_like(x), x], axis=1), np.zeros(2)
     for _ in range(100):
-        fitted = expit(design @ beta)
+        fitted = _expit(design @ beta)
         information = design.T @ (design * (fitted * (1 - fitted))[:, None])
         if np.linalg.cond(information) > 1e14:  # all probabilities are one
             return None, None
@@ -136,8 +134,19 @@ def _recalibrated(y: np.ndarray, p: np.ndarray) -> tuple[float | None, float | N
 
 
 def _in_the_large(y: np.ndarray, p: np.ndarray) -> float:
-    x = logit(np.clip(p, _EDGE, 1 - _EDGE))
-    return float(brentq(lambda a: expit(a + x).sum() - y.sum(), -60, 60, xtol=1e-12))
+    from scipy.optimize import brentq
+
+    x = _logit(p)
+    return float(brentq(lambda a: _expit(a + x).sum() - y.sum(), -60, 60, xtol=1e-12))
+
+
+def _logit(p: np.ndarray) -> np.ndarray:
+    inside = np.clip(p, _EDGE, 1 - _EDGE)
+    return np.asarray(np.log(inside / (1 - inside)))
+
+
+def _expit(x: np.ndarray) -> np.ndarray:
+    return np.asarray(1 / (1 + np.exp(-np.clip(x, -700, 700))))
 
 
 def _ece(y: np.ndarray, p: np.ndarray, bins: int = 15) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from fedlightning.scoring.metrics import bare, higher_is_better
@@ -12,6 +13,7 @@ from fedlightning.study.baselines import fingerprint, odd_splits, why_not
 from fedlightning.study.columns import GLOBAL, PERSONAL
 from fedlightning.study.measures import Estimate, RunScores, SeedScore, common_metric, estimate
 from fedlightning.study.runs import DEPLOYED, Run
+from fedlightning.study.samples import Predicted, read
 from fedlightning.study.tables import RunTables, tables_of
 
 Table = list[dict[str, Any]]
@@ -83,6 +85,13 @@ class StudyData:
     def tables(self) -> dict[tuple[str, int], RunTables]:
         """(method, seed) -> `clusters.csv` and `ledger.csv` of every run that has a result."""
         return {key: tables_of(found.run) for key, found in self.finished.items()}
+
+    @cached_property
+    def samples(self) -> dict[Path | None, Predicted]:
+        """Folder of a run -> predicted probabilities of test samples, of finished runs that have them."""
+        runs = [run for run in (*self.runs, *self.left_out) if run.path is not None and run.error is None]
+        held = {run.path: read(run.path) for run in runs if run.path is not None}
+        return {path: found for path, found in held.items() if found is not None}
 
     # -- methods and seeds -----------------------------------------------------------------------------------------
     @property

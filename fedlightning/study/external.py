@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,8 @@ from fedlightning.study.calibration import Calibration, calibration, curve, net_
 from fedlightning.study.columns import UNSEEN
 from fedlightning.study.data import StudyData, Table
 from fedlightning.study.measures import mean_of
-from fedlightning.study.predicted import Predicted, read
 from fedlightning.study.runs import Run
+from fedlightning.study.samples import Predicted
 
 SEEN, NEVER = "as a member", "never seen"
 """Whether the site of a line took part in training."""
@@ -124,7 +123,7 @@ def classes_of(study: StudyData) -> list[int]:
 
 def reasons(study: StudyData) -> list[str]:
     """Return in sentences why runs have no probabilities."""
-    held = [(run, read(run.path)) for run in study.left_out if run.path is not None and run.error is None]
+    held = [(run, study.samples.get(run.path)) for run in study.left_out]
     said = [
         f"There are no probabilities of {run.name}: {found.reason}." for run, found in held if found and found.reason
     ]
@@ -167,13 +166,12 @@ Pair = tuple[np.ndarray, np.ndarray]
 
 def _predictions(study: StudyData) -> Iterator[tuple[str, str, str, list[Predicted]]]:
     """Yield method, site, way of training and, for each seed, the predictions on the site's test data."""
-    load = cache(read)
     for line in external(study):
         method, site = line["method"], line["site"]
         left_out = [run for run in study.left_out if (run.name, run.site) == (method, site)]
         members = [study.finished[method, seed].run for seed in study.seeds_of(method)]
         for way, runs in ((NEVER, left_out), (SEEN, members)):
-            held = [load(run.path) for run in runs if run.path is not None and run.error is None]
+            held = [study.samples.get(run.path) for run in runs]
             found = [own for one in held if one is not None and len((own := one.of(site)).labels)]
             if found:
                 yield method, site, way, found

@@ -9,10 +9,11 @@ from lightning.pytorch import LightningModule
 
 from fedlightning.arguments import federated_data
 from fedlightning.datamodules.base import FederatedDataModule
-from fedlightning.study import predicted
+from fedlightning.study import predicted, samples
 from fedlightning.study.columns import FEWEST_SITES
 from fedlightning.study.runs import Run
 from fedlightning.study.study import Study
+from fedlightning.study.subgroups import check_subgroups
 from fedlightning.trainer import FederatedTrainer
 
 
@@ -32,7 +33,7 @@ def leave_one_site_out(
             calls of their own.
         model: The module, as for `fit`.
         datamodule: The data, with three clients or more.
-        columns: Columns of the data whose values are subgroups.
+        columns: Subgroups, each a column of the data, or one of numbers and where it is cut (`"age>=65"`).
         metric: Score to compare; `None` chooses as `Study` does.
 
     Raises:
@@ -53,8 +54,7 @@ def leave_one_site_out(
     data.setup("fit")
     if len(data.client_ids) < FEWEST_SITES:
         raise ValueError(f"The data have {len(data.client_ids)} clients; leaving one out takes {FEWEST_SITES} or more.")
-    for column in columns:
-        data.sample_values(data.client_ids[0], "test", column)
+    check_subgroups(data, columns)
     runs = []
     for name, trainer in methods.items():
         for site in (None, *data.client_ids):
@@ -79,5 +79,5 @@ def _run(
     found = predicted.predict_samples(own, data, list(data.client_ids) if site is None else [site], columns)
     path = None if own.run is None else own.run.path
     if path is not None:
-        predicted.write(path, found)
+        samples.write(path, found)
     return Run(name, int(own.summary["seed"]), path, dict(own.summary), site=site)

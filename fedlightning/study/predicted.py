@@ -1,13 +1,8 @@
-"""Predicted probabilities of test samples, kept beside a run: what calibration and decision curves are made of.
-
-They are had where the data are in this process. The file holds a line a patient, so it stays where the data may be.
-"""
+"""Probabilities that the models of a run give to test samples, had where the data are in this process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,42 +11,13 @@ from lightning.pytorch import LightningModule
 
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.fitted import Fitted
-from fedlightning.run.files import writing
 from fedlightning.study.runs import DEPLOYED
+from fedlightning.study.samples import Predicted
+from fedlightning.study.subgroups import values_of
 from fedlightning.visit.probes import move_batch
 
-FILE = "test_samples.npz"
 CLOSE = 1e-3
 """Probabilities of a sample add up to 1 but for rounding in half precision."""
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """Predictions of each client's deployed model on its own test samples.
-
-    Attributes:
-        clients: Whose sample it is, shape `(n,)`.
-        labels: Its class, shape `(n,)`.
-        probabilities: Shape `(n, classes)`.
-        columns: Column -> its cell for each sample, shape `(n,)`, for subgroups.
-        reason: Why there are none; empty if there are.
-        checkpoint: Which models of clients that trained; see :func:`predict_samples`.
-    """
-
-    clients: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.str_))
-    labels: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    probabilities: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))
-    columns: dict[str, np.ndarray] = field(default_factory=dict)
-    reason: str = ""
-    checkpoint: str = DEPLOYED
-
-    def of(self, client: str) -> Predicted:
-        """Return those of one client."""
-        own = self.clients == client
-        columns = {name: cells[own] for name, cells in self.columns.items()}
-        return Predicted(
-            self.clients[own], self.labels[own], self.probabilities[own], columns, self.reason, self.checkpoint
-        )
 
 
 def predict_samples(
@@ -67,7 +33,7 @@ def predict_samples(
         trainer: Fitted or restored.
         data: Its data module, with those clients.
         clients: Clients that trained, or that were held out: these have the model that the method gives to newcomers.
-        columns: Columns of the data to keep beside, for subgroups.
+        columns: Subgroups to keep beside, as `"sex"` or `"age>=65"`.
         checkpoint: Models of clients that trained; the deployed ones are `best_local` where a client has one.
     """
     found: list[Predicted] = []
@@ -84,7 +50,7 @@ def predict_samples(
                 raise ValueError(f"labels go from {y.min()} to {y.max()}, and there are {p.shape[1]} probabilities")
         except (ValueError, RuntimeError, TypeError) as error:  # of the user's predict_step, on batches with targets
             return Predicted(reason=" ".join(str(error).split())[:300], checkpoint=checkpoint)
-        cells = {name: np.array(data.sample_values(client, "test", name), dtype=np.str_) for name in columns}
+        cells = {name: np.array(values_of(data, client, name), dtype=np.str_) for name in columns}
         found.append(Predicted(np.full(len(y), client), y, np.clip(p, 0.0, 1.0), cells))
     if not found:
         return Predicted(reason="there are no test samples")
@@ -136,25 +102,6 @@ def class_probabilities(module: LightningModule, loader: Iterable[Any]) -> tuple
         rows.append(found.double().cpu().numpy())
         labels.append(target.long().cpu().numpy())
     return np.concatenate(rows), np.concatenate(labels)
-
-
-def write(path: Path, found: Predicted) -> None:
-    """Write the predictions of a run into its folder."""
-    held: dict[str, Any] = {name: getattr(found, name) for name in ("clients", "labels", "probabilities")}
-    held |= {name: np.array(getattr(found, name)) for name in ("reason", "checkpoint")}
-    held |= {f"column {name}": cells for name, cells in found.columns.items()}
-    with writing(path / FILE):
-        np.savez_compressed(path / FILE, **held)
-
-
-def read(path: Path) -> Predicted | None:
-    """Return the predictions in the folder of a run, or `None`."""
-    if not (path / FILE).exists():
-        return None
-    with np.load(path / FILE, allow_pickle=False) as held:
-        columns = {name.removeprefix("column "): held[name] for name in held.files if name.startswith("column ")}
-        words = str(held["reason"]), str(held["checkpoint"])
-        return Predicted(held["clients"], held["labels"], held["probabilities"], columns, *words)
 
 
 def _module(trainer: Fitted, client: str, checkpoint: str) -> LightningModule:

@@ -11,14 +11,15 @@ from fedlightning.datamodules import TabularFederatedDataModule
 from fedlightning.models import Classifier, LogisticRegression
 from fedlightning.scoring.results import summarise
 from fedlightning.scoring.rows import Row
-from fedlightning.study import predicted
+from fedlightning.study import predicted, samples
 from fedlightning.study.external import NEVER, SEEN, curves_of, sites_of
 from fedlightning.study.left_out import leave_one_site_out
-from fedlightning.study.predicted import Predicted
 from fedlightning.study.report.build import make_page
 from fedlightning.study.report.html import render
 from fedlightning.study.runs import Run
+from fedlightning.study.samples import Predicted
 from fedlightning.study.study import Study
+from fedlightning.study.subgroups import check_subgroups, values_of
 
 SITES = {"a": 0.8, "b": 0.6, "c": 0.7}
 
@@ -27,7 +28,7 @@ def row(model, stage, client, value):
     return Row(3, stage, model, "latest", "local", "test", client, "test_accuracy", value, 40)
 
 
-def samples(sites, shift=0.0):
+def drawn(sites, shift=0.0):
     rng = np.random.default_rng(1)
     p = np.clip(rng.uniform(0.05, 0.9, 40 * len(sites)) + shift, 0, 1)
     clients = np.repeat(sites, 40)
@@ -49,7 +50,7 @@ def made(path, seed, site=None, name="fedavg"):
     if site is not None:
         scores += [row("unseen", "L1", site, SITES[site] - drop), row("unseen", "G", site, 0.5)]
         summary["held_out"] = {"clients": {site: {"test": 40}}}
-    predicted.write(folder, samples([site] if site else list(SITES)))
+    samples.write(folder, drawn([site] if site else list(SITES)))
     return Run(name, seed, folder, summary | {"results": summarise(scores)}, site=site)
 
 
@@ -121,7 +122,7 @@ def test_from_python(tmp_path):
     assert [line["site"] for line in lines] == ["x", "y", "z"] and all(line["gap"] is not None for line in lines)
     for line in study.calibrations():
         assert line["samples"] == data.num_samples(line["site"], "test")
-    of = predicted.read(study.left_out[0].path)
+    of = samples.read(study.left_out[0].path)
     assert set(of.clients) == {"x"} and of.columns["sex"].tolist() == data.sample_values("x", "test", "sex")
     accuracy = float((of.probabilities.argmax(1) == of.labels).mean())
     assert accuracy == pytest.approx(lines[0]["unseen"])
@@ -173,3 +174,15 @@ def test_columns_belong_to_the_samples_of_the_loader(tmp_path):
     for client in data.client_ids:
         x = [row for batch in data.client_dataloader(client, "test") for row in batch[0]]
         assert ["fm"[int(row[place])] for row in x] == data.sample_values(client, "test", "sex")
+
+
+def test_numbers_are_cut_and_names_are_no_subgroups(tmp_path):
+    data = table(tmp_path / "t.csv")
+    data.setup()
+    ages = data.sample_values("x", "test", "age")
+    assert values_of(data, "x", "age>=65") == [">=65" if float(age) >= 65 else "<65" for age in ages]
+    check_subgroups(data, ["sex", "age>=65"])
+    with pytest.raises(ValueError, match=r"'age' has .* different values; at most 12 make subgroups"):
+        check_subgroups(data, ["age"])
+    with pytest.raises(ValueError, match="cuts a column of numbers"):
+        values_of(data, "x", "sex>=65")
