@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -57,9 +58,16 @@ def write(path: Path, found: Predicted) -> None:
 
 
 def read(path: Path) -> Predicted | None:
-    """Return the predictions in the folder of a run, or `None`."""
+    """Return the predictions in the folder of a run, or `None`; of a damaged file, only why there are none."""
     if not (path / FILE).exists():
         return None
+    try:
+        return _read(path)
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
+        return Predicted(reason=f"{path / FILE} cannot be read ({' '.join(str(error).split())[:100]})", checkpoint="")
+
+
+def _read(path: Path) -> Predicted:
     with np.load(path / FILE, allow_pickle=False) as held:
         columns = {name.removeprefix("column "): held[name] for name in held.files if name.startswith("column ")}
         words = str(held["reason"]), str(held["checkpoint"])

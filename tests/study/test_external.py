@@ -186,3 +186,9 @@ def test_numbers_are_cut_and_names_are_no_subgroups(tmp_path):
         check_subgroups(data, ["age"])
     with pytest.raises(ValueError, match="cuts a column of numbers"):
         values_of(data, "x", "sex>=65")
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 cut off", b"no file of numpy"])
+def test_a_damaged_file_is_told(tmp_path, content):
+    (tmp_path / samples.FILE).write_bytes(content)
+    assert "cannot be read" in samples.read(tmp_path).reason
