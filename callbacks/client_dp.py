@@ -33,6 +33,7 @@ from fedlightning.callbacks.client_dp_budget import RoundBudget
 from fedlightning.callbacks.client_dp_checks import refuse_contradictions, refuse_uncovered, warn_of_few
 from fedlightning.callbacks.shared.ledger import Ledger
 from fedlightning.callbacks.shared.private_options import (
+    UNCOUNTED,
     Accountant,
     Delta,
     Scores,
@@ -175,7 +176,7 @@ class ClientDP(ClientSelection, Protection):
     def facts(self) -> Facts:
         """It bounds one mean of synchronous rounds, and lets no selection by scores beside it."""
         needs = [BOUNDED, NO_SELECTION, *([WHOLE_SHARES] if self.where == "client" else [])]
-        return super().facts.extend(changes={Change.ABSENCE}, needs=needs, asynchronous=False)
+        return super().facts.extend(changes={Change.ABSENCE}, needs=needs, asynchronous=False, no_statistics=UNCOUNTED)
 
     def claims(self, name: str) -> bool:
         """Return True if this callback has such a method, and needs it with its options."""

@@ -35,6 +35,7 @@ from fedlightning.callbacks.sample_dp_means import released_means, sums_by_class
 from fedlightning.callbacks.shared.ledger import Ledger, Steps
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches, poisson_loader
 from fedlightning.callbacks.shared.private_options import (
+    UNCOUNTED,
     Accountant,
     Delta,
     Scores,
@@ -150,7 +151,7 @@ class SampleDP(TrainingData, Protection):
     @property
     def facts(self) -> Facts:
         """It covers what training learns, wherever updates arrive, and lets no selection by scores beside it."""
-        return super().facts.extend(needs=[COVERED, NO_SELECTION], asynchronous=True)
+        return super().facts.extend(needs=[COVERED, NO_SELECTION], asynchronous=True, no_statistics=UNCOUNTED)
 
     def epsilon_of(self, history: Steps) -> float:
         """Return what steps spend, at :attr:`delta`.

@@ -121,6 +121,11 @@ def _training_loader(public: LightningDataModule, seed: int) -> Any:
     with isolated(seed, "public", "setup"):
         public.setup("fit")
         if isinstance(public, FederatedDataModule):
+            if public.wanted_statistics is not None:
+                raise ValueError(
+                    f"public={type(public).__name__} is scaled by statistics that clients agree on, and public data have no "
+                    "clients. Give it scale: none, or statistics."
+                )
             return public.pooled_dataloader("train")
         loader = public.train_dataloader()
     return loader[0] if isinstance(loader, list | tuple) and len(loader) == 1 else loader

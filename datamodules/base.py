@@ -115,6 +115,35 @@ class FederatedDataModule(LightningDataModule, ABC):
         return None
 
     @property
+    def wanted_statistics(self) -> dict[str, Any] | None:
+        """What all clients are to agree on before round 1, in plain values, the same at every site; `None`: nothing."""
+        return None
+
+    def statistics_of(self, client: str) -> dict[str, Any]:
+        """Return what a client gives for them: sums and counts over its training samples, and nothing else.
+
+        Raises:
+            NotImplementedError: Without `wanted_statistics`.
+        """
+        raise NotImplementedError
+
+    def with_statistics(self, totals: Mapping[str, Any]) -> FederatedDataModule:
+        """Return these data, prepared with the totals over the clients that train; these here stay as they are.
+
+        Raises:
+            NotImplementedError: Without `wanted_statistics`.
+        """
+        raise NotImplementedError
+
+    def sample_values(self, client: str, split: str, column: str) -> list[str]:
+        """Return what a column of the data says of each sample of a client's split, in the order of its loader.
+
+        Raises:
+            ValueError: If the samples have no columns, or none of that name.
+        """
+        raise ValueError(f"The samples of {type(self).__name__} have no columns such as {column!r}; tables have them.")
+
+    @property
     def num_classes(self) -> int | None:
         """Number of classes; `None` if there are no class labels."""
         return None

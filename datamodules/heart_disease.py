@@ -23,6 +23,8 @@ HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
 _DROPPED = (10, 11, 12)  # slope, ca, thal: missing for most patients outside of Cleveland
 _CATEGORIES = {2: (1, 2, 3, 4), 6: (0, 1, 2)}  # cp and restecg; the first level is dropped
 _NUMERIC = (0, 1, 3, 4, 5, 7, 8, 9)
+COLUMNS = ("age", "sex", "trestbps", "chol", "fbs", "thalach", "exang", "oldpeak")
+"""Columns of numbers, the first of the features."""
 _TRAIN_SHARE = 0.66
 _LARGEST = 2**20
 
@@ -134,6 +136,19 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
             torch.from_numpy(np.concatenate(features)).float(), targets.float() if self.binary_float else targets
         )
         return list(self.hospitals), {split: Split(data, held, classes) for split, held in parts.items()}
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns that `sample_values` has."""
+        return list(COLUMNS)
+
+    def sample_values(self, client: str, split: str, column: str) -> list[str]:
+        if column not in COLUMNS:
+            raise ValueError(f"There is no column {column!r}; the columns are {', '.join(COLUMNS)}.")
+        tables = [read_hospital(self._file(name))[0] for name in self.hospitals]
+        before = sum(map(len, tables[: self.hospitals.index(client)]))
+        own = tables[self.hospitals.index(client)][self.indices(client, split) - before]
+        return [f"{value:g}" for value in own[:, COLUMNS.index(column)]]
 
     def _file(self, hospital: str) -> Path:
         return self.root / f"processed.{hospital}.data"

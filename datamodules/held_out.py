@@ -104,6 +104,19 @@ class FewerClients(FederatedDataModule):
         loaders = [loader for loader in held if loader is not None]
         return union_loader(union_of(loaders, split), loaders[0], split) if loaders else None
 
+    @property
+    def wanted_statistics(self) -> dict[str, Any] | None:
+        return self.whole.wanted_statistics
+
+    def statistics_of(self, client: str) -> dict[str, Any]:
+        return self.whole.statistics_of(client)
+
+    def with_statistics(self, totals: Mapping[str, Any]) -> FederatedDataModule:
+        return type(self)(self.whole.with_statistics(totals), self.left)
+
+    def sample_values(self, client: str, split: str, column: str) -> list[str]:
+        return self.whole.sample_values(client, split, column)
+
     def num_samples(self, client: str, split: str = "train") -> int:
         return self.whole.num_samples(client, split)
 

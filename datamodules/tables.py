@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -87,6 +89,12 @@ def read_table(
     return table
 
 
+def read_header(path: Path, delimiter: str = ",") -> list[str]:
+    """Return the names of the columns of a CSV file."""
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        return [name.strip() for name in next(csv.reader(file, delimiter=delimiter, skipinitialspace=True), [])]
+
+
 def _numbers(path: Path, name: str, cells: Sequence[str]) -> np.ndarray | None:
     values, words = np.full(len(cells), np.nan), []
     for row, cell in enumerate(cells):
@@ -157,3 +165,25 @@ def levels_of(column: Column) -> list[str]:
             f"not a category. Leave it out with drop: [{column.name}]."
         )
     return levels
+
+
+def classes_named(path: Path, column: Column, kept: np.ndarray, names: Sequence[str]) -> np.ndarray:
+    """Return the rows of a column as places in a list of its values, int64 `(kept rows,)`; 1 and 1.0 are one value.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from fedlightning.datamodules.tables import Column, classes_named
+        >>> classes_named(Path("a.csv"), Column("ill", ["yes", "no"], None), np.array([True, True]), ["no", "yes"])
+        array([1, 0])
+    """
+    place: dict[Any, int] = {name: number for number, name in enumerate(names)}
+    if column.numbers is not None:
+        for number, name in enumerate(names):
+            with suppress(ValueError):
+                place[float(name)] = number
+    values: list[Any] = column.cells if column.numbers is None else column.numbers.tolist()
+    found = [(value, place.get(value)) for value, there in zip(values, kept, strict=True) if there]
+    wrong = next((value for value, number in found if number is None), None)
+    if wrong is not None:
+        raise ValueError(f"{path}: {column.name!r} has the value {wrong!r}, which is not among classes {list(names)}.")
+    return np.array([number for _, number in found], dtype=np.int64)

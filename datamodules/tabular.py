@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,9 +18,10 @@ from fedlightning.datamodules.groups import looks_like_identifier
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.partitioners import NaturalPartitioner
-from fedlightning.datamodules.tables import Column, column_of, levels_of, read_table
+from fedlightning.datamodules.statistics import Open, check_scale, one_hot
+from fedlightning.datamodules.tables import Column, classes_named, column_of, levels_of, read_header, read_table
 from fedlightning.datamodules.views import ArrayDataset
-from fedlightning.ranges import ShareBelowOne, checked
+from fedlightning.ranges import PositiveInt, ShareBelowOne, checked
 
 MOST_CLASSES = 20
 """A target of whole numbers with more different values than this is a measurement."""
@@ -31,12 +34,25 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
     one 0-1 column a word (`feature_names`). `y` is int64 `(batch,)` for a classification, with the classes in ascending
     order (`class_names`), or float32 `(batch,)` for a regression.
 
-    *What clients learn of each other.* A client's features are standardised with the mean and standard deviation of its
-    own training and validation rows, and gaps are filled with that mean. Nothing of other clients' values is used,
-    unless you give `statistics` (of a public sample, or agreed upon), which all clients use alike. A column that is
-    constant at a client is only centred; one that has no values there is 0. Which words a column can hold and which
-    classes there are is taken from the whole file, since all clients train one network: that is the table's form, which
-    sites agree on before they start. With `scaling: false` numbers stay as they are, and gaps are refused.
+    *What clients learn of each other.* With `scale: local` a client's features are standardised with the mean and standard
+    deviation of its own training and validation rows, and gaps are filled with that mean. Nothing of other clients' values
+    is used, unless you give `statistics` (of a public sample), which all clients use alike. A column that is constant at a
+    client is only centred; one that has no values there is 0. With `scale: none` numbers stay as they are, and gaps are
+    refused.
+
+    With `scale: federated` all clients are scaled alike, by the mean and standard deviation of all training rows of the
+    clients that train. Each gives count, sum and sum of squares of its training rows once, before round 1, to the server,
+    which adds them up and sends the totals to all; the totals stand in `statistics.json` of the run. A client gives no sum
+    of fewer than `least` rows (patients, with `group`), and a column takes three sites, since of two each could subtract its
+    own. The server sees each client's sums. A column in `ranges` is scaled by median and interquartile range instead, from
+    counts of 100 agreed bins, of which a client takes neighbours together until `least` rows are in them: quantiles are
+    off by a hundredth of the range, or by the width that so many rows of a client take; no smallest or largest value
+    shows. Until a federation has agreed, `x` is NaN there.
+
+    Which words a column can hold and which classes there are is taken from the whole file, since all clients train one
+    network. Where every site has a file of its own, name them: `classes`, and `categories`, which has for each column of
+    words a public list of codes, or how many words to agree on: the most common of those that at least `least` rows
+    (patients) of a client have, which the server sees. Other words are counted in one more column, `name=other`.
 
     Test rows are cut from each client's rows, then validation rows, stratified by class. Where several rows are of one
     patient, name the patient's column by `group`: no patient is then at two clients, or in two splits of one client.
@@ -57,7 +73,13 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         statistics: Mean and standard deviation of columns, `{"age": [61.2, 9.8]}`, for all clients.
         target_statistics: Mean and standard deviation that a regression's targets are standardised with; `None` leaves
             them as they are.
-        scaling: Standardise features.
+        scaling: `False` is `scale: none`.
+        scale: Standardise features by each client's own rows (`"local"`), by all training rows (`"federated"`), or leave them
+            as they are (`"none"`).
+        ranges: Ends of the bins of columns, `{"lactate": [0, 20]}`, with `scale: federated`.
+        categories: Column -> its codes, `{"unit": ["ICU", "CCU"]}`, or how many to agree on, `{"diagnosis": 30}`.
+        least: Fewest rows (patients, with `group`) behind what a client gives before round 1.
+        classes: The target's classes in their order, where a client's own file may lack some.
         val_fraction: Share of the training rows for validation, in [0, 1).
         test_fraction: Share of a client's rows for testing, in [0, 1).
         val_seed: Seed of the validation cut alone. `None` is `seed`.
@@ -100,6 +122,11 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         statistics: Mapping[str, Sequence[float]] | None = None,
         target_statistics: Sequence[float] | None = None,
         scaling: bool = True,
+        scale: Literal["local", "federated", "none"] = "local",
+        ranges: Mapping[str, Sequence[float]] | None = None,
+        categories: Mapping[str, Sequence[str] | int] | None = None,
+        least: PositiveInt = 5,
+        classes: Sequence[str] | None = None,
         val_fraction: ShareBelowOne = 0.2,
         test_fraction: ShareBelowOne = 0.2,
         val_seed: int | None = None,
@@ -127,6 +154,15 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         self.group = group
         self.drop, self.categorical = tuple(drop), tuple(categorical)
         self.statistics, self.target_statistics, self.scaling = dict(statistics or {}), target_statistics, scaling
+        self.scale = scale if scaling else "none"
+        self.ranges, self.categories, self.least = dict(ranges or {}), dict(categories or {}), least
+        self.classes = None if classes is None else [str(one) for one in classes]
+        if self.classes is not None and (len(set(self.classes)) < max(len(self.classes), 2) or task == "regression"):
+            raise ValueError(
+                f"{name} got classes {self.classes}; give two or more different ones, of a classification."
+            )
+        self._open = Open(self.ranges, least)
+        check_scale(name, scale if scaling else f"{scale} and scaling: false", self.ranges, self.categories)
         self.val_fraction, self.test_fraction, self.val_seed = val_fraction, test_fraction, val_seed
         self.delimiter = delimiter
         self.feature_names: list[str] = []
@@ -140,10 +176,12 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
         table = read_table(self.path, self.delimiter)
         targets = [column_of(table, name, "target") for name in self._targeted]
-        for names, what in ((self.drop, "drop"), (self.categorical, "categorical"), (self.statistics, "statistics")):
+        named_columns = {"drop": self.drop, "categorical": self.categorical, "statistics": self.statistics}
+        named_columns |= {"ranges": self.ranges, "categories": self.categories}
+        for what, names in named_columns.items():
             for name in names:
                 column_of(table, name, what)
-        kept = np.array([all(cells) for cells in zip(*(one.cells for one in targets), strict=True)])
+        kept = _complete(targets)
         named = " and ".join(map(repr, self._targeted))
         if not kept.any():
             raise ValueError(f"{self.path}: no row has a {named}.")
@@ -165,6 +203,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         data: dict[str, Any] = {"train": range(int(kept.sum()))}
         fractions = (self.val_fraction, self.test_fraction)
         groups = self._units(table, kept)
+        self._open = Open(self.ranges, self.least, None if groups is None else groups["train"])
         ids, splits = federate(
             self._divides, data, labels, {"train": keys}, self.seed, *fractions, self.val_seed, groups
         )
@@ -180,6 +219,20 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         return ids, splits
 
     @property
+    def columns(self) -> list[str]:
+        """Names of the columns that features and target are made of."""
+        unused = {self.client, getattr(self._divides, "column", None), self.group, *self.drop}
+        return [name for name in read_header(self.path, self.delimiter) if name not in unused]
+
+    def sample_values(self, client: str, split: str, column: str) -> list[str]:
+        table = read_table(self.path, self.delimiter, {*self._targeted, column})
+        if column not in table:
+            column_of(read_table(self.path, self.delimiter), column, "subgroup")
+        return np.array(table[column].cells)[_complete([table[name] for name in self._targeted])][
+            self.indices(client, split)
+        ].tolist()
+
+    @property
     def _targeted(self) -> list[str]:
         """Columns that the targets are made of."""
         return [self.target]
@@ -188,6 +241,9 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         """Return the targets of the rows, and their classes unless they are measurements."""
         (column,) = columns
         numbers = None if column.numbers is None else column.numbers[kept]
+        if self.classes is not None:
+            classes, self.class_names = classes_named(self.path, column, kept, self.classes), list(self.classes)
+            return torch.from_numpy(classes), classes
         few = numbers is None or ((numbers == np.round(numbers)).all() and len(np.unique(numbers)) <= MOST_CLASSES)
         if self.task == "classification" or (self.task == "auto" and few):
             cells = [cell for cell, there in zip(column.cells, kept, strict=True) if there]
@@ -233,9 +289,13 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         """Return the features of all rows, each scaled by its own client."""
         group = self.client if self.client is not None else getattr(self._divides, "column", None)
         unused = {*self._targeted, group, self.group, *self.drop}
-        self.feature_names, columns = [], []
+        self.feature_names = []
+        columns: list[np.ndarray] = []
         for name, column in table.items():
             if name in unused:
+                continue
+            if name in self.categories:
+                self._add_words(name, np.array(column.cells)[kept], self.categories[name], columns)
                 continue
             if column.numbers is None or name in self.categorical:
                 cells = np.array(column.cells)[kept]
@@ -244,20 +304,59 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
                     columns.append((cells == level).astype(np.float64))
                 continue
             self.feature_names.append(name)
+            if self.scale == "federated" and name not in self.statistics:
+                self._open.numbers[name] = len(columns), column.numbers[kept]
+                columns.append(np.full(int(kept.sum()), np.nan))
+                continue
             columns.append(self._scaled(name, column.numbers[kept], own, rows))
         if not columns:
             raise ValueError(f"{self.path}: no column is left as a feature beside {self.target!r}.")
         return np.stack(columns, axis=1)
 
+    def _add_words(self, name: str, cells: np.ndarray, words: Sequence[str] | int, columns: list[np.ndarray]) -> None:
+        """Add the columns of a column of words: of those that are named, or places for those that are agreed on."""
+        if isinstance(words, int):
+            self._open.words[name] = len(columns), words, cells
+            self.feature_names += [f"{name}=(place {place + 1})" for place in range(words)] + [f"{name}=other"]
+            columns += [np.full(len(cells), np.nan) for _ in range(words + 1)]
+            return
+        self.feature_names += [f"{name}={word}" for word in words] + [f"{name}=other"]
+        columns += one_hot(cells, [str(word) for word in words], len(words))
+
+    @property
+    def wanted_statistics(self) -> dict[str, Any] | None:
+        return self._open.wanted(self.feature_names)
+
+    def statistics_of(self, client: str) -> dict[str, Any]:
+        return self._open.sums(self.indices(client, "train"))
+
+    def with_statistics(self, totals: Mapping[str, Any]) -> TabularFederatedDataModule:
+        made = copy.copy(self)
+        held = next(iter(self._splits.values())).dataset
+        assert isinstance(held, ArrayDataset)  # `build` made it, for all splits
+        x, made.feature_names = self._open.filled(held.x, self.feature_names, totals)
+        made._open = Open(self.ranges, self.least)
+        dataset = ArrayDataset(x, held.y)
+        made._splits = {name: replace(split, dataset=dataset) for name, split in self._splits.items()}
+        return made
+
+    def _pooled(self, split: str) -> Any:
+        if self.wanted_statistics is not None:
+            raise ValueError(
+                f"{type(self).__name__}(scale='federated') is scaled by statistics that a FederatedTrainer asks clients for. "
+                "For another trainer use scale='local', or give statistics."
+            )
+        return super()._pooled(split)
+
     def _scaled(
         self, name: str, values: np.ndarray, own: Sequence[np.ndarray], rows: Sequence[np.ndarray]
     ) -> np.ndarray:
         """Return a column of numbers with every client's values standardised and gaps filled."""
-        if not self.scaling and name not in self.statistics:
+        if self.scale == "none" and name not in self.statistics:
             if np.isnan(values).any():
                 raise ValueError(
                     f"{self.path}: column {name!r} has {int(np.isnan(values).sum())} gaps, which scaling fills with "
-                    "each client's mean; use scaling: true, give statistics, or drop the column."
+                    "each client's mean; use scale: local or federated, give statistics, or drop the column."
                 )
             return values
         scaled = np.zeros_like(values)
@@ -271,3 +370,8 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
                 continue
             scaled[everything] = np.nan_to_num((values[everything] - mean) / (deviation if deviation > 0 else 1.0))
         return scaled
+
+
+def _complete(targets: Sequence[Column]) -> np.ndarray:
+    """Return of each row whether it has a target."""
+    return np.array([all(cells) for cells in zip(*(one.cells for one in targets), strict=True)])

@@ -48,6 +48,19 @@ class ValidatedOnTest(FederatedDataModule):
     def pooled_dataloader(self, split: str) -> Any:
         return self.data.pooled_dataloader(_source(split))
 
+    @property
+    def wanted_statistics(self) -> dict[str, Any] | None:
+        return self.data.wanted_statistics
+
+    def statistics_of(self, client: str) -> dict[str, Any]:
+        return self.data.statistics_of(client)
+
+    def with_statistics(self, totals: Mapping[str, Any]) -> FederatedDataModule:
+        return ValidatedOnTest(self.data.with_statistics(totals))
+
+    def sample_values(self, client: str, split: str, column: str) -> list[str]:
+        return self.data.sample_values(client, _source(split), column)
+
     def num_samples(self, client: str, split: str = "train") -> int:
         return self.data.num_samples(client, _source(split))
 

@@ -28,6 +28,7 @@ from fedlightning.federation.failures import FailurePolicy
 from fedlightning.federation.federation import Federation
 from fedlightning.federation.loops import Loop, Synchronous
 from fedlightning.federation.server import Server
+from fedlightning.federation.statistics import agree_on_statistics
 from fedlightning.federation.store import ClientStore
 from fedlightning.fitted import Fitted
 from fedlightning.hooks import POOLED
@@ -141,6 +142,7 @@ class Assembly(Fitted):
         blueprint.assigned = arguments.assigned_models(given, everybody) if assigned is None else assigned
         held_out = arguments.held_out_clients(a["held_out"], everybody)
         engine.leave_out(held_out)
+        agree_on_statistics(engine, blueprint.callbacks, None if run is None else run.path)
         known = engine.runner.described
         if a["engine"] == "auto":
             engine, a = self._chosen(engine, len(known.client_ids))
@@ -224,7 +226,8 @@ class Assembly(Fitted):
                 steps = {"local_steps": 1} if self.arguments["local_steps"] is not None else {"local_epochs": 1}
                 server, trained = whole.server, whole.engine.describe(parts=DISTINCT)
                 unseen = server.held_out[:UNSEEN_CLIENTS]
-                few = FewClients(data, [*distinct_clients(trained, server.blueprint.architecture_of), *unseen])
+                ready = data if whole.engine.statistics is None else whole.engine.runner.data
+                few = FewClients(ready, [*distinct_clients(trained, server.blueprint.architecture_of), *unseen])
                 assigned = server.blueprint.assigned
                 small = self._copy(SMALL | steps | {"held_out": unseen})._assemble(model, few, None, assigned=assigned)
                 return dry_run(whole, small, self.max_rounds)

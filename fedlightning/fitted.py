@@ -254,6 +254,8 @@ class Fitted:
 
         def engine_of(blueprint: Blueprint) -> Engine:
             runner = old.runner.beside(blueprint) if data is None else LocalRunner(blueprint, data)
+            if data is not None and old.statistics is not None:
+                runner.agree(old.statistics["totals"])
             return old.beside(runner)
 
         engine, placing = engine_of(blueprint_of_visits(server.blueprint, epochs)), None

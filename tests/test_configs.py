@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from sklearn.datasets import load_diabetes
 
@@ -31,6 +32,7 @@ FITS = {
     "emnist": "emnist_cnn",
     "cifar10": "cifar_cnn",
     "tabular": "tabular_regressor",
+    "hospital_stays": "hospital_stays_mlp",
     "paired_digits": "paired_digits",
     "spoken_digits": "spoken_digits",
     "synthetic_devices": "synthetic_logistic",
@@ -140,6 +142,27 @@ def test_a_table_of_hospitals_runs(then: str, tmp_path: Path) -> None:
     if then:
         assert main(["report", str(tmp_path / "table/version_0"), f"--out={tmp_path / 'report'}", "--metric=rmse"]) == 0
         assert main(["partition", "--config", str(files[0]), options[0], f"--out={tmp_path / 'partition'}"]) == 0
+
+
+def test_stays_in_hospitals_agree_and_run(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = ["age,sex,lactate,heart_rate,unit,diagnosis,patient,hospital,died"]
+    for i in range(240):
+        age, sex, unit = f"{rng.normal(60, 12):.0f}", "fm"[i % 2], ["CCU", "CSICU", "MICU", "SICU"][i % 4]
+        dx, hospital = ["I21", "A41", "J44", f"Z{i}"][int(rng.integers(4))], "ABC"[i // 2 % 3]
+        numbers = f"{rng.gamma(2):.1f},{rng.normal(88, 9):.0f}"
+        rows.append(f"{age if i % 11 else ''},{sex},{numbers},{unit},{dx},p{i // 2},{hospital},{i % 5 // 4}")
+    (tmp_path / "stays.csv").write_text("\n".join(rows))
+    files = ["data/hospital_stays.yaml", "models/hospital_stays_mlp.yaml", "algorithms/fedavg.yaml"]
+    words = [word for file in files for word in ("--config", str(CONFIGS / file))]
+    words += [f"--data.path={tmp_path / 'stays.csv'}", f"--trainer.default_root_dir={tmp_path}", "--trainer.name=stays"]
+    assert main(["fit", *words, "--trainer.max_rounds=2", "--trainer.enable_progress_bar=false"]) == 0
+    kept = json.loads((tmp_path / "stays/version_0/statistics.json").read_text())
+    assert set(kept["totals"]["words diagnosis"]) == {"A41", "I21", "J44"}
+    assert (
+        main(["predict", "--run", str(tmp_path / "stays/version_0"), "--client=B", f"--out={tmp_path / 'p.pt'}"]) == 0
+    )
+    assert not torch.load(tmp_path / "p.pt").isnan().any()
 
 
 @pytest.mark.parametrize("name", mostly_slow(sorted(FITS), ("heart_disease", "tabular", "spoken_digits")))

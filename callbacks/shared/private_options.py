@@ -11,6 +11,8 @@ from fedlightning.algorithm import Cover, Outgoing, Range
 Delta = Annotated[float, Range("(0, 1)")]
 Accountant = Literal["rdp", "prv"]
 Scores = Literal["withheld", "in the clear"]
+UNCOUNTED = "accounts for updates only: sums before round 1 would leave without noise and stand in no ledger."
+"""Why statistics before round 1 are refused."""
 
 
 def refuse_no_noise(owner: str, noise_multiplier: float | None, epsilon: float | None) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import shlex
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -25,10 +27,12 @@ from fedlightning.commands.study import (
     show_failures,
 )
 from fedlightning.commands.terminal import console, say, shown
+from fedlightning.config.errors import InputError
 from fedlightning.experiments.baselines import AUTO, notes
 from fedlightning.experiments.children import Main, call
 from fedlightning.experiments.execute import Task
 from fedlightning.experiments.first_result import FirstResult, check_known, check_metric
+from fedlightning.experiments.left_out import predict_runs
 from fedlightning.experiments.plan import Plan, Request, make_plan
 from fedlightning.experiments.ray_runner import ray_options, refuse_ray_within
 from fedlightning.experiments.study_file import StudyFile, only_one
@@ -51,6 +55,7 @@ examples:
   fedlightning compare --config configs/quickstart.yaml configs/algorithms/fenda.yaml configs/algorithms/apfl.yaml
   fedlightning compare mild=a.yaml strong=b.yaml --seeds 0,3,7 --trainer.max_rounds=50 --baselines none
   fedlightning compare my.yaml --vary data.init_args.seed     # another partition for every seed
+  fedlightning compare my.yaml --leave-one-site-out --subgroup sex --seeds 3
 
 Exit codes: 0 all runs are done, 1 some runs failed, 2 bad input (no run, or no further run, was made),
 130 interrupted.
@@ -77,6 +82,17 @@ def parser() -> Parser:
         help="optimizers' state (momentum, moments, schedules) of all methods alike: kept from visit to visit, or reset in "
         "every visit; default: as each method wishes (Local and Central keep it)",
     )
+    made.add_argument(
+        "--leave-one-site-out",
+        action="store_true",
+        help="internal-external validation: train every method again without each site, and score it there; the report has "
+        "calibration and decision curves by site",
+    )
+    made.add_list(
+        "--subgroup",
+        metavar="COLUMN",
+        help="subgroups of that report: a column of the table (sex), or one of numbers and where it is cut ('age>=65')",
+    )
     made.add_passed_on()
     made.add_runs("5")
     report = made.add_argument_group("report")
@@ -102,6 +118,8 @@ def compare(words: Sequence[str], main: Main) -> int:
     ray = ray_options(options.runner, options.ray_address, options.ray_cpus)
     names = [name.strip() for name in options.baselines.split(",") if name.strip()]
     names = {"auto": list(AUTO), "none": []}.get(options.baselines, names)
+    if options.subgroup and not options.leave_one_site_out:
+        raise InputError("--subgroup is of the report of --leave-one-site-out; give that too.")
     if options.optimizer_state:
         passed = [*passed, f"--trainer.optimizer_state={options.optimizer_state}"]
     request = Request(
@@ -114,12 +132,14 @@ def compare(words: Sequence[str], main: Main) -> int:
         names,
         metrics=not options.no_report,
         rehearse=True,
+        leave_one_out=options.leave_one_site_out,
+        columns=options.subgroup,
     )
     screen = console()
     plan: Plan = call(make_plan, request)
     if ray is not None:
         refuse_ray_within(plan.methods)
-    out: Path = options.out or default_out([method.name for method in plan.methods if not method.baseline])
+    out: Path = options.out or default_out([m.name for m in plan.methods if not m.baseline and m.left_out is None])
     study = StudyFile(out)
     tasks = study.plan(plan.methods, seeds, plan.vary, options.redo)
     metric: str | None = options.metric
@@ -153,6 +173,8 @@ def compare(words: Sequence[str], main: Main) -> int:
             )
             return INTERRUPTED
         show_failures(study, states["failed"], screen)
+        if options.leave_one_site_out and states["done"]:
+            predict(study, states["done"], options, screen)
         if states["done"] and not options.no_report:
             write_report_aside(out, [out], metric, options.checkpoint, screen)
     say(screen, f"\nRuns and study.json: {shown(out)}")
@@ -163,6 +185,13 @@ def compare(words: Sequence[str], main: Main) -> int:
         page = out / "report.html" if states["done"] and not options.no_report else None
         print_json("compare", out=out, page=page, failed=len(states["failed"]), **found)
     return 1 if states["failed"] else 0
+
+
+def predict(study: StudyFile, done: Sequence[dict[str, Any]], options: Namespace, screen: Console) -> None:
+    """Write the predictions of the runs that are done, in a process of its own."""
+    folders = [study.folder / run["folder"] for run in done]
+    for why in call(predict_runs, CLI, folders, options.subgroup, options.checkpoint):
+        say(screen, f"No calibration: {why}.", markup=False)
 
 
 def metric_watcher(
@@ -186,17 +215,21 @@ def default_out(names: Sequence[str]) -> Path:
 def show_plan(screen: Console, plan: Plan, seeds: Sequence[int], jobs: int, tasks: Sequence[Task], out: Path) -> None:
     """Print the runs that will be made, and what the seed changes."""
     total = len(plan.methods) * len(seeds)
+    methods = [method for method in plan.methods if method.left_out is None]
     say(
         screen,
-        f"{len(plan.methods)} methods x {len(seeds)} seeds = {total} runs, {total - len(tasks)} of them there already; "
+        f"{len(methods)} methods x {len(seeds)} seeds = {len(methods) * len(seeds)} runs"
+        f"{_left_out_words(plan, len(seeds))}, {total - len(tasks)} of them there already; "
         f"{jobs} at a time; {shown(out)}",
     )
     table = Table.grid(padding=(0, 2))
-    for method in plan.methods:
+    for method in methods:
         made = "added as a baseline" if method.baseline else " + ".join(method.configs)
         table.add_row(f"  {escape(method.name)}", escape(made), method.budget)
     screen.print(table, highlight=False)
-    baselines = [method.config for method in plan.methods if method.baseline]
+    for name, why in plan.no_model.items() if len(methods) < len(plan.methods) else ():
+        say(screen, f"{name} is not trained without a site: it {why.rstrip('.')}.", markup=False)
+    baselines = [method.config for method in methods if method.baseline]
     if baselines:
         text = "; ".join(
             [f"Added baselines have the data, model and budget of '{plan.methods[0].name}'", *notes(baselines)]
@@ -204,9 +237,9 @@ def show_plan(screen: Console, plan: Plan, seeds: Sequence[int], jobs: int, task
         screen.print(f"{text}.", highlight=False)
     keys = list(dict.fromkeys(key for keys in plan.vary.values() for key in keys))
     screen.print(f"The seed sets {' and '.join(keys)}.", highlight=False)
-    for text in optimizer_states({method.name: method.optimizer_state for method in plan.methods}):
+    for text in optimizer_states({method.name: method.optimizer_state for method in methods}):
         screen.print(f"  ! {text}", markup=False, highlight=False)
-    short = [name for name, found in plan.vary.items() if found == keys[:1]]
+    short = [method.name for method in methods if plan.vary[method.name] == keys[:1]]
     if short:
         screen.print(
             f"The data of {', '.join(short)} are the same for every seed: they have no val_seed. "
@@ -214,3 +247,12 @@ def show_plan(screen: Console, plan: Plan, seeds: Sequence[int], jobs: int, task
             highlight=False,
         )
     screen.print()
+
+
+def _left_out_words(plan: Plan, seeds: int) -> str:
+    """Say how many runs leave a site out."""
+    left_out = [method.left_out for method in plan.methods if method.left_out is not None]
+    if not left_out:
+        return ""
+    sites = len({site for _, site in left_out})
+    return f", and {len(left_out) * seeds} without one of {sites} sites"

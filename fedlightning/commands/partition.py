@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,12 +27,20 @@ class PartitionCommand(FederatedCLI):
         super().instantiate_classes()
 
     def partition(
-        self, out: str = "partition", split: Literal["train", "val", "test"] = "train", json: bool = False
+        self,
+        out: str = "partition",
+        split: Literal["train", "val", "test"] = "train",
+        images: int = 0,
+        json: bool = False,
     ) -> None:
-        """Show the samples of each client: a table, a picture and a CSV file."""
+        """Show the samples of each client: a table, a picture and a CSV file; of a table also how its columns differ.
+
+        With images=8 it draws the first 8 images of each client side by side.
+        """
         from fedlightning.arguments import federated_data
         from fedlightning.datamodules import describe, plot_partition
         from fedlightning.datamodules.by_inputs import input_separation
+        from fedlightning.datamodules.columns_report import plot_images
         from fedlightning.datamodules.duplicates import find_duplicates
         from fedlightning.datamodules.public import public_in_words
 
@@ -48,7 +57,7 @@ class PartitionCommand(FederatedCLI):
             f"mean {report.mean_total_variation:.3f}.",
             highlight=False,
         )
-        inputs = input_separation(data, split)
+        inputs = input_separation(data, split) if data.wanted_statistics is None else None
         if inputs is not None:
             screen.print(
                 f"Inputs: {inputs[0]:.1%} of their variance is between clients; of a random split about {inputs[1]:.1%}.",
@@ -63,17 +72,72 @@ class PartitionCommand(FederatedCLI):
         folder = Path(out)
         folder.mkdir(parents=True, exist_ok=True)
         plot_partition(report).savefig(folder / "partition.png", dpi=150)
-        with (folder / "partition.csv").open("w", newline="") as file:
-            rows = [
-                {"split": name} | row for name in ("train", "val", "test") for row in describe(data, split=name).rows()
-            ]
-            writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
-            writer.writeheader()
-            writer.writerows(rows)
+        splits = ("train", "val", "test")
+        rows = [{"split": name} | row for name in splits for row in describe(data, split=name).rows()]
+        _write(folder / "partition.csv", rows)
         files = [folder / "partition.csv", folder / "partition.png"]
-        say(screen, f"\nFiles: {files[0]}, {files[1]}")
+        columns = columns_of(data, split)
+        if columns:
+            screen.print("\nColumns, the smallest p-value first", style="bold")
+            print_whole(screen, columns_table(columns))
+            screen.print(COLUMNS, highlight=False)
+            files.append(folder / "columns.csv")
+            _write(files[-1], [{"column": one.name} | line for one in columns for line in one.clients])
+        picture = plot_images(data, split, images) if images > 0 else None
+        if picture is not None:
+            files.append(folder / "images.png")
+            picture.savefig(files[-1], dpi=150)
+        elif images > 0:
+            screen.print("images: the samples are no images (channels, height, width).", highlight=False)
+        say(screen, f"\nFiles: {', '.join(map(str, files))}")
         if json:
-            print_json("partition", split=split, clients=report.rows(), inputs=inputs, public=public, files=files)
+            more = {"columns": [asdict(one) for one in columns]} if columns else {}
+            print_json(
+                "partition", split=split, clients=report.rows(), inputs=inputs, public=public, files=files, **more
+            )
+
+
+COLUMNS = (
+    "Effect: 0 alike to 1 apart; epsilon squared of Kruskal-Wallis for numbers, Cramer's V for categories. p: that all "
+    "clients have one distribution, not adjusted for several columns; of many samples it is small for differences that do "
+    "not matter."
+)
+
+
+def columns_of(data: Any, split: str) -> list[Any]:
+    """Return what is known of the columns of a table; nothing of other data."""
+    from fedlightning.datamodules.columns_report import describe_columns
+
+    names = getattr(data, "columns", None)
+    return describe_columns(data, names, split, getattr(data, "group", None) or None) if isinstance(names, list) else []
+
+
+def columns_table(columns: list[Any]) -> Table:
+    """Return a table of columns: effect, p, and the lowest and highest client's missing share and median."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for title in ("column", "test", "effect", "p", "missing", "median, or commonest word, by client"):
+        table.add_column(title, justify="right" if title in ("effect", "p", "missing") else "left")
+    for one in columns:
+        gaps = [line["missing"] for line in one.clients if line["samples"]]
+        middle = [line["median"] for line in one.clients if line.get("median") is not None]
+        words = list(dict.fromkeys(line["most"] for line in one.clients if line.get("most")))
+        low, high = (min(gaps), max(gaps)) if gaps else (0.0, 0.0)
+        table.add_row(
+            one.name,
+            one.test or "one value only",
+            "-" if one.effect is None else f"{one.effect:.3f}",
+            "-" if one.p is None else f"{one.p:.2g}",
+            f"{low:.0%}" if low == high else f"{low:.0%} to {high:.0%}",
+            f"{min(middle):.4g} to {max(middle):.4g}" if middle else ", ".join(words[:5]),
+        )
+    return table
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def partition_table(report: Any, width: int) -> Table:

@@ -33,6 +33,10 @@ examples:
 """
 
 
+MOST_SITES = 6
+"""Up to this many held-out sites have columns on the terminal."""
+
+
 def parser() -> Parser:
     """Return the parser of the command."""
     made = Parser("report", "RUN [RUN ...]", DESCRIPTION, EXAMPLES)
@@ -129,6 +133,7 @@ def _written(out: Path, runs: Sequence[Path], metric: str | None, checkpoint: st
 def show_overview(runs: Sequence[Path], metric: str | None, checkpoint: str, screen: Console) -> None:
     """Print one line a method, and the problems of the runs."""
     from fedlightning.study.columns import GLOBAL, POOLED
+    from fedlightning.study.external import sites_of
     from fedlightning.study.runs import load_study
     from fedlightning.study.study import Study
 
@@ -158,6 +163,7 @@ def show_overview(runs: Sequence[Path], metric: str | None, checkpoint: str, scr
         highlight=False,
     )
     show_unseen(study.unseen(), screen)
+    show_external(sites_of(study), study.external(), screen)
     for text in dict.fromkeys(problem.text for problem in study.problems):
         screen.print(f"  ! {text}", markup=False, highlight=False)
 
@@ -173,6 +179,24 @@ def show_unseen(lines: Sequence[Mapping[str, Any]], screen: Console) -> None:
     screen.print("\nHeld-out clients, which took no part in training, on their own test data", highlight=False)
     print_whole(screen, table)
     for text in dict.fromkeys(line["refused"] for line in lines if line["refused"]):
+        screen.print(f"  - {text}", markup=False, highlight=False)
+
+
+def show_external(methods: Sequence[Mapping[str, Any]], sites: Sequence[Mapping[str, Any]], screen: Console) -> None:
+    """Print the scores at sites that were held out one by one, if there are any."""
+    if not methods:
+        return
+    names = list(dict.fromkeys(line["site"] for line in sites))
+    table = _by_method(*(names if len(names) <= MOST_SITES else ()), "lowest", "highest", "as members")
+    for line in methods:
+        own = {one["site"]: one for one in sites if one["method"] == line["method"]}
+        cells = [_cell(own[name]["unseen"]) if name in own else "-" for name in names if len(names) <= MOST_SITES]
+        table.add_row(
+            escape(line["method"]), *cells, _cell(line["lowest"]), _cell(line["highest"]), _cell(line["member"])
+        )
+    screen.print("\nEach site held out once, trained by the others: test score there, mean over seeds", highlight=False)
+    print_whole(screen, table)
+    for text in dict.fromkeys(line["refused"] for line in methods if line["refused"]):
         screen.print(f"  - {text}", markup=False, highlight=False)
 
 

@@ -27,6 +27,7 @@ class Method:
         baseline: Whether `compare` added it as a baseline.
         num_clients: Number of clients in its data.
         optimizer_state: What becomes of its optimizers between visits, `None` where that makes no difference.
+        left_out: Name of the method and the site that it is trained without, for leave-one-site-out; `None`: all train.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Method:
     baseline: bool = False
     num_clients: int = 0
     optimizer_state: str | None = None
+    left_out: tuple[str, str] | None = None
 
     @property
     def rounds(self) -> int:
@@ -123,12 +125,12 @@ def labels(names: Sequence[str | None], paths: Sequence[str], taken: Iterable[st
     found = []
     for name, path, stem in zip(names, paths, stems, strict=True):
         if name is not None:
-            found.append(_tidy(name))
+            found.append(tidy(name))
             continue
         label = Path(path).stem
         if stems.count(stem) > 1 or stem in used:
             label = f"{Path(path).resolve().parent.name}-{label}"
-        found.append(unique(_tidy(label), used))
+        found.append(unique(tidy(label), used))
         used.add(found[-1].lower())
     return found
 
@@ -141,6 +143,6 @@ def unique(label: str, used: Iterable[str]) -> str:
     return found
 
 
-def _tidy(label: str) -> str:
+def tidy(label: str) -> str:
     """Return a label that is a valid name of a folder on every system."""
     return re.sub(r"[^\w.+-]+", "-", label).strip(".-") or "run"

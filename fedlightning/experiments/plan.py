@@ -20,6 +20,7 @@ import yaml
 from fedlightning.config.errors import InputError, explain
 from fedlightning.errors import ConfigurationError
 from fedlightning.experiments.baselines import AUTO, baseline_config, missing_baselines
+from fedlightning.experiments.left_out import without_each
 from fedlightning.experiments.methods import Config, Method, labels, split_label, unique
 from fedlightning.study.columns import LOCAL, POOLED
 
@@ -45,6 +46,8 @@ class Request:
         metrics: Whether to find out which scores there will be.
         rehearse: Whether to make a dry run of every method, so that what cannot work is said before the first run.
         matrix: Whether runs are tested with every client's model on every client's data.
+        leave_one_out: Whether every method is also trained without each client.
+        columns: Columns that the data of every method need to have, for subgroups.
     """
 
     files: list[str]
@@ -57,6 +60,8 @@ class Request:
     matrix: bool = True
     metrics: bool = False
     rehearse: bool = False
+    leave_one_out: bool = False
+    columns: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -64,25 +69,27 @@ class Plan:
     """The runs to make.
 
     Attributes:
-        methods: Methods in the order given, with added baselines last.
+        methods: Methods in the order given, with added baselines and then those without a site last.
         vary: Name of a method -> keys that are set to the seed.
         gpus: Number of GPUs.
         metrics: Scores on test data of the first method; empty if nobody asked, or if it cannot be found out.
+        no_model: Methods that have no model for a client that never trained -> why, for leave-one-site-out.
     """
 
     methods: list[Method]
     vary: dict[str, list[str]]
     gpus: int = 0
     metrics: list[str] = field(default_factory=list)
+    no_model: dict[str, str] = field(default_factory=dict)
 
 
 def make_plans(requests: Sequence[Request]) -> list[Plan]:
     """Return a plan for every request. Data that several requests share are set up once."""
-    clients: dict[str, int] = {}
+    clients: dict[str, list[str]] = {}
     return [make_plan(request, clients) for request in requests]
 
 
-def make_plan(request: Request, clients: dict[str, int] | None = None) -> Plan:
+def make_plan(request: Request, clients: dict[str, list[str]] | None = None) -> Plan:
     """Parse every configuration of a request and set up its data."""
     import torch
 
@@ -98,6 +105,7 @@ def make_plan(request: Request, clients: dict[str, int] | None = None) -> Plan:
         stack = [*request.before, path, *request.after]
         config, number, vary[name] = reader.read(name, stack, request.options)
         methods.append(Method(name, stack, config, False, number, reader.optimizer_state))
+        reader.keep(name)
     try:
         added = missing_baselines([method.config for method in methods], request.baselines)
     except ValueError as error:
@@ -112,7 +120,24 @@ def make_plan(request: Request, clients: dict[str, int] | None = None) -> Plan:
         except InputError as error:
             raise InputError(f"{error} Leave it out: --baselines names those to add, or none.") from error
         methods.append(Method(name, first.configs, config, True, number, reader.optimizer_state))
-    return Plan(methods, vary, torch.cuda.device_count(), reader.metrics or [])
+        reader.keep(name)
+    if request.leave_one_out:
+        methods += _left_out(reader, methods, vary)
+    return Plan(methods, vary, torch.cuda.device_count(), reader.metrics or [], reader.no_model)
+
+
+def _left_out(reader: _Reader, methods: Sequence[Method], vary: dict[str, list[str]]) -> list[Method]:
+    """Return the methods without each site; try the first of each, and note what sets the seed of all."""
+    found = without_each(methods, reader.sites, list(reader.no_model))
+    tried: set[str] = set()
+    for method in found:
+        assert method.left_out is not None
+        of = method.left_out[0]
+        vary[method.name] = vary[of]
+        if of not in tried:
+            tried.add(of)
+            reader.read_config(f"{of} without {method.left_out[1]}", method.config)
+    return found
 
 
 @dataclass
@@ -121,15 +146,26 @@ class _Reader:
 
     Attributes:
         request: What was asked for.
-        clients: Known numbers of clients, by data configuration.
+        clients: Known clients, by data configuration.
         optimizer_state: What becomes of optimizers between visits, in the configuration read last; `None` where these have
             no momentum, moments or schedule, so that it makes no difference.
+        sites: Clients of each method.
+        no_model: Methods without a model for clients that never trained -> why.
     """
 
     request: Request
-    clients: dict[str, int]
+    clients: dict[str, list[str]]
     optimizer_state: str | None = None
     metrics: list[str] | None = None
+    sites: dict[str, list[str]] = field(default_factory=dict)
+    no_model: dict[str, str] = field(default_factory=dict)
+    last: tuple[list[str], str | None] = ([], None)
+
+    def keep(self, name: str) -> None:
+        """Note under a method's name what was read last: its clients, and why it has no model for newcomers."""
+        self.sites[name], why = self.last
+        if why is not None:
+            self.no_model[name] = why
 
     def read(self, name: str, files: Sequence[str], options: Sequence[str]) -> tuple[Config, int, list[str]]:
         """Return the complete configuration, the number of clients, and the keys that vary with the seed."""
@@ -164,7 +200,9 @@ class _Reader:
         if self.request.vary is None and _DATA_SEED in arguments:
             arguments[_DATA_SEED] = 0
             vary = [*vary, f"data.init_args.{_DATA_SEED}"]
-        clients = self._count(cli.datamodule, config["data"])
+        ids = self._clients(cli.datamodule, config["data"])
+        clients = len(ids)
+        self.last = ids, next(filter(None, map(_no_model, cli.trainer.arguments["callbacks"] or ())), None)
         self.optimizer_state = None if have_memory(cli.model) is False else cli.trainer.optimizer_state
         if self.request.rehearse and cli.trainer.arguments["engine"] not in ELSEWHERE:
             metrics = _rehearsed(cli)
@@ -174,10 +212,11 @@ class _Reader:
             config["trainer"]["test_data"] = [LOCAL, POOLED, "clients"]
         return config, clients, vary
 
-    def _count(self, datamodule: Any, section: Any) -> int:
-        """Set up the data, downloading them if allowed, and count their clients."""
+    def _clients(self, datamodule: Any, section: Any) -> list[str]:
+        """Set up the data, downloading them if allowed, and return their clients."""
         from fedlightning.arguments import federated_data
         from fedlightning.compat.quiet import quiet
+        from fedlightning.study.subgroups import check_subgroups
 
         key = json.dumps(section, sort_keys=True, default=str)
         if key not in self.clients:
@@ -185,12 +224,19 @@ class _Reader:
             with quiet():
                 data.prepare_data()
                 data.setup("fit")
-            self.clients[key] = len(data.client_ids)
+            self.clients[key] = list(data.client_ids)
+            check_subgroups(data, self.request.columns)
         return self.clients[key]
 
 
 ELSEWHERE = ("ray", "flower")
 """Engines of which no dry run is made: they would start processes on other machines."""
+
+
+def _no_model(callback: Any) -> str | None:
+    """Return why a callback leaves a client that never trained without a model; `None` if it does not."""
+    newcomers = getattr(getattr(callback, "facts", None), "newcomers", None)
+    return newcomers.no_model if newcomers is not None and newcomers.no_model else None
 
 
 def _rehearsed(cli: Any) -> list[str]:

@@ -10,7 +10,7 @@ how these are set up, described and asked: :meth:`~Engine.set_up`, :meth:`~Engin
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self, TypeVar
@@ -140,6 +140,7 @@ class Engine(ABC):
         shares_disk: Whether tasks can write into the run's folder.
         brings_models: Whether clients' models are sent here when a run ends, where tasks cannot write into its folder.
         no_public: What is said, after its name, of a method that needs public data and has none; empty: it says so itself.
+        statistics: What clients agreed on before round 1, as it is kept in the run's folder; `None`: nothing.
         attempts: What becomes of tasks that fail. An engine carries out each task by way of them: it leaves out what
             they say is left out, and settles every answer with them before it keeps the record.
     """
@@ -153,6 +154,7 @@ class Engine(ABC):
         self.runner = runner
         self.store = store
         self.attempts = Attempts()
+        self.statistics: dict[str, Any] | None = None
 
     @property
     def sites(self) -> dict[str, str]:
@@ -172,6 +174,14 @@ class Engine(ABC):
     def leave_out(self, clients: Collection[str]) -> None:
         """Keep clients out of training: they are in no union of the data, and asked for by name they are still there."""
         self.runner.leave_out(clients)
+
+    def measure(self) -> dict[str, dict[str, Any]]:
+        """Return what each client gives for the statistics before round 1."""
+        return self.runner.measure()
+
+    def agree(self, totals: Mapping[str, Any]) -> None:
+        """Let all data be prepared with the totals, where they are."""
+        self.runner.agree(totals)
 
     def describe(self, leave_out: Collection[str] = (), parts: Collection[Part] = ()) -> Description:
         """Describe the clients' data."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities import rank_zero_info
 
 from fedlightning.federation import stages as stage_scores
+from fedlightning.federation import statistics
 from fedlightning.federation.changes import Fingerprint, refuse_mixed_validation
 from fedlightning.federation.costs import Costs
 from fedlightning.federation.deployed import WHEN, export
@@ -146,6 +147,8 @@ class Federation:
         self.remember_decisions()
         if told := in_words(self.server.callbacks, self.server.outgoing):
             rank_zero_info(told)
+        if self.recorder.run is not None and self.recorder.writes:
+            statistics.keep(self.engine, self.recorder.run.path)
         self.server.callbacks.event("on_federation_start", self.server)
         if self._saves:
             assert self.lasting is not None  # found before round 1, not in its time

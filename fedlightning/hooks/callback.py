@@ -52,6 +52,7 @@ OF_FACTS = {
     "newcomers",
     "by_record",
     "optimizer_state",
+    "no_statistics",
 }
 """Words that a callback says in :attr:`FederatedCallback.facts`, and nowhere else."""
 BASES = {"Callback", "FederatedCallback", *FAMILIES.values()}

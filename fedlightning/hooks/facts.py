@@ -202,6 +202,8 @@ class Facts:
             clipped gradients of single records it has to be.
         optimizer_state: Whether optimizers begin anew in every visit (`"reset"`) or go on (`"keep"`) where the user does not
             say; `None`: no opinion.
+        no_statistics: Why statistics of the data before round 1 are refused, as the end of a sentence that begins with the
+            callback's name; empty: they are not.
 
     Example:
         >>> facts = Facts(changes={Change.START}).extend(changes={Change.PARTS}, takes_part=False)
@@ -219,6 +221,7 @@ class Facts:
     newcomers: Newcomers = Newcomers()
     by_record: bool = False
     optimizer_state: Literal["reset", "keep"] | None = None
+    no_statistics: str = ""
 
     def __post_init__(self) -> None:
         refuse_other_words("Facts", self.changes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from fedlightning.scoring.metrics import bare, higher_is_better
@@ -12,6 +13,7 @@ from fedlightning.study.baselines import fingerprint, odd_splits, why_not
 from fedlightning.study.columns import GLOBAL, PERSONAL
 from fedlightning.study.measures import Estimate, RunScores, SeedScore, common_metric, estimate
 from fedlightning.study.runs import DEPLOYED, Run
+from fedlightning.study.samples import Predicted, read
 from fedlightning.study.tables import RunTables, tables_of
 
 Table = list[dict[str, Any]]
@@ -25,7 +27,8 @@ class StudyData:
     :class:`fedlightning.study.study.Study` adds the tables and says what the arguments are.
 
     Attributes:
-        runs: All runs, failed ones included.
+        runs: All runs, failed ones included, but those of leave-one-site-out.
+        left_out: Runs of leave-one-site-out.
         methods: Names in the order given; baselines that `compare` added come last.
         seeds: Seeds of all runs, ascending.
         finished: (method, seed) -> scores of every run that has a result.
@@ -41,7 +44,9 @@ class StudyData:
         interval: str = "t",
         split: str = "test",
     ) -> None:
-        self.runs = list(runs)
+        given = list(runs)
+        self.runs = [run for run in given if run.site is None]
+        self.left_out = [run for run in given if run.site is not None]
         if not self.runs:
             raise ValueError("There is no run to compare. Give run folders, or the --out folder of a compare.")
         self.metric = bare(metric) if metric is not None else common_metric(self.runs, split)
@@ -80,6 +85,13 @@ class StudyData:
     def tables(self) -> dict[tuple[str, int], RunTables]:
         """(method, seed) -> `clusters.csv` and `ledger.csv` of every run that has a result."""
         return {key: tables_of(found.run) for key, found in self.finished.items()}
+
+    @cached_property
+    def samples(self) -> dict[Path | None, Predicted]:
+        """Folder of a run -> predicted probabilities of test samples, of finished runs that have them."""
+        runs = [run for run in (*self.runs, *self.left_out) if run.path is not None and run.error is None]
+        held = {run.path: read(run.path) for run in runs if run.path is not None}
+        return {path: found for path, found in held.items() if found is not None}
 
     # -- methods and seeds -----------------------------------------------------------------------------------------
     @property

@@ -14,6 +14,7 @@ from fedlightning.run.files import write_text_atomically
 from fedlightning.study.architectures import architectures
 from fedlightning.study.clusters import clusters, memberships
 from fedlightning.study.data import StudyData, Table
+from fedlightning.study.external import calibrations, external, subgroups
 from fedlightning.study.overview import overview
 from fedlightning.study.problems import find_problems
 from fedlightning.study.ranks import ranks
@@ -26,6 +27,9 @@ TABLES = ("results", "overview", "problems")
 """Keys of `comparison.json` that hold lines of a table; the others say what the lines are of."""
 SOMETIMES: dict[str, Callable[[StudyData], Table]] = {
     "unseen": unseen,
+    "external": external,
+    "calibration": calibrations,
+    "subgroups": subgroups,
     "architectures": architectures,
     "clusters": clusters,
     "memberships": memberships,
@@ -46,7 +50,8 @@ def write_comparison(study: StudyData | Mapping[str, StudyData], out: str | Path
 
     Where clients have models of different architectures, the JSON has `architectures`. Where runs held clients out, it has
     `unseen`, their scores; no other mean holds them. Where runs have a `clusters.csv`, it has `clusters` and `memberships`;
-    where they have a `ledger.csv`, `ledgers` and `tokens`; where they have a virtual clock, `timeline`.
+    where they have a `ledger.csv`, `ledgers` and `tokens`; where they have a virtual clock, `timeline`. Of
+    leave-one-site-out it has `external`, and where there are probabilities `calibration` and `subgroups`.
 
     The CSV has `results` without nested columns: `ci95` becomes `ci95_low` and `ci95_high`, and `undefined` and
     `diverged` become text. Values by seed and by client are only in the JSON.

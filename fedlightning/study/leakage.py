@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,8 @@ from torch.utils.data import DataLoader, Subset
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.fitted import Fitted
 from fedlightning.seeding import generator
-from fedlightning.visit.probes import NoLossError, move_batch, sample_losses
+from fedlightning.study.predicted import class_probabilities, prepared
+from fedlightning.visit.probes import NoLossError, sample_losses
 
 FALSE_ALARMS = 0.01
 """Share of non-members taken for members at which the attack's hits are counted."""
@@ -159,6 +159,7 @@ def leakage(
         ValueError: If no model could be attacked.
     """
     missing: list[str] = []
+    data = prepared(trainer, data)
     models: dict[str, list[str]] = {"global": list(data.client_ids)} | {client: [client] for client in data.client_ids}
     rows, known = [], None
     for name, clients in models.items():
@@ -211,22 +212,17 @@ def _probabilities(
     trainer: Fitted, data: FederatedDataModule, most: int, checkpoint: str, seed: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the global model's probabilities of test samples, whose they are, and their classes."""
-    module = trainer.module(None, checkpoint).eval()
+    module = trainer.module(None, checkpoint)
     rows, clients, labels = [], [], []
     each = max(2, most // len(data.client_ids))
     for number, client in enumerate(data.client_ids):
         loader = _few(data, client, "test", each, seed)
-        for index, batch in enumerate(islice(loader, 10**6) if loader is not None else ()):
-            with torch.no_grad():
-                found = module.predict_step(move_batch(module, batch), index)
-            target = batch[1] if isinstance(batch, list | tuple) and len(batch) > 1 else None
-            if not isinstance(found, torch.Tensor) or found.dim() != 2 or not found.is_floating_point():
-                raise ValueError("predict_step gives no probabilities of shape (batch, classes)")
-            if not isinstance(target, torch.Tensor) or target.dim() != 1:
-                raise ValueError("batches have no labels in the second place")
-            rows.append(found.double().cpu().numpy())
-            labels.append(target.long().numpy())
-            clients += [number] * len(found)
+        if loader is None:
+            continue
+        found, own = class_probabilities(module, loader)
+        rows.append(found)
+        labels.append(own)
+        clients += [number] * len(found)
     if len(set(clients)) < 2:
         raise ValueError("fewer than two clients have test samples")
     return np.concatenate(rows), np.array(clients), np.concatenate(labels)

@@ -39,6 +39,7 @@ class Run:
         config: Content of `config.yaml`.
         error: Reason why there is no result, `None` for a finished run.
         baseline: Whether `compare` added it as a baseline.
+        site: The client that was held out, of a run of leave-one-site-out; `None` for an ordinary run.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Run:
     config: dict[str, Any] = field(default_factory=dict, repr=False)
     error: str | None = None
     baseline: bool = False
+    site: str | None = None
 
     @cached_property
     def clients(self) -> list[str]:
@@ -154,6 +156,7 @@ def runs_below(path: Path) -> list[Path]:
 def _runs_of(folder: Path) -> list[Run]:
     study = read_study_file(folder / STUDY_FILE)
     added = {method["name"] for method in study["methods"] if method.get("baseline")}
+    left_out = {method["name"]: method["left_out"] for method in study["methods"] if method.get("left_out")}
     runs = []
     for entry in study["runs"]:
         done = entry["state"] == "done"
@@ -161,8 +164,9 @@ def _runs_of(folder: Path) -> list[Run]:
         path = folder / entry["folder"]
         if done and not (path / "summary.json").exists():
             error = f"Its folder {path} has no summary.json any more."
-        run = load_run(path, entry["run"], error, entry["run"] in added)
-        runs.append(replace(run, seed=int(entry["seed"])))
+        name, site = left_out.get(entry["run"], (entry["run"], None))
+        run = load_run(path, name, error, entry["run"] in added)
+        runs.append(replace(run, seed=int(entry["seed"]), site=site))
     return runs
 
 
@@ -223,6 +227,12 @@ def _fault_of_study(study: Mapping[str, Any]) -> str | None:
             for entry in entries
         ):
             return f"its {name} do not each have {', '.join(needed)}"
+    for entry in study["methods"]:
+        held = entry.get("left_out")
+        if held is not None and not (
+            isinstance(held, list) and len(held) == 2 and all(isinstance(v, str) for v in held)
+        ):
+            return "a method's left_out is no pair of a method and a site"
     outside = [
         run["folder"] for run in study["runs"] if not all(is_file_name(part) for part in run["folder"].split("/"))
     ]

@@ -13,6 +13,7 @@ from fedlightning.study import clusters as _clusters
 from fedlightning.study import costs as _costs
 from fedlightning.study import curves as _curves
 from fedlightning.study import differences as _differences
+from fedlightning.study import external as _external
 from fedlightning.study import incentives as _incentives
 from fedlightning.study import overview as _overview
 from fedlightning.study import scores as _scores
@@ -89,6 +90,9 @@ class Study(StudyData):
     matrix = _clients.matrix
     partition = _clients.partition
     unseen = _unseen.unseen
+    external = _external.external
+    calibrations = _external.calibrations
+    subgroups = _external.subgroups
     architectures = _architectures.architectures
     clusters = _clusters.clusters
     memberships = _clusters.memberships

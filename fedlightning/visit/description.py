@@ -46,6 +46,7 @@ class Description:
         public_print: Number and batch size of the public samples, and which they are where they are held by index.
         public_content: A hash of what the public data hold; `None` if nothing of it stays the same.
         content: A hash of a few training samples of some clients, where these are in memory; else `None`.
+        statistics: What the clients are to agree on before round 1: columns and words, no values; `None`: nothing.
     """
 
     module: str
@@ -64,6 +65,7 @@ class Description:
     public_print: str | None = None
     public_content: str | None = None
     content: str | None = None
+    statistics: dict[str, Any] | None = None
 
     def num_samples(self, client: str, split: str = "train") -> int:
         """Return the number of samples that a client holds in a split."""
@@ -100,6 +102,12 @@ class Description:
                 raise ValueError(
                     f"The sites of '{first.client_ids[0]}' and '{site.client_ids[0]}' have different public data "
                     f"({first.public_print or 'none'}; {site.public_print or 'none'}). Give every site the same."
+                )
+            if site.statistics != first.statistics:
+                raise ValueError(
+                    f"The sites of '{first.client_ids[0]}' and '{site.client_ids[0]}' are to agree on different statistics "
+                    f"({first.statistics or 'none'}; {site.statistics or 'none'}). Give every site the same scale, columns, "
+                    "categories, ranges and least."
                 )
         groups = [site.planted_groups for site in sites]
         known = all(group is not None for group in groups)
@@ -157,6 +165,7 @@ def describe(
         few.planted_groups,
         seed if isinstance(seed, int) else 0,
         together,
+        statistics=few.wanted_statistics,
         **found,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -105,6 +105,16 @@ class LocalRunner:
             self.left_out = [*self.left_out, *clients]
             self._described = None
             self._make_scorer()
+
+    def measure(self) -> dict[str, dict[str, Any]]:
+        """Return what each client that trains here gives for the statistics before round 1."""
+        return {client: self.data.statistics_of(client) for client in self.data.client_ids}
+
+    def agree(self, totals: Mapping[str, Any]) -> None:
+        """Prepare the data with the totals of all clients, from now on."""
+        self.data = self.data.with_statistics(totals)
+        self._described = None
+        self._make_scorer()
 
     def describe(self, leave_out: Collection[str] = (), parts: Collection[Part] = ()) -> Description:
         """Describe the data; see :func:`~fedlightning.visit.description.describe`."""

@@ -114,6 +114,44 @@ def test_the_process_that_watches_is_small():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
+def held_out_once(folder, capsys, *words):
+    assert main(["compare", *words, f"--out={folder}", "--leave-one-site-out", "--no-report"]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_each_site_is_held_out_once_and_finished_runs_are_kept(tmp_path, capsys):
+    words = [small(tmp_path / "a.yaml", "FedAvg"), "--seeds=1", "--baselines=Local"]
+    assert main(["compare", *words, "--out=out", "--no-report"]) == 0
+    shown = held_out_once("out", capsys, *words)
+    assert "2 runs, and 3 without one of 3 sites, 2 of them there already" in shown
+    assert "local is not trained without a site: it trains each client alone" in shown
+    runs = load_study(["out"])
+    assert [(run.name, run.site) for run in runs if run.site] == [("a", "0"), ("a", "1"), ("a", "2")]
+    assert all((run.path / "test_samples.npz").exists() for run in runs)
+    assert "5 of them there already" in held_out_once("out", capsys, *words)
+    assert main(["report", "out"]) == 0
+    assert "external" in json.loads(Path("out/comparison.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--trainer.held_out=1", "--leave-one-site-out"], "holds each site out once, but a sets trainer.held_out"),
+        (
+            ["--data.partitioner.num_clients=2", "--leave-one-site-out"],
+            "a has 2 sites; it takes 3 or more",
+        ),
+        (["--subgroup=sex"], "--subgroup is of the report of --leave-one-site-out"),
+        (["--subgroup=sex", "--leave-one-site-out"], "The samples of DigitsDataModule have no columns such as 'sex'"),
+    ],
+)
+def test_what_cannot_be_left_out_is_said(tmp_path, words, sentence, capsys):
+    assert main(["compare", small(tmp_path / "a.yaml"), "--seeds=1", "--baselines=none", *words]) == 2
+    assert sentence in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
 def test_runs_and_the_report_come_from_a_warm_server_and_the_watcher_stays_small(tmp_path):

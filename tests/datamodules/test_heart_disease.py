@@ -189,3 +189,13 @@ def test_grades_are_five_classes_of_the_same_patients_and_splits(root, data):
             assert torch.equal(x, u) and torch.equal(y, (v > 0).long())
     with pytest.raises(ValueError, match="grades and binary_float"):
         HeartDiseaseDataModule(grades=True, binary_float=True)
+
+
+def test_columns_are_those_of_the_features(data):
+    for client in data.client_ids:
+        x, _ = tensors(data, client, "test")
+        sex = np.array(data.sample_values(client, "test", "sex"))
+        assert set(sex) <= {"0", "1"} and len(np.unique(x[:, 1])) == len(set(sex))
+        assert (x[sex == "1", 1].min() if "1" in sex else 1) > (x[sex == "0", 1].max() if "0" in sex else 0)
+    with pytest.raises(ValueError, match="no column 'thal'"):
+        data.sample_values("va", "test", "thal")

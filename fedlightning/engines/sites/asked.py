@@ -93,6 +93,9 @@ ENVELOPES: dict[str, dict[str, Rule]] = {
         ),
         "export": YES_OR_NO,
         "template": when(lambda here, value: isinstance(value, dict), "it holds the weights that the run begins with"),
+        "statistics": small(
+            dict[str, dict[str, float] | list[float]] | None, "it says what the data have agreed on before round 1"
+        ),
         "code": small(dict[str, dict[str, str]], "it says which files the code of the server has"),
     },
     "turned away": {"why": when(lambda here, value: type(value) is str, "it is a sentence")},
@@ -105,6 +108,7 @@ ENVELOPES: dict[str, dict[str, Rule]] = {
         ),
     },
     "describe": {"leave_out": TEXTS},
+    "measure": {},
     "ping": {},
     "task": {
         "task": lambda here, value: None,  # the site looks at its kind, and RULES at the rest

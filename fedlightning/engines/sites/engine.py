@@ -78,6 +78,7 @@ class SitesEngine(Engine):
         self._stage = "fit"
         self._public: dict[str, Any] | None = None
         self._left_out: list[str] = []
+        self._totals: dict[str, Any] | None = None
         self._fixed: tuple[Any, dict[str, Any], str] | None = None  # a template, its agreement, a hash of its weights
         self._window = Window()
         self._members: list[str] = []
@@ -101,6 +102,7 @@ class SitesEngine(Engine):
             "stage": self._stage,
             "left_out": list(self._left_out),
             "public": self._public,
+            "statistics": self._totals,
             "code": self._code,
             "export": self.brings_models,
         }
@@ -139,6 +141,19 @@ class SitesEngine(Engine):
         if clients:
             self.runner.know(self.runner.described.without(clients))
             self._left_out += clients
+
+    def measure(self) -> dict[str, dict[str, Any]]:
+        """Ask every site for what its clients that train give for the statistics before round 1."""
+        found: dict[str, dict[str, Any]] = {}
+        for name, answer in self._ask_all({"do": "measure"}).items():
+            if not isinstance(answer, dict) or set(answer) - set(self.connections.clients[name]):
+                raise ConfigurationError(f"Site '{name}' does not give the statistics of its clients.")
+            found |= answer
+        return found
+
+    def agree(self, totals: Mapping[str, Any]) -> None:
+        """Tell every site the totals, now and whenever it is greeted again."""
+        self._totals = dict(totals)
 
     def describe(self, leave_out: Collection[str] = (), parts: Collection[Part] = ()) -> Description:
         """Describe the clients' data; they stay the same in a session, in whose greeting every site has told of its own."""

@@ -30,6 +30,7 @@ LEAVES: Mapping[str, How] = {
     "loaders": "as it is",
     "batches": "as it is",
     "together": "as it is",
+    "statistics": "as it is",
     "splits": "keyed",
     "content": "keyed",
     "public": "with public data",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -28,8 +29,10 @@ from fedlightning.errors import ConfigurationError
 from fedlightning.federation.checks import CheckThere
 from fedlightning.federation.deploy import Deploy
 from fedlightning.federation.engine import Visit
+from fedlightning.federation.statistics import refuse_covered
 from fedlightning.federation.store import Note
 from fedlightning.federation.trial import TryStep
+from fedlightning.run.files import read_json, readable_json, write_text_atomically, writing
 from fedlightning.run.fingerprint import differences
 from fedlightning.scoring.tasks import ScoreClient, ScoreModel
 from fedlightning.tensors import load_state, module_state
@@ -148,6 +151,9 @@ class Site:
             return write({"unknown": asked["session"]})
         if asked["do"] == "tasks":
             return self._tasks(session, asked)
+        if asked["do"] == "measure":
+            _refuse(fault_of_request("measure", asked))
+            return write({"answer": self._measured(session)})
         if asked["do"] == "describe":
             _refuse(fault_of_request("describe", asked))
             here = {*session.runner.data.client_ids}  # others are left out where they are
@@ -174,10 +180,39 @@ class Site:
             }
         }
 
+    def _measured(self, session: Session) -> dict[str, dict[str, Any]]:
+        """Return the sums of the clients that train here, once: those of a changed cohort would tell who is new."""
+        refuse_covered(session.runner.callbacks)
+        if session.runner.data.wanted_statistics is None:
+            raise RefusedError(f"the data of site '{self.name}' want no statistics.")
+        found = session.runner.measure()
+        path = self._folder / "statistics.json"
+        known = read_json(path) if path.exists() else {}
+        for client, sums in found.items():
+            prints = {name: hashlib.sha256(write(value)).hexdigest() for name, value in sums.items()}
+            before = known.setdefault(client, {})
+            other = next((name for name, one in prints.items() if before.get(name, one) != one), None)
+            if other is not None:
+                raise RefusedError(
+                    f"client '{client}' of site '{self.name}' has given other sums of '{other.partition(' ')[2]}': both "
+                    "would tell whose records are new. Start the site with the data and ranges of then; who answers for "
+                    f"the data may remove {path.name} from the site's folder."
+                )
+            before |= prints
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text_atomically(path, readable_json(known))
+        return found
+
     def _leaves(self, runner: LocalRunner) -> str:
         """Return what can leave this site's clients, in words."""
+        sums = runner.data.wanted_statistics is not None
         told = sorted({str(runner.leaving(client)) for client in runner.data.client_ids})
-        allowed = {"the models": self._export, "the texts of errors": self.texts.allowed}
+        allowed = {
+            "sums of training rows, once before round 1": sums,
+            "the models": self._export,
+            "the texts of errors": self.texts.allowed,
+        }
         return ", or ".join(told) + "".join(f"; {what}" for what, yes in allowed.items() if yes)
 
     def _told(self, found: Description, session: Session) -> Description:
@@ -218,6 +253,12 @@ class Site:
             runner.set_up(stage)
             self._stages.add(stage)
         self._compare_public(asked.get("public"))
+        if asked["statistics"] is not None:
+            if runner.data.wanted_statistics is None:
+                raise RefusedError(
+                    "it says what data have agreed on, by their statistics, and those here want to agree on nothing."
+                )
+            runner.agree(asked["statistics"])
         known = set(runner.data.client_ids)
         runner.leave_out([client for client in asked["left_out"] if client in known])
         self._given.clear()

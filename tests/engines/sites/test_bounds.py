@@ -222,6 +222,7 @@ HELLO: dict[str, list[Any]] = {
     "stage": ["predict", None, 3],
     "left_out": [None, "site0", [LONG], [3]],
     "public": [3, {}, {"samples": 1, "batch_size": 1, "content": "x"}],
+    "statistics": [3, {"moments x": 3}, {"moments x": [None]}, {LONG: [1.0]}, {"moments x": [1.0, 2.0, 3.0]}],
     "export": [True, None, "sites"],
     "template": [None, 3, {}, {"body.0.weight": torch.zeros(1)}],
     "code": [None, 3, {}, {"x": 3}, {"x": {"y": 3}}, {LONG: {}}, {"fedlightning": {"": "0"}}],

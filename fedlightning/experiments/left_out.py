@@ -1,0 +1,84 @@
+"""Leave-one-site-out: every method again without each site, and the predictions that its report is made of."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+from fedlightning.config.errors import InputError
+from fedlightning.experiments.methods import Method, tidy, unique
+from fedlightning.study.columns import FEWEST_SITES, LOCAL
+
+
+def without_each(
+    methods: Sequence[Method], sites: Mapping[str, Sequence[str]], excluded: Sequence[str]
+) -> list[Method]:
+    """Return each method once for each of its sites, which is kept out of training and scored on its test data.
+
+    Args:
+        methods: Methods that all sites train.
+        sites: Name of a method -> its clients.
+        excluded: Names of methods without a model for a site that never trained.
+
+    Raises:
+        InputError: If there are fewer than three sites, or a configuration holds clients out already.
+    """
+    found: list[Method] = []
+    used = {method.name.lower() for method in methods}
+    for method in methods:
+        if method.name in excluded:
+            continue
+        clients = sites[method.name]
+        if len(clients) < FEWEST_SITES:
+            raise InputError(
+                f"--leave-one-site-out: {method.name} has {len(clients)} sites; it takes {FEWEST_SITES} or more, "
+                "so that a federation is left when one is out."
+            )
+        if method.config["trainer"].get("held_out"):
+            raise InputError(
+                f"--leave-one-site-out holds each site out once, but {method.name} sets trainer.held_out. Leave one of "
+                "the two out."
+            )
+        for site in clients:
+            config = copy.deepcopy(method.config)
+            config["trainer"] |= {"held_out": [site], "test_data": [LOCAL]}
+            name = unique(tidy(f"{method.name}.without.{site}"), used)
+            used.add(name.lower())
+            found.append(replace(method, name=name, config=config, left_out=(method.name, site)))
+    return found
+
+
+def predict_runs(cli: str, folders: Sequence[Path], columns: Sequence[str], checkpoint: str) -> list[str]:
+    """Write the predictions of finished runs into their folders; return in sentences why some have none.
+
+    Args:
+        cli: `module:class` of the command line that parses the options of a run.
+        folders: Folders of runs. One that has such predictions keeps them.
+        columns: Columns of the data that subgroups are made of.
+        checkpoint: Models of the sites that trained.
+    """
+    from fedlightning.arguments import federated_data
+    from fedlightning.compat.quiet import quiet
+    from fedlightning.study import predicted, samples
+
+    module, _, name = cli.partition(":")
+    kind, missing = getattr(import_module(module), name), []
+    for folder in folders:
+        known = samples.read(folder)  # a run that is made anew has an empty folder
+        same = known is not None and known.checkpoint == checkpoint
+        if known is not None and same and (known.reason or set(columns) <= set(known.columns)):
+            continue
+        run = kind("predict", ["--config", str(folder / "config.yaml"), "--run", str(folder)])
+        with quiet():
+            run.trainer.restore(run.model, run.datamodule, folder)
+        data = federated_data(run.datamodule, None, None, None)
+        server = run.trainer.server
+        assert server is not None
+        found = predicted.predict_samples(run.trainer, data, server.held_out or server.clients, columns, checkpoint)
+        samples.write(folder, found)
+        if found.reason:
+            missing.append(found.reason)
+    return list(dict.fromkeys(missing))

@@ -1,0 +1,117 @@
+"""Probabilities that the models of a run give to test samples, had where the data are in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+
+from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.fitted import Fitted
+from fedlightning.study.runs import DEPLOYED
+from fedlightning.study.samples import Predicted
+from fedlightning.study.subgroups import values_of
+from fedlightning.visit.probes import move_batch
+
+CLOSE = 1e-3
+"""Probabilities of a sample add up to 1 but for rounding in half precision."""
+
+
+def predict_samples(
+    trainer: Fitted,
+    data: FederatedDataModule,
+    clients: Sequence[str],
+    columns: Iterable[str] = (),
+    checkpoint: str = DEPLOYED,
+) -> Predicted:
+    """Return the probabilities that clients' models give to their own test samples.
+
+    Args:
+        trainer: Fitted or restored.
+        data: Its data module, with those clients.
+        clients: Clients that trained, or that were held out: these have the model that the method gives to newcomers.
+        columns: Subgroups to keep beside, as `"sex"` or `"age>=65"`.
+        checkpoint: Models of clients that trained; the deployed ones are `best_local` where a client has one.
+    """
+    found: list[Predicted] = []
+    ready = prepared(trainer, data)
+    for client in clients:
+        loader = ready.client_dataloader(client, "test")
+        if loader is None or len(loader) == 0:
+            continue
+        try:
+            p, y = class_probabilities(_module(trainer, client, checkpoint), loader)
+            if not (np.isfinite(p).all() and (p >= 0).all() and (np.abs(p.sum(1) - 1) < CLOSE).all()):
+                raise ValueError("predict_step gives numbers that are no probabilities: they do not add up to 1")
+            if not ((y >= 0) & (y < p.shape[1])).all():
+                raise ValueError(f"labels go from {y.min()} to {y.max()}, and there are {p.shape[1]} probabilities")
+        except (ValueError, RuntimeError, TypeError) as error:  # of the user's predict_step, on batches with targets
+            return Predicted(reason=" ".join(str(error).split())[:300], checkpoint=checkpoint)
+        cells = {name: np.array(values_of(data, client, name), dtype=np.str_) for name in columns}
+        found.append(Predicted(np.full(len(y), client), y, np.clip(p, 0.0, 1.0), cells))
+    if not found:
+        return Predicted(reason="there are no test samples")
+    if len({one.probabilities.shape[1] for one in found}) > 1:
+        return Predicted(reason="clients' models have different classes")
+    return Predicted(
+        np.concatenate([one.clients for one in found]),
+        np.concatenate([one.labels for one in found]),
+        np.concatenate([one.probabilities for one in found]),
+        {name: np.concatenate([one.columns[name] for one in found]) for name in found[0].columns},
+        checkpoint=checkpoint,
+    )
+
+
+def prepared(trainer: Fitted, data: FederatedDataModule) -> FederatedDataModule:
+    """Return the data as the trainer's clients have them, with the statistics that these agreed on if there are any."""
+    if data.wanted_statistics is None or trainer.federation is None:
+        return data
+    return trainer.federation.engine.runner.data
+
+
+def class_probabilities(module: LightningModule, loader: Iterable[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Return probabilities `(n, classes)` by `predict_step`, and labels `(n,)`; one of shape `(n,)` is that of class 1.
+
+    Raises:
+        ValueError: If `predict_step` gives no probabilities, or batches have no labels in the second place.
+    """
+    module = module.eval()
+    rows, labels = [], []
+    for index, batch in enumerate(loader):
+        with torch.no_grad():
+            found = module.predict_step(move_batch(module, batch), index)
+        target = batch[1] if isinstance(batch, list | tuple) and len(batch) > 1 else None
+        if isinstance(target, torch.Tensor) and target.dim() == 2 and target.shape[1] == 2:
+            raise ValueError(
+                "the outcome is a time and an event: probabilities would be of a horizon, and a log hazard is none; "
+                "survival is judged by its C-index at each site"
+            )
+        if isinstance(found, torch.Tensor) and found.dim() == 2 and found.shape[1] == 1:
+            found = found.squeeze(1)
+        if isinstance(found, torch.Tensor) and found.dim() == 1:
+            found = torch.stack([1 - found, found], dim=1)
+        if not isinstance(found, torch.Tensor) or found.dim() != 2 or not found.is_floating_point():
+            raise ValueError("predict_step gives no probabilities of shape (batch, classes)")
+        if not isinstance(target, torch.Tensor) or target.dim() != 1:
+            raise ValueError("batches have no labels in the second place")
+        if target.is_floating_point() and not torch.equal(target, target.round()):
+            raise ValueError("the outcome is a number, not a class; calibration and decision curves are of classes")
+        rows.append(found.double().cpu().numpy())
+        labels.append(target.long().cpu().numpy())
+    return np.concatenate(rows), np.concatenate(labels)
+
+
+def _module(trainer: Fitted, client: str, checkpoint: str) -> LightningModule:
+    """Return a client's deployed model: the selected one where there is one, else as it stands."""
+    held_out = client in (trainer.server.held_out if trainer.server is not None else ())
+    if checkpoint == "best_global":
+        return trainer.module(None, checkpoint)
+    if checkpoint == DEPLOYED and not held_out:
+        try:
+            return trainer.module(client, "best_local")
+        except ValueError:  # it has selected none
+            return trainer.module(client, "latest")
+    return trainer.module(client, "latest" if held_out or checkpoint == DEPLOYED else checkpoint)

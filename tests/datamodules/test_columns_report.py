@@ -1,0 +1,73 @@
+"""Columns of a table at each client, against scipy and by hand."""
+
+from __future__ import annotations
+
+import csv
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from fedlightning.cli import main
+from fedlightning.datamodules import DigitsDataModule, IIDPartitioner
+from fedlightning.datamodules.columns_report import describe_columns, plot_images
+from tests.datamodules.test_statistics import stays, write_table
+
+
+@pytest.fixture
+def data(tmp_path):
+    found = stays(write_table(tmp_path / "t.csv"))
+    found.setup()
+    return found
+
+
+def test_the_test_and_the_effect_are_scipys(data):
+    found = {one.name: one for one in describe_columns(data, data.columns)}
+    assert "patient" not in found and "hospital" not in found
+    ages = [np.array([float(v) for v in data.sample_values(c, "train", "age") if v]) for c in "abcd"]
+    own = stats.kruskal(*ages)
+    assert found["age"].p == pytest.approx(own.pvalue)
+    assert found["age"].effect == pytest.approx(own.statistic / (sum(map(len, ages)) - 1))
+    assert found["sex"].test == "chi-square" and 0 <= found["sex"].effect <= 1
+    line = found["age"].clients[0]
+    assert line["missing"] == pytest.approx(1 - len(ages[0]) / data.num_samples("a")) and line["missing"] > 0
+    assert line["median"] == pytest.approx(np.median(ages[0]))
+    assert not {"min", "max"} & set(line)
+
+
+def test_a_test_takes_one_row_of_each_patient(data):
+    once = {one.name: one for one in describe_columns(data, ["sex"], group="patient")}["sex"]
+    every = {one.name: one for one in describe_columns(data, ["sex"])}["sex"]
+    assert once.clients == every.clients
+    counts = [len(set(data.sample_values(c, "train", "patient"))) for c in "abcd"]
+    sexes = [data.sample_values(c, "train", "sex") for c in "abcd"]
+    assert sum(counts) < sum(map(len, sexes)) and once.test == ""  # the first stay of each is of one sex here
+
+
+def test_few_values_have_no_outer_quantiles(tmp_path):
+    data = stays(write_table(tmp_path / "t.csv", rows=24))
+    data.setup()
+    (age,) = describe_columns(data, ["age"])
+    assert all(line["q05"] is None and line["q25"] is not None for line in age.clients)
+
+
+def test_the_command_shows_columns_and_images(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_table(tmp_path / "t.csv")
+    (tmp_path / "c.yaml").write_text(
+        "data: {class_path: fedlightning.datamodules.TabularFederatedDataModule, init_args: {path: t.csv, target: ill, "
+        "client: hospital, group: patient, scale: federated}}"
+    )
+    assert main(["partition", "--config", "c.yaml", "--images=2"]) == 0
+    shown = capsys.readouterr().out
+    assert "Kruskal-Wallis" in shown and "the samples are no images" in shown and "nan" not in shown
+    with open("partition/columns.csv") as file:
+        lines = list(csv.DictReader(file))
+    assert {line["column"] for line in lines} == {"age", "lactate", "sex", "dx", "unit", "ill"}
+
+
+def test_images_stand_side_by_side():
+    data = DigitsDataModule(IIDPartitioner(3), max_train=60)
+    data.setup()
+    figure = plot_images(data, most=4)
+    assert len(figure.axes) == 12 and figure.axes[0].get_title(loc="left") == data.client_ids[0]
