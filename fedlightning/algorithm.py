@@ -40,6 +40,7 @@ from fedlightning.hooks import (
     SubModels,
     TrainingData,
     UpdateCodec,
+    UpdateInterception,
     Weighting,
     WeightingName,
     facts,
@@ -74,6 +75,7 @@ __all__ = [
     "SubModels",
     "TrainingData",
     "UpdateCodec",
+    "UpdateInterception",
     # words of the contract
     "Arrivals",
     "Setup",

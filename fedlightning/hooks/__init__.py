@@ -20,6 +20,7 @@ from fedlightning.hooks.families import (
     SubModels,
     TrainingData,
     UpdateCodec,
+    UpdateInterception,
 )
 from fedlightning.hooks.words import (
     NEWCOMER,
@@ -59,6 +60,7 @@ __all__ = [
     "SubModels",
     "TrainingData",
     "UpdateCodec",
+    "UpdateInterception",
     "changes_in",
     "changes_of",
     "refuse_combinations",

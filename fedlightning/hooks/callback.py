@@ -36,6 +36,7 @@ FAMILIES = {
     "training_batches": "TrainingData",
     "encode": "UpdateCodec",
     "decode": "UpdateCodec",
+    "intercept": "UpdateInterception",
     "is_stackable": "Stackable",
     "stack_hooks": "Stackable",
 }
