@@ -70,8 +70,8 @@ class FLTrust(RobustRule):
         name = type(setup.template).__name__
         if not setup.has_public():
             raise ValueError(
-                "FLTrust trains at the server on data of its own, and the data module has no public data. Set public: another "
-                "data set, or public=0.1 (a share of every client's training samples)."
+                "FLTrust trains at the server on data of its own, and the data module has no public data. Set public: "
+                "another data set, or public=0.1 (a share of every client's training samples)."
             )
         setup.public_size()  # refuses samples without positions
         if not setup.module.automatic_optimization:
@@ -82,8 +82,8 @@ class FLTrust(RobustRule):
                 loss = training_loss(module, move_batch(module, setup.public_batch()))
         except Exception as error:
             raise ValueError(
-                f"FLTrust needs public samples with labels, like those of the clients, and {name}.training_step fails on them: "
-                f"{type(error).__name__}: {str(error).rstrip('.')}. Give such public data, or take another rule."
+                f"FLTrust needs public samples with labels, like those of the clients, and {name}.training_step fails on "
+                f"them: {type(error).__name__}: {str(error).rstrip('.')}. Give such public data, or take another rule."
             ) from error
         if not bool(torch.isfinite(loss)):
             raise ValueError(f"FLTrust: the loss of {name} on public data is {float(loss)}. Leave bad samples out.")
