@@ -88,9 +88,18 @@ def trained_again(
         if getattr(callback, "ledger", None) is not None:
             callback.ledger = None
     changes: dict[str, Any] = {
-        **{"default_root_dir": folder, "name": "again", "version": f"seed_{seed}", "logger": False, "seed": seed},
-        **{"enable_progress_bar": False, "save_state": 0, "max_time": None, "log_clients": False, "min_clients": 1},
-        **{"on_client_error": "skip", "client_retries": None},  # a canary that is not there has no samples
+        "default_root_dir": folder,
+        "name": "again",
+        "version": f"seed_{seed}",
+        "logger": False,
+        "seed": seed,
+        "enable_progress_bar": False,
+        "save_state": 0,
+        "max_time": None,
+        "log_clients": False,
+        "on_client_error": "skip",  # a canary that is not there has no samples
+        "client_retries": None,
+        "min_clients": 1,
     }
     made: Any = type(trainer)(**{**trainer.arguments, **changes, "callbacks": callbacks})
     with warnings.catch_warnings():

@@ -31,11 +31,11 @@ class Canaries:
     """How much privacy an audit run did not give, by the guesses of an attacker.
 
     Steinke, Nasr, Jagielski, "Privacy auditing with one (1) training run", NeurIPS 2023 (arXiv:2305.08846): each of
-    `canaries` records or clients with wrong labels is put into the training data by a coin of its own. Guessed are those whose
-    loss stands out most beside that in the run itself, which had no canaries: the lowest quarter is taken to have been there,
-    the highest not. Under ``(epsilon, 0)`` the number of right guesses is at most binomial with
-    ``e^epsilon / (1 + e^epsilon)``: the bound is that of Clopper and Pearson for their share, as an epsilon; `delta` is paid
-    for as in their theorem 5.2.
+    `canaries` records or clients with wrong labels is put into the training data by a coin of its own. Guessed are those
+    whose loss stands out most beside that in the run itself, which had no canaries: the lowest quarter is taken to have
+    been there, the highest not. Under ``(epsilon, 0)`` the number of right guesses is at most binomial with
+    ``e^epsilon / (1 + e^epsilon)``: the bound is that of Clopper and Pearson for their share, as an epsilon; `delta` is
+    paid for as in their theorem 5.2.
 
     Attributes:
         unit: What a canary is: `"record"` or `"client"`.
