@@ -15,7 +15,6 @@ from fedlightning.study.report.figures.images import side_by_side
 from fedlightning.study.report.html import Picture, Prose, Section
 
 FILE = "leakage.json"
-RATIO = "shadow runs"
 
 
 def leakage(context: Context) -> Section | None:
@@ -28,16 +27,16 @@ def leakage(context: Context) -> Section | None:
         Column("auc", "AUC", interval="interval", group="members by the loss",
                help="probability that a training sample has a lower loss than another one; 0.5: nothing is given away"),
         Column("hits", "found", "percent", group="members by the loss", help="members found at 1 % false alarms"),
-        Column("ratio", "AUC", interval="ratio_interval", group=f"members by {RATIO}",
+        Column("ratio", "AUC", interval="ratio_interval", group="members by shadow runs",
                help="the same by the likelihood ratio of each sample, which models without it give"),
-        Column("ratio_hits", "found", "percent", group=f"members by {RATIO}", help="members found at 1 % false alarms"),
+        Column("ratio_hits", "found", "percent", group="members by shadow runs", help="members found at 1 % false alarms"),
         Column("sites", "named", "percent", group="client of a sample",
                help="samples whose client the class probabilities name"),
         Column("chance", "by class alone", "percent", group="client of a sample"),
         Column("epsilon", "at least", decimals=2, group="epsilon", help="by canaries, with 95 % confidence"),
         Column("accounted", "accounted", decimals=2, group="epsilon"),
-        Column("psnr", "PSNR", "amount", group="images", help="decibels of images made again from one step's gradient"),
-        Column("psnr_of_mean", "of the mean image", "amount", group="images", help="that of a guess without gradient"),
+        Column("psnr", "PSNR", decimals=1, group="images", help="decibels of images made again from one step's gradient"),
+        Column("psnr_of_mean", "of the mean image", decimals=1, group="images", help="that of a guess without gradient"),
     ]  # fmt: skip
     if not rows:
         return None
@@ -62,10 +61,10 @@ def _found(context: Context) -> dict[tuple[str, str], dict[str, Any]]:
             continue
         try:
             one = read_json(path)
-        except UnreadableError:
+            _row(method, str(seed), one), in_words(one)
+        except (UnreadableError, AttributeError, KeyError, TypeError, ValueError):
             continue
-        if isinstance(one, dict):
-            found[method, str(seed)] = one
+        found[method, str(seed)] = one
     return found
 
 
@@ -79,17 +78,21 @@ def _row(method: str, seed: str, one: Mapping[str, Any]) -> dict[str, Any]:
         "seed": seed,
         "auc": members.get("auc"),
         "interval": _pair(members),
-        "hits": members.get("hits"),
+        "hits": _percent(members.get("hits")),
         "ratio": ratio.get("auc"),
         "ratio_interval": _pair(ratio),
-        "ratio_hits": ratio.get("hits"),
-        "sites": sites.get("accuracy"),
-        "chance": sites.get("chance"),
+        "ratio_hits": _percent(ratio.get("hits")),
+        "sites": _percent(sites.get("accuracy")),
+        "chance": _percent(sites.get("chance")),
         "epsilon": canaries.get("epsilon"),
         "accounted": canaries.get("accounted"),
         "psnr": images.get("psnr"),
         "psnr_of_mean": images.get("psnr_of_mean"),
     }
+
+
+def _percent(share: Any) -> float | None:
+    return 100 * share if is_number(share) else None
 
 
 def _pair(row: Mapping[str, Any]) -> list[float] | None:
@@ -105,7 +108,7 @@ def _pictures(
     lines = []
     for row in rows:
         label = row["method"] if len({one["seed"] for one in rows}) == 1 else f"{row['method']}, {row['seed']}"
-        for key, interval, how in (("auc", "interval", "loss"), ("ratio", "ratio_interval", RATIO)):
+        for key, interval, how in (("auc", "interval", "loss"), ("ratio", "ratio_interval", "ratio")):
             if is_number(row[key]):
                 lines.append(context.line(row["method"], [Dot(row[key], row[interval])], f"{label} ({how})"))
     if lines:
