@@ -15,10 +15,10 @@ from fedlightning.callbacks import ClientDP, FedAvg, SampleDP
 from fedlightning.cli import main
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.study.leakage import canaries, in_words, inversion, likelihood_ratio
-from fedlightning.study.leakage.canaries import epsilon_bound, p_value
-from fedlightning.study.leakage.inversion import distance, psnr
+from fedlightning.study.leakage.audit import epsilon_bound, p_value
+from fedlightning.study.leakage.gradients import distance, psnr
 from fedlightning.study.leakage.ratio import confidence, standing_out
-from tests.helpers import Toy, federate
+from tests.helpers import Toy, federate, toy_data
 
 pytest.importorskip("opacus")
 
@@ -79,7 +79,7 @@ def test_what_so_many_guesses_could_have_shown():
 
 # -- canaries in runs --------------------------------------------------------------------------------------------------
 def test_canaries_are_found_without_noise_and_nothing_is_changed():
-    data = by_heart({"a": 30}, test=60)
+    data = toy_data((40,), test=60, batch_size=16)
     trainer = federate(module(), data, [FedAvg()], max_rounds=1, local_epochs=60)
     before = {name: value.clone() for name, value in trainer.server.model.items()}
     found = canaries(trainer, data, count=60)
@@ -109,11 +109,29 @@ def test_the_bound_is_below_what_is_accounted_and_no_ledger_knows(dp, unit, tmp_
     assert "accounted as" in in_words({"canaries": found})[0]
 
 
+class Wide(Toy):
+    """Sixty numbers: room for many canaries."""
+
+    def make(self, hidden, dropout):
+        return torch.nn.Sequential(torch.nn.Linear(60, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 3))
+
+
 def test_a_client_that_is_a_canary_is_found_without_noise():
-    data = by_heart({"a": 20, "b": 20, "c": 20}, test=12)
-    trainer = federate(module(8), data, [FedAvg()], max_rounds=2, local_epochs=8)
-    found = canaries(trainer, data, count=24, unit="client")
-    assert found["unit"] == "client" and found["epsilon"] > 0
+    draw = torch.Generator().manual_seed(0)
+    weights = torch.randn(60, 3, generator=draw)
+
+    def loaders(count):
+        inputs = [torch.randn(count, 60, generator=draw) for _ in range(8)]
+        return {
+            str(place): DataLoader(TensorDataset(x, (x @ weights).argmax(1)), batch_size=16)
+            for place, x in enumerate(inputs)
+        }
+
+    data = LoaderDataModule(loaders(24), test=loaders(6))
+    torch.manual_seed(0)
+    trainer = federate(Wide(hidden=32), data, [FedAvg()], max_rounds=2, local_epochs=4)
+    found = canaries(trainer, data, count=30, unit="client")
+    assert found["unit"] == "client" and found["epsilon"] > 0.3
 
 
 def test_too_few_canaries():

@@ -32,10 +32,10 @@ class Canaries:
 
     Steinke, Nasr, Jagielski, "Privacy auditing with one (1) training run", NeurIPS 2023 (arXiv:2305.08846): each of
     `canaries` records or clients with wrong labels is put into the training data by a coin of its own. Guessed are those
-    whose loss stands out most beside that in the run itself, which had no canaries: the lowest quarter is taken to have
-    been there, the highest not. Under ``(epsilon, 0)`` the number of right guesses is at most binomial with
-    ``e^epsilon / (1 + e^epsilon)``: the bound is that of Clopper and Pearson for their share, as an epsilon; `delta` is
-    paid for as in their theorem 5.2.
+    of which the probability of the wrong label, ``exp(-loss)``, stands out most beside that in the run itself, which had no
+    canaries: the highest quarter is taken to have been there, the lowest not. Under ``(epsilon, 0)`` the number of right
+    guesses is at most binomial with ``e^epsilon / (1 + e^epsilon)``: the bound is that of Clopper and Pearson for their
+    share, as an epsilon; `delta` is paid for as in their theorem 5.2.
 
     Attributes:
         unit: What a canary is: `"record"` or `"client"`.
@@ -167,7 +167,7 @@ def canaries(
     before = _losses(trainer.module(None, checkpoint), data, chosen, seed)
     with TemporaryDirectory() as folder:
         again = trained_again(trainer, data, train, Path(folder), seed + 1)
-        learnt = before - _losses(again.module(None, checkpoint), data, chosen, seed)
+        learnt = (-_losses(again.module(None, checkpoint), data, chosen, seed)).exp() - (-before).exp()
         told = next(iter(sorted(Path(folder).rglob(TOLD))), None)
         accounted = read_json(told) if told is not None else {}
         again.close()
