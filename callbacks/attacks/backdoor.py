@@ -12,11 +12,11 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fedlightning.algorithm import Client, Range, Setup, TrainingData
+from fedlightning.algorithm import Client, Range, Setup, TrainingData, isolated, move_batch
 from fedlightning.callbacks.attacks.base import FACTS, BadClients
 from fedlightning.callbacks.shared.distillation import logits_of
 from fedlightning.ranges import PositiveInt
-from fedlightning.wrappers import Mixin, mix
+from fedlightning.wrappers import Mixin, mix, muted
 
 METRIC = "attack_success"
 
@@ -30,7 +30,8 @@ class Backdoor(TrainingData, BadClients):
     clients, the server's model is theirs.
 
     Whoever is scored logs `attack_success` beside the module's own metrics, at every stage: the share of the images of other
-    classes, each with the pattern, that the model takes for the target. A model without backdoor has its error rate there.
+    classes, each with the pattern, that the model takes for the target. A model without backdoor has its error rate there:
+    `clients=[]` measures it.
 
     Args:
         clients: The bad clients' ids.
@@ -72,8 +73,9 @@ class Backdoor(TrainingData, BadClients):
         if batch is None:
             return
         self.poisoned(batch)
-        with torch.no_grad():
-            classes = logits_of(setup.module, batch).shape[1]
+        module = copy.deepcopy(setup.module).eval()
+        with torch.no_grad(), isolated(self.key), muted(module):
+            classes = logits_of(module, move_batch(module, batch)).shape[1]
         if self.target >= classes:
             raise ValueError(f"Backdoor(target={self.target}): the model knows the classes 0 to {classes - 1}.")
 

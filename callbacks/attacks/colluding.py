@@ -77,9 +77,11 @@ class Colluding(UpdateInterception, BadClients):
             changes = torch.stack([change_of(*pair, old, names) for pair in known])
             parts = self.crafted(changes, len(pairs), len(bad)).split([old[name].numel() for name in names])
             for message, update in bad:
+                bad_state = {}
                 for name, part in zip(names, parts, strict=True):
                     start = message.state.get(name, old[name]).double()
-                    update.state[name] = (start + part.view_as(start)).to(update.state[name].dtype)
+                    bad_state[name] = (start + part.view_as(start)).to(update.state[name].dtype)
+                update.state = {**update.state, **bad_state}  # what the client keeps may be the same dict
 
 
 def change_of(message: Message, update: Update, old: State, names: Sequence[str]) -> Tensor:

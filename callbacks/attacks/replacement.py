@@ -83,15 +83,14 @@ class ModelReplacement(UpdateInterception, Attack):
         """Scale by the share of the bad clients in the mean of their model."""
         there = [pair for pair in zip(sent, updates, strict=True) if pair[1].error is None and pair[1].state]
         for model in dict.fromkeys(update.model for _, update in there):
-            weights = {update.client: server.weight(update) for _, update in there if update.model == model}
-            bad = sum(weight for client, weight in weights.items() if client in self.clients)
-            if not bad:
-                continue
-            factor = sum(weights.values()) / (bad * self.server_lr)
-            for message, update in there:
-                if update.model != model or update.client not in self.clients:
-                    continue
-                for name in server.architecture(model).trainable:
-                    if name in update.state:
-                        start, value = message.state.get(name, server.models[model][name]).double(), update.state[name]
-                        update.state[name] = (start + factor * (value.double() - start)).to(value.dtype)
+            pairs = [pair for pair in there if pair[1].model == model]
+            total = sum(server.weight(update) for _, update in pairs)
+            pairs = [pair for pair in pairs if pair[1].client in self.clients]
+            bad = sum(server.weight(update) for _, update in pairs)
+            for message, update in pairs if bad else ():
+                factor, old = total / (bad * self.server_lr), server.models[model]
+                scaled = {}
+                for name in (name for name in server.architecture(model).trainable if name in update.state):
+                    start, value = message.state.get(name, old[name]).double(), update.state[name]
+                    scaled[name] = (start + factor * (value.double() - start)).to(value.dtype)
+                update.state = {**update.state, **scaled}
