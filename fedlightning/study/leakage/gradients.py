@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
@@ -106,7 +105,11 @@ def inversion(
     scaled = ((torch.stack([images.cpu().double(), found]) - low) / max(high - low, 1e-12)).clamp(0, 1)
     scaled = scaled if scaled.dim() == 5 else scaled.unsqueeze(2)
     if picture is not None:
-        _draw(scaled, picture)
+        from fedlightning.study.report.drawing import look
+        from fedlightning.study.report.figures.images import side_by_side
+
+        with look():
+            side_by_side(scaled.tolist()).savefig(picture)
     kept = scaled.numpy().round(3).tolist() if scaled[0, 0].numel() <= KEPT else None
     ranges = (high - low) ** 2
     ratios = psnr(mse, ranges), psnr(guess, ranges)
@@ -203,15 +206,3 @@ def _nearest(true: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
     errors = (true[:, None] - found[None]).square().flatten(2).mean(dim=2)
     rows, columns = linear_sum_assignment(errors.numpy())
     return found[torch.as_tensor(columns)], errors[rows, columns]
-
-
-def _draw(images: Tensor, path: Path) -> None:
-    """Write true images above those that were found, each with pixels of several pixels' size."""
-    from matplotlib.image import imsave
-
-    rows = [torch.cat(list(torch.nn.functional.pad(row, (1, 1, 1, 1), value=1.0)), dim=2) for row in images]
-    both = torch.cat(rows, dim=1)
-    both = both[:3] if both.shape[0] >= 3 else both[:1].expand(3, -1, -1)
-    size = max(1, 320 // both.shape[-1])
-    pixels = both.permute(1, 2, 0).numpy().repeat(size, axis=0).repeat(size, axis=1)
-    imsave(path, np.ascontiguousarray(pixels))
