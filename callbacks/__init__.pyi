@@ -72,6 +72,7 @@ from fedlightning.callbacks.fesem_ma import FeSEMMA as FeSEMMA
 from fedlightning.callbacks.fjord import FjORD as FjORD
 from fedlightning.callbacks.fliu import FLIU as FLIU
 from fedlightning.callbacks.flora import FLoRA as FLoRA
+from fedlightning.callbacks.fltrust import FLTrust as FLTrust
 from fedlightning.callbacks.fml import FML as FML
 from fedlightning.callbacks.gpfl import GPFL as GPFL
 from fedlightning.callbacks.harmony import Harmony as Harmony

@@ -43,6 +43,7 @@ from fedlightning.hooks import (
     SubModels,
     TrainingData,
     UpdateCodec,
+    UpdateInterception,
     Weighting,
     WeightingName,
     facts,
@@ -78,6 +79,7 @@ __all__ = [
     "SubModels",
     "TrainingData",
     "UpdateCodec",
+    "UpdateInterception",
     # words of the contract
     "Arrivals",
     "Setup",

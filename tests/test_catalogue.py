@@ -30,6 +30,7 @@ NOT_ALGORITHMS = {
     "QSGD",
     "CoordinateMedian",
     "FederatedEarlyStopping",
+    "FLTrust",
     "GeometricMedian",
     "GlobalCheckpoint",
     "Krum",

@@ -29,6 +29,7 @@ OTHERS = (
     "Krum",
     "GeometricMedian",
     "CenteredClipping",
+    "FLTrust",
     "PrivateLR",
     "LocalCheckpoint",
     "PoissonSampling",

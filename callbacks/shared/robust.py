@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import torch
@@ -28,6 +28,10 @@ Bad = Annotated[int, Range("[0, inf)", "It counts bad clients.")]
 """A number of bad clients that a rule is to bear."""
 ONE_MODEL = Need("has to judge every update before it moves a model", (Change.MODEL_OF, Change.PLACES))
 """Methods that keep several models make some of them out of single updates, as where clusters are founded or split."""
+
+
+Combine = Callable[[Tensor, Tensor], Tensor]
+"""Makes one change of `(m, d)` changes and their weights."""
 
 
 class RobustRule(FederatedCallback):
@@ -64,6 +68,10 @@ class RobustRule(FederatedCallback):
             changes: A row a client, `(m, d)`, float64.
             weights: Weights of the clients, `(m,)`, which sum to 1.
         """
+
+    def rule_of(self, server: Server, model: str, names: Sequence[str]) -> Combine:
+        """Return what combines this round's changes of some entries: :meth:`combine`, unless the server adds to it."""
+        return self.combine
 
     @property
     def facts(self) -> Facts:
@@ -113,15 +121,18 @@ class RobustRule(FederatedCallback):
             new |= {name: _median(torch.stack([one[name] for one in those])) for name in names if name not in trainable}
             if judged:
                 shares = torch.tensor([weights[index] for index in who], dtype=torch.float64)
-                new |= self._combined(old, judged, those, shares / shares.sum())
+                combine = self.rule_of(server, updates[0].model, judged)
+                new |= self._combined(old, judged, those, shares / shares.sum(), combine)
         return new
 
-    def _combined(self, old: State, names: Sequence[str], states: Sequence[State], weights: Tensor) -> State:
+    def _combined(
+        self, old: State, names: Sequence[str], states: Sequence[State], weights: Tensor, combine: Combine | None = None
+    ) -> State:
         rows = [
             torch.cat([(state[name].double() - old[name].double()).flatten() for name in names]) for state in states
         ]
         changes = torch.stack(rows)
-        change = self.combine(mixed(changes, self.mixing) if self.mixing else changes, weights)
+        change = (combine or self.combine)(mixed(changes, self.mixing) if self.mixing else changes, weights)
         parts = change.split([old[name].numel() for name in names])
         return {
             name: (old[name].double() + part.view_as(old[name])).to(old[name].dtype)

@@ -8,23 +8,20 @@ from json import dumps
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from fedlightning.commands.folders import find_run, leave_nothing, to_resume, with_run_config
-from fedlightning.commands.json_output import plain, print_json
+from fedlightning.commands.json_output import print_json
+from fedlightning.commands.leaks import Attack, leakage_by, show_leakage
 from fedlightning.commands.partition import PartitionCommand
 from fedlightning.commands.terminal import console, say, shown
-from fedlightning.compat.rich_tables import print_whole
 from fedlightning.config.errors import InputError, explain
 from fedlightning.config.parsing import FederatedCLI
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.onboarding import SUMMARY
-from fedlightning.run.files import is_writer, read_json, save_tensors, write_text_atomically, writing
+from fedlightning.run.files import is_writer, read_json, save_tensors, writing
 from fedlightning.scoring.table import evaluation_line, print_results
 from fedlightning.study.failures import failures_line
-from fedlightning.study.leakage import in_words, leakage
 from fedlightning.trainer import FederatedTrainer
 
 
@@ -161,32 +158,43 @@ class Commands(FederatedCLI):
                 say(console(), f"\n{line}", markup=False)
             say(console(), f"\nOnboarding: {shown(folder / SUMMARY)}")
 
-    def leakage(self, run: str, samples: int = 1000, checkpoint: str = "latest", json: bool = False) -> None:
-        """Attack the models of a finished run: who was in the training data, and whose is a sample. The data have to be here.
+    def leakage(
+        self,
+        run: str,
+        attack: Attack = "usual",
+        samples: int = 1000,
+        shadows: int = 16,
+        canaries: int = 100,
+        unit: Literal["record", "client"] = "record",
+        batch: int = 1,
+        checkpoint: str = "latest",
+        json: bool = False,
+    ) -> None:
+        """Attack the models of a finished run: who was in the training data, whose is a sample, how much the gradient shows.
 
-        The results go to leakage.json of the run's folder.
+        The data have to be here. Attacks: usual (membership by the loss, and whose a sample is), ratio (membership by shadow
+        runs, each as long as the run), canaries (a bound of epsilon from below, by one more run), inversion (images from the
+        gradient of one step). The results go to leakage.json of the run's folder, beside those of the other attacks.
+
+        Args:
+            run: Folder of the run.
+            attack: The attack.
+            samples: Samples to try, at most, of each model's training and other data.
+            shadows: Number of shadow runs.
+            canaries: Number of canaries, at most.
+            unit: What a canary is.
+            batch: Images of the step that is inverted, 1 to 4.
+            checkpoint: Models to attack: latest, best_local or best_global.
+            json: Print the results as one line of JSON too, the last one.
         """
         folder = find_run(run)
         self.trainer.restore(self.model, self.datamodule, folder)
-        try:
-            found = leakage(self.trainer, self.datamodule, samples, checkpoint)
-        except ValueError as error:
-            raise InputError(str(error)) from error
+        with self._in_words():
+            found = leakage_by(
+                attack, self.trainer, self.datamodule, folder, samples, shadows, canaries, unit, batch, checkpoint
+            )
         if is_writer():
-            write_text_atomically(folder / "leakage.json", dumps(plain(found), indent=1) + "\n")
-            screen = console()
-            table = Table(box=SIMPLE_HEAD, pad_edge=False)
-            for name in ("model", "members", "others", "AUC", "95 % interval", "found at 1 % false alarms"):
-                table.add_column(name, justify="left" if name == "model" else "right")
-            for row in found["membership"]:
-                numbers = f"{row['auc']:.3f}", f"{row['low']:.3f} to {row['high']:.3f}", f"{row['hits']:.1%}"
-                table.add_row(row["model"], str(row["members"]), str(row["others"]), *numbers)
-            print_whole(screen, table)
-            for line in in_words(found):
-                say(screen, f"\n{line}", markup=False)
-            say(screen, f"\nWritten: {shown(folder / 'leakage.json')}")
-            if json:
-                print_json("leakage", run=folder, **found)
+            show_leakage(found, attack, folder, console(), json)
 
     @contextmanager
     def _in_words(self) -> Iterator[None]:

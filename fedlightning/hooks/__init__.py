@@ -21,6 +21,7 @@ from fedlightning.hooks.families import (
     SubModels,
     TrainingData,
     UpdateCodec,
+    UpdateInterception,
 )
 from fedlightning.hooks.outgoing import Cover, Kind, Outgoing
 from fedlightning.hooks.words import (
@@ -65,6 +66,7 @@ __all__ = [
     "SubModels",
     "TrainingData",
     "UpdateCodec",
+    "UpdateInterception",
     "changes_in",
     "changes_of",
     "refuse_combinations",

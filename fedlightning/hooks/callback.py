@@ -38,6 +38,7 @@ FAMILIES = {
     "decode": "UpdateCodec",
     "covers": "Protection",
     "class_means": "Protection",
+    "intercept": "UpdateInterception",
     "is_stackable": "Stackable",
     "stack_hooks": "Stackable",
 }

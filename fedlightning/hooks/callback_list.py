@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedlightning.hooks.callback import FAMILIES, FederatedCallback, refuse_lost_facts
 from fedlightning.hooks.facts import FOLLOWS, Change
-from fedlightning.hooks.families import Protection
+from fedlightning.hooks.families import Protection, UpdateInterception
 from fedlightning.hooks.outgoing import Kind, Outgoing
 from fedlightning.hooks.words import WEIGHTINGS
 from fedlightning.messages import Update
@@ -134,6 +134,10 @@ class CallbackList:
     def loss_terms(self) -> list[FederatedCallback]:
         """Return the callbacks that have a loss-form term."""
         return [callback for callback in self.callbacks if callback.claims("training_loss")]
+
+    def intercepting(self) -> list[UpdateInterception]:
+        """Return the callbacks that change updates on their way."""
+        return [one for one in self.callbacks if isinstance(one, UpdateInterception) and one.claims("intercept")]
 
     def find(self, kind: type[T]) -> T | None:
         """Return the first callback of a class, or `None`."""

@@ -165,6 +165,28 @@ class Protection(FederatedCallback):
         raise NotImplementedError
 
 
+class UpdateInterception(FederatedCallback):
+    """Base of attackers who work together: they change updates on their way to the server, in simulation.
+
+    A client alone knows nothing of the others. Here the updates of a list of jobs are held together before the server takes
+    any of them in, and are checked again afterwards. Synchronous loops only.
+    """
+
+    @property
+    def facts(self) -> Facts:
+        """Whatever arrives alone cannot be held beside others."""
+        return super().facts.extend(asynchronous=False)
+
+    def intercept(self, server: Server, sent: Sequence[Message], updates: Sequence[Update]) -> None:
+        """Replace entries of `update.state`; tensors are never edited in place. Chains.
+
+        Args:
+            server: The server, before the updates are taken in; not to be changed.
+            sent: The messages that are answered.
+            updates: Their updates in the same order; those with an error are left out of the round.
+        """
+
+
 class Stackable(FederatedCallback):
     """Base of callbacks that work in Lightning's hooks inside a fit, and bring the same work for a stack of clients.
 

@@ -160,7 +160,7 @@ def run_round(
         carried_out = [job for job in asked if job is not None]
         visited = visited or bool(carried_out)
         sent = messages(server, carried_out, visits)
-        answers = engine.run(sent if times is None else times.noted(sent), evaluate, partial(checked, server))
+        answers = visit_all(server, engine, sent if times is None else times.noted(sent), evaluate)
         arriving = ((update, None) for update in answers) if times is None else times.arriving(answers)
         first = len(intake.done)
         updates = [
@@ -204,6 +204,19 @@ def begin_plan(server: Server) -> tuple[Plan, list[Job] | None]:
             f"that would have no effect. Leave {chooser.key} out."
         )
     return plan, jobs
+
+
+def visit_all(server: Server, engine: Engine, sent: Iterator[Message], evaluate: Evaluate) -> Iterator[Update]:
+    """Yield the checked updates of messages; attackers who work together get hold of all of them before."""
+    check, attackers = partial(checked, server), server.callbacks.intercepting()
+    if not attackers:
+        yield from engine.run(sent, evaluate, check)
+        return
+    held = list(sent)
+    updates = list(engine.run(held, evaluate, check))
+    for attacker in attackers:
+        attacker.intercept(server, held, updates)
+    yield from map(check, held, updates)
 
 
 def take_in(intake: Intake, job: Job, update: Update, late: str | None) -> Update:

@@ -19,6 +19,7 @@ from fedlightning.study.report.sections import (
     failures,
     fairness,
     layers,
+    leakage,
     scores,
     setting,
     statistics,
@@ -112,6 +113,7 @@ PARTS = (
     terms.terms,
     setting.partition,
     layers.layers,
+    leakage.leakage,
     failures.failures,
 )
 """The sections of a study, in the order of the page."""

@@ -67,12 +67,16 @@ def dot_plot(
     zero: bool = False,
     groups: Sequence[str] = (),
     limits: tuple[float, float] | None = None,
+    at: float | None = None,
 ) -> Figure:
-    """Draw horizontal dots with intervals, the first line on top. A line without any number says so in red."""
+    """Draw horizontal dots with intervals, the first line on top; `at`: a value to compare with.
+
+    A line without any number says so in red.
+    """
     spread = min(0.22, 0.6 / max(1, len(groups)))
     figure, axes = panel(height=min(9.0, 0.75 + max(2, len(lines)) * (0.3 if len(groups) < 2 else 0.36)))
-    if zero:
-        axes.axvline(0, color=INK, linewidth=1)
+    if zero or at is not None:
+        axes.axvline(at or 0, color=INK, linewidth=1)
     for place, line in enumerate(lines):
         if not any(is_number(dot.mean) for dot in line.dots):
             no_value(axes, place)

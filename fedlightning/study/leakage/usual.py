@@ -1,8 +1,8 @@
-"""What the models of a run give away about the samples that they were trained on: two attacks, and what they got."""
+"""Attacks that need no further training: membership by the loss, and whose a sample is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -226,21 +226,3 @@ def _probabilities(
     if len(set(clients)) < 2:
         raise ValueError("fewer than two clients have test samples")
     return np.concatenate(rows), np.array(clients), np.concatenate(labels)
-
-
-def in_words(found: Mapping[str, Any]) -> list[str]:
-    """Return what the attacks got, in sentences."""
-    rows = found["membership"]
-    worst = max(rows, key=lambda row: row["auc"])
-    telling = len([row for row in rows if row["low"] > 0.5])
-    lines = [
-        f"Membership: the loss tells {telling} of {len(rows)} models' training samples "
-        f"from others (95 % interval above 0.5); the most, that of '{worst['model']}', with AUC {worst['auc']:.3f}."
-    ]
-    sites = found["sites"]
-    if sites is not None:
-        lines.append(
-            f"Sites: class probabilities name a sample's client in {sites['accuracy']:.1%} of cases; its class alone in "
-            f"{sites['chance']:.1%} (p = {sites['p']:.3g})."
-        )
-    return lines + [f"Not tried: {why}" for why in found["missing"]]

@@ -1,0 +1,20 @@
+"""Attacks of clients, for research on robust aggregation: never beside real sites."""
+
+from fedlightning.callbacks.attacks.backdoor import Backdoor
+from fedlightning.callbacks.attacks.base import Attack
+from fedlightning.callbacks.attacks.colluding import ALIE, Colluding, InnerProductManipulation
+from fedlightning.callbacks.attacks.labels import LabelFlip
+from fedlightning.callbacks.attacks.replacement import ModelReplacement
+from fedlightning.callbacks.attacks.sent import GaussianAttack, SignFlip
+
+__all__ = [
+    "ALIE",
+    "Attack",
+    "Backdoor",
+    "Colluding",
+    "GaussianAttack",
+    "InnerProductManipulation",
+    "LabelFlip",
+    "ModelReplacement",
+    "SignFlip",
+]

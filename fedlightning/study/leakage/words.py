@@ -1,0 +1,46 @@
+"""What attacks got, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def in_words(found: Mapping[str, Any]) -> list[str]:
+    """Return what the attacks got, in sentences."""
+    lines = []
+    if rows := found.get("membership"):
+        worst = max(rows, key=lambda row: row["auc"])
+        telling = len([row for row in rows if row["low"] > 0.5])
+        lines.append(
+            f"Membership: the loss tells {telling} of {len(rows)} models' training samples "
+            f"from others (95 % interval above 0.5); the most, that of '{worst['model']}', with AUC {worst['auc']:.3f}."
+        )
+    sites = found.get("sites")
+    if sites is not None:
+        lines.append(
+            f"Sites: class probabilities name a sample's client in {sites['accuracy']:.1%} of cases; its class alone in "
+            f"{sites['chance']:.1%} (p = {sites['p']:.3g})."
+        )
+    if ratio := found.get("likelihood_ratio"):
+        lines.append(
+            f"Likelihood ratio: with {ratio['shadows']} shadow runs, AUC {ratio['auc']:.3f} ({ratio['low']:.3f} to "
+            f"{ratio['high']:.3f}), and {ratio['hits']:.1%} of {ratio['members']} members found where 1 % of "
+            f"{ratio['others']} others are taken for one. More shadow runs find more."
+        )
+    if audit := found.get("canaries"):
+        accounted = audit["accounted"]
+        lines.append(
+            f"Canaries: {audit['right']} of {audit['guesses']} guesses were right whether a {audit['unit']} was there, so "
+            f"epsilon is at least {audit['epsilon']:.2f} (confidence {audit['confidence']:.0%}, delta {audit['delta']:g}); "
+            f"{'it is accounted as ' + format(accounted, '.2f') if accounted is not None else 'nothing bounds it'}. So many "
+            f"canaries could have shown {audit['most']:.2f} at most: a bound from below, no guarantee."
+        )
+    if images := found.get("inversion"):
+        lines.append(
+            f"Inversion: images of '{images['client']}' from the gradient of one step of {images['batch']}: PSNR "
+            f"{images['psnr']:.1f} dB (MSE {images['mse']:.4f}); the mean of its images as a guess has "
+            f"{images['psnr_of_mean']:.1f} dB. Labels were known, and more steps, larger batches, noise or secure sums give "
+            "less away."
+        )
+    return lines + [f"Not tried: {why}" for why in found.get("missing", [])]
