@@ -38,6 +38,7 @@ from fedlightning.hooks import (
     Stackable,
     Stage,
     SubModels,
+    SumCodec,
     TrainingData,
     UpdateCodec,
     Weighting,
@@ -72,6 +73,7 @@ __all__ = [
     "ServerModels",
     "Stackable",
     "SubModels",
+    "SumCodec",
     "TrainingData",
     "UpdateCodec",
     # words of the contract

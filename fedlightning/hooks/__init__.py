@@ -18,6 +18,7 @@ from fedlightning.hooks.families import (
     ServerModels,
     Stackable,
     SubModels,
+    SumCodec,
     TrainingData,
     UpdateCodec,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "Stackable",
     "SubModels",
     "TrainingData",
+    "SumCodec",
     "UpdateCodec",
     "changes_in",
     "changes_of",

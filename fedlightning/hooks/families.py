@@ -132,6 +132,14 @@ class UpdateCodec(FederatedCallback):
         raise NotImplementedError
 
 
+class SumCodec(UpdateCodec):
+    """Base of codecs whose codes are decoded as a sum, by :meth:`reduce`, and never one by one.
+
+    :meth:`decode` is not called. An update arrives without entries, so that what is checked of entries on arrival (finite
+    numbers, norms) is not; `check_update` says which codes are none.
+    """
+
+
 class Stackable(FederatedCallback):
     """Base of callbacks that work in Lightning's hooks inside a fit, and bring the same work for a stack of clients.
 
