@@ -99,7 +99,7 @@ def receive(kept: Mapping[str, Any], me: str, sealed: Mapping[str, Tensor]) -> d
     if "held" not in kept or "round" in kept or not sealed.keys() <= kept["keys"].keys() - {me}:
         raise ValueError("the shares that came are not of this round")
     if len(sealed) + 1 < kept["threshold"]:
-        raise ValueError(f"{len(sealed)} shares came for a threshold of {kept['threshold']}")
+        raise ValueError(f"{len(sealed) + 1} clients have shared secrets, and {kept['threshold']} were agreed on")
     box, held = bytes.fromhex(kept["box"]), dict(kept["held"])
     for client, text in sealed.items():
         key = agreed(box, box_key(bytes.fromhex(kept["keys"][client])), f"from {client!r} to {me!r}")
