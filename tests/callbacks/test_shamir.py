@@ -75,7 +75,9 @@ def test_shares_add_up():
     a, b = (number.to_bytes(32, "big") for number in (12345, 67890))
     first, second = (split(secret, 3, range(1, 6)) for secret in (a, b))
     both = {
-        place: ((int.from_bytes(first[place], "big") + int.from_bytes(second[place], "big")) % PRIME).to_bytes(LENGTH, "big")
+        place: ((int.from_bytes(first[place], "big") + int.from_bytes(second[place], "big")) % PRIME).to_bytes(
+            LENGTH, "big"
+        )
         for place in (2, 4, 5)
     }
     assert int.from_bytes(join(both), "big") == 12345 + 67890
