@@ -341,7 +341,7 @@ class SecureAggregation(SumCodec):
             return
         if update.state:
             raise ValueError("its entries are asked for in the clear beside SecureAggregation: they stay")
-        came = message.extras.get(self.key, {})
+        came, sent = message.extras.get(self.key, {}), None
         if message.tag == KEYS:
             kept, sent = masking.advertise()
         elif message.tag == SHARES:

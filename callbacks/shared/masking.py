@@ -75,14 +75,14 @@ def share(
     of_key = shamir.split(bytes.fromhex(kept["mask"]), threshold, places.values())
     of_seed = shamir.split(bytes.fromhex(kept["seed"]), threshold, places.values())
     both = {client: of_key[place] + of_seed[place] for client, place in places.items()}
-    box = bytes.fromhex(kept["box"])
-    sealed = {
-        client: as_tensor(seal(agreed(box, box_key(told[client]), f"from {me!r} to {client!r}"), both[client]))
-        for client in told
-        if client != me
+    others = {client: box_key(text) for client, text in told.items() if client != me}
+    boxes = agreed(bytes.fromhex(kept["box"]), others, "shares")
+    sealed = {client: as_tensor(seal(key, both[client], me < client)) for client, key in boxes.items()}
+    own = {
+        "keys": {client: mask_key(text).hex() for client, text in told.items()},
+        "boxes": {client: key.hex() for client, key in boxes.items()},
     }
-    own = {"keys": {client: text.hex() for client, text in told.items()}, "threshold": threshold}
-    return {**kept, **own, "held": {me: both[me].hex()}}, sealed
+    return {**kept, **own, "threshold": threshold, "held": {me: both[me].hex()}}, sealed
 
 
 def receive(kept: Mapping[str, Any], me: str, sealed: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -100,10 +100,9 @@ def receive(kept: Mapping[str, Any], me: str, sealed: Mapping[str, Tensor]) -> d
         raise ValueError("the shares that came are not of this round")
     if len(sealed) + 1 < kept["threshold"]:
         raise ValueError(f"{len(sealed) + 1} clients have shared secrets, and {kept['threshold']} were agreed on")
-    box, held = bytes.fromhex(kept["box"]), dict(kept["held"])
+    held = dict(kept["held"])
     for client, text in sealed.items():
-        key = agreed(box, box_key(bytes.fromhex(kept["keys"][client])), f"from {client!r} to {me!r}")
-        held[client] = unseal(key, as_bytes(text)).hex()
+        held[client] = unseal(bytes.fromhex(kept["boxes"][client]), as_bytes(text), client < me).hex()
     return {**kept, "held": held, "round": sorted(held)}
 
 
@@ -116,11 +115,10 @@ def mask_of(kept: Mapping[str, Any], me: str, size: int, bits: int) -> np.ndarra
         size: How many integers.
         bits: Bits of each.
     """
-    total, own = mask(bytes.fromhex(kept["seed"]), size, bits).copy(), bytes.fromhex(kept["mask"])
-    for client in kept["round"]:
-        if client != me:
-            public = mask_key(bytes.fromhex(kept["keys"][client]))
-            _add_between(total, me, client, agreed(own, public, "mask"), bits)
+    total = mask(bytes.fromhex(kept["seed"]), size, bits).copy()
+    others = {client: bytes.fromhex(kept["keys"][client]) for client in kept["round"] if client != me}
+    for client, seed in agreed(bytes.fromhex(kept["mask"]), others, "mask").items():
+        _add_between(total, me, client, seed, bits)
     return total
 
 
@@ -187,8 +185,7 @@ def opened_sum(
         if here:
             total -= mask(secret, len(total), bits)
             continue
-        for one in masked:  # what they have added for a client that is gone
-            between = np.zeros_like(total)
-            _add_between(between, one, client, agreed(secret, mask_key(told[one]), "mask"), bits)
-            total -= between
+        between = agreed(secret, {one: mask_key(told[one]) for one in masked}, "mask")
+        for one, seed in between.items():  # as the client that is gone would have: what they have added cancels
+            _add_between(total, client, one, seed, bits)
     return total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -51,32 +52,45 @@ def public_key(private: bytes) -> bytes:
     return bytes(library().private.from_private_bytes(private).public_key().public_bytes_raw())
 
 
-def agreed(private: bytes, public: bytes, purpose: str) -> bytes:
-    """Return the key that the owners of two pairs of keys agree on, each from the other's public one.
+def agreed(private: bytes, public: Mapping[str, bytes], purpose: str) -> dict[str, bytes]:
+    """Return the keys that the owner of a pair of keys agrees on with others, each from the other's public one.
 
     Args:
         private: One's own private key.
-        public: The other's public key.
-        purpose: What it is for (HKDF's `info`); another purpose gives another key.
+        public: The others' public keys, by name.
+        purpose: What they are for (HKDF's `info`); another purpose gives other keys.
     """
-    own = library()
-    shared = own.private.from_private_bytes(private).exchange(own.public.from_public_bytes(public))
-    return bytes(own.hkdf(algorithm=own.sha256(), length=SEED, salt=None, info=purpose.encode()).derive(shared))
+    used = library()
+    own, info = used.private.from_private_bytes(private), purpose.encode()
+    return {
+        name: bytes(
+            used.hkdf(algorithm=used.sha256(), length=SEED, salt=None, info=info).derive(
+                own.exchange(used.public.from_public_bytes(key))
+            )
+        )
+        for name, key in public.items()
+    }
 
 
-def seal(key: bytes, text: bytes) -> bytes:
-    """Encrypt and sign a text with a key that is used once (AES-GCM; 16 bytes longer)."""
-    return bytes(library().sealed(key).encrypt(bytes(12), text, None))
+def seal(key: bytes, text: bytes, first: bool) -> bytes:
+    """Encrypt and authenticate a text (AES-GCM; 16 bytes longer).
+
+    Args:
+        key: A key of two, each of whom seals one text with it.
+        text: The text.
+        first: Which of the two it is.
+    """
+    return bytes(library().sealed(key).encrypt(first.to_bytes(12, "big"), text, None))
 
 
-def unseal(key: bytes, sealed: bytes) -> bytes:
+def unseal(key: bytes, sealed: bytes, first: bool) -> bytes:
     """Return what was sealed.
 
     Raises:
-        ValueError: If it was sealed with another key, or changed.
+        ValueError: If it was sealed with another key, by the other one, or changed.
     """
     try:
-        return bytes(library().sealed(key).decrypt(bytes(12), sealed, None))
+        return bytes(library().sealed(key).decrypt(first.to_bytes(12, "big"), sealed, None))
     except Exception as error:
         raise ValueError("a share of another client was changed on its way") from error
 

@@ -17,7 +17,7 @@ from tests.conformance.case import collect
 
 pytestmark = pytest.mark.slow
 
-CASES = {name: case for name, case in collect("CASES").items() if name != "SecureAggregation"}
+METHODS = {name: case for name, case in collect("CASES").items() if name != "SecureAggregation"}
 SHORT = {"max_rounds": 2, "local_steps": 2, "sanity_check": False}
 ONE_STEP = ("DSGD", "FedSGD", "SWIFT")
 
@@ -41,9 +41,9 @@ def run(case, *others):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("name", sorted(METHODS))
 def test_every_method_is_exact_or_refused(name):
-    case, rounds = CASES[name], []
+    case, rounds = METHODS[name], []
     try:
         masked = run(case, SecureAggregation(), Began(rounds))
     except ValueError as error:
