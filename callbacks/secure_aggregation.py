@@ -183,9 +183,7 @@ class SecureAggregation(SumCodec):
     def on_round_start(self, server: Server) -> None:
         """Refuse the same in a run that goes on with other options; forget a round that was not finished."""
         self.on_federation_start(server)
-        told = server.state.pop(self.key, {}).get("told", False)
-        if told:
-            server.state[self.key] = {"told": told}
+        self._keep(server)
 
     # -- a round, at the server ----------------------------------------------------------------------------------------
     def plan_round(self, server: Server) -> Plan:
@@ -206,14 +204,8 @@ class SecureAggregation(SumCodec):
         whole = sum(weights[client] for client in sealed)
         shares = {client: weights[client] / whole for client in sealed}
         entries = {name: torch.empty(0) for name in self._entries(server)}
-        training: dict[str, dict[str, Any]] = {
-            client: {
-                "entries": entries,
-                "share": shares[client],
-                "shares": {other: of[client] for other, of in sealed.items() if other != client and client in of},
-            }
-            for client in sealed
-        }
+        texts = {client: {other: of[client] for other, of in sealed.items() if other != client} for client in sealed}
+        training = {client: {"entries": entries, "share": shares[client], "shares": texts[client]} for client in sealed}
         answers = yield self._visits(server, "", training)
         there = [answer.client for answer in answers if answer.error is None]
         self._refuse_few(server, there, asked, "have sent masked updates")
@@ -221,17 +213,20 @@ class SecureAggregation(SumCodec):
         answers = yield self._visits(server, OPEN, {client: {"there": flags} for client in there})
         opened = {client: extras[OPEN] for client, extras in self._of(answers).items()}
         self._refuse_few(server, opened, asked, "were left to open the sum")
-        server.state[self.key] = {**self._kept(server), "keys": keys, "opened": opened, "shares": shares}
+        self._keep(server, keys=keys, opened=opened, shares=shares)
 
     def _visits(self, server: Server, tag: str, down: Mapping[str, Mapping[str, Any]]) -> list[Job]:
         """Return the jobs of a step, and keep what their messages bring."""
-        server.state[self.key] = {**self._kept(server), "down": dict(down)}
+        self._keep(server, down=dict(down))
         if tag == "":
             return [server.job(client) for client in down]
         return [Job(client, work=0, tag=tag, down=(), returns=()) for client in down]
 
-    def _kept(self, server: Server) -> dict[str, Any]:
-        return {"told": server.state.get(self.key, {}).get("told", False)}
+    def _keep(self, server: Server, **values: Any) -> None:
+        """Keep what the next step needs, and of the one before only whether the user was told of what is cut."""
+        own = server.state.pop(self.key, {})
+        if values or "told" in own:
+            server.state[self.key] = {name: own[name] for name in ("told",) if name in own} | values
 
     def _of(self, answers: Iterable[Update]) -> dict[str, Mapping[str, Any]]:
         """Return what those clients sent whose updates are good."""
@@ -288,11 +283,12 @@ class SecureAggregation(SumCodec):
         """
         if update.state:
             raise ValueError("it holds entries in the clear beside SecureAggregation")
-        sent = update.extras.get(self.key, {})
-        for name in (SHARES, OPEN):
-            for value in sent.get(name, {}).values():
-                if value.dtype != torch.uint8 or value.dim() != 1:
-                    raise ValueError("a share is no vector of bytes")
+        sent, came = update.extras.get(self.key, {}), message.extras.get(self.key, {})
+        if message.tag in (SHARES, OPEN):
+            asked = set(came["there"]) if message.tag == OPEN else set(came["keys"]) - {message.client}
+            found = sent[message.tag]
+            if set(found) != asked or any(one.dtype != torch.uint8 or one.dim() != 1 for one in found.values()):
+                raise ValueError(f"its shares are not bytes for each of {len(asked)} clients")
         if message.tag == KEYS and (sent[KEYS].dtype != torch.uint8 or len(sent[KEYS]) != masking.ADVERTISED):
             raise ValueError(f"what it advertises are not {masking.ADVERTISED} bytes")
         if message.returns and message.work != 0:
@@ -303,13 +299,12 @@ class SecureAggregation(SumCodec):
 
     def reduce(self, server: Server, updates: list[Update]) -> State:
         """Return the model moved by the mean change: the sum of the masked integers without its masks."""
-        own = server.state.pop(self.key)
-        if own["told"]:
-            server.state[self.key] = {"told": True}
+        own = server.state[self.key]
+        self._keep(server)
         masked = {update.client: from_wire(update.extras[self.key]["masked"], self.bits) for update in updates}
         total = masking.opened_sum(masked, own["keys"], own["shares"], own["opened"], self.bits)
         point = FixedPoint(self.clip, self.bits, len(own["shares"]))
-        self._tell(server, point.clipped(total, len(masked)), own["told"])
+        self._tell(server, point.clipped(total, len(masked)))
         came = sum(own["shares"][update.client] for update in updates if update.steps)
         if came == 0.0:
             return {}
@@ -320,9 +315,9 @@ class SecureAggregation(SumCodec):
             state[name] = (old.double() + part.reshape(old.shape)).to(old.dtype)
         return state
 
-    def _tell(self, server: Server, part: float, told: bool) -> None:
+    def _tell(self, server: Server, part: float) -> None:
         """Say once what part of all changes was beyond the bound."""
-        if part > 0.0 and not told:
+        if part > 0.0 and self.key not in server.state:
             server.state[self.key] = {"told": True}
             warn(
                 f"Round {server.round + 1}: {part:.2g} of all elements changed by more than SecureAggregation(clip="
@@ -341,7 +336,8 @@ class SecureAggregation(SumCodec):
             return
         if update.state:
             raise ValueError("its entries are asked for in the clear beside SecureAggregation: they stay")
-        came, sent = message.extras.get(self.key, {}), None
+        came: Mapping[str, Any] = message.extras.get(self.key, {})
+        sent: Any
         if message.tag == KEYS:
             kept, sent = masking.advertise()
         elif message.tag == SHARES:

@@ -270,6 +270,24 @@ def test_a_client_sends_no_entries_in_the_clear(work, monkeypatch):
         federate(module(), toy_data(SIZES), [SecureAggregation()], max_rounds=1)
 
 
+@pytest.mark.parametrize(
+    ("step", "said"), [("shares", "shares are not"), ("open", "shares are not"), ("keys", "96 bytes")]
+)
+def test_what_is_no_answer_is_refused(step, said, monkeypatch):
+    """A client that answers with less than was asked has failed; here all do."""
+    on_send = SecureAggregation.on_send
+
+    def sending(self, client, update):
+        on_send(self, client, update)
+        if client.message.tag == step:
+            sent = update.extras[self.key][step]
+            update.extras[self.key] = {step: sent[:5] if isinstance(sent, Tensor) else dict(list(sent.items())[1:])}
+
+    monkeypatch.setattr(SecureAggregation, "on_send", sending)
+    with pytest.raises(FederationError, match=said):
+        federate(module(), toy_data(SIZES), [SecureAggregation()], max_rounds=1)
+
+
 def test_an_update_in_the_clear_is_refused(monkeypatch):
     def encode(self, client, update):
         update.extras[self.key] = {"masked": torch.zeros(84, dtype=torch.int32)}
