@@ -56,9 +56,10 @@ class SecureAggregation(SumCodec):
 
     A round has four visits of each client:
 
-    1. *Keys*: two public keys (X25519), one for masks and one to send each other secrets.
-    2. *Shares*: client ``u`` draws a seed ``b_u``, and sends everybody a share of it and of its private mask key, which only
-       the receiver can read; any ``t`` shares give a secret back (Shamir).
+    1. *Keys*: client ``u`` draws two pairs of keys (X25519), one for masks and one to send each other secrets, and a seed
+       ``b_u``; it tells the public keys and a digest of the seed.
+    2. *Shares*: it sends everybody a share of ``b_u`` and of its private mask key, which only the receiver can read; any
+       ``t`` shares give a secret back (Shamir).
     3. Training. With the weight ``p_u`` and the change ``x_u`` of all entries that travel, in fixed point, it sends
        ``y_u = p_u x_u + PRG(b_u) + sum_(v > u) PRG(s_uv) - sum_(v < u) PRG(s_uv)  mod 2^bits``, where ``s_uv`` is what the
        mask keys of ``u`` and ``v`` agree on.
@@ -67,7 +68,8 @@ class SecureAggregation(SumCodec):
 
     Then ``w + sum_u p_u x_u / sum_u p_u`` over the survivors; the server's optimizer, if there is one, sees no difference. A
     client that fails or is late after step 2 has dropped out, one that fails before is not in the round. Fewer survivors than
-    ``t`` end the run with a sentence. The sum does not depend on the secrets, so that runs agree bit for bit.
+    ``t`` end the run with a sentence. Secrets come from the operating system and are kept by the clients until step 4. The
+    sum does not depend on them, so that runs agree bit for bit.
 
     **Against whom**: a server that follows the protocol and looks at all that it gets, in a simulation. A server that lies
     about who is there is not countered (there are no signed keys, no consistency round), so that sites are refused. The

@@ -101,7 +101,7 @@ def mask(seed: bytes, size: int, bits: int) -> np.ndarray:
     return np.frombuffer(library().stream(seed).update(bytes(size * bits // 8)), dtype=f"<u{bits // 8}")
 
 
-# -- bytes as tensors
+# -- bytes as tensors --------------------------------------------------------------------------------------------------
 def as_bytes(sent: Tensor) -> bytes:
     """Return the bytes of a tensor of bytes."""
     return sent.cpu().contiguous().numpy().tobytes()

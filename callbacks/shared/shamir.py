@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping
-from functools import reduce
+from functools import lru_cache, reduce
 
 PRIME = 2**256 + 297
 """The field is that of the integers modulo this prime, the first one beyond all secrets of 32 bytes."""
@@ -43,13 +43,21 @@ def join(shares: Mapping[int, bytes]) -> bytes:
     Raises:
         ValueError: If they are not shares of one secret, as far as can be seen.
     """
-    secret = 0
-    for place, share in shares.items():
+    factors = zip(shares.values(), _factors(tuple(shares)), strict=True)
+    secret = sum(int.from_bytes(share, "big") * factor for share, factor in factors) % PRIME
+    if secret >= 2**256:
+        raise ValueError("these are not enough shares of one secret, or they were changed")
+    return secret.to_bytes(32, "big")
+
+
+@lru_cache(maxsize=64)  # all secrets of a round have shares at the same places
+def _factors(places: tuple[int, ...]) -> tuple[int, ...]:
+    """Return what the values at some places count in the value at 0."""
+    factors = []
+    for place in places:
         above = below = 1
-        for other in shares:
+        for other in places:
             if other != place:
                 above, below = above * other % PRIME, below * (other - place) % PRIME
-        secret += int.from_bytes(share, "big") * above * pow(below, -1, PRIME)
-    if secret % PRIME >= 2**256:
-        raise ValueError("these are not enough shares of one secret, or they were changed")
-    return (secret % PRIME).to_bytes(32, "big")
+        factors.append(above * pow(below, -1, PRIME) % PRIME)
+    return tuple(factors)
