@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("cryptography", reason="keys and masks: pip install 'fedlightning[privacy]'")
-
 from fedlightning.callbacks.shared import masking, masks
 from fedlightning.callbacks.shared.fixed_point import FixedPoint, from_wire, to_wire
+
+pytestmark = pytest.mark.skipif(find_spec("cryptography") is None, reason="keys: pip install 'fedlightning[privacy]'")
 
 CLIENTS = [f"site {number}" for number in range(9)]
 GONE = ["site 1", "site 4", "site 8"]
