@@ -174,7 +174,7 @@ class SecureAggregation(SumCodec):
         if server.sites:
             raise ValueError(
                 "SecureAggregation is a simulation with a server that keeps to the protocol, and these clients are at sites: "
-                "a server that lies could open single updates. Remove it."
+                "a server that lies could open single updates. Remove it, or train in one place."
             )
         if server.norms.factor not in (None, type(server.norms)().factor):
             raise ValueError(
