@@ -199,10 +199,10 @@ class SecureAggregation(SumCodec):
         answers = yield self._visits(server, KEYS, {client: {} for client in asked})
         weights = self._weights(server, answers)
         keys = {client: extras[KEYS] for client, extras in self._of(answers).items() if client in weights}
-        self._refuse_few(server, keys, asked, "have sent keys")
+        self._refuse_few(server, keys, asked, "have sent keys", answers)
         answers = yield self._visits(server, SHARES, {client: {"keys": keys, "threshold": needed} for client in keys})
         sealed = {client: extras[SHARES] for client, extras in self._of(answers).items()}
-        self._refuse_few(server, sealed, asked, "have shared secrets")
+        self._refuse_few(server, sealed, asked, "have shared secrets", answers)
         whole = sum(weights[client] for client in sealed)
         shares = {client: weights[client] / whole for client in sealed}
         entries = {name: torch.empty(0) for name in self._entries(server)}
@@ -210,11 +210,11 @@ class SecureAggregation(SumCodec):
         training = {client: {"entries": entries, "share": shares[client], "shares": texts[client]} for client in sealed}
         answers = yield self._visits(server, "", training)
         there = [answer.client for answer in answers if answer.error is None]
-        self._refuse_few(server, there, asked, "have sent masked updates")
+        self._refuse_few(server, there, asked, "have sent masked updates", answers)
         flags = {client: torch.tensor(client in there) for client in sealed}
         answers = yield self._visits(server, OPEN, {client: {"there": flags} for client in there})
         opened = {client: extras[OPEN] for client, extras in self._of(answers).items()}
-        self._refuse_few(server, opened, asked, "were left to open the sum")
+        self._refuse_few(server, opened, asked, "were left to open the sum", answers)
         self._keep(server, keys=keys, opened=opened, shares=shares)
 
     def _visits(self, server: Server, tag: str, down: Mapping[str, Mapping[str, Any]]) -> list[Job]:
@@ -245,13 +245,16 @@ class SecureAggregation(SumCodec):
                 weights[answer.client] = WEIGHTINGS[str(name)](answer.num_samples)
         return weights
 
-    def _refuse_few(self, server: Server, there: Collection[str], asked: Sequence[str], what: str) -> None:
+    def _refuse_few(
+        self, server: Server, there: Collection[str], asked: Sequence[str], what: str, answers: Iterable[Update]
+    ) -> None:
         needed = self.survivors(len(asked))
         if len(there) < needed:
+            why = next((f"; {answer.error.rstrip('.')}" for answer in answers if answer.error), "")
             raise ValueError(
                 f"Round {server.round + 1}: {len(there)} of {len(asked)} clients {what}, and SecureAggregation(threshold="
-                f"{self.threshold:.3g}) opens no sum of fewer than {needed}. The state of the rounds before is intact, and "
-                "resume goes on from there."
+                f"{self.threshold:.3g}) opens no sum of fewer than {needed}{why}. The state of the rounds before is intact, "
+                "and resume goes on from there."
             )
 
     def _entries(self, server: Server) -> list[str]:

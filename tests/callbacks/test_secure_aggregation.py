@@ -146,7 +146,10 @@ def test_too_few_survivors_are_a_sentence(step, said):
     callbacks = [Fails(c0=step, c1=step, c2=step), SecureAggregation()]
     with (
         warnings.catch_warnings(),
-        pytest.raises(ValueError, match=f"Round 1: 3 of 6 clients .*{said}.* no sum of fewer than 4"),
+        pytest.raises(
+            ValueError,
+            match=f"Round 1: 3 of 6 clients .*{said}.* no sum of fewer than 4; client '0' failed: .*no power",
+        ),
     ):
         warnings.simplefilter("ignore")
         federate(module(), toy_data(SIZES), callbacks, max_rounds=1)
