@@ -115,6 +115,7 @@ from fedlightning.callbacks.robust import NormClippedMean as NormClippedMean
 from fedlightning.callbacks.robust import TrimmedMean as TrimmedMean
 from fedlightning.callbacks.sample_dp import SampleDP as SampleDP
 from fedlightning.callbacks.scaffold import SCAFFOLD as SCAFFOLD
+from fedlightning.callbacks.secure_aggregation import SecureAggregation as SecureAggregation
 from fedlightning.callbacks.stopping import Budget as Budget
 from fedlightning.callbacks.stopping import FederatedEarlyStopping as FederatedEarlyStopping
 from fedlightning.callbacks.stragglers import Stragglers as Stragglers

@@ -25,6 +25,7 @@ NOT_ALGORITHMS = {
     "CenteredClipping",
     "ClientDP",
     "SampleDP",
+    "SecureAggregation",
     "TopK",
     "RandomK",
     "QSGD",

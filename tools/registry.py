@@ -20,6 +20,7 @@ OTHERS = (
     "Budget",
     "ClientDP",
     "SampleDP",
+    "SecureAggregation",
     "TopK",
     "RandomK",
     "QSGD",

@@ -12,6 +12,7 @@ from fedlightning.federation.aggregation import Aggregation
 from fedlightning.federation.failures import FailurePolicy, FederationError, TooFewClientsError
 from fedlightning.federation.server import Server
 from fedlightning.federation.stages import ScoringError
+from fedlightning.hooks import SumCodec
 from fedlightning.messages import Update
 from fedlightning.scoring.rows import not_scored
 from fedlightning.tensors import State
@@ -59,7 +60,7 @@ class Intake:
         if trained:
             before = server.models[update.model] if sent is None else {**server.models[update.model], **sent}
             server.explosions.look(update, before, server.architecture(update.model).trainable)
-        if update.state:
+        if update.state or (trained and server.callbacks.find(SumCodec) is not None):
             self.aggregation.fold(update, base)
         else:
             server.callbacks.event("on_update", server, update)

@@ -18,7 +18,7 @@ from fedlightning.blueprint.client_logger import MEDIA
 from fedlightning.datamodules.base import SPLITS
 from fedlightning.federation.norms import norm_of, norm_of_change, norm_of_sent, numbers_in
 from fedlightning.federation.server import Server
-from fedlightning.hooks import Change, FederatedCallback, UpdateCodec
+from fedlightning.hooks import Change, FederatedCallback, SumCodec, UpdateCodec
 from fedlightning.messages import ClientLog, Extra, Message, Update, check_extras, sizes_in, tree_bytes
 from fedlightning.scoring.metrics import outside
 from fedlightning.scoring.rows import EVERYBODY
@@ -36,7 +36,8 @@ def checked(server: Server, message: Message, update: Update) -> Update:
     norms: dict[str, float] = {}
     codec = server.callbacks.answering(UpdateCodec, "encode")
     try:
-        if codec is not None and codec.key in update.extras and update.code_bytes is None:
+        single = codec is not None and not isinstance(codec, SumCodec)
+        if codec is not None and single and codec.key in update.extras and update.code_bytes is None:
             _decode(server, codec, message, update)
         reason = _first_fault(server, message, update, norms)
     except Exception as error:  # tensors that cannot be looked at: nested, of a dtype without arithmetic ...
@@ -153,7 +154,7 @@ def _fault_of_state(server: Server, message: Message, update: Update, norms: dic
     if unasked:
         return f"'{unasked[0]}' was not asked for"
     missing = [name for name in message.returns if name not in state]
-    if missing and not server.callbacks.making(Change.PARTS):
+    if missing and not server.callbacks.making(Change.PARTS) and server.callbacks.find(SumCodec) is None:
         why = "a callback that leaves out entries says so in its facts: Change.PARTS"
         return f"'{missing[0]}' was asked for and is missing ({why})"
     model = server.models[update.model]

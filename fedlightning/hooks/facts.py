@@ -57,7 +57,7 @@ class Change(StrEnum):
     IN_STEP = "keeps at a client what has to agree with what the server has taken in"
     READS = "reads a client's samples beside the batches of its training"
     ELSEWHERE = "takes the gradient of a step elsewhere than at the parameters that step"
-    LOSSY = "sends a shorter code of what a client sends (encode)"
+    LOSSY = "sends a code in the place of what a client sends (encode)"
     CALIBRATES = "calibrates the logits of the loss by a client's classes"
     WORK = "decides how much a client trains in a visit"
     ABSENCE = "leaves clients out of rounds"

@@ -134,6 +134,14 @@ class UpdateCodec(FederatedCallback):
         raise NotImplementedError
 
 
+class SumCodec(UpdateCodec):
+    """Base of codecs whose codes are decoded as a sum, by :meth:`reduce`, and never one by one.
+
+    :meth:`decode` is not called. An update arrives without entries, so that what is checked of entries on arrival (finite
+    numbers, norms) is not; `check_update` says which codes are none.
+    """
+
+
 class Protection(FederatedCallback):
     """Base of callbacks that promise how little what leaves clients tells of their data, such as differential privacy.
 

@@ -30,6 +30,7 @@ REFUSED = {
     "FedAsync": "engine='sequential'",
     "FedBuff": "engine='sequential'",
     "PIFL pooled": "utility='local'",
+    "SecureAggregation": "Remove it, or train in one place",
     "TIFF": "Use PIFL",
     "TIFF gradient": "Use PIFL",
 }

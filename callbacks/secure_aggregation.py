@@ -1,0 +1,379 @@
+"""Secure aggregation: the server learns the sum of the clients' changes, and no single one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedlightning.algorithm import (
+    WEIGHTINGS,
+    Change,
+    Client,
+    Extra,
+    Facts,
+    Job,
+    Message,
+    Need,
+    Newcomers,
+    Plan,
+    Range,
+    Server,
+    Setup,
+    State,
+    SumCodec,
+    Update,
+    Wire,
+    warn,
+)
+from fedlightning.callbacks.shared import masking, masks
+from fedlightning.callbacks.shared.fixed_point import SIGNED, FixedPoint, from_wire, to_wire
+from fedlightning.callbacks.shared.single_updates import refuse_other_ways
+from fedlightning.ranges import PositiveFloat
+
+LEAST = 3
+"""Clients whose sum may be opened: of two, each would know the other's."""
+KEYS, SHARES, OPEN = "keys", "shares", "open"
+"""Tags of the messages around the training of a round."""
+ONE_SUM = Need(
+    "opens one sum of changes of the model that everybody was sent",
+    (
+        *(Change.REDUCE, Change.DENOMINATOR, Change.PLAN, Change.PARTS, Change.SMALLER, Change.SHAPE, Change.MODEL_OF),
+        *(Change.NEIGHBOURS, Change.LOSSY),
+    ),
+)
+
+
+class SecureAggregation(SumCodec):
+    r"""Secure aggregation by pairwise masks: the server sees random integers, and opens nothing but their sum.
+
+    Bonawitz, Ivanov, Kreuter, Marcedone, McMahan, Patel, Ramage, Segal, Seth, "Practical secure aggregation for
+    privacy-preserving machine learning", CCS 2017, section 4 (honest but curious server).
+
+    A round has four visits of each client:
+
+    1. *Keys*: client ``u`` draws two pairs of keys (X25519), one for masks and one to send each other secrets, and a seed
+       ``b_u``; it tells the public keys and a digest of the seed.
+    2. *Shares*: it sends everybody a share of ``b_u`` and of its private mask key, which only the receiver can read; any
+       ``t`` shares give a secret back (Shamir).
+    3. Training. With the weight ``p_u`` and the change ``x_u`` of all entries that travel, in fixed point, it sends
+       ``y_u = p_u x_u + PRG(b_u) + sum_(v > u) PRG(s_uv) - sum_(v < u) PRG(s_uv)  mod 2^bits``, where ``s_uv`` is what the
+       mask keys of ``u`` and ``v`` agree on.
+    4. *Open*: those that are still there send their shares of ``b_u`` of who has sent ``y_u``, and of the mask key of who has
+       not, never both. In the sum of the ``y_u`` all masks between survivors cancel; the server subtracts the others.
+
+    Then ``w + sum_u p_u x_u / sum_u p_u`` over the survivors; the server's optimizer, if there is one, sees no difference. A
+    client that fails or is late after step 2 has dropped out, one that fails before is not in the round. Fewer survivors than
+    ``t`` end the run with a sentence. Secrets come from the operating system and are kept by the clients until step 4. The
+    sum does not depend on them, so that runs agree bit for bit.
+
+    **Against whom**: a server that follows the protocol and looks at all that it gets, in a simulation. A server that lies
+    about who is there is not countered (there are no signed keys, no consistency round), so that sites are refused. The
+    server still sees sample counts (weights), who took part, scores and logged numbers; and the sum itself, which may tell of
+    a client: it is no differential privacy.
+
+    **What the server cannot check any more**: finite numbers and lengths of single updates (`update_limit`). A client refuses
+    to send a NaN, and cuts each element of its change to ``[-clip, clip]``; what part of all elements was cut is told once. A
+    client that does not follow the protocol can spoil the sum. Integer buffers stay as the server has them.
+
+    Cost: of `d` elements, ``d bits / 8`` bytes up, some 100 bytes up and down for every other client, and as many masks as
+    there are clients to make at each: it is made for up to a few hundred participants.
+
+    Args:
+        threshold: ``t`` over the participants of a round, above a half. At least 3 clients in any case.
+        clip: Bound of an element's change in a round.
+        bits: Bits of an integer: 16, 32 or 64. The mean is wrong by at most ``clip * clients / 2^bits`` if all stay.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> SecureAggregation().survivors(20)
+        14
+    """
+
+    rank = 1000  # what everybody else has made of an update is masked
+
+    def __init__(
+        self,
+        threshold: Annotated[float, Range("(0.5, 1]")] = 2 / 3,
+        clip: PositiveFloat = 8.0,
+        bits: Literal[16, 32, 64] = 32,
+    ) -> None:
+        self.threshold = threshold
+        self.clip = clip
+        self.bits = bits
+
+    @property
+    def facts(self) -> Facts:
+        """It knows one sum in synchronous rounds, and keeps nothing from round to round that newcomers lack."""
+        return super().facts.extend(needs=[ONE_SUM], asynchronous=False, newcomers=Newcomers(join=True))
+
+    def survivors(self, participants: int) -> int:
+        """Return ``t``: how many of a round's participants have to stay until its end."""
+        return max(LEAST, math.ceil(self.threshold * participants - 1e-9))
+
+    def wire(self, module: nn.Module) -> Wire:
+        """Declare public keys, sealed shares, masked integers and opened shares."""
+        down: dict[str, Any] = {"keys": "tensors", "threshold": "scalar", "shares": "tensors", "share": "scalar"}
+        sealed = {name: Extra("tensors", whole=True, due=(name,)) for name in (SHARES, OPEN)}
+        up = {KEYS: Extra((-1,), whole=True, due=(KEYS,)), **sealed, "masked": Extra((-1,), whole=True)}
+        return Wire(down={**down, "entries": "tensors", "there": "tensors"}, up=up)
+
+    # -- before round 1 ------------------------------------------------------------------------------------------------
+    def check(self, setup: Setup) -> None:
+        """Refuse what needs single updates, what the masks do not cover, and sums that could overflow.
+
+        Raises:
+            ValueError: With the reason.
+        """
+        masks.library()
+        refuse_other_ways(self, setup, "does not show the server: it sees sums of models")
+        for other in setup.callbacks:
+            if callable(other.weighting):
+                raise ValueError(
+                    f"{other.key} weighs updates by a function of its own, which SecureAggregation does not show the server. "
+                    f"Use a weighting of {sorted(WEIGHTINGS)}."
+                )
+        share, count = setup.participation, len(setup.clients)
+        drawn = share if isinstance(share, int) and not isinstance(share, bool) else round(share * count)
+        if min(drawn, count) < LEAST:
+            raise ValueError(
+                f"{min(drawn, count)} clients take part in a round, and SecureAggregation opens sums of {LEAST} at least: of "
+                "fewer, one would know the other's."
+            )
+        if FixedPoint(self.clip, self.bits, count).levels < 100 * count:
+            raise ValueError(
+                f"SecureAggregation(bits={self.bits}) leaves fewer than a hundred levels for each of {count} clients, if the "
+                "sum is not to overflow. Take more bits."
+            )
+        travelling = set(setup.shared_names())
+        for name, value in setup.module.state_dict().items():
+            if name in travelling and value.is_complex():
+                raise ValueError(
+                    f"'{name}' is complex, and SecureAggregation masks real numbers. Keep it with the clients."
+                )
+        for name, layer in setup.module.named_modules():
+            if f"{name}.num_batches_tracked" in travelling and getattr(layer, "momentum", 0) is None:
+                raise ValueError(
+                    f"'{name}' averages over all batches that it has counted (momentum=None), and SecureAggregation leaves "
+                    "integer buffers as they are. Give it a momentum, or keep such entries with the clients: "
+                    "float_buffers='local'."
+                )
+
+    def on_federation_start(self, server: Server) -> None:
+        """Refuse sites, and a limit on single updates that somebody has set.
+
+        Raises:
+            ValueError: With the reason.
+        """
+        if server.sites:
+            raise ValueError(
+                "SecureAggregation is a simulation with a server that keeps to the protocol, and these clients are at sites: "
+                "a server that lies could open single updates. Remove it, or train in one place."
+            )
+        if server.norms.factor not in (None, type(server.norms)().factor):
+            raise ValueError(
+                f"update_limit={server.norms.factor:g} looks at single updates, which SecureAggregation does not show the "
+                "server. Leave it out, and set clip."
+            )
+
+    def on_round_start(self, server: Server) -> None:
+        """Refuse the same in a run that goes on with other options; forget a round that was not finished."""
+        self.on_federation_start(server)
+        self._keep(server)
+
+    # -- a round, at the server ----------------------------------------------------------------------------------------
+    def plan_round(self, server: Server) -> Plan:
+        """Collect keys and sealed shares, let the clients train, and have the sum opened.
+
+        Raises:
+            ValueError: If fewer clients than the threshold are there.
+        """
+        asked = server.participants()
+        needed = self.survivors(len(asked))
+        answers = yield self._visits(server, KEYS, {client: {} for client in asked})
+        weights = self._weights(server, answers)
+        keys = {client: extras[KEYS] for client, extras in self._of(answers).items() if client in weights}
+        self._refuse_few(server, keys, asked, "have sent keys", answers)
+        answers = yield self._visits(server, SHARES, {client: {"keys": keys, "threshold": needed} for client in keys})
+        sealed = {client: extras[SHARES] for client, extras in self._of(answers).items()}
+        self._refuse_few(server, sealed, asked, "have shared secrets", answers)
+        whole = sum(weights[client] for client in sealed)
+        shares = {client: weights[client] / whole for client in sealed}
+        entries = {name: torch.empty(0) for name in self._entries(server)}
+        texts = {client: {other: of[client] for other, of in sealed.items() if other != client} for client in sealed}
+        training = {client: {"entries": entries, "share": shares[client], "shares": texts[client]} for client in sealed}
+        answers = yield self._visits(server, "", training)
+        there = [answer.client for answer in answers if answer.error is None]
+        self._refuse_few(server, there, asked, "have sent masked updates", answers)
+        flags = {client: torch.tensor(client in there) for client in sealed}
+        answers = yield self._visits(server, OPEN, {client: {"there": flags} for client in there})
+        opened = {client: extras[OPEN] for client, extras in self._of(answers).items()}
+        self._refuse_few(server, opened, asked, "were left to open the sum", answers)
+        self._keep(server, keys=keys, opened=opened, shares=shares)
+
+    def _visits(self, server: Server, tag: str, down: Mapping[str, Mapping[str, Any]]) -> list[Job]:
+        """Return the jobs of a step, and keep what their messages bring."""
+        self._keep(server, down=dict(down))
+        if tag == "":
+            return [server.job(client) for client in down]
+        return [Job(client, work=0, tag=tag, down=(), returns=()) for client in down]
+
+    def _keep(self, server: Server, **values: Any) -> None:
+        """Keep what the next step needs, and of the one before only whether the user was told of what is cut."""
+        own = server.state.pop(self.key, {})
+        if values or "told" in own:
+            server.state[self.key] = {name: own[name] for name in ("told",) if name in own} | values
+
+    def _of(self, answers: Iterable[Update]) -> dict[str, Mapping[str, Any]]:
+        """Return what those clients sent whose updates are good."""
+        return {answer.client: answer.extras[self.key] for answer in answers if answer.error is None}
+
+    def _weights(self, server: Server, answers: Iterable[Update]) -> dict[str, float]:
+        """Return the weights of the clients that have samples."""
+        name = next((one.weighting for one in server.callbacks if one.weighting is not None), "samples")
+        weights = {}
+        for answer in answers:
+            if answer.error is None and answer.num_samples == 0:
+                server.note_failure(answer.client, f"client '{answer.client}' has no training samples")
+            elif answer.error is None:
+                weights[answer.client] = WEIGHTINGS[str(name)](answer.num_samples)
+        return weights
+
+    def _refuse_few(
+        self, server: Server, there: Collection[str], asked: Sequence[str], what: str, answers: Iterable[Update]
+    ) -> None:
+        needed = self.survivors(len(asked))
+        if len(there) < needed:
+            why = next((f"; {answer.error.rstrip('.')}" for answer in answers if answer.error), "")
+            raise ValueError(
+                f"Round {server.round + 1}: {len(there)} of {len(asked)} clients {what}, and SecureAggregation(threshold="
+                f"{self.threshold:.3g}) opens no sum of fewer than {needed}{why}. The state of the rounds before is intact, "
+                "and resume goes on from there."
+            )
+
+    def _entries(self, server: Server) -> list[str]:
+        """Return the names of the entries that are summed: numbers that training may change."""
+        model, kinds = server.model, server.kinds
+        names = (name for name in server.returned_names() if kinds[name] in ("trainable", "float_buffer"))
+        return sorted(name for name in names if model[name].is_floating_point())
+
+    def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
+        """Add what the step brings. Everybody is sent the same model, of whose change the sum is.
+
+        Raises:
+            ValueError: If somebody is sent another one.
+        """
+        down = server.state.get(self.key, {}).get("down", {}).get(job.client)
+        if not down:
+            return
+        message.extras[self.key] = down
+        other = [name for name in down.get("entries", ()) if message.state.get(name) is not server.model[name]]
+        if other:
+            raise ValueError(
+                f"Client '{job.client}' is sent another '{other[0]}' than the server has, and SecureAggregation knows only "
+                "the sum of all changes. Remove it, or what sends clients models of their own."
+            )
+
+    def check_update(self, server: Server, message: Message, update: Update) -> None:
+        """Refuse entries in the clear, and what are no masked integers, keys or shares.
+
+        Raises:
+            ValueError: With what is wrong.
+        """
+        if update.state:
+            raise ValueError("it holds entries in the clear beside SecureAggregation")
+        sent, came = update.extras.get(self.key, {}), message.extras.get(self.key, {})
+        if message.tag in (SHARES, OPEN):
+            asked = set(came["there"]) if message.tag == OPEN else set(came["keys"]) - {message.client}
+            found = sent[message.tag]
+            if set(found) != asked or any(one.dtype != torch.uint8 or one.dim() != 1 for one in found.values()):
+                raise ValueError(f"its shares are not bytes for each of {len(asked)} clients")
+        if message.tag == KEYS and (sent[KEYS].dtype != torch.uint8 or len(sent[KEYS]) != masking.ADVERTISED):
+            raise ValueError(f"what it advertises are not {masking.ADVERTISED} bytes")
+        if message.returns and message.work != 0:
+            size = 1 + sum(server.model[name].numel() for name in self._entries(server))
+            masked = sent.get("masked", torch.empty(0))
+            if masked.dtype != SIGNED[self.bits] or len(masked) != size:
+                raise ValueError(f"it holds no {size} masked integers of {self.bits} bits")
+
+    def reduce(self, server: Server, updates: list[Update]) -> State:
+        """Return the model moved by the mean change: the sum of the masked integers without its masks."""
+        own = server.state[self.key]
+        self._keep(server)
+        masked = {update.client: from_wire(update.extras[self.key]["masked"], self.bits) for update in updates}
+        total = masking.opened_sum(masked, own["keys"], own["shares"], own["opened"], self.bits)
+        point = FixedPoint(self.clip, self.bits, len(own["shares"]))
+        self._tell(server, point.clipped(total, len(masked)))
+        came = sum(own["shares"][update.client] for update in updates if update.steps)
+        if came == 0.0:
+            return {}
+        change, state = point.decode(total) / came, {}
+        sizes = [server.model[name].numel() for name in self._entries(server)]
+        for name, part in zip(self._entries(server), change.split(sizes), strict=True):
+            old = server.model[name]
+            state[name] = (old.double() + part.reshape(old.shape)).to(old.dtype)
+        return state
+
+    def _tell(self, server: Server, part: float) -> None:
+        """Say once what part of all changes was beyond the bound."""
+        if part > 0.0 and self.key not in server.state:
+            server.state[self.key] = {"told": True}
+            warn(
+                f"Round {server.round + 1}: {part:.2g} of all elements changed by more than SecureAggregation(clip="
+                f"{self.clip:g}), and were cut to it. A larger clip cuts fewer."
+            )
+
+    # -- a round, at a client ------------------------------------------------------------------------------------------
+    def on_send(self, client: Client, update: Update) -> None:
+        """Answer the steps around training.
+
+        Raises:
+            ValueError: If entries are asked for in the clear, or something is against the protocol.
+        """
+        message, kept = client.message, client.state.get(self.key, {})
+        if message.work != 0:
+            return
+        if update.state:
+            raise ValueError("its entries are asked for in the clear beside SecureAggregation: they stay")
+        came: Mapping[str, Any] = message.extras.get(self.key, {})
+        sent: Any
+        if message.tag == KEYS:
+            kept, sent = masking.advertise()
+        elif message.tag == SHARES:
+            kept, sent = masking.share(kept, client.id, came["keys"], int(came["threshold"]))
+        elif message.tag == OPEN:
+            kept, sent = {}, masking.reveal(kept, client.id, came["there"])
+        else:
+            return
+        client.state.pop(self.key, None)
+        if kept:
+            client.state[self.key] = kept
+        update.extras[self.key] = {message.tag: sent}
+
+    def encode(self, client: Client, update: Update) -> None:
+        """Put masked integers in the place of all entries.
+
+        Raises:
+            ValueError: If nothing was agreed that would mask them, or a number is not finite.
+        """
+        came = client.message.extras.get(self.key, {})
+        if "entries" not in came:
+            if update.state:
+                raise ValueError("its update is asked for without masks beside SecureAggregation: it stays")
+            return
+        names = sorted(came["entries"])
+        kept = masking.receive(client.state.get(self.key, {}), client.id, came["shares"])
+        point = FixedPoint(self.clip, self.bits, len(kept["round"]))
+        share = float(came["share"]) if client.steps else 0.0
+        change: list[Tensor] = [update.state[name].double() - client.received[name].double() for name in names]
+        integers = point.encode(change, share)
+        masked: np.ndarray = integers + masking.mask_of(kept, client.id, len(integers), self.bits)
+        client.state[self.key] = kept
+        update.state = {}
+        update.extras[self.key] = {"masked": to_wire(masked, self.bits)}

@@ -1,0 +1,191 @@
+"""The steps of secure aggregation: what a client keeps, sends and refuses in each, and how the server opens a sum.
+
+What a client keeps are plain values, secrets as hexadecimal texts: they live in its private state, for one round.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from fedlightning.callbacks.shared import shamir
+from fedlightning.callbacks.shared.masks import (
+    SEED,
+    agreed,
+    as_bytes,
+    as_tensor,
+    mask,
+    new_seed,
+    public_key,
+    seal,
+    unseal,
+)
+
+ADVERTISED = 3 * SEED
+"""Bytes that a client advertises: the public key for masks, the one for sealed texts, and a digest of its own seed."""
+
+
+def mask_key(advertised: bytes) -> bytes:
+    """Return the public key that masks are made with."""
+    return advertised[:SEED]
+
+
+def box_key(advertised: bytes) -> bytes:
+    """Return the public key that texts for its owner are sealed with."""
+    return advertised[SEED : 2 * SEED]
+
+
+def digest_of(seed: bytes) -> bytes:
+    """Return what is told of a seed before it is opened: who opens another one is found out."""
+    return hashlib.sha256(seed).digest()
+
+
+# -- at a client -------------------------------------------------------------------------------------------------------
+def advertise() -> tuple[dict[str, Any], Tensor]:
+    """Draw the secrets of a round; return what is kept, and what is advertised."""
+    own, box, seed = new_seed(), new_seed(), new_seed()
+    told = public_key(own) + public_key(box) + digest_of(seed)
+    return {"mask": own.hex(), "box": box.hex(), "seed": seed.hex(), "told": told.hex()}, as_tensor(told)
+
+
+def share(
+    kept: Mapping[str, Any], me: str, keys: Mapping[str, Tensor], threshold: int
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Share the private mask key and the seed among all clients; return what is kept, and a sealed text for each other.
+
+    Args:
+        kept: What :func:`advertise` has kept.
+        me: The client.
+        keys: What each client has advertised.
+        threshold: Shares that give a secret back.
+
+    Raises:
+        ValueError: If the server's list is not what a client may share its secrets with.
+    """
+    told = {client: as_bytes(keys[client]) for client in sorted(keys)}
+    if "mask" not in kept or told.get(me, b"").hex() != kept["told"]:
+        raise ValueError("the keys that came are not of this round")
+    if len(set(told.values())) != len(told) or not len(told) / 2 < threshold <= len(told):
+        raise ValueError(f"{len(told)} keys came for a threshold of {threshold}")
+    places = {client: place for place, client in enumerate(told, start=1)}
+    of_key = shamir.split(bytes.fromhex(kept["mask"]), threshold, places.values())
+    of_seed = shamir.split(bytes.fromhex(kept["seed"]), threshold, places.values())
+    both = {client: of_key[place] + of_seed[place] for client, place in places.items()}
+    others = {client: box_key(text) for client, text in told.items() if client != me}
+    boxes = agreed(bytes.fromhex(kept["box"]), others, "shares")
+    sealed = {client: as_tensor(seal(key, both[client], me < client)) for client, key in boxes.items()}
+    own = {
+        "keys": {client: mask_key(text).hex() for client, text in told.items()},
+        "boxes": {client: key.hex() for client, key in boxes.items()},
+    }
+    return {**kept, **own, "threshold": threshold, "held": {me: both[me].hex()}}, sealed
+
+
+def receive(kept: Mapping[str, Any], me: str, sealed: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return what is kept with the shares of the others, who are the clients of this round.
+
+    Args:
+        kept: What :func:`share` has kept.
+        me: The client.
+        sealed: Their sealed texts, by sender.
+
+    Raises:
+        ValueError: If they are too few or not of this round, or one was changed on its way.
+    """
+    if "held" not in kept or "round" in kept or not sealed.keys() <= kept["keys"].keys() - {me}:
+        raise ValueError("the shares that came are not of this round")
+    if len(sealed) + 1 < kept["threshold"]:
+        raise ValueError(f"{len(sealed) + 1} clients have shared secrets, and {kept['threshold']} were agreed on")
+    held = dict(kept["held"])
+    for client, text in sealed.items():
+        held[client] = unseal(bytes.fromhex(kept["boxes"][client]), as_bytes(text), client < me).hex()
+    return {**kept, "held": held, "round": sorted(held)}
+
+
+def mask_of(kept: Mapping[str, Any], me: str, size: int, bits: int) -> np.ndarray:
+    """Return what a client adds to its integers: its own mask, and one with each other client, which cancels in the sum.
+
+    Args:
+        kept: What :func:`receive` has kept.
+        me: The client.
+        size: How many integers.
+        bits: Bits of each.
+    """
+    total = mask(bytes.fromhex(kept["seed"]), size, bits).copy()
+    others = {client: bytes.fromhex(kept["keys"][client]) for client in kept["round"] if client != me}
+    for client, seed in agreed(bytes.fromhex(kept["mask"]), others, "mask").items():
+        _add_between(total, me, client, seed, bits)
+    return total
+
+
+def _add_between(total: np.ndarray, me: str, other: str, seed: bytes, bits: int) -> None:
+    """Add the mask between two clients as the first one of them adds it."""
+    between = mask(seed, len(total), bits)
+    if me < other:
+        total += between
+    else:
+        total -= between
+
+
+def reveal(kept: Mapping[str, Any], me: str, there: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return shares of the seed of each client that is there, and of the mask key of each that is not.
+
+    Args:
+        kept: What :func:`receive` has kept. Forget it then: who answered twice could give away both of a client.
+        me: The client.
+        there: Whether the server has a client's masked update.
+
+    Raises:
+        ValueError: If fewer are there than the threshold, or others than those of this round.
+    """
+    if "round" not in kept or sorted(there) != kept["round"]:
+        raise ValueError("the sum that is to be opened is not of this round")
+    alive = {client for client, flag in there.items() if bool(flag)}
+    if me not in alive or len(alive) < kept["threshold"]:
+        raise ValueError(f"a sum of {len(alive)} clients is to be opened, and {kept['threshold']} were agreed on")
+    both = {client: bytes.fromhex(text) for client, text in kept["held"].items()}
+    parts = {client: (shamir.LENGTH, None) if client in alive else (0, shamir.LENGTH) for client in both}
+    return {client: as_tensor(both[client][slice(*part)]) for client, part in parts.items()}
+
+
+# -- at the server -----------------------------------------------------------------------------------------------------
+def opened_sum(
+    masked: Mapping[str, np.ndarray],
+    keys: Mapping[str, Tensor],
+    together: Collection[str],
+    shares: Mapping[str, Mapping[str, Tensor]],
+    bits: int,
+) -> np.ndarray:
+    """Return the sum of masked integers without its masks.
+
+    Args:
+        masked: The integers, by client.
+        keys: What each client has advertised, in step 1.
+        together: The clients of the round: those that have masks between each other.
+        shares: The shares that clients have opened, by sender and by owner.
+        bits: Bits of an integer.
+
+    Raises:
+        ValueError: If the shares do not give back what an owner has advertised.
+    """
+    told = {client: as_bytes(keys[client]) for client in sorted(keys)}
+    places = {client: place for place, client in enumerate(told, start=1)}
+    total: np.ndarray = sum(masked.values(), start=np.zeros((), next(iter(masked.values())).dtype))
+    for client in together:
+        secret = shamir.join({places[one]: as_bytes(of[client]) for one, of in shares.items() if client in of})
+        here = client in masked
+        if (digest_of(secret) if here else public_key(secret)) != (
+            told[client][2 * SEED :] if here else told[client][:SEED]
+        ):
+            raise ValueError(f"the shares of client '{client}' do not give back what it has advertised")
+        if here:
+            total -= mask(secret, len(total), bits)
+            continue
+        between = agreed(secret, {one: mask_key(told[one]) for one in masked}, "mask")
+        for one, seed in between.items():  # as the client that is gone would have: what they have added cancels
+            _add_between(total, client, one, seed, bits)
+    return total

@@ -1,0 +1,112 @@
+"""Keys that two clients agree on, sealed texts, and streams of random integers, by the package `cryptography`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SEED = 32
+"""Bytes of keys and seeds."""
+
+
+@cache
+def library() -> Any:
+    """Return what is used of `cryptography`, which only this function names.
+
+    Raises:
+        ValueError: If it is not installed.
+    """
+    try:
+        from cryptography.hazmat.primitives import hashes
+        from cryptography.hazmat.primitives.asymmetric import x25519
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+    except ImportError as error:
+        raise ValueError("Keys and masks are made by cryptography: pip install 'fedlightning[privacy]'.") from error
+    return SimpleNamespace(
+        sha256=hashes.SHA256,
+        private=x25519.X25519PrivateKey,
+        public=x25519.X25519PublicKey,
+        hkdf=HKDF,
+        stream=lambda seed: Cipher(algorithms.AES(seed), modes.CTR(bytes(16))).encryptor(),
+        sealed=AESGCM,
+    )
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+def new_seed() -> bytes:
+    """Return a secret from the operating system: a seed, or a private key."""
+    return secrets.token_bytes(SEED)
+
+
+def public_key(private: bytes) -> bytes:
+    """Return the public key of a private one (X25519)."""
+    return bytes(library().private.from_private_bytes(private).public_key().public_bytes_raw())
+
+
+def agreed(private: bytes, public: Mapping[str, bytes], purpose: str) -> dict[str, bytes]:
+    """Return the keys that the owner of a pair of keys agrees on with others, each from the other's public one.
+
+    Args:
+        private: One's own private key.
+        public: The others' public keys, by name.
+        purpose: What they are for (HKDF's `info`); another purpose gives other keys.
+    """
+    used = library()
+    own, info = used.private.from_private_bytes(private), purpose.encode()
+    return {
+        name: bytes(
+            used.hkdf(algorithm=used.sha256(), length=SEED, salt=None, info=info).derive(
+                own.exchange(used.public.from_public_bytes(key))
+            )
+        )
+        for name, key in public.items()
+    }
+
+
+def seal(key: bytes, text: bytes, first: bool) -> bytes:
+    """Encrypt and authenticate a text (AES-GCM; 16 bytes longer).
+
+    Args:
+        key: A key of two, each of whom seals one text with it.
+        text: The text.
+        first: Which of the two it is.
+    """
+    return bytes(library().sealed(key).encrypt(first.to_bytes(12, "big"), text, None))
+
+
+def unseal(key: bytes, sealed: bytes, first: bool) -> bytes:
+    """Return what was sealed.
+
+    Raises:
+        ValueError: If it was sealed with another key, by the other one, or changed.
+    """
+    try:
+        return bytes(library().sealed(key).decrypt(first.to_bytes(12, "big"), sealed, None))
+    except Exception as error:
+        raise ValueError("a share of another client was changed on its way") from error
+
+
+# -- masks -------------------------------------------------------------------------------------------------------------
+def mask(seed: bytes, size: int, bits: int) -> np.ndarray:
+    """Return random integers of so many bits, the same for the same seed (AES-256 in counter mode)."""
+    return np.frombuffer(library().stream(seed).update(bytes(size * bits // 8)), dtype=f"<u{bits // 8}")
+
+
+# -- bytes as tensors --------------------------------------------------------------------------------------------------
+def as_bytes(sent: Tensor) -> bytes:
+    """Return the bytes of a tensor of bytes."""
+    return sent.cpu().contiguous().numpy().tobytes()
+
+
+def as_tensor(text: bytes) -> Tensor:
+    """Return bytes as a tensor."""
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
