@@ -334,9 +334,10 @@ class ClientDP(ClientSelection, Protection):
     def _with_share(self, client: Client, changes: State, shares: int) -> State:
         """Return the changes with this client's share of the noise, which is bound to them: two never share theirs."""
         client.state[self.key] = client.state.get(self.key) or {"secret": new_secret(self.noise_seed, client.id)}
-        std, visit = self._noise(client.max_rounds) * self.clip / math.sqrt(shares), str(client.visit)
-        secret = client.state[self.key]["secret"]
-        return with_noise(changes, std, secret, f"share|{digest_of(visit, client.received | changes)}")
+        std, secret = self._noise(client.max_rounds) * self.clip / math.sqrt(shares), client.state[self.key]["secret"]
+        covered = changes | {f"received {name}": value for name, value in client.received.items()}
+        bound = digest_of("share", covered) if self.noise_seed is None else ""
+        return with_noise(changes, std, secret, f"{client.visit}|share", bound)
 
     def on_update(self, server: Server, update: Update) -> None:
         """Count who came, and whose change was no longer than ``C``."""

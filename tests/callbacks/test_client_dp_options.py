@@ -164,6 +164,17 @@ def test_the_same_change_has_the_same_noise_and_another_one_another():
     assert torch.equal(first, again) and float((first - other).abs().mean()) > 0.01
 
 
+@pytest.mark.parametrize("engine", ["vectorized", pytest.param("processes", marks=pytest.mark.slow)])
+def test_every_engine_adds_the_same_noise(engine):
+    callbacks = [dp(where="client", shares=3, clip=0.1, noise_multiplier=0.1)]
+    workers = {"workers": 2} if engine == "processes" else {}
+    found = [
+        global_state(federate(module(), toy_data(SIZES), callbacks, max_rounds=2, **options))
+        for options in ({}, {"engine": engine} | workers)
+    ]
+    torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-4)
+
+
 def test_noise_leaves_with_every_update_and_both_epsilons_are_told(tmp_path):
     class Look(FederatedCallback):
         facts = Facts(takes_part=False)

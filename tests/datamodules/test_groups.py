@@ -14,6 +14,7 @@ from fedlightning.datamodules import (
     TabularFederatedDataModule,
 )
 from fedlightning.datamodules.groups import cut_groups, keys_of_groups, looks_like_identifier
+from fedlightning.datamodules.held_out import without
 
 SPLITS = ("train", "val", "test")
 
@@ -163,3 +164,19 @@ def test_arrays_by_group(test_fraction):
     assert all(len(set(places)) == 1 and len(places) == 3 for places in held.values())
     public = {int(x) // 3 for batch, _ in data.public_dataloader() for x in batch}
     assert public and not public & set(held) and len(public | set(held)) == 40
+
+
+def test_who_holds_which_groups_is_known_in_the_order_of_the_samples():
+    x, patients = torch.arange(30.0)[:, None], np.arange(30) // 3
+    data = Partitioned.from_datasets(
+        TensorDataset(x, torch.arange(30) % 2), partitioner=IIDPartitioner(2), test_fraction=0.0, group=patients
+    )
+    data.setup()
+    for held in (data, without(data, ["1"])):
+        for split in ("train", "val"):
+            rows = [int(row) for row, _ in data.client_dataloader("0", split).dataset]
+            assert held.sample_groups("0", split).tolist() == patients[rows].tolist()
+    assert data.sample_groups("0", "test") is None
+    free = Partitioned.from_datasets(TensorDataset(x, x), partitioner=IIDPartitioner(2), test_fraction=0.0)
+    free.setup()
+    assert free.sample_groups("0") is None
