@@ -42,7 +42,7 @@ def external(study: StudyData) -> Table:
 
 
 def sites_of(study: StudyData, line_of: str = "unseen") -> Table:
-    """Return one line a method over its held-out sites: the lowest, the highest, and how many have a score; `member` is of those."""
+    """Return one line a method over its held-out sites: lowest and highest score; `member` is of the sites with a score."""
     lines = []
     for method in dict.fromkeys(line["method"] for line in external(study)):
         own = [line for line in external(study) if line["method"] == method]

@@ -37,7 +37,7 @@ def leave_one_site_out(
         metric: Score to compare; `None` chooses as `Study` does.
 
     Raises:
-        ValueError: If there are fewer than three clients, clients are elsewhere, a trainer holds clients out already, or a column is not there.
+        ValueError: If there are fewer than three clients, they are elsewhere or held out already, or a column is not there.
 
     Example:
         >>> from fedlightning import FederatedTrainer
