@@ -24,7 +24,7 @@ def without_each(
         excluded: Names of methods without a model for a site that never trained.
 
     Raises:
-        InputError: If there are fewer than three sites, or a configuration holds clients out already.
+        InputError: If there are fewer than three sites, they are elsewhere, or clients are held out already.
     """
     found: list[Method] = []
     used = {method.name.lower() for method in methods}
@@ -36,6 +36,11 @@ def without_each(
             raise InputError(
                 f"--leave-one-site-out: {method.name} has {len(clients)} sites; it takes {FEWEST_SITES} or more, "
                 "so that a federation is left when one is out."
+            )
+        if method.config["trainer"].get("engine") == "flower":
+            raise InputError(
+                "--leave-one-site-out reads predictions of single test samples, which do not leave the sites of "
+                f"{method.name} (engine: flower). Hold a site out of a run with trainer.held_out: it sends its scores."
             )
         if method.config["trainer"].get("held_out"):
             raise InputError(

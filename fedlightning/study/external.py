@@ -42,13 +42,13 @@ def external(study: StudyData) -> Table:
 
 
 def sites_of(study: StudyData, line_of: str = "unseen") -> Table:
-    """Return one line a method over its held-out sites: the lowest, the highest, and how many have a score."""
+    """Return one line a method over its held-out sites: lowest and highest score; `member` is of the sites with a score."""
     lines = []
     for method in dict.fromkeys(line["method"] for line in external(study)):
         own = [line for line in external(study) if line["method"] == method]
         known = {line["site"]: line[line_of] for line in own if line[line_of] is not None}
         low, high = (min(known, key=known.__getitem__), max(known, key=known.__getitem__)) if known else (None, None)
-        members = [line["member"] for line in own if line["member"] is not None]
+        members = [line["member"] for line in own if line["site"] in known and line["member"] is not None]
         lines.append(
             {
                 "method": method,

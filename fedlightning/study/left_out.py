@@ -37,7 +37,7 @@ def leave_one_site_out(
         metric: Score to compare; `None` chooses as `Study` does.
 
     Raises:
-        ValueError: If there are fewer than three clients, a trainer holds clients out already, or a column is not there.
+        ValueError: If there are fewer than three clients, they are elsewhere or held out already, or a column is not there.
 
     Example:
         >>> from fedlightning import FederatedTrainer
@@ -49,6 +49,11 @@ def leave_one_site_out(
     for name, trainer in methods.items():
         if trainer.arguments["held_out"]:
             raise ValueError(f"The trainer of {name!r} sets held_out. Leave it out: each site is held out once.")
+        if trainer.arguments["engine"] == "flower":
+            raise ValueError(
+                f"The trainer of {name!r} has engine='flower': predictions of single test samples do not leave sites. Hold a "
+                "site out with held_out: it sends its scores."
+            )
     data = federated_data(datamodule, None, None, None)
     data.prepare_data()
     data.setup("fit")

@@ -192,3 +192,8 @@ def test_numbers_are_cut_and_names_are_no_subgroups(tmp_path):
 def test_a_damaged_file_is_told(tmp_path, content):
     (tmp_path / samples.FILE).write_bytes(content)
     assert "cannot be read" in samples.read(tmp_path).reason
+
+
+def test_where_data_are_elsewhere_it_is_refused():
+    with pytest.raises(ValueError, match="predictions of single test samples do not leave sites"):
+        leave_one_site_out({"a": FederatedTrainer(engine="flower")}, Classifier(LogisticRegression(3, 2), 2), None)

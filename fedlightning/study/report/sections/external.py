@@ -174,7 +174,9 @@ def _usefulness(context: Context) -> list[Any]:
     columns = [METHOD, SITE, *_class_column(rows)]
     columns += [Column(f"{t:g}", f"{t:g}", "difference", group="net benefit at threshold") for t in AT]
     columns += [Column(f"all {t:g}", f"{t:g}", "difference", group="of treating all") for t in AT]
-    note = "True positives minus weighted false positives, for each sample; treating none has 0."
+    note = (
+        "True positives minus false positives weighted by the threshold's odds, for each sample; treating none has 0."
+    )
     table = context.table(
         "external-benefit", "Clinical usefulness at sites never seen", columns, rows, [note], seeds=False
     )
@@ -224,8 +226,6 @@ def _limits(context: Context) -> Prose:
             "A held-out site is scored on its test samples only, so that both columns are of the same patients; its other "
             "samples are unused. Where each site scales its features by its own samples, so did this one, without labels; "
             "where sites agreed on statistics, it has those of the others.",
-            "Every class's decision curve is of one decision that a threshold on its probability makes; costs are in the "
-            "threshold.",
         ],
         title="Limits",
     )  # fmt: skip
