@@ -33,8 +33,8 @@ def in_words(found: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"Canaries: {audit['right']} of {audit['guesses']} guesses were right whether a {audit['unit']} was there, so "
             f"epsilon is at least {audit['epsilon']:.2f} (confidence {audit['confidence']:.0%}, delta {audit['delta']:g}); "
-            f"{'it is accounted as ' + format(accounted, '.2f') if accounted is not None else 'nothing bounds it'}. So many "
-            f"canaries could have shown {audit['most']:.2f} at most: a bound from below, no guarantee."
+            f"{'it is accounted as ' + format(accounted, '.2f') if accounted is not None else 'nothing is accounted for it'}. "
+            f"So many canaries could have shown {audit['most']:.2f} at most: a bound from below, no guarantee."
         )
     if images := found.get("inversion"):
         lines.append(
