@@ -51,6 +51,19 @@ class BadClients(FederatedCallback):
         self.on_federation_start(server)
 
 
+def refuse_nothing(attack: BadClients, setup: Setup) -> None:
+    """Refuse to attack what is sent where no model travels.
+
+    Raises:
+        ValueError: If nothing does.
+    """
+    if not setup.shared_names():
+        raise ValueError(
+            f"{attack.key} changes the models that bad clients send, and no entry of a model travels here. Remove it, or let "
+            "bad clients train on other data: LabelFlip, Backdoor."
+        )
+
+
 class Attack(BadClients):
     """Base of attacks: some clients train as all do, and send something else.
 
@@ -67,6 +80,11 @@ class Attack(BadClients):
     def facts(self) -> Facts:
         """Each bad client acts alone, in any loop."""
         return FACTS
+
+    def check(self, setup: Setup) -> None:
+        """Refuse unknown clients, and methods without a model that travels."""
+        super().check(setup)
+        refuse_nothing(self, setup)
 
     @abstractmethod
     def attacked(self, client: Client, change: Tensor, name: str) -> Tensor:

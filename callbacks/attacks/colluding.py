@@ -21,14 +21,16 @@ from fedlightning.algorithm import (
     State,
     Update,
     UpdateInterception,
+    warn,
 )
-from fedlightning.callbacks.attacks.base import BadClients, Positive
+from fedlightning.callbacks.attacks.base import BadClients, Positive, refuse_nothing
 
 Knows = Literal["colluders", "everybody"]
 WHOLE = Need(
-    "makes one update out of those of several clients", (Change.PARTS, Change.SMALLER, Change.SHAPE, Change.LOSSY)
+    "makes one update out of those of all bad clients",
+    (Change.PARTS, Change.SMALLER, Change.SHAPE, Change.LOSSY, Change.MODEL_OF, Change.PLACES),
 )
-"""Of updates that a codec shortens, the attack would send what no code stands for."""
+"""A codec's code would stand for something else than the attack; of several models some have a single attacker."""
 
 
 class Colluding(UpdateInterception, BadClients):
@@ -43,6 +45,9 @@ class Colluding(UpdateInterception, BadClients):
             changes of the good clients, and use those.
     """
 
+    needed = 1
+    """Honest changes that it is made of, at least."""
+
     def __init__(self, clients: Sequence[str | int], knows: Knows = "colluders") -> None:
         super().__init__(clients)
         self.knows = knows
@@ -51,6 +56,11 @@ class Colluding(UpdateInterception, BadClients):
     def facts(self) -> Facts:
         """It needs whole updates, and has no state."""
         return super().facts.extend(needs=[WHOLE], mixes_architectures=True, newcomers=Newcomers(join=True))
+
+    def check(self, setup: Setup) -> None:
+        """Refuse unknown clients, and methods without a model that travels."""
+        super().check(setup)
+        refuse_nothing(self, setup)
 
     @abstractmethod
     def crafted(self, known: Tensor, clients: int, bad: int) -> Tensor:
@@ -70,7 +80,13 @@ class Colluding(UpdateInterception, BadClients):
             bad = [pair for pair in pairs if pair[1].client in self.clients]
             good = [pair for pair in pairs if pair[1].client not in self.clients]
             known = bad if self.knows == "colluders" else good
-            if not bad or not known:
+            if not bad:
+                continue
+            if len(known) < self.needed:
+                warn(
+                    f"Round {server.round + 1}: {self.key} does nothing: bad clients know {len(known)} changes of model "
+                    f"'{model}', and it is made of {self.needed} or more."
+                )
                 continue
             names = [name for name in server.architecture(model).trainable if name in bad[0][1].state]
             old = server.models[model]
@@ -135,6 +151,8 @@ class ALIE(Colluding):
         >>> round(ALIE([0, 1]).standard_deviations(clients=50, bad=12), 3)  # the paper's setting
         0.336
     """
+
+    needed = 2
 
     def __init__(self, clients: Sequence[str | int], z: Positive | None = None, knows: Knows = "colluders") -> None:
         super().__init__(clients, knows)

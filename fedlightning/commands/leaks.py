@@ -34,7 +34,7 @@ def leakage_by(
     samples: int,
     shadows: int,
     canaries: int,
-    unit: Literal["record", "client"],
+    unit: Literal["record", "client"] | None,
     batch: int,
     checkpoint: str,
 ) -> dict[str, Any]:

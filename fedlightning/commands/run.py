@@ -165,7 +165,7 @@ class Commands(FederatedCLI):
         samples: int = 1000,
         shadows: int = 16,
         canaries: int = 100,
-        unit: Literal["record", "client"] = "record",
+        unit: Literal["record", "client"] | None = None,
         batch: int = 1,
         checkpoint: str = "latest",
         json: bool = False,
@@ -182,7 +182,7 @@ class Commands(FederatedCLI):
             samples: Samples to try, at most, of each model's training and other data.
             shadows: Number of shadow runs.
             canaries: Number of canaries, at most.
-            unit: What a canary is.
+            unit: What a canary is: record or client. Default: what the run accounts for.
             batch: Images of the step that is inverted, 1 to 4.
             checkpoint: Models to attack: latest, best_local or best_global.
             json: Print the results as one line of JSON too, the last one.

@@ -8,8 +8,8 @@ import torch
 from scipy.stats import norm
 
 from fedlightning.algorithm import UpdateInterception
-from fedlightning.callbacks import SCAFFOLD, FedAvg, FedBuff, FedLP, HeteroFL, TopK
-from fedlightning.callbacks.attacks import ALIE, InnerProductManipulation, ModelReplacement
+from fedlightning.callbacks import SCAFFOLD, FedAvg, FedBuff, FedLP, FedProto, HeteroFL, TopK
+from fedlightning.callbacks.attacks import ALIE, InnerProductManipulation, ModelReplacement, SignFlip
 from fedlightning.federation.loops import Asynchronous
 from fedlightning.hooks import FederatedCallback
 from tests.helpers import Toy, differs, federate, global_state, make_trainer, same, toy_data
@@ -154,10 +154,12 @@ def test_an_attack_beyond_the_limit_is_a_client_that_failed():
         ([ALIE([0])], {}, "the one bad client knows only its own"),
         ([ALIE([0, 1, 2])], {}, r"ALIE with 3 bad clients of 5 has no z_max above 0.* is 1"),
         ([ALIE([0, 9])], {}, "ALIE is to be made by client '9'"),
-        ([ALIE([0, 1]), TopK()], {}, "ALIE makes one update out of those of several clients, and TopK"),
+        ([ALIE([0, 1]), TopK()], {}, "ALIE makes one update out of those of all bad clients, and TopK"),
         ([ALIE([0, 1]), HeteroFL()], {}, "ALIE makes one update.*HeteroFL"),
         ([ALIE([0, 1]), FedLP()], {}, "ALIE makes one update.*FedLP"),
         ([ModelReplacement([0], "exact"), TopK()], {}, "ModelReplacement has to know its share"),
+        ([ALIE([0, 1], z=1.0), FedProto()], {}, "no entry of a model travels here"),
+        ([SignFlip([0]), FedProto()], {}, "SignFlip changes the models that bad clients send, and no entry"),
         ([ALIE([0, 1]), FedBuff(buffer_size=2)], {"loop": Asynchronous()}, "ALIE"),
         ([ModelReplacement([0], "exact"), FedBuff(buffer_size=2)], {"loop": Asynchronous()}, "ModelReplacement"),
     ],
@@ -165,6 +167,11 @@ def test_an_attack_beyond_the_limit_is_a_client_that_failed():
 def test_what_is_refused_before_round_1(callbacks, options, reason):
     with pytest.raises(ValueError, match=reason):
         make_trainer(None, callbacks, max_rounds=1, **options).fit(module(), datamodule=toy_data(SIZES))
+
+
+def test_a_round_with_one_attacker_who_knows_nothing_says_so():
+    with pytest.warns(UserWarning, match="ALIE does nothing: bad clients know 1 changes of model 'global'"):
+        federate(module(), toy_data(SIZES), [ALIE([0, 1], z=1.0)], max_rounds=6, participation=1)
 
 
 def test_extras_stay_honest():

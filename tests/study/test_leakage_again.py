@@ -87,7 +87,7 @@ def test_canaries_are_found_without_noise_and_nothing_is_changed():
     assert found["canaries"] == 60 and found["guesses"] == 30 and found["epsilon"] <= found["most"]
     assert all(torch.equal(value, before[name]) for name, value in trainer.server.model.items())
     assert found == canaries(trainer, data, count=60)
-    assert "nothing bounds it" in in_words({"canaries": found})[0]
+    assert "nothing is accounted for it" in in_words({"canaries": found})[0]
 
 
 @pytest.mark.parametrize(
@@ -102,11 +102,13 @@ def test_the_bound_is_below_what_is_accounted_and_no_ledger_knows(dp, unit, tmp_
     ledger = tmp_path / "ledger"
     trainer = federate(module(8), data, [dp(str(ledger))], tmp_path, max_rounds=1, local_epochs=4)
     known = {path.name: path.read_text() for path in ledger.glob("*.json")}
-    found = canaries(trainer, data, count=24, unit=unit)
+    found = canaries(trainer, data, count=24)
     assert known and {path.name: path.read_text() for path in ledger.glob("*.json")} == known
     assert found["unit"] == unit and found["delta"] == 1e-3
     assert 0 <= found["epsilon"] < found["accounted"] < math.inf
     assert "accounted as" in in_words({"canaries": found})[0]
+    other = canaries(trainer, data, count=24, unit="record" if unit == "client" else "client")
+    assert other["accounted"] is None and other["delta"] == 0  # the guarantee is of another unit
 
 
 class Wide(Toy):

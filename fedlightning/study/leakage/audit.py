@@ -46,7 +46,7 @@ class Canaries:
         delta: Delta of the guarantee that is tried.
         epsilon: The bound: what the audit run gave away, at least.
         most: The largest bound that so many guesses could have given.
-        accounted: What the audit run's own accountant says; `None`: there is none.
+        accounted: What the audit run's own accountant says of this unit; `None`: nothing.
     """
 
     unit: str
@@ -112,7 +112,7 @@ def canaries(
     trainer: Fitted,
     data: FederatedDataModule,
     count: int = 100,
-    unit: Literal["record", "client"] = "record",
+    unit: Literal["record", "client"] | None = None,
     confidence: float = 0.95,
     checkpoint: str = "latest",
     seed: int = 0,
@@ -128,7 +128,7 @@ def canaries(
         trainer: The trainer, fitted or restored.
         data: Its data; they have to be here.
         count: Number of canaries, at most; each needs test samples of its own.
-        unit: `"record"` (as `SampleDP` counts) or `"client"` (as `ClientDP`).
+        unit: `"record"` or `"client"`. `None`: what the run accounts for (`"record"` if it accounts for nothing).
         confidence: Of the bound.
         checkpoint: Models of the audit run to attack.
         seed: Of all draws; the audit run trains with the seed after it.
@@ -140,6 +140,7 @@ def canaries(
     Raises:
         ValueError: If there are fewer than 8 canaries to be had, or batches are no ``(x, y)`` with classes.
     """
+    unit = unit or ("client" if _accounts_for(trainer, "client") else "record")
     clients, draw = list(data.client_ids), generator(seed, "canaries")
     bred = [
         (client, dataset)
@@ -168,8 +169,7 @@ def canaries(
     with TemporaryDirectory() as folder:
         again = trained_again(trainer, data, train, Path(folder), seed + 1)
         learnt = (-_losses(again.module(None, checkpoint), data, chosen, seed)).exp() - (-before).exp()
-        told = next(iter(sorted(Path(folder).rglob(TOLD))), None)
-        accounted = read_json(told) if told is not None else {}
+        accounted = _accounts_for(again, unit)
         again.close()
     ranked = learnt.argsort(stable=True, descending=True)
     each = max(1, len(chosen) // (2 * OUTER))
@@ -188,6 +188,13 @@ def canaries(
             float(spent) if spent is not None else None,
         )
     )
+
+
+def _accounts_for(trainer: Fitted, unit: str) -> dict[str, Any]:
+    """Return what a run's accountant says of a unit; nothing if it counts another one, or there is none."""
+    file = None if trainer.run is None else trainer.run.path / TOLD
+    told = read_json(file) if file is not None and file.exists() else {}
+    return told if str(told.get("unit", "")).startswith(unit) else {}
 
 
 def _bred(data: FederatedDataModule, client: str, size: int, draw: torch.Generator) -> list[Mislabelled]:

@@ -57,8 +57,8 @@ def confidence(losses: np.ndarray) -> np.ndarray:
     """Return ``log(p / (1 - p))`` with ``p = exp(-loss)``; of losses that can be negative, ``-loss``.
 
     Example:
-        >>> confidence(np.array([0.6931471805599453])).round(12)
-        array([-0.])
+        >>> confidence(-np.log(np.array([0.2, 0.9]))).round(3).tolist()
+        [-1.386, 2.197]
     """
     if bool((losses < 0).any()):
         return -losses

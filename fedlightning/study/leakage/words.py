@@ -30,11 +30,11 @@ def in_words(found: Mapping[str, Any]) -> list[str]:
         )
     if audit := found.get("canaries"):
         accounted = audit["accounted"]
+        beside = "nothing is accounted for it" if accounted is None else f"it is accounted as {accounted:.2f}"
         lines.append(
             f"Canaries: {audit['right']} of {audit['guesses']} guesses were right whether a {audit['unit']} was there, so "
             f"epsilon is at least {audit['epsilon']:.2f} (confidence {audit['confidence']:.0%}, delta {audit['delta']:g}); "
-            f"{'it is accounted as ' + format(accounted, '.2f') if accounted is not None else 'nothing bounds it'}. So many "
-            f"canaries could have shown {audit['most']:.2f} at most: a bound from below, no guarantee."
+            f"{beside}. So many canaries could have shown {audit['most']:.2f} at most: a bound from below, no guarantee."
         )
     if images := found.get("inversion"):
         lines.append(
