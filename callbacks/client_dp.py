@@ -30,7 +30,12 @@ from fedlightning.algorithm import (
 )
 from fedlightning.callbacks import client_dp_clipping as clipping
 from fedlightning.callbacks.client_dp_budget import RoundBudget
-from fedlightning.callbacks.client_dp_checks import refuse_contradictions, refuse_uncovered, warn_of_few
+from fedlightning.callbacks.client_dp_checks import (
+    refuse_contradictions,
+    refuse_other_rounds,
+    refuse_uncovered,
+    warn_of_few,
+)
 from fedlightning.callbacks.shared.ledger import Ledger
 from fedlightning.callbacks.shared.private_options import (
     UNCOUNTED,
@@ -248,12 +253,9 @@ class ClientDP(ClientSelection, Protection):
             own = {"secret": new_secret(self.noise_seed), "noise_multiplier": noise, "given": given}
             server.state[self.key] = own | {"clip": self.clip, "came": 0, "count": 0.0}
         kept = server.state[self.key]
-        if kept["given"] != given:
-            raise ValueError(
-                "ClientDP accounts for all rounds by one noise_multiplier, rate and noise_seed (and quantile, shares): they "
-                f"were {kept['given']}, and are {given} now. Resume with those of before, or start a new run."
-            )
-        return kept
+        solved = self._noise(server.max_rounds) if self.where == "client" else None
+        refuse_other_rounds(kept, given, solved, server.max_rounds)
+        return kept if self.quantile is not None else kept | {"clip": self.clip}  # a resumed run may have another one
 
     def _noise(self, max_rounds: int) -> float:
         """Return the noise multiplier: the one given, or the one with which all rounds fit into the budget."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 
 from fedlightning.algorithm import Setup
@@ -26,6 +29,31 @@ def refuse_contradictions(where: str, shares: int | None, rate: float, quantile:
         raise ValueError(
             "ClientDP(where='client') shows how many took part, by how much noise there is, so that drawing them hides "
             "nothing; and nobody covers a count for quantile. Leave out rate and quantile, or take where='server'."
+        )
+
+
+def refuse_other_rounds(kept: Mapping[str, Any], given: Sequence[Any], solved: float | None, max_rounds: int) -> None:
+    """Refuse a resumed run whose noise is another one than that of the rounds before.
+
+    Args:
+        kept: What the run keeps from round to round.
+        given: The options of now.
+        solved: The noise multiplier that clients solve for, where they add the noise.
+        max_rounds: For how many rounds they solve.
+
+    Raises:
+        ValueError: With both.
+    """
+    if kept["given"] != given:
+        raise ValueError(
+            "ClientDP accounts for all rounds by one noise_multiplier, rate and noise_seed (and quantile, shares): they "
+            f"were {kept['given']}, and are {given} now. Resume with those of before, or start a new run."
+        )
+    if solved is not None and solved != kept["noise_multiplier"]:
+        raise ValueError(
+            f"ClientDP(where='client') adds noise at clients, who solve for noise_multiplier={solved:.4g} with max_rounds="
+            f"{max_rounds}; the rounds of this run are accounted with {kept['noise_multiplier']:.4g}. Resume with the "
+            "max_rounds of before, or start a new run."
         )
 
 

@@ -67,9 +67,15 @@ def patients_of(client: Client) -> np.ndarray:
     """Return the group of each of a client's training samples.
 
     Raises:
-        ValueError: If nobody knows.
+        ValueError: If nobody knows, of one sample or of all.
     """
     groups = client.sample_groups
     if groups is None:
         raise ValueError(NO_GROUPS)
+    missing = sum(name is None or name != name for name in groups.tolist())
+    if missing:
+        raise ValueError(
+            f"Of {missing} training samples of client '{client.id}' nobody knows whose they are, and "
+            "SampleDP(unit='patient') covers patients. Name their groups, or leave them out."
+        )
     return groups

@@ -371,9 +371,14 @@ class SecureAggregation(SumCodec):
         kept = masking.receive(client.state.get(self.key, {}), client.id, came["shares"])
         point = FixedPoint(self.clip, self.bits, len(kept["round"]))
         share = float(came["share"]) if client.steps else 0.0
-        change: list[Tensor] = [update.state[name].double() - client.received[name].double() for name in names]
+        change = [changed(update.state[name], client.received[name]) for name in names]
         integers = point.encode(change, share)
         masked: np.ndarray = integers + masking.mask_of(kept, client.id, len(integers), self.bits)
         client.state[self.key] = kept
         update.state = {}
         update.extras[self.key] = {"masked": to_wire(masked, self.bits)}
+
+
+def changed(new: Tensor, old: Tensor) -> Tensor:
+    """Return by how much an entry has changed; a mask of infinities that has not, by 0."""
+    return (new.double() - old.double()).masked_fill(new == old, 0.0)

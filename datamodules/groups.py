@@ -32,6 +32,12 @@ def codes_of(groups: Any, size: int, split: str) -> np.ndarray:
         raise ValueError(
             f"The groups given for the {split} data have shape {names.shape} for {size} samples; give one for each sample."
         )
+    missing = next((place for place, name in enumerate(names.tolist()) if name in (None, "") or name != name), None)
+    if missing is not None:  # all of these as one group would be different people that are taken for one
+        raise ValueError(
+            f"Sample {missing + 1} of the {split} data has no group ({names[missing]}). Fill it in, or remove the sample; if "
+            "it stands alone, give it a group of its own."
+        )
     return np.unique(names, return_inverse=True)[1].astype(np.int64)
 
 

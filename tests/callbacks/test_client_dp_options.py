@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("opacus", reason="ClientDP counts with Opacus: pip install 'fedlightning[privacy]'")
 
 from fedlightning.algorithm import Change, Facts, FederatedCallback
-from fedlightning.callbacks import ClientDP, FedAvg, FedPer
+from fedlightning.callbacks import ClientDP, FedAvg, FedPer, client_dp
 from fedlightning.callbacks.client_dp_clipping import next_clip, noise_of_changes, noise_of_count
 from fedlightning.federation.failures import FederationError
 from fedlightning.messages import Update
@@ -128,6 +128,43 @@ def test_clients_clip_to_what_the_server_found_and_a_resumed_run_goes_on(tmp_pat
     again, _ = run(3, "cut", resume="last")
     same(global_state(again), global_state(whole))
     assert again.server.state["ClientDP"] == whole.server.state["ClientDP"]
+
+
+class Cut(FederatedCallback):
+    """Ends a run before its second round, once."""
+
+    cut = True
+
+    def on_round_start(self, server):
+        if Cut.cut and server.round == 1:
+            Cut.cut = False
+            raise KeyboardInterrupt
+
+
+def cut_and_resumed(tmp_path, first, second, rounds=(2, 2), **options):
+    """Return the server of a run that was cut after a round, and goes on with other options."""
+    Cut.cut = True
+    for place, callback in enumerate((first, second)):
+        trainer = make_trainer(tmp_path, [Cut(), callback], max_rounds=rounds[place], name="cut")
+        given = {"resume": "last", **options} if place else {}
+        try:
+            trainer.fit(module(), datamodule=toy_data(SIZES), **given)
+        except KeyboardInterrupt:
+            assert not place
+    return trainer.server
+
+
+def test_a_resumed_run_with_another_clip_has_the_noise_of_that_clip(tmp_path, monkeypatch):
+    stds = []
+    monkeypatch.setattr(client_dp, "with_noise", lambda values, std, *others: stds.append(std) or values)
+    cut_and_resumed(tmp_path, dp(clip=0.1), dp(clip=5.0), allow_config_change=True)
+    assert stds == pytest.approx([0.1 / 3, 5.0 / 3])
+
+
+def test_clients_do_not_solve_for_other_rounds_than_are_accounted(tmp_path):
+    callbacks = [dp(where="client", shares=3, noise_multiplier=None, epsilon=5.0) for _ in range(2)]
+    with pytest.raises(ValueError, match=r"solve for noise_multiplier=.* with max_rounds=2; .* are accounted with"):
+        cut_and_resumed(tmp_path, *callbacks, rounds=(50, 2))
 
 
 # -- noise of clients --------------------------------------------------------------------------------------------------

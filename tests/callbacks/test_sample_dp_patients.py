@@ -103,6 +103,14 @@ def test_a_run_by_patient_says_so_and_counts_by_the_batches(tmp_path):
     assert not others and told["epsilon_by_client"]["0"] == pytest.approx(callback.epsilon_of([(noise, rate, steps)]))
 
 
+def test_a_sample_of_nobody_is_no_patient(monkeypatch):
+    """All of these as one patient, or as none: the one that it belongs to would count twice, or the sample would be lost."""
+    data = by_patient()
+    monkeypatch.setattr(type(data), "sample_groups", lambda self, client, split="train": np.array([1.0, np.nan] * 15))
+    with pytest.raises(FederationError, match="Of 15 training samples of client '0' nobody knows whose they are"):
+        make_trainer(None, [dp(unit="patient")], max_rounds=1).fit(module(), datamodule=data)
+
+
 def test_where_nobody_knows_patients_it_is_refused(tmp_path):
     with pytest.raises(ValueError, match="the data module knows no groups"):
         make_trainer(None, [dp(unit="patient")], max_rounds=1).fit(module(), datamodule=toy_data(SIZES))

@@ -108,6 +108,21 @@ def test_statistics_are_averaged_and_counters_stay(others):
     assert counters and all(int(masked[name]) == 0 for name in counters)  # of no single client
 
 
+class Masked(Toy):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+
+
+def test_a_mask_of_infinities_stays():
+    plain, masked = (
+        global_state(federate(module(Masked), toy_data(SIZES), more, max_rounds=1))
+        for more in ([], [SecureAggregation()])
+    )
+    same({"mask": masked.pop("mask")}, {"mask": plain.pop("mask")})
+    close(masked, plain, atol=3e-7)
+
+
 @pytest.mark.parametrize(
     "gone",
     [{}, {"c1": "training", "c4": "training"}, {"c0": "keys"}, {"c2": "shares", "c5": "training"}, {"c3": "open"}],

@@ -13,7 +13,7 @@ from fedlightning.datamodules import (
     QuantitySkewPartitioner,
     TabularFederatedDataModule,
 )
-from fedlightning.datamodules.groups import cut_groups, keys_of_groups, looks_like_identifier
+from fedlightning.datamodules.groups import codes_of, cut_groups, keys_of_groups, looks_like_identifier
 from fedlightning.datamodules.held_out import without
 
 SPLITS = ("train", "val", "test")
@@ -180,3 +180,10 @@ def test_who_holds_which_groups_is_known_in_the_order_of_the_samples():
     free = Partitioned.from_datasets(TensorDataset(x, x), partitioner=IIDPartitioner(2), test_fraction=0.0)
     free.setup()
     assert free.sample_groups("0") is None
+
+
+@pytest.mark.parametrize("missing", [float("nan"), None, ""])
+def test_a_sample_without_a_group_is_refused(missing):
+    groups = np.array([*([1.0] * 4), *([2.0] * 3), missing], dtype=object if missing is None else None)
+    with pytest.raises(ValueError, match="Sample 8 of the train data has no group"):
+        codes_of(groups, 8, "train")
