@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from fedlightning.datamodules import ShiftedDataModule, TabularFederatedDataModule
+from fedlightning.datamodules.duplicates import find_duplicates
 from fedlightning.datamodules.statistics import (
     BINS,
     bins_of,
@@ -222,6 +224,13 @@ def test_numbers_without_a_sum_of_squares_are_named(tmp_path):
 def test_words_that_nobody_may_give_are_no_map():
     with pytest.raises(ValueError, match="'dx' has enough values to give at 0 sites"):
         total({name: {"words dx": {}} for name in "abc"})
+
+
+def test_open_inputs_are_not_compared(tmp_path):
+    public = torch.utils.data.TensorDataset(torch.zeros(5, 3), torch.zeros(5).long())
+    data = stays(write_table(tmp_path / "t.csv"), public=public)
+    data.setup()
+    assert find_duplicates(data) is None and not data.public_report()["compared"]
 
 
 def test_another_module_around_open_data_is_refused(tmp_path):
