@@ -112,7 +112,7 @@ def another(owner: Any, public: Any, options: Mapping[str, Any], splits: Mapping
         )
         raise ValueError(f"{own} got public={name}, which is {what}; give a map-style Dataset with samples.")
     found = Another(dataset, np.arange(len(dataset)), name, made)
-    _leave_out(own, found, splits, options)
+    _leave_out(owner, found, splits, options)
     return found
 
 
@@ -131,8 +131,11 @@ def _training_loader(public: LightningDataModule, seed: int) -> Any:
     return loader[0] if isinstance(loader, list | tuple) and len(loader) == 1 else loader
 
 
-def _leave_out(owner: str, found: Another, splits: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+def _leave_out(owner: Any, found: Another, splits: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Take out the samples whose inputs are, bit for bit, those of a client's sample of any split."""
+    if owner.wanted_statistics is not None:  # the clients' inputs are not known yet
+        return
+    own = type(owner).__name__
     held = {name: _held(split.indices) for name, split in splits.items()}
     sizes = [(split.dataset, len(held[name])) for name, split in splits.items()]
     if not all(is_cheap(dataset, count) for dataset, count in [*sizes, (found.dataset, len(found.dataset))]):
@@ -160,7 +163,7 @@ def _leave_out(owner: str, found: Another, splits: Mapping[str, Any], options: M
     where = ", ".join(f"{count} of {name}" for name, count in found.left_out.items())
     if not stays.any():
         raise ValueError(
-            f"{owner} got public={found.name}, but a client holds every one of its {len(public)} samples ({where}), bit for "
+            f"{own} got public={found.name}, but a client holds every one of its {len(public)} samples ({where}), bit for "
             "bit. Public data may not be a client's: give another data set, or public=0.1 to take a share from the clients."
         )
     rank_zero_warn(

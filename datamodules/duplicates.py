@@ -55,8 +55,8 @@ def find_duplicates(data: FederatedDataModule, most: int = 200_000) -> Duplicate
         most: Samples that are read at most; with more of them nothing is compared.
 
     Returns:
-        What was found, or `None` where there are more samples, inputs are no tensors, or clients are made when they are
-        asked for.
+        What was found, or `None` where there are more samples, inputs are no tensors or wait for statistics of all clients,
+        or clients are made when they are asked for.
 
     Example:
         >>> from fedlightning.datamodules import DigitsDataModule
@@ -66,7 +66,7 @@ def find_duplicates(data: FederatedDataModule, most: int = 200_000) -> Duplicate
         >>> find_duplicates(data).leaked
         0
     """
-    if not isinstance(data, IndexedFederatedDataModule):
+    if not isinstance(data, IndexedFederatedDataModule) or data.wanted_statistics is not None:  # all are NaN yet
         return None
     clients = data.client_ids
     total = sum(data.num_samples(client, split) for client in clients for split in SPLITS)

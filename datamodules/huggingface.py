@@ -164,12 +164,14 @@ class HuggingFaceDataModule(IndexedFederatedDataModule):
             found = {"train": found}
         if not isinstance(found, Mapping):
             raise ValueError(f"HuggingFaceDataModule got a {type(found).__name__}; give a Dataset or a DatasetDict.")
+        names = list(found)
+        found = {split: table for split, table in found.items() if len(table)}  # an empty split is none
         tables = {split: found[split] for split in ("train", "test") if split in found}
         validation = next((split for split in _VALIDATION if split in found), None)
         if validation is not None:
             tables["val"] = found[validation]
         if "train" not in tables:
-            raise ValueError(f"The data set has the splits {', '.join(found)}; one of them must be called 'train'.")
+            raise ValueError(f"The data set has the splits {', '.join(names)}; one of them must be called 'train'.")
         return tables
 
     def _labels(self, table: Any, split: str) -> np.ndarray | None:
@@ -177,9 +179,17 @@ class HuggingFaceDataModule(IndexedFederatedDataModule):
         cells = table.with_format(None)[self.label][:]
         if any(cell is None for cell in cells):
             raise ValueError(f"Row {cells.index(None)} of the {split} data has no {self.label!r}; leave it out.")
+        gap = next((row for row, cell in enumerate(cells) if cell != cell), None)
+        if gap is not None:
+            raise ValueError(f"Row {gap} of the {split} data has NaN as {self.label!r}; leave it out.")
         names = getattr(table.features[self.label], "names", None)
         if names is not None:
             self.class_names = list(names)
+            if min(cells) < 0:  # as public benchmarks hide the labels of their test split
+                raise ValueError(
+                    f"Row {cells.index(min(cells))} of the {split} data has the {self.label!r} {min(cells)}, no class of its "
+                    "ClassLabel: it is hidden. Leave such rows out, or the split: test data are then cut from training data."
+                )
         return as_classes(cells)
 
     def _targets(self, table: Any, labels: np.ndarray | None, split: str) -> Tensor:

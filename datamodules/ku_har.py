@@ -149,7 +149,12 @@ class KUHARDataModule(IndexedFederatedDataModule):
 
 def _read(path: Path) -> np.ndarray:
     """Return a recording's six signals, `(samples, 6)`; empty cells are NaN."""
-    lines = path.read_text().splitlines()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no table of numbers ({error}); get it again.") from error
+    if not lines:
+        raise ValueError(f"{path} is empty; get it again.")
     found = np.empty((len(lines), _COLUMNS))
     for number, line in enumerate(lines, start=1):
         cells = line.split(",")

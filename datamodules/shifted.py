@@ -94,6 +94,11 @@ class ShiftedDataModule(IndexedFederatedDataModule):
 
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
         self.source.setup()
+        if self.source.wanted_statistics is not None:
+            raise ValueError(
+                "ShiftedDataModule got a source that waits for statistics of all clients, whose inputs are not known yet. "
+                "Give it scale: local or none, or statistics and lists of categories."
+            )
         clients, count = self.source.client_ids, self.source.num_classes
         if self.concepts > 1 and count is None:
             raise ValueError("ShiftedDataModule permutes classes, and its source has no class labels; use concepts=1.")

@@ -18,6 +18,9 @@ Sums = dict[str, list[float] | dict[str, float]]
 """By name: numbers that are added place by place, or counts that are added word by word."""
 BINS = 100
 """Bins between the two ends of a range; one more on each side counts what lies outside."""
+MOST = 1e100
+"""Largest number of a column whose squares are added up."""
+_ROUNDING = 8 * 2.0**-52  # a variance that is a smaller share of the mean square is what rounding of the sums leaves
 
 
 class Open:
@@ -60,6 +63,10 @@ class Open:
         found: Sums = {}
         for name, (_, values) in self.numbers.items():
             own = values[rows]
+            if np.abs(own[~np.isnan(own)]).max(initial=0.0) > MOST:
+                raise ValueError(
+                    f"Column {name!r} holds numbers beyond {MOST:g}, whose squares have no sum; correct or drop it."
+                )
             if len(np.unique(groups[~np.isnan(own)])) < self.least:
                 own = own[:0]
             if name in self.ranges:
@@ -172,15 +179,17 @@ def words_of(cells: Iterable[str], groups: Sequence[Any], least: int) -> dict[st
 def mean_and_deviation(total: Sequence[float]) -> tuple[float, float]:
     """Return mean and standard deviation (of the population) from the sums, worked out without rounding in between.
 
-    The sums themselves are rounded, so the deviation's relative error is about 1e-16 times (mean / deviation) squared.
+    The sums themselves are rounded, so the deviation's relative error is about 1e-16 times (mean / deviation) squared. A
+    deviation that could be rounding alone (below about 4e-8 times the mean) is 0.
 
     Example:
         >>> mean_and_deviation([4.0, 10.0, 30.0])
         (2.5, 1.118033988749895)
     """
     count, first, second = (Fraction(value) for value in total)
-    variance = max(second / count - (first / count) ** 2, Fraction(0))
-    return float(first / count), math.sqrt(float(variance))
+    square = second / count
+    variance = square - (first / count) ** 2
+    return float(first / count), math.sqrt(float(variance)) if variance > square * Fraction(_ROUNDING) else 0.0
 
 
 def quantile(counts: Sequence[float], ends: Sequence[float], share: float) -> float:

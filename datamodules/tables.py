@@ -150,6 +150,34 @@ def numbers_of(path: Path, column: Column) -> np.ndarray:
     raise AssertionError("a column without numbers has a cell that is none")
 
 
+def codes_of(column: Column, kept: np.ndarray) -> np.ndarray:
+    """Return the cells of a column of codes, `(kept rows,)`; 1.0 is 1 if all are whole numbers.
+
+    Pandas writes them so where the column has gaps, which differs from site to site.
+
+    Example:
+        >>> from fedlightning.datamodules.tables import Column, codes_of
+        >>> codes_of(Column("unit", ["1.0", ""], np.array([1.0, np.nan])), np.array([True, True])).tolist()
+        ['1', '']
+    """
+    cells = np.array(column.cells)[kept]
+    if column.numbers is None or (np.nan_to_num(column.numbers) % 1).any():
+        return cells
+    return np.array([code_of(cell) for cell in cells.tolist()], dtype=np.str_)
+
+
+def code_of(cell: str) -> str:
+    """Return a whole number without its zeros behind the point, and any other cell as it is.
+
+    Example:
+        >>> from fedlightning.datamodules.tables import code_of
+        >>> code_of("2.0"), code_of("2.50"), code_of("E11.0")
+        ('2', '2.50', 'E11.0')
+    """
+    whole, point, rest = cell.partition(".")
+    return whole if point and rest and not rest.strip("0") and whole.lstrip("+-").isdigit() else cell
+
+
 def levels_of(column: Column) -> list[str]:
     """Return the different words of a column in ascending order, gaps left out.
 

@@ -19,7 +19,16 @@ from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.partitioners import NaturalPartitioner
 from fedlightning.datamodules.statistics import Open, check_scale, one_hot
-from fedlightning.datamodules.tables import Column, classes_named, column_of, levels_of, read_header, read_table
+from fedlightning.datamodules.tables import (
+    Column,
+    classes_named,
+    code_of,
+    codes_of,
+    column_of,
+    levels_of,
+    read_header,
+    read_table,
+)
 from fedlightning.datamodules.views import ArrayDataset
 from fedlightning.ranges import PositiveInt, ShareBelowOne, checked
 
@@ -295,7 +304,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
             if name in unused:
                 continue
             if name in self.categories:
-                self._add_words(name, np.array(column.cells)[kept], self.categories[name], columns)
+                self._add_words(column, kept, self.categories[name], columns)
                 continue
             if column.numbers is None or name in self.categorical:
                 cells = np.array(column.cells)[kept]
@@ -313,15 +322,21 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
             raise ValueError(f"{self.path}: no column is left as a feature beside {self.target!r}.")
         return np.stack(columns, axis=1)
 
-    def _add_words(self, name: str, cells: np.ndarray, words: Sequence[str] | int, columns: list[np.ndarray]) -> None:
+    def _add_words(
+        self, column: Column, kept: np.ndarray, words: Sequence[str] | int, columns: list[np.ndarray]
+    ) -> None:
         """Add the columns of a column of words: of those that are named, or places for those that are agreed on."""
+        name, cells = column.name, codes_of(column, kept)
         if isinstance(words, int):
             self._open.words[name] = len(columns), words, cells
             self.feature_names += [f"{name}=(place {place + 1})" for place in range(words)] + [f"{name}=other"]
             columns += [np.full(len(cells), np.nan) for _ in range(words + 1)]
             return
         self.feature_names += [f"{name}={word}" for word in words] + [f"{name}=other"]
-        columns += one_hot(cells, [str(word) for word in words], len(words))
+        named = [str(word) for word in words]
+        if not np.isin(cells, named).any():  # codes of whole numbers are without decimals here
+            named = [code_of(word) for word in named]
+        columns += one_hot(cells, named, len(words))
 
     @property
     def wanted_statistics(self) -> dict[str, Any] | None:

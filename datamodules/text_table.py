@@ -71,9 +71,10 @@ class TextTableDataModule(TabularFederatedDataModule):
         **options: Any,
     ) -> None:
         super().__init__(path, target, client, partitioner, **options)
-        if self.categorical or self.statistics:
+        if self.categorical or self.statistics or self.categories or self.ranges or self.scale == "federated":
             raise ValueError(
-                "TextTableDataModule got categorical or statistics; its only input is a text. Leave them out."
+                "TextTableDataModule got categorical, categories, statistics, ranges or scale: federated; its only input is "
+                "a text. Leave them out."
             )
         self.text, self.numbers_of = text, WordNumbers(vocabulary, buckets, max_words)
 

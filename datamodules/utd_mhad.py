@@ -93,6 +93,11 @@ class UTDMHADDataModule(MultimodalDataModule):
         trials = np.array([trial for _, _, trial in keys])
         data, subjects = ModalityDataset(inputs, y), np.array([subject for _, subject, _ in keys])
         parts = {"train": np.flatnonzero(trials < self.test_trial), "test": np.flatnonzero(trials >= self.test_trial)}
+        if not all(map(len, parts.values())):
+            raise ValueError(
+                f"UTDMHADDataModule got test_trial={self.test_trial}, and {self.root} has the times {trials.min()} to "
+                f"{trials.max()}; leave some for training and some for testing."
+            )
         self._subjects = {split: subjects[rows] for split, rows in parts.items()}
         train, test = (data.subset(torch.from_numpy(rows)) for rows in parts.values())
         return train, test

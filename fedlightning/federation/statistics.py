@@ -97,7 +97,7 @@ def total(found: Mapping[str, Any], site_of: Any = lambda client: client) -> dic
                 sums[name] = [one + other for one, other in zip(before, value, strict=True)]
                 gives = any(value)
             else:
-                before, gives = sums.get(name, {}), True
+                before, gives = sums.get(name, {}), bool(value)
                 sums[name] = {word: before.get(word, 0.0) + value.get(word, 0.0) for word in sorted({*before, *value})}
             if gives:
                 givers.setdefault(name, set()).add(site_of(client))

@@ -169,7 +169,8 @@ def _predictions(study: StudyData) -> Iterator[tuple[str, str, str, list[Predict
     for line in external(study):
         method, site = line["method"], line["site"]
         left_out = [run for run in study.left_out if (run.name, run.site) == (method, site)]
-        members = [study.finished[method, seed].run for seed in study.seeds_of(method)]
+        seeds = {run.seed for run in left_out if run.error is None}  # both ways are of the same seeds
+        members = [study.finished[method, seed].run for seed in study.seeds_of(method) if seed in seeds]
         for way, runs in ((NEVER, left_out), (SEEN, members)):
             held = [study.samples.get(run.path) for run in runs]
             found = [own for one in held if one is not None and len((own := one.of(site)).labels)]

@@ -157,3 +157,18 @@ def test_gaps_and_objects_in_inputs_are_named():
         Rows(patients(), ["kind", "age"], torch.zeros(40))[2]
     with pytest.raises(ValueError, match=r"splits validation; one of them must be called 'train'"):
         HuggingFaceDataModule(datasets.DatasetDict({"validation": patients()}), "age", client="hospital").setup()
+
+
+def test_hidden_labels_and_empty_splits():
+    features = datasets.Features({"x": datasets.Value("float32"), "label": datasets.ClassLabel(names=["no", "yes"])})
+    rows = datasets.Dataset.from_dict({"x": [0.5] * 20, "label": [0, 1] * 10}, features=features)
+    hidden = datasets.Dataset.from_dict({"x": [0.5] * 4, "label": [-1] * 4}, features=features)
+    given = {"partitioner": IIDPartitioner(2)}
+    with pytest.raises(ValueError, match="Row 0 of the test data has the 'label' -1"):
+        HuggingFaceDataModule({"train": rows, "test": hidden}, "x", **given).setup()
+    data = HuggingFaceDataModule({"train": rows, "test": hidden.select([])}, "x", **given)
+    data.setup()
+    assert data.num_samples("0", "test") > 0  # cut from the training data
+    gaps = datasets.Dataset.from_dict({"x": [0.5] * 20, "label": [0.5, float("nan")] * 10})
+    with pytest.raises(ValueError, match="Row 1 of the train data has NaN"):
+        HuggingFaceDataModule(gaps, "x", **given).setup()

@@ -68,9 +68,19 @@ def other_file(root):
     (root / "2.Talk-sit" / "notes.csv").write_text("")
 
 
+def empty_file(root):
+    (root / "2.Talk-sit" / "1002_A_3.csv").write_text("")
+
+
+def other_bytes(root):
+    (root / "2.Talk-sit" / "1002_A_3.csv").write_bytes(b"\xff\xfe\x00")
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
+        (empty_file, "1002_A_3.csv is empty"),
+        (other_bytes, "1002_A_3.csv is no table of numbers"),
         (short_line, "1002_A_3.csv, line 1: 3 cells, not 8 numbers"),
         (other_file, "notes.csv is no recording by its name"),
     ],

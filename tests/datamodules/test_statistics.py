@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
-from fedlightning.datamodules import TabularFederatedDataModule
+from fedlightning.datamodules import ShiftedDataModule, TabularFederatedDataModule
+from fedlightning.datamodules.duplicates import find_duplicates
 from fedlightning.datamodules.statistics import (
     BINS,
     bins_of,
@@ -199,3 +201,52 @@ def test_what_means_nothing_is_refused(tmp_path, options, sentence):
 def test_a_class_that_is_not_named_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"'ill' has the value 0.0, which is not among classes \['1', '2'\]"):
         stays(write_table(tmp_path / "t.csv"), classes=["1", "2"]).setup()
+
+
+def test_a_constant_is_only_centred_whatever_its_sums_round_to():
+    for value in (0.1, 1 / 3, 1e12 + 0.1, -7.7):
+        sums = total({str(i): {"moments x": moments_of(np.full(19 + i, value), 5)} for i in range(4)})["moments x"]
+        assert mean_and_deviation(sums)[1] == 0.0
+
+
+def test_numbers_without_a_sum_of_squares_are_named(tmp_path):
+    path = write_table(tmp_path / "t.csv")
+    lines = path.read_text().splitlines()
+    place = lines[0].split(",").index("age")
+    cells = [line.split(",") for line in lines[1:]]
+    path.write_text("\n".join([lines[0], *(",".join([*c[:place], "1e200", *c[place + 1 :]]) for c in cells)]))
+    data = stays(path)
+    data.setup()
+    with pytest.raises(ValueError, match="'age' holds numbers beyond 1e"):
+        data.statistics_of("a")
+
+
+def test_words_that_nobody_may_give_are_no_map():
+    with pytest.raises(ValueError, match="'dx' has enough values to give at 0 sites"):
+        total({name: {"words dx": {}} for name in "abc"})
+
+
+def test_open_inputs_are_not_compared(tmp_path):
+    public = torch.utils.data.TensorDataset(torch.zeros(5, 3), torch.zeros(5).long())
+    data = stays(write_table(tmp_path / "t.csv"), public=public)
+    data.setup()
+    assert find_duplicates(data) is None and not data.public_report()["compared"]
+
+
+def test_another_module_around_open_data_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="waits for statistics of all clients"):
+        ShiftedDataModule(stays(write_table(tmp_path / "t.csv")), "contrast", 0.5).setup()
+
+
+@pytest.mark.parametrize("named", [["0", "1"], ["0.0", "1.0"]])
+def test_codes_are_equal_with_and_without_decimals(tmp_path, named):
+    def columns(form, gap):
+        lines = [f"{i},{gap if i == 39 else form(i % 2)},ab,{i // 2 % 2}" for i in range(40)]
+        path = tmp_path / "codes.csv"
+        path.write_text("\n".join(["age,unit,hospital,ill", *lines]))
+        data = TabularFederatedDataModule(path, "ill", client="hospital", categories={"unit": named})
+        data.setup()
+        return next(iter(data._splits.values())).dataset.x[:39, 1:]
+
+    plain, floats = columns(str, "0"), columns(lambda code: f"{code}.0", "")
+    assert (plain == floats).all() and not plain[:, -1].any()

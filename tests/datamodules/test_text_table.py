@@ -69,6 +69,7 @@ def without_text(rows):
         (without_text, {}, "sample 4 has no 'note'"),
         (lambda rows: rows, {"text": "notes"}, "no column 'notes' .text.; did you mean 'note'"),
         (lambda rows: rows, {"categorical": ["note"]}, "its only input is a text"),
+        (lambda rows: rows, {"categories": {"subject": 3}}, "its only input is a text"),
     ],
 )
 def test_wrong_tables_are_named(change, options, match, tmp_path):

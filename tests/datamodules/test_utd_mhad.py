@@ -85,3 +85,8 @@ def test_damaged_files_are_named(change, match, tmp_path):
 def test_missing_folders(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no recordings in .*Inertial, .*Skeleton"):
         UTDMHADDataModule(str(tmp_path)).prepare_data()
+
+
+def test_times_that_nobody_has_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"test_trial=9, and .* leave some for training and some for testing"):
+        UTDMHADDataModule(write(tmp_path), test_trial=9).setup()

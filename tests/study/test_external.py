@@ -197,3 +197,23 @@ def test_a_damaged_file_is_told(tmp_path, content):
 def test_where_data_are_elsewhere_it_is_refused():
     with pytest.raises(ValueError, match="predictions of single test samples do not leave sites"):
         leave_one_site_out({"a": FederatedTrainer(engine="flower")}, Classifier(LogisticRegression(3, 2), 2), None)
+
+
+def test_a_long_name_of_a_site_does_not_reach_the_next_panel(study):
+    from fedlightning.study.report.figures.external import calibration_curves
+    from fedlightning.study.report.styles import styles
+
+    long = "University Hospital of Somewhere, Department of Medicine"
+    curves = curves_of(study, 1)
+    figure = calibration_curves({long: curves["a"], f"{long} 2": curves["b"]}, styles(["fedavg"]))
+    titles = [axes.get_title() for axes in figure.axes]
+    assert max(map(len, titles)) < 32 and len(set(titles)) == 2
+
+
+def test_both_ways_are_of_the_same_seeds(tmp_path):
+    runs = [made(tmp_path, seed, site) for seed in (0, 1) for site in (None, *SITES) if (seed, site) != (1, "a")]
+    other = samples.read(runs[4].path)  # seed 1, all sites
+    samples.write(runs[4].path, Predicted(other.clients, 1 - other.labels, other.probabilities, other.columns))
+    brier = {(line["site"], line["trained"]): line["brier"] for line in Study(runs).calibrations()}
+    own = samples.read(runs[0].path).of("a")
+    assert brier["a", SEEN] == pytest.approx(float(((own.probabilities[:, 1] - own.labels) ** 2).mean()))

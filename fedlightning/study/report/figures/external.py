@@ -59,6 +59,7 @@ def _panels(
 ) -> Figure:
     sites = sorted(found, key=lambda site: -next(iter(found[site].values()))["samples"])[:MOST_PANELS]
     names = short_names(dict.fromkeys(method for site in sites for method in found[site]), 20)
+    titles = short_names(sites, 16)  # beside its samples, one must not reach the next panel
     lines = -(-len(sites) // COLUMNS)
     figure = Figure(figsize=(5.0, 0.5 + 2.0 * lines), layout="constrained")
     FigureCanvasAgg(figure)
@@ -69,7 +70,7 @@ def _panels(
             continue
         site = sites[place]
         draw(axes, found[site], names)
-        axes.set_title(f"{site} ({next(iter(found[site].values()))['samples']} samples)", fontsize=9)
+        axes.set_title(f"{titles[site]} ({next(iter(found[site].values()))['samples']} samples)", fontsize=9)
         last = place + COLUMNS >= len(sites)
         axes.tick_params(labelbottom=last)
         axes.set_xlabel(xlabel if last else "", fontsize=9)
