@@ -48,7 +48,7 @@ install: $(STAMP) ## create the environment and install FedLightning in it, edit
 quickstart: $(BASE) ## run examples/quickstart.py: a small federated training from end to end
 	$(ONE_THREAD) $(BIN)/python examples/quickstart.py $(QUICKSTART_ARGS)
 
-test: $(STAMP) ## run the tests (four minutes on 2 cores)
+test: $(STAMP) ## run the tests (five minutes on 2 cores)
 	$(PYTEST) $(PYTEST_ARGS)
 
 test-all: $(STAMP) ## run the tests, the slow ones too
