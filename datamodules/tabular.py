@@ -61,7 +61,8 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
     Which words a column can hold and which classes there are is taken from the whole file, since all clients train one
     network. Where every site has a file of its own, name them: `classes`, and `categories`, which has for each column of
     words a public list of codes, or how many words to agree on: the most common of those that at least `least` rows
-    (patients) of a client have, which the server sees. Other words are counted in one more column, `name=other`.
+    (patients) of a client have; the server sees their counts, other clients do not. Other words are in one more column,
+    `name=other`.
 
     Test rows are cut from each client's rows, then validation rows, stratified by class. Where several rows are of one
     patient, name the patient's column by `group`: no patient is then at two clients, or in two splits of one client.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlightning.datamodules.base import in_order
+from fedlightning.datamodules.statistics import chosen_words
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.engine import Engine
 from fedlightning.hooks import FederatedCallback
@@ -48,6 +49,9 @@ def agree_on_statistics(engine: Engine, callbacks: Iterable[FederatedCallback], 
         found = engine.measure()
         sites = engine.sites
         totals = total({client: found.get(client) for client in clients}, lambda client: sites.get(client, client))
+        # A word's count may be one site's, so that clients are told which words have a place, and no counts.
+        for name, most in wanted.get("words", {}).items():
+            totals[f"words {name}"] = dict.fromkeys(chosen_words(totals[f"words {name}"], most), 0.0)
         kept = {"wanted": wanted, "clients": clients, "totals": totals}
     engine.statistics = kept
     engine.agree(kept["totals"])
