@@ -20,6 +20,7 @@ from fedlightning.study.report.sections import (
     fairness,
     layers,
     leakage,
+    privacy,
     scores,
     setting,
     statistics,
@@ -113,6 +114,7 @@ PARTS = (
     terms.terms,
     setting.partition,
     layers.layers,
+    privacy.privacy,
     leakage.leakage,
     failures.failures,
 )
