@@ -50,7 +50,7 @@ def privacy(context: Context) -> Section | None:
 
 def _found(context: Context) -> dict[tuple[str, str], Mapping[str, Any]]:
     """Return what the runs' folders have, by method and seed; a file that cannot be read counts as none."""
-    found = {}
+    found: dict[tuple[str, str], Mapping[str, Any]] = {}
     for (method, seed), scores in context.study.finished.items():
         path = None if scores.run.path is None else scores.run.path / FILE
         if path is None or not path.exists():
