@@ -56,6 +56,16 @@ def test_bits_decide():
     assert found(Planted(inputs=x)).leaked == 0
 
 
+def test_equal_bytes_of_another_shape_are_other_inputs():
+    row = torch.zeros(6)
+    shapes = [row.reshape(2, 3) if k < 6 else row.reshape(3, 2) for k in range(10)]
+    data = Planted()
+    data.setup()
+    for split in data._splits.values():
+        split.dataset = [(x, 0) for x in shapes]
+    assert find_duplicates(data).leaked == 0 and find_duplicates(data).shared == 3
+
+
 def test_what_cannot_be_compared_is_none():
     data = DigitsDataModule()
     data.setup()

@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from fedlightning.datamodules import LEAFSent140DataModule, TextTableDataModule
+from fedlightning.datamodules.words import WordNumbers
 
 NOTES = ("Chest pain, worse at night.", "Fever; cough", 'Says "no pain", alert', "Fell; hip hurts")
 
@@ -56,6 +57,12 @@ def test_a_public_vocabulary(tmp_path):
 def test_the_numbers_are_those_of_sent140():
     tweets, notes = LEAFSent140DataModule("x", max_words=9), TextTableDataModule("x.csv", "y", "t", "c", max_words=9)
     assert tweets.numbers_of(NOTES[0]) == notes.numbers_of(NOTES[0]) and tweets.vocabulary_size == notes.vocabulary_size
+
+
+def test_no_word_is_padding():
+    words = WordNumbers(buckets=2, max_words=40)
+    numbers = words(" ".join(f"word{k}" for k in range(30)))
+    assert set(numbers[:30]) == {1, 2} and numbers[30:] == [0] * 10
 
 
 def without_text(rows):

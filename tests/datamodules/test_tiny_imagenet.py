@@ -52,6 +52,9 @@ def test_limits_and_partitions(tmp_path):
     data = TinyImageNetDataModule(root, IIDPartitioner(1), max_train=7, max_test=2, val_fraction=0)
     data.setup()
     assert data.num_samples("0") == 7 and data.num_samples("0", "test") == 2
+    for split in ("train", "test"):
+        for x, y in data.client_dataloader("0", split).dataset:
+            assert x.mean() == pytest.approx(60 * int(y) / 255, abs=0.01)
     with pytest.raises(ValueError, match="no natural groups"):
         TinyImageNetDataModule(root, NaturalPartitioner()).setup()
 
