@@ -107,15 +107,9 @@ def merged(history: Steps) -> tuple[tuple[float, float, int], ...]:
 
 def count(client: Client, key: str, steps: Sequence[float]) -> None:
     """Add steps to what a client remembers, of all visits and of this one."""
-    kept = client.state[key]
-    client.state[key] = kept | {"history": added(kept["history"], steps), "visit": visit_of(client, steps)}
-
-
-def visit_of(client: Client, steps: Sequence[float]) -> list[list[float]]:
-    """Return the steps of this visit so far, this fit's too."""
-    client.scratch["private steps"] = added(client.scratch.get("private steps", []), steps)
-    found: list[list[float]] = client.scratch["private steps"]
-    return found
+    kept, visit = client.state[key], added(client.scratch.get("private steps", []), steps)
+    client.scratch["private steps"] = visit
+    client.state[key] = kept | {"history": added(kept["history"], steps), "visit": visit}
 
 
 def room_for(fits: Callable[[Steps], bool], before: Steps, kind: tuple[float, float], most: int) -> int:

@@ -83,22 +83,13 @@ def subgroups(study: StudyData) -> Table:
             continue
         for column in found[0].columns:
             for value in sorted(set(found[0].columns[column].tolist())):
-                parts = [_part(one, one.columns[column] == value) for one in found]
+                parts = [one.at(one.columns[column] == value) for one in found]
                 for number in _classes(parts[0]):
-                    line = {
-                        "method": method,
-                        "site": site,
-                        "column": column,
-                        "value": value or "missing",
-                        "class": number,
-                    }
-                    few = min(len(part.labels) for part in parts) < FEWEST
-                    scores = (
-                        {"samples": len(parts[0].labels)}
-                        if few
-                        else _mean([calibration(*_pair(p, number)) for p in parts])
-                    )
-                    lines.append(line | scores)
+                    line = {"method": method, "site": site, "column": column, "value": value or "missing"}
+                    scores: dict[str, Any] = {"samples": len(parts[0].labels)}
+                    if min(len(part.labels) for part in parts) >= FEWEST:
+                        scores = _mean([calibration(*_pair(part, number)) for part in parts])
+                    lines.append(line | {"class": number} | scores)
     return lines
 
 
@@ -191,10 +182,6 @@ def _classes(found: Predicted) -> list[int]:
 
 def _pair(found: Predicted, number: int) -> Pair:
     return (found.labels == number).astype(np.float64), found.probabilities[:, number]
-
-
-def _part(found: Predicted, rows: np.ndarray) -> Predicted:
-    return Predicted(found.clients[rows], found.labels[rows], found.probabilities[rows], {}, found.reason)
 
 
 def _mean(found: Sequence[Calibration]) -> dict[str, Any]:

@@ -11,15 +11,13 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import Precision
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import Dataset, Subset
 
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.fitted import Fitted
 from fedlightning.run.files import read_json
 from fedlightning.seeding import generator
-from fedlightning.study.leakage.again import loader_like, pool_of, trained_again
-from fedlightning.visit.probes import sample_losses
+from fedlightning.study.leakage.again import loader_like, losses_of, pool_of, trained_again
 
 TOLD = "privacy.json"
 OUTER = 2
@@ -227,9 +225,5 @@ def _classes(data: FederatedDataModule) -> int:
 
 def _losses(module: LightningModule, data: FederatedDataModule, chosen: Sequence[Any], seed: int) -> torch.Tensor:
     """Return the loss of each canary."""
-    found = []
-    for client, canary in chosen:
-        own: Any = data.client_dataloader(client, "train")
-        loader = DataLoader(Subset(canary, [0]), batch_size=1, collate_fn=own.collate_fn)
-        found.append(sample_losses(module, loader, Precision(), seed, "canary").mean())
+    found = [losses_of(module, data, client, Subset(canary, [0]), seed, "canary").mean() for client, canary in chosen]
     return torch.stack(found)
