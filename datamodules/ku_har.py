@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from fedlightning.datamodules.base import in_order
+from fedlightning.datamodules.download import refuse_absent
 from fedlightning.datamodules.federate import cut_off
 from fedlightning.datamodules.har import read_numbers
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
@@ -79,11 +80,8 @@ class KUHARDataModule(IndexedFederatedDataModule):
         """Check that the folders are there (Lightning's hook)."""
         found = {match.group(1) for path in self.root.glob("*") if (match := _FOLDER.fullmatch(path.name))}
         lacking = [f"{k}.{name}" for k, name in enumerate(ACTIVITIES) if str(k) not in found]
-        if lacking:
-            raise FileNotFoundError(
-                f"KUHARDataModule: {', '.join(lacking)} not found in {self.root}; unpack 2.Trimmed_interpolated_data.zip "
-                "of https://data.mendeley.com/datasets/45f952y38r there."
-            )
+        way = "unpack 2.Trimmed_interpolated_data.zip of https://data.mendeley.com/datasets/45f952y38r there"
+        refuse_absent(self, lacking, self.root, way)
 
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
         self.prepare_data()

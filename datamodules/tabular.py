@@ -243,9 +243,8 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         table = read_table(self.path, self.delimiter, {*self._targeted, column})
         if column not in table:
             column_of(read_table(self.path, self.delimiter), column, "subgroup")
-        return np.array(table[column].cells)[complete([table[name] for name in self._targeted])][
-            self.indices(client, split)
-        ].tolist()
+        kept = complete([table[name] for name in self._targeted])
+        return np.array(table[column].cells)[kept][self.indices(client, split)].tolist()
 
     @property
     def _targeted(self) -> list[str]:
@@ -282,8 +281,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
             rank_zero_warn(
                 f"{self.path}: column {asked[0]!r} has {len(set(table[asked[0]].cells))} different values in "
                 f"{len(kept)} rows. If it names patients, rows of one may now be in training and test data: give "
-                "group="
-                f"{asked[0]!r}. If rows are independent: group=False.",
+                f"group={asked[0]!r}. If rows are independent: group=False.",
                 category=UserWarning,
             )
         return None
@@ -320,8 +318,8 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
             if self.scale == "federated" and name not in self.statistics:
                 self._open.numbers[name] = len(columns), column.numbers[kept]
                 columns.append(np.full(int(kept.sum()), np.nan))
-                continue
-            columns.append(self._scaled(name, column.numbers[kept], own, rows))
+            else:
+                columns.append(self._scaled(name, column.numbers[kept], own, rows))
         if not columns:
             raise ValueError(f"{self.path}: no column is left as a feature beside {self.target!r}.")
         return np.stack(columns, axis=1)
