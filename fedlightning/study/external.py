@@ -43,19 +43,15 @@ def external(study: StudyData) -> Table:
 
 def sites_of(study: StudyData, line_of: str = "unseen") -> Table:
     """Return one line a method over its held-out sites: lowest and highest score; `member` is of the sites with a score."""
-    lines = []
-    for method in dict.fromkeys(line["method"] for line in external(study)):
-        own = [line for line in external(study) if line["method"] == method]
+    lines, every = [], external(study)
+    for method in dict.fromkeys(line["method"] for line in every):
+        own = [line for line in every if line["method"] == method]
         known = {line["site"]: line[line_of] for line in own if line[line_of] is not None}
         low, high = (min(known, key=known.__getitem__), max(known, key=known.__getitem__)) if known else (None, None)
         members = [line["member"] for line in own if line["site"] in known and line["member"] is not None]
+        mean = mean_of(list(known.values())) if known else None
         lines.append(
-            {
-                "method": method,
-                "sites": len(known),
-                "of": len(own),
-                "mean": mean_of(list(known.values())) if known else None,
-            }
+            {"method": method, "sites": len(known), "of": len(own), "mean": mean}
             | {"lowest": known.get(low), "lowest_site": low, "highest": known.get(high), "highest_site": high}
             | {"member": mean_of(members) if members else None}
             | {"refused": next((line["refused"] for line in own if line["refused"]), None)}

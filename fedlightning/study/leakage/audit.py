@@ -173,19 +173,9 @@ def canaries(
     each = max(1, len(chosen) // (2 * OUTER))
     guesses, right = 2 * each, int(there[ranked[:each]].sum()) + int((~there[ranked[-each:]]).sum())
     delta, spent = float(accounted.get("delta") or 0.0), accounted.get("epsilon")
-    return asdict(
-        Canaries(
-            unit,
-            len(chosen),
-            guesses,
-            right,
-            confidence,
-            delta,
-            epsilon_bound(len(chosen), guesses, right, delta, confidence),
-            epsilon_bound(len(chosen), guesses, guesses, delta, confidence),
-            float(spent) if spent is not None else None,
-        )
-    )
+    bound, most = (epsilon_bound(len(chosen), guesses, hits, delta, confidence) for hits in (right, guesses))
+    spent = None if spent is None else float(spent)
+    return asdict(Canaries(unit, len(chosen), guesses, right, confidence, delta, bound, most, spent))
 
 
 def _accounts_for(trainer: Fitted, unit: str) -> dict[str, Any]:
