@@ -95,11 +95,8 @@ class AFL(ServerModels):
         Raises:
             ValueError: If the module optimizes manually.
         """
-        if self.gamma and not setup.module.automatic_optimization:
-            raise ValueError(
-                f"AFL weighs clients by the loss that training_step returns, but {type(setup.template).__name__} optimizes "
-                "manually. Use automatic optimization."
-            )
+        if self.gamma:
+            setup.refuse_manual("AFL", "weighs clients by the loss that training_step returns")
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare the loss, up."""

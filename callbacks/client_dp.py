@@ -17,9 +17,7 @@ from fedlightning.algorithm import (
     Facts,
     Job,
     Message,
-    Need,
     Outgoing,
-    Protection,
     Range,
     Server,
     Setup,
@@ -31,6 +29,8 @@ from fedlightning.algorithm import (
 from fedlightning.callbacks import client_dp_clipping as clipping
 from fedlightning.callbacks.client_dp_budget import RoundBudget
 from fedlightning.callbacks.client_dp_checks import (
+    BOUNDED,
+    WHOLE_SHARES,
     refuse_contradictions,
     refuse_other_rounds,
     refuse_uncovered,
@@ -38,16 +38,12 @@ from fedlightning.callbacks.client_dp_checks import (
 )
 from fedlightning.callbacks.shared.ledger import Ledger
 from fedlightning.callbacks.shared.private_options import (
+    NO_SELECTION,
     UNCOUNTED,
     Accountant,
     Delta,
+    Private,
     Scores,
-    clear_in_words,
-    cover_of,
-    known_noise,
-    new_secret,
-    refuse_no_noise,
-    told_of_items,
 )
 from fedlightning.callbacks.shared.secret_noise import digest_of, normal, uniform, with_noise
 from fedlightning.callbacks.shared.single_updates import refuse_other_ways
@@ -55,29 +51,11 @@ from fedlightning.callbacks.shared.spending import accountant_of, releases_in, s
 from fedlightning.ranges import PositiveFloat, PositiveInt, PositiveShare
 from fedlightning.tensors import entry_kinds
 
-BOUNDED = Need(
-    "adds noise to one mean of changes whose lengths it bounds",
-    (
-        *(
-            Change.REDUCE,
-            Change.REDUCED,
-            Change.DENOMINATOR,
-            Change.PLAN,
-            Change.BROADCAST,
-            Change.MODEL_OF,
-            Change.VALUES,
-            Change.LOSSY,
-        ),
-        *(Change.NEIGHBOURS, Change.GLOBAL, Change.SHAPE),
-    ),
-)
-WHOLE_SHARES = Need("lets every client add its share of the noise to all that travels", (Change.PARTS,))
 OF_OPTIONS = ("on_broadcast", "on_update", "wire")
 """Methods that only some options need."""
-NO_SELECTION = Need("gives no client's score away", (Change.SELECTION,), "take the model of the last round")
 
 
-class ClientDP(ClientSelection, Protection):
+class ClientDP(ClientSelection, Private):
     r"""Differential privacy of clients: nobody can tell from the models whether a client took part (DP-FedAvg).
 
     McMahan, Ramage, Talwar, Zhang, "Learning differentially private recurrent language models", ICLR 2018 (arXiv:1710.06963).
@@ -161,21 +139,9 @@ class ClientDP(ClientSelection, Protection):
         shares: PositiveInt | None = None,
         scores: Scores = "withheld",
     ) -> None:
-        refuse_no_noise("ClientDP", noise_multiplier, epsilon)
+        super().__init__(delta, noise_multiplier, epsilon, clip, accountant, ledger, noise_seed, scores)
         refuse_contradictions(where, shares, rate, quantile)
-        self.delta = delta
-        self.noise_multiplier = noise_multiplier
-        self.epsilon = epsilon
-        self.clip = clip
-        self.rate = rate
-        self.accountant = accountant
-        self.ledger = ledger
-        self.noise_seed = noise_seed
-        self.quantile = quantile
-        self.clip_lr = clip_lr
-        self.where = where
-        self.shares = shares
-        self.scores = scores
+        self.rate, self.quantile, self.clip_lr, self.where, self.shares = rate, quantile, clip_lr, where, shares
 
     @property
     def facts(self) -> Facts:
@@ -198,7 +164,7 @@ class ClientDP(ClientSelection, Protection):
         """The model and the count of its own get noise; scores and logged values are withheld unless `scores` says more."""
         if item.kind == "logged":
             return self.scores
-        return cover_of(item, ("entries", self.key), self.scores)
+        return self.cover_of(item, ("entries", self.key))
 
     # -- before round 1 ------------------------------------------------------------------------------------------------
     def check(self, setup: Setup) -> None:
@@ -217,7 +183,7 @@ class ClientDP(ClientSelection, Protection):
         refuse_uncovered(setup)
         warn_of_few(setup, self.delta)
         if self.noise_seed is not None:
-            setup.warn(known_noise("ClientDP"))
+            setup.warn(self.known_noise)
 
     def on_federation_start(self, server: Server) -> None:
         """Draw the secret, solve for the noise, and find out after how many rounds the budget is spent.
@@ -250,7 +216,7 @@ class ClientDP(ClientSelection, Protection):
                     f"{server.round} rounds of this run were without ClientDP, and are not private. Start a new run."
                 )
             noise = self._noise(server.max_rounds)
-            own = {"secret": new_secret(self.noise_seed), "noise_multiplier": noise, "given": given}
+            own = {"secret": self.new_secret(), "noise_multiplier": noise, "given": given}
             server.state[self.key] = own | {"clip": self.clip, "came": 0, "count": 0.0}
         kept = server.state[self.key]
         solved = self._noise(server.max_rounds) if self.where == "client" else None
@@ -335,7 +301,7 @@ class ClientDP(ClientSelection, Protection):
 
     def _with_share(self, client: Client, changes: State, shares: int) -> State:
         """Return the changes with this client's share of the noise, which is bound to them: two never share theirs."""
-        client.state[self.key] = client.state.get(self.key) or {"secret": new_secret(self.noise_seed, client.id)}
+        client.state[self.key] = client.state.get(self.key) or {"secret": self.new_secret(client.id)}
         std, secret = self._noise(client.max_rounds) * self.clip / math.sqrt(shares), client.state[self.key]["secret"]
         covered = changes | {f"received {name}": value for name, value in client.received.items()}
         bound = digest_of("share", covered) if self.noise_seed is None else ""
@@ -388,7 +354,7 @@ class ClientDP(ClientSelection, Protection):
         if self.shares is not None:
             against = "everybody who sees the server's models (epsilon_server: the server); not that a client took part"
         clip = float(self._own(server)["clip"])
-        return {"unit": "client", "against": against, "clip": clip, **told_of_items(self, server.outgoing)}
+        return {"unit": "client", "against": against, "clip": clip, **self.items_told(server)}
 
     def on_federation_end(self, server: Server) -> None:
         """Say what was spent."""
@@ -396,5 +362,4 @@ class ClientDP(ClientSelection, Protection):
         if self.noise_seed is not None:
             warn("ClientDP: this run is not private, because its noise came from a fixed seed.")
         elif server.run_dir is not None:
-            spent = budget.in_words(max(len(releases_in(server.run_dir)), server.round + 1))
-            warn(f"ClientDP: {spent} {clear_in_words(self, server.outgoing)}")
+            self.say_spent(server, budget.in_words(max(len(releases_in(server.run_dir)), server.round + 1)))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlightning.callbacks.shared.ledger import Ledger, Steps
-from fedlightning.callbacks.shared.spending import releases_in, spent_by, write_spending
+from fedlightning.callbacks.shared.spending import most_that, releases_in, spent_by, write_spending
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,8 @@ class RoundBudget:
     def rounds(self, most: int) -> int:
         """Return how many of so many rounds there is room for."""
         assert self.epsilon is not None
-        low, high = 0, most
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.after(middle) <= self.epsilon else (low, middle - 1)
-        return low
+        epsilon = self.epsilon
+        return most_that(lambda rounds: self.after(rounds) <= epsilon, most)
 
     def spend(self, round: int, release: str, folder: Path | None, private: bool, told: Mapping[str, Any]) -> None:
         """Write down what a release spends; the same one again spends nothing.

@@ -7,9 +7,17 @@ from typing import Any
 
 import torch
 
-from fedlightning.algorithm import Setup
+from fedlightning.algorithm import Change, Need, Setup
 from fedlightning.tensors import tied_names
 
+BOUNDED = Need(
+    "adds noise to one mean of changes whose lengths it bounds",
+    (
+        *(Change.REDUCE, Change.REDUCED, Change.DENOMINATOR, Change.PLAN, Change.BROADCAST, Change.MODEL_OF),
+        *(Change.VALUES, Change.LOSSY, Change.NEIGHBOURS, Change.GLOBAL, Change.SHAPE),
+    ),
+)
+WHOLE_SHARES = Need("lets every client add its share of the noise to all that travels", (Change.PARTS,))
 FEW = 100
 """Clients below which the noise drowns what they learn, in most settings."""
 

@@ -103,9 +103,7 @@ class Dapper(AdaptsAtEnd):
                 f"Dapper chooses among the shares {list(self.grid)} on validation data, but no client has any. Set "
                 "val_fraction in the data module, or give one share."
             )
-        if not setup.module.automatic_optimization:
-            name = type(setup.template).__name__
-            raise ValueError(f"Dapper adds a second loss to training_step's, but {name} optimizes manually.")
+        setup.refuse_manual("Dapper", "adds a second loss to training_step's")
 
     # -- the visit after the last round --------------------------------------------------------------------------------
     def local_phases(self, client: Client) -> Iterable[Phase]:

@@ -95,11 +95,9 @@ class FedALA(FederatedCallback):
         Raises:
             ValueError: If nothing in the top layers can be merged, or the module optimizes manually.
         """
-        if not setup.module.automatic_optimization:
-            raise ValueError(
-                f"FedALA learns W from the loss that training_step returns, but {type(setup.template).__name__} optimizes "
-                "manually. Use automatic optimization, or FLIU."
-            )
+        setup.refuse_manual(
+            "FedALA", "learns W from the loss that training_step returns", "Use automatic optimization, or FLIU."
+        )
         if not self._merged(setup.module):
             raise ValueError(
                 f"FedALA merges the last {self.num_layers} layer(s) of {type(setup.template).__name__}, "

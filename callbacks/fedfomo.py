@@ -91,11 +91,7 @@ class FedFomo(KeepsClientModels):
             ValueError: If a callback changes one global model.
         """
         super().check(setup)
-        if not setup.module.automatic_optimization:
-            raise ValueError(
-                f"{self.key} compares models by the loss that training_step returns, but {type(setup.template).__name__} "
-                "optimizes manually. Use automatic optimization."
-            )
+        setup.refuse_manual(self.key, "compares models by the loss that training_step returns")
         anchored = [other.key for other in setup.callbacks if other.claims("correct_gradient")]
         if anchored:
             setup.warn(

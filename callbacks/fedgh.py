@@ -130,11 +130,7 @@ class FedGH(FederatedCallback):
                 works on a model that comes back, or keeps something beside one: here none does.
         """
         name, module = type(setup.template).__name__, setup.module
-        if not module.automatic_optimization:
-            raise ValueError(
-                f"FedGH reads representations in a training_step that trains nothing, but {name} optimizes manually inside "
-                "training_step. Use automatic optimization."
-            )
+        setup.refuse_manual("FedGH", "reads representations in a training_step that trains nothing")
         seen = features_at_start(setup, self.feature_taps, self.key)
         path = head_path(module, self.head)
         where = f"`{path}` of {name}"

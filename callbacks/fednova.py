@@ -87,8 +87,7 @@ class FedNova(FederatedCallback):
                 combines the updates or makes training start elsewhere than from ``w^t``.
         """
         name = type(setup.template).__name__
-        if not setup.module.automatic_optimization:
-            raise ValueError(f"FedNova counts the steps of one optimizer, but {name} optimizes manually. Use FedAvg.")
+        setup.refuse_manual("FedNova", "counts the steps of one optimizer", "Use FedAvg.")
         for optimizer in setup.optimizers:
             if type(optimizer).__name__ != "SGD":
                 setup.warn(

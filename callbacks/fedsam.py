@@ -93,11 +93,8 @@ class FedSAM(FederatedCallback):
         Raises:
             ValueError: If the module optimizes manually.
         """
-        if self.rho > 0.0 and not setup.module.automatic_optimization:
-            name = type(setup.template).__name__
-            raise ValueError(
-                f"FedSAM replaces the gradient of the step, but {name} optimizes manually. Use automatic optimization."
-            )
+        if self.rho > 0.0:
+            setup.refuse_manual("FedSAM", "replaces the gradient of the step")
 
     def check_step(self, step: FirstStep) -> None:
         """Warn of gradients that the module changes after its own backward pass."""

@@ -52,11 +52,11 @@ class FeSEMMA(FeSEM):
             ValueError: With a sentence.
         """
         super().check(setup)
-        if not setup.module.automatic_optimization:
-            raise ValueError(
-                f"{self.key} tries its matching on the loss that training_step returns, but {type(setup.template).__name__} "
-                "optimizes manually. Use automatic optimization, or FeSEM."
-            )
+        setup.refuse_manual(
+            self.key,
+            "tries its matching on the loss that training_step returns",
+            "Use automatic optimization, or FeSEM.",
+        )
         cuts = hidden_units(setup.module, self.key)
         if not any(cut.leaving is not None for cut in cuts):
             setup.warn(

@@ -117,11 +117,8 @@ class IFCA(Clusters):
         Raises:
             ValueError: If a callback changes one global model, or the module cannot be initialised anew.
         """
-        if not setup.module.automatic_optimization and (self.num_clusters > 1 or self.option == 1):
-            raise ValueError(
-                f"{self.key} compares models by the loss that training_step returns, but {type(setup.template).__name__} "
-                "optimizes manually. Use automatic optimization."
-            )
+        if self.num_clusters > 1 or self.option == 1:
+            setup.refuse_manual(self.key, "compares models by the loss that training_step returns")
         if self.num_clusters == 1:
             return
         check_starts(self, setup, self.init)

@@ -83,9 +83,7 @@ class MAPPER(KeepsModel):
         Raises:
             ValueError: If the module optimizes manually.
         """
-        if not setup.module.automatic_optimization:
-            name = type(setup.template).__name__
-            raise ValueError(f"MAPPER takes gradients at a mixture, but {name} optimizes manually. Use Ditto.")
+        setup.refuse_manual("MAPPER", "takes gradients at a mixture", "Use Ditto.")
 
     # -- one visit -----------------------------------------------------------------------------------------------------
     def local_phases(self, client: Client) -> Iterable[Phase]:

@@ -100,11 +100,7 @@ class MaxFL(FederatedCallback):
         Raises:
             ValueError: With a sentence.
         """
-        if not setup.module.automatic_optimization:
-            raise ValueError(
-                f"MaxFL compares losses that training_step returns, but {type(setup.template).__name__} optimizes manually. "
-                "Use automatic optimization."
-            )
+        setup.refuse_manual("MaxFL", "compares losses that training_step returns")
         if setup.optimizer_state == "keep" and self._twice_in(setup):
             raise ValueError(
                 "MaxFL lets a client train alone before it trains the global model, and with optimizer_state='keep' the "

@@ -94,9 +94,7 @@ class PerFedAvg(FederatedCallback):
         Raises:
             ValueError: If the module optimizes manually, or the Hessian-free variant meets parameters in half precision.
         """
-        if not setup.module.automatic_optimization:
-            name = type(setup.template).__name__
-            raise ValueError(f"PerFedAvg replaces the gradient of the step, but {name} optimizes manually. Use Ditto.")
+        setup.refuse_manual("PerFedAvg", "replaces the gradient of the step", "Use Ditto.")
         precision = str(setup.trainer_arguments.get("precision") or "")
         half = precision in ("16-true", "bf16-true")
         half |= any(p.requires_grad and p.element_size() < 4 for p in setup.module.parameters())

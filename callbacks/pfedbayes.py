@@ -117,8 +117,7 @@ class pFedBayes(KeepsModel):
             ValueError: With a sentence.
         """
         name = type(setup.template).__name__
-        if not setup.module.automatic_optimization:
-            raise ValueError(f"pFedBayes samples the weights of every step, but {name} optimizes manually.")
+        setup.refuse_manual("pFedBayes", "samples the weights of every step")
         smallest = min((count for count in setup.num_samples.values() if count), default=1)
         for optimizer in setup.optimizers:
             if any(group.get("weight_decay") for group in optimizer.param_groups):

@@ -108,8 +108,7 @@ class pFedMe(FederatedCallback):
             ValueError: If the module optimizes manually, or ``eta lam`` is 2 or more.
         """
         name = type(setup.template).__name__
-        if not setup.module.automatic_optimization:
-            raise ValueError(f"pFedMe replaces the gradient of the step, but {name} optimizes manually. Use Ditto.")
+        setup.refuse_manual("pFedMe", "replaces the gradient of the step", "Use Ditto.")
         for optimizer in setup.optimizers:
             rate = largest_lr(optimizer)
             if not is_plain_sgd(optimizer):

@@ -107,11 +107,7 @@ class QFedAvg(FederatedCallback):
         """
         if self.q == 0.0:
             return
-        if not setup.module.automatic_optimization:
-            raise ValueError(
-                f"QFedAvg weighs clients by the loss that training_step returns, but {type(setup.template).__name__} "
-                "optimizes manually. Use automatic optimization."
-            )
+        setup.refuse_manual("QFedAvg", "weighs clients by the loss that training_step returns")
         other = next((one for one in setup.optimizers if not is_plain_sgd(one)), None)
         if other is not None and self.lipschitz is None:
             momentum = " with momentum" if type(other).__name__ == "SGD" else ""

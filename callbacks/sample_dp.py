@@ -19,7 +19,6 @@ from fedlightning.algorithm import (
     Facts,
     Need,
     Outgoing,
-    Protection,
     Server,
     Setup,
     TrainingData,
@@ -28,23 +27,18 @@ from fedlightning.algorithm import (
     warn,
 )
 from fedlightning.callbacks import sample_dp_checks as checks
-from fedlightning.callbacks.client_dp import NO_SELECTION
 from fedlightning.callbacks.sample_dp_budget import StepBudget, added, count, told_of
 from fedlightning.callbacks.sample_dp_fit import add_to, patients_of, planned_steps, try_records
 from fedlightning.callbacks.sample_dp_means import released_means, sums_by_class
 from fedlightning.callbacks.shared.ledger import Ledger, Steps
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches, poisson_loader
 from fedlightning.callbacks.shared.private_options import (
+    NO_SELECTION,
     UNCOUNTED,
     Accountant,
     Delta,
+    Private,
     Scores,
-    clear_in_words,
-    cover_of,
-    known_noise,
-    new_secret,
-    refuse_no_noise,
-    told_of_items,
 )
 from fedlightning.callbacks.shared.record_gradients import RecordGradients
 from fedlightning.callbacks.shared.spending import accountant_of, write_told
@@ -58,7 +52,7 @@ COVERED = Need(
 Vectors = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 
 
-class SampleDP(TrainingData, Protection):
+class SampleDP(TrainingData, Private):
     r"""Differential privacy of the records that a model trains on (DP-SGD).
 
     Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar, Zhang, "Deep learning with differential privacy", CCS 2016
@@ -128,19 +122,8 @@ class SampleDP(TrainingData, Protection):
         means_noise: PositiveFloat = 10.0,
         means_clip: PositiveFloat = 1.0,
     ) -> None:
-        refuse_no_noise("SampleDP", noise_multiplier, epsilon)
-        self.delta = delta
-        self.noise_multiplier = noise_multiplier
-        self.epsilon = epsilon
-        self.clip = clip
-        self.accountant = accountant
-        self.ledger = ledger
-        self.noise_seed = noise_seed
-        self.unit = unit
-        self.most = most
-        self.scores = scores
-        self.means_noise = means_noise
-        self.means_clip = means_clip
+        super().__init__(delta, noise_multiplier, epsilon, clip, accountant, ledger, noise_seed, scores)
+        self.unit, self.most, self.means_noise, self.means_clip = unit, most, means_noise, means_clip
         self._fit: RecordGradients | None = None
         self._sampler: PoissonBatches | None = None
         self._restore: Any = None
@@ -167,7 +150,7 @@ class SampleDP(TrainingData, Protection):
 
     def covers(self, item: Outgoing) -> Cover:
         """The model gets noise; logged values are withheld, and scores unless `scores` says otherwise."""
-        return cover_of(item, ("entries", "models", "means"), self.scores)
+        return self.cover_of(item, ("entries", "models", "means"))
 
     # -- before round 1 ------------------------------------------------------------------------------------------------
     def check(self, setup: Setup) -> None:
@@ -180,7 +163,7 @@ class SampleDP(TrainingData, Protection):
         checks.refuse_uncovered(self, setup, self.noise_multiplier is None, self.unit)
         checks.warn_of_few(setup, self.delta)
         if self.noise_seed is not None:
-            setup.warn(known_noise("SampleDP"))
+            setup.warn(self.known_noise)
 
     def on_federation_start(self, server: Server) -> None:
         """Refuse sites without a ledger, which a server could make forget what they have spent."""
@@ -207,7 +190,7 @@ class SampleDP(TrainingData, Protection):
             checks.refuse_forgetting(self.ledger, self.noise_seed)
         kept = client.state.get(self.key, {})
         if "secret" not in kept:
-            client.state[self.key] = {"secret": new_secret(self.noise_seed, client.id), "history": []}
+            client.state[self.key] = {"secret": self.new_secret(client.id), "history": []}
         came = hashlib.sha256()
         add_to(
             came, [client.entries, client.message.extras, client.message.work, client.message.tag, kept.get("history")]
@@ -332,7 +315,7 @@ class SampleDP(TrainingData, Protection):
         """Write down what every client has spent, and end the run before one exceeds its budget."""
         kept = server.state[self.key]
         if server.run_dir is not None and kept["epsilon"]:
-            told = told_of(kept["epsilon"], self.noise_seed is None, self.unit) | told_of_items(self, server.outgoing)
+            told = told_of(kept["epsilon"], self.noise_seed is None, self.unit) | self.items_told(server)
             own = {"delta": self.delta, "rounds": server.round + 1, "clip": self.clip, "accountant": self.accountant}
             write_told(server.run_dir, told | own)
         if kept["over"] and server.stopped is None:
@@ -343,10 +326,10 @@ class SampleDP(TrainingData, Protection):
         kept = server.state.get(self.key)
         if kept is not None and kept["epsilon"] and self.noise_seed is None:
             most = max(kept["epsilon"], key=kept["epsilon"].get)
-            warn(
-                f"SampleDP: epsilon={kept['epsilon'][most]:.4g} at delta={self.delta:g} for each {self.unit} of client "
-                f"'{most}', the most of all clients, against everybody who sees updates. "
-                f"{clear_in_words(self, server.outgoing)}"
+            self.say_spent(
+                server,
+                f"epsilon={kept['epsilon'][most]:.4g} at delta={self.delta:g} for each {self.unit} of client "
+                f"'{most}', the most of all clients, against everybody who sees updates.",
             )
 
     # -- a plain Trainer -----------------------------------------------------------------------------------------------
@@ -355,9 +338,9 @@ class SampleDP(TrainingData, Protection):
         if self._client is not None:
             return
         checks.refuse_plain(trainer, pl_module, self.unit)
-        self._secret = new_secret(self.noise_seed)
+        self._secret = self.new_secret()
         if self.noise_seed is not None:
-            warn(known_noise("SampleDP"))
+            warn(self.known_noise)
 
         def poisson(loader: Any) -> DataLoader[Any]:
             made, self._sampler = poisson_loader(loader, self.key, self._secret, "batches")

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedlightning.algorithm import Client
 from fedlightning.callbacks.shared.ledger import Ledger, Steps
-from fedlightning.callbacks.shared.spending import solved_noise, spent_by
+from fedlightning.callbacks.shared.spending import most_that, solved_noise, spent_by
 
 
 @dataclass(frozen=True)
@@ -107,26 +107,14 @@ def merged(history: Steps) -> tuple[tuple[float, float, int], ...]:
 
 def count(client: Client, key: str, steps: Sequence[float]) -> None:
     """Add steps to what a client remembers, of all visits and of this one."""
-    kept = client.state[key]
-    client.state[key] = kept | {"history": added(kept["history"], steps), "visit": visit_of(client, steps)}
-
-
-def visit_of(client: Client, steps: Sequence[float]) -> list[list[float]]:
-    """Return the steps of this visit so far, this fit's too."""
-    client.scratch["private steps"] = added(client.scratch.get("private steps", []), steps)
-    found: list[list[float]] = client.scratch["private steps"]
-    return found
+    kept, visit = client.state[key], added(client.scratch.get("private steps", []), steps)
+    client.scratch["private steps"] = visit
+    client.state[key] = kept | {"history": added(kept["history"], steps), "visit": visit}
 
 
 def room_for(fits: Callable[[Steps], bool], before: Steps, kind: tuple[float, float], most: int) -> int:
     """Return for how many of `most` more steps, of a noise and a rate, a budget has room."""
-    if fits([*before, (*kind, most)]):
-        return most
-    low, high = 0, most - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits([*before, (*kind, middle)]) else (low, middle - 1)
-    return low
+    return most_that(lambda steps: fits([*before, (*kind, steps)]), most)
 
 
 def told_of(epsilon: Mapping[str, float], private: bool, unit: str) -> dict[str, Any]:

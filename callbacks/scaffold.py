@@ -111,10 +111,11 @@ class SCAFFOLD(FederatedCallback):
                 f"SCAFFOLD keeps c = sum_i p_i c_i over all clients, but weighting={weighting!r} is a function, which "
                 f"says nothing of absent clients. Use one of {sorted(WEIGHTINGS)}."
             )
-        if self.option == 1 and not setup.module.automatic_optimization:
-            raise ValueError(
-                "SCAFFOLD(option=1) takes the gradient of the loss that training_step returns, but "
-                f"{type(setup.template).__name__} optimizes manually. Use SCAFFOLD(option=2)."
+        if self.option == 1:
+            setup.refuse_manual(
+                "SCAFFOLD(option=1)",
+                "takes the gradient of the loss that training_step returns",
+                "Use SCAFFOLD(option=2).",
             )
         if self.option == 2:
             self._check_option_2(setup)

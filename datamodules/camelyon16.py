@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fedlightning.datamodules.download import missing
+from fedlightning.datamodules.download import refuse_absent
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import cut
 from fedlightning.datamodules.tables import column_of, numbers_of, read_table
@@ -69,11 +69,8 @@ class Camelyon16DataModule(IndexedFederatedDataModule):
 
     def prepare_data(self) -> None:
         """Check that the metadata are there (Lightning's hook)."""
-        if not (self.root / METADATA).is_file():
-            raise FileNotFoundError(
-                str(missing(self, [METADATA], self.root, [self.root])).split("; set download")[0]
-                + "; see flamby/datasets/fed_camelyon16 of https://github.com/owkin/FLamby."
-            )
+        lacking = [] if (self.root / METADATA).is_file() else [METADATA]
+        refuse_absent(self, lacking, self.root, "see flamby/datasets/fed_camelyon16 of https://github.com/owkin/FLamby")
 
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
         self.prepare_data()

@@ -89,3 +89,26 @@ def missing(owner: object, names: Sequence[str], root: Path, folders: Sequence[P
         f"{type(owner).__name__} did not find {', '.join(names)} under root={str(root)!r} (looked in "
         f"{', '.join(str(folder) for folder in folders)}); set download: true, or put the files there."
     )
+
+
+def refuse_absent(owner: object, names: Sequence[str], root: Path, way: str) -> None:
+    """Refuse a folder that lacks files which nobody downloads.
+
+    Args:
+        owner: The data module.
+        names: The files that are lacking.
+        root: The folder.
+        way: How the user gets them.
+
+    Raises:
+        FileNotFoundError: If files are lacking.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from fedlightning.datamodules.download import refuse_absent
+        >>> refuse_absent("mine", ["a.csv"], Path("data"), "unpack it there")
+        Traceback (most recent call last):
+        FileNotFoundError: str: a.csv not found in data; unpack it there.
+    """
+    if names:
+        raise FileNotFoundError(f"{type(owner).__name__}: {', '.join(names)} not found in {root}; {way}.")

@@ -104,9 +104,9 @@ class UCIHARDataModule(IndexedFederatedDataModule):
     def _read(self, part: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return inputs, classes and subjects of a part."""
         subject_file, label_file, *files = self._files(part)
-        subjects, labels = (_numbers(path, 1)[:, 0].astype(np.int64) for path in (subject_file, label_file))
+        subjects, labels = (read_numbers(path, 1)[:, 0].astype(np.int64) for path in (subject_file, label_file))
         width = WINDOW if self.inputs == "signals" else FEATURES
-        columns = [_numbers(path, width) for path in files]
+        columns = [read_numbers(path, width) for path in files]
         for path, values in zip([label_file, *files], [labels, *columns], strict=True):
             if len(values) != len(subjects):
                 raise ValueError(
@@ -126,15 +126,23 @@ def _cut_last(rows: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray
     return (rows[: max(0, len(rows) - size - 1)], rows[len(rows) - size :]) if size else (rows, rows[:0])
 
 
-def _numbers(path: Path, width: int) -> np.ndarray:
-    """Read a file of numbers between spaces, `width` on each line."""
-    lines = path.read_text().splitlines()
+def read_numbers(path: Path, width: int, delimiter: str | None = None) -> np.ndarray:
+    """Return the numbers of a file, `width` on each line, float64 `(lines, width)`; empty cells are NaN.
+
+    Args:
+        path: The file, in UTF-8.
+        width: Numbers of a line.
+        delimiter: Between two numbers; `None` for spaces.
+
+    Raises:
+        ValueError: With the line that holds something else.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines()
     found = np.empty((len(lines), width))
     for number, line in enumerate(lines, start=1):
+        cells = line.split(delimiter)
         try:
-            found[number - 1] = np.array(line.split(), dtype=np.float64)
+            found[number - 1] = [float(cell) if cell.strip() else np.nan for cell in cells]
         except ValueError as error:
-            raise ValueError(
-                f"{path}, line {number}: {len(line.split())} cells, not {width} numbers ({error})."
-            ) from error
+            raise ValueError(f"{path}, line {number}: {len(cells)} cells, not {width} numbers ({error}).") from error
     return found

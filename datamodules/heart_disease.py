@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fedlightning.datamodules.base import clients_here
-from fedlightning.datamodules.download import missing
+from fedlightning.datamodules.download import refuse_absent
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import cut
 from fedlightning.datamodules.views import ArrayDataset
@@ -104,11 +104,8 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
                 them.
         """
         lacking = [self._file(name).name for name in self.hospitals if not self._file(name).is_file()]
-        if lacking:
-            raise FileNotFoundError(
-                str(missing(self, lacking, self.root, [self.root])).split("; set download")[0]
-                + "; unpack https://archive.ics.uci.edu/static/public/45/heart+disease.zip there."
-            )
+        way = "unpack https://archive.ics.uci.edu/static/public/45/heart+disease.zip there"
+        refuse_absent(self, lacking, self.root, way)
 
     def setup(self, stage: str | None = None) -> None:
         super().setup(stage)

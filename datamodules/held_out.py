@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from fedlightning.datamodules.base import FederatedDataModule, in_order
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule
 from fedlightning.datamodules.loaders import LoaderDataModule, union_loader, union_of
+from fedlightning.datamodules.wrapped import WrappedDataModule
 from fedlightning.seeding import generator
 
 
@@ -71,7 +72,7 @@ def without(data: FederatedDataModule, clients: Collection[str]) -> FederatedDat
     return FewerClients(data, left)
 
 
-class FewerClients(FederatedDataModule):
+class FewerClients(WrappedDataModule):
     """Some clients of a data module that is set up.
 
     Args:
@@ -83,15 +84,12 @@ class FewerClients(FederatedDataModule):
     """
 
     def __init__(self, data: FederatedDataModule, clients: Sequence[str]) -> None:
-        super().__init__()
-        self.whole, self.left = data, list(clients)
+        super().__init__(data)
+        self.left = list(clients)
 
     @property
     def client_ids(self) -> list[str]:
         return list(self.left)
-
-    def client_dataloader(self, client: str, split: str) -> DataLoader[Any] | None:
-        return self.whole.client_dataloader(client, split)
 
     def pooled_dataloader(self, split: str) -> DataLoader[Any] | None:
         """Return one loader over the union of these clients' datasets, with the first loader's batches.
@@ -104,50 +102,16 @@ class FewerClients(FederatedDataModule):
         loaders = [loader for loader in held if loader is not None]
         return union_loader(union_of(loaders, split), loaders[0], split) if loaders else None
 
-    @property
-    def wanted_statistics(self) -> dict[str, Any] | None:
-        return self.whole.wanted_statistics
-
-    def statistics_of(self, client: str) -> dict[str, Any]:
-        return self.whole.statistics_of(client)
-
     def with_statistics(self, totals: Mapping[str, Any]) -> FederatedDataModule:
         return type(self)(self.whole.with_statistics(totals), self.left)
 
-    def sample_values(self, client: str, split: str, column: str) -> list[str]:
-        return self.whole.sample_values(client, split, column)
-
-    def num_samples(self, client: str, split: str = "train") -> int:
-        return self.whole.num_samples(client, split)
-
     def sizes_of(self, clients: Sequence[str]) -> dict[str, tuple[int, int, int]]:
         return self.whole.sizes_of(clients)
-
-    def class_counts(self, client: str, split: str = "train") -> list[int] | None:
-        return self.whole.class_counts(client, split)
 
     def sample_groups(self, client: str, split: str = "train") -> np.ndarray | None:
         return self.whole.sample_groups(client, split)
 
     @property
-    def num_classes(self) -> int | None:
-        return self.whole.num_classes
-
-    @property
-    def partition_name(self) -> str:
-        return self.whole.partition_name
-
-    @property
-    def common_batches(self) -> Mapping[str, Any] | None:
-        return self.whole.common_batches
-
-    @property
     def planted_groups(self) -> dict[str, int] | None:
         known = self.whole.planted_groups
         return None if known is None else {client: known[client] for client in self.client_ids if client in known}
-
-    def public_dataloader(self) -> DataLoader[Any] | None:
-        return self.whole.public_dataloader()
-
-    def public_report(self) -> dict[str, Any] | None:
-        return self.whole.public_report()

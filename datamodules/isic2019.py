@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from fedlightning.datamodules.base import clients_here
-from fedlightning.datamodules.download import missing
+from fedlightning.datamodules.download import refuse_absent
 from fedlightning.datamodules.groups import codes_of, cut_groups
 from fedlightning.datamodules.image_files import ImageFiles, lacking_files
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
@@ -85,11 +85,7 @@ class ISIC2019DataModule(IndexedFederatedDataModule):
     def prepare_data(self) -> None:
         """Check that the split and the folder of images are there (Lightning's hook)."""
         lacking = [name for name in (SPLIT, IMAGES) if not (self.root / name).exists()]
-        if lacking:
-            raise FileNotFoundError(
-                str(missing(self, lacking, self.root, [self.root])).split("; set download")[0]
-                + "; see flamby/datasets/fed_isic2019 of https://github.com/owkin/FLamby."
-            )
+        refuse_absent(self, lacking, self.root, "see flamby/datasets/fed_isic2019 of https://github.com/owkin/FLamby")
 
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
         self.prepare_data()

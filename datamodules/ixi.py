@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fedlightning.datamodules.base import clients_here
+from fedlightning.datamodules.download import refuse_absent
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import cut
 from fedlightning.datamodules.tables import column_of, numbers_of, read_table
@@ -76,11 +77,7 @@ class IXITinyDataModule(IndexedFederatedDataModule):
     def prepare_data(self) -> None:
         """Check that the table and the folder are there (Lightning's hook)."""
         lacking = [name for name in (METADATA, SUBJECTS) if not (self.root / name).exists()]
-        if lacking:
-            raise FileNotFoundError(
-                f"{type(self).__name__}: {', '.join(lacking)} not found in {self.root}; see flamby/datasets/fed_ixi of "
-                "https://github.com/owkin/FLamby."
-            )
+        refuse_absent(self, lacking, self.root, "see flamby/datasets/fed_ixi of https://github.com/owkin/FLamby")
 
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
         self.prepare_data()

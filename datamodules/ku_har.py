@@ -12,11 +12,12 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from fedlightning.datamodules.base import in_order
-from fedlightning.datamodules.groups import cut_groups
+from fedlightning.datamodules.download import refuse_absent
+from fedlightning.datamodules.federate import cut_off
+from fedlightning.datamodules.har import read_numbers
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.views import ArrayDataset
 from fedlightning.ranges import PositiveInt, ShareBelowOne, checked
-from fedlightning.seeding import generator
 
 ACTIVITIES = (
     *("Stand", "Sit", "Talk-sit", "Talk-stand", "Stand-sit", "Lay", "Lay-stand", "Pick", "Jump", "Push-up", "Sit-up"),
@@ -79,11 +80,8 @@ class KUHARDataModule(IndexedFederatedDataModule):
         """Check that the folders are there (Lightning's hook)."""
         found = {match.group(1) for path in self.root.glob("*") if (match := _FOLDER.fullmatch(path.name))}
         lacking = [f"{k}.{name}" for k, name in enumerate(ACTIVITIES) if str(k) not in found]
-        if lacking:
-            raise FileNotFoundError(
-                f"KUHARDataModule: {', '.join(lacking)} not found in {self.root}; unpack 2.Trimmed_interpolated_data.zip "
-                "of https://data.mendeley.com/datasets/45f952y38r there."
-            )
+        way = "unpack 2.Trimmed_interpolated_data.zip of https://data.mendeley.com/datasets/45f952y38r there"
+        refuse_absent(self, lacking, self.root, way)
 
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
         self.prepare_data()
@@ -114,15 +112,11 @@ class KUHARDataModule(IndexedFederatedDataModule):
                 f"{len(counts)} subjects with fewer than min_windows={self.min_windows} windows.",
                 category=UserWarning,
             )
-        parts: dict[str, list[np.ndarray]] = {"train": [], "val": [], "test": []}
-        for client in clients:
-            rest = np.flatnonzero(who == client)
-            for split, share in (("test", self.test_fraction), ("val", self.val_fraction)):
-                rest, part = cut_groups(rest, share, generator(self.seed, "partition", split, client), y, recordings)
-                parts[split].append(part)
-            parts["train"].append(rest)
         data = ArrayDataset(torch.from_numpy(np.concatenate(windows)), torch.from_numpy(y))
-        return clients, {split: Split(data, rows, y, groups=recordings) for split, rows in parts.items()}
+        train = Split(data, [np.flatnonzero(who == client) for client in clients], y, groups=recordings)
+        test = cut_off(train, clients, "test", self.test_fraction, self.seed)
+        val = cut_off(train, clients, "val", self.val_fraction, self.seed)
+        return clients, {"train": train, "val": val, "test": test}
 
     def setup(self, stage: str | None = None) -> None:
         super().setup(stage)
@@ -150,16 +144,9 @@ class KUHARDataModule(IndexedFederatedDataModule):
 def _read(path: Path) -> np.ndarray:
     """Return a recording's six signals, `(samples, 6)`; empty cells are NaN."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        found = read_numbers(path, _COLUMNS, ",")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no table of numbers ({error}); get it again.") from error
-    if not lines:
+    if not len(found):
         raise ValueError(f"{path} is empty; get it again.")
-    found = np.empty((len(lines), _COLUMNS))
-    for number, line in enumerate(lines, start=1):
-        cells = line.split(",")
-        try:
-            found[number - 1] = [float(cell) if cell.strip() else np.nan for cell in cells]
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {len(cells)} cells, not {_COLUMNS} numbers ({error}).") from error
     return found[:, [1, 2, 3, 5, 6, 7]].astype(np.float32)

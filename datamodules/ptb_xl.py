@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fedlightning.datamodules.base import in_order
+from fedlightning.datamodules.download import refuse_absent
 from fedlightning.datamodules.groups import codes_of
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.tables import column_of, numbers_of, read_table
@@ -77,11 +78,7 @@ class PTBXLDataModule(IndexedFederatedDataModule):
     def prepare_data(self) -> None:
         """Check that both tables are there (Lightning's hook)."""
         lacking = [name for name in FILES if not (self.root / name).is_file()]
-        if lacking:
-            raise FileNotFoundError(
-                f"{type(self).__name__}: {', '.join(lacking)} not found in {self.root}; unpack "
-                "https://physionet.org/content/ptb-xl/1.0.3/ there."
-            )
+        refuse_absent(self, lacking, self.root, "unpack https://physionet.org/content/ptb-xl/1.0.3/ there")
 
     def setup(self, stage: str | None = None) -> None:
         super().setup(stage)

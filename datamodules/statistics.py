@@ -110,6 +110,32 @@ def check_scale(
             )
 
 
+def standardised(
+    values: np.ndarray, own: Sequence[np.ndarray], rows: Sequence[np.ndarray], given: Sequence[float] | None = None
+) -> np.ndarray:
+    """Return a column with every client's values standardised, and gaps filled with the mean.
+
+    Args:
+        values: The column, NaN for a gap.
+        own: Rows of each client whose mean and standard deviation are taken.
+        rows: All rows of each client.
+        given: Mean and standard deviation of all clients; `None`: each has its own.
+
+    Example:
+        >>> values = np.array([1.0, 3.0, np.nan, 50.0])
+        >>> standardised(values, [np.array([0, 1])], [np.arange(4)])
+        array([-1.,  1.,  0., 48.])
+    """
+    scaled = np.zeros_like(values)
+    for mine, everything in zip(own, rows, strict=True):
+        known = values[mine][~np.isnan(values[mine])]
+        if given is None and not len(known):  # nothing is known of the column here
+            continue
+        mean, deviation = (known.mean(), known.std()) if given is None else given
+        scaled[everything] = np.nan_to_num((values[everything] - mean) / (deviation if deviation > 0 else 1.0))
+    return scaled
+
+
 def one_hot(cells: np.ndarray, words: Sequence[str], places: int) -> list[np.ndarray]:
     """Return a 0-1 column for each word, zeros up to `places`, and one for all other words; a gap is 0 in all.
 

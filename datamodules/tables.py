@@ -178,6 +178,17 @@ def code_of(cell: str) -> str:
     return whole if point and rest and not rest.strip("0") and whole.lstrip("+-").isdigit() else cell
 
 
+def complete(columns: Sequence[Column]) -> np.ndarray:
+    """Return of each row whether no cell of some columns is empty.
+
+    Example:
+        >>> from fedlightning.datamodules.tables import Column, complete
+        >>> complete([Column("age", ["61", ""], None), Column("sex", ["m", "f"], None)])
+        array([ True, False])
+    """
+    return np.array([all(cells) for cells in zip(*(one.cells for one in columns), strict=True)])
+
+
 def levels_of(column: Column) -> list[str]:
     """Return the different words of a column in ascending order, gaps left out.
 

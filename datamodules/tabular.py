@@ -18,13 +18,14 @@ from fedlightning.datamodules.groups import looks_like_identifier
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.partitioners import NaturalPartitioner
-from fedlightning.datamodules.statistics import Open, check_scale, one_hot
+from fedlightning.datamodules.statistics import Open, check_scale, one_hot, standardised
 from fedlightning.datamodules.tables import (
     Column,
     classes_named,
     code_of,
     codes_of,
     column_of,
+    complete,
     levels_of,
     read_header,
     read_table,
@@ -191,7 +192,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         for what, names in named_columns.items():
             for name in names:
                 column_of(table, name, what)
-        kept = _complete(targets)
+        kept = complete(targets)
         named = " and ".join(map(repr, self._targeted))
         if not kept.any():
             raise ValueError(f"{self.path}: no row has a {named}.")
@@ -231,16 +232,19 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
     @property
     def columns(self) -> list[str]:
         """Names of the columns that features and target are made of."""
-        unused = {self.client, getattr(self._divides, "column", None), self.group, *self.drop}
-        return [name for name in read_header(self.path, self.delimiter) if name not in unused]
+        return [name for name in read_header(self.path, self.delimiter) if name not in self._apart]
+
+    @property
+    def _apart(self) -> set[Any]:
+        """Columns that divide the rows, and those that are left out."""
+        return {self.client, getattr(self._divides, "column", None), self.group, *self.drop}
 
     def sample_values(self, client: str, split: str, column: str) -> list[str]:
         table = read_table(self.path, self.delimiter, {*self._targeted, column})
         if column not in table:
             column_of(read_table(self.path, self.delimiter), column, "subgroup")
-        return np.array(table[column].cells)[_complete([table[name] for name in self._targeted])][
-            self.indices(client, split)
-        ].tolist()
+        kept = complete([table[name] for name in self._targeted])
+        return np.array(table[column].cells)[kept][self.indices(client, split)].tolist()
 
     @property
     def _targeted(self) -> list[str]:
@@ -256,8 +260,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
             return torch.from_numpy(classes), classes
         few = numbers is None or ((numbers == np.round(numbers)).all() and len(np.unique(numbers)) <= MOST_CLASSES)
         if self.task == "classification" or (self.task == "auto" and few):
-            cells = [cell for cell, there in zip(column.cells, kept, strict=True) if there]
-            values: Any = np.array(cells) if numbers is None else numbers
+            values: Any = np.array(column.cells)[kept] if numbers is None else numbers
             found, classes = np.unique(values, return_inverse=True)
             if len(found) < 2:
                 raise ValueError(f"{self.path}: all rows have {self.target!r} = {found[0]}; there is nothing to learn.")
@@ -278,8 +281,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
             rank_zero_warn(
                 f"{self.path}: column {asked[0]!r} has {len(set(table[asked[0]].cells))} different values in "
                 f"{len(kept)} rows. If it names patients, rows of one may now be in training and test data: give "
-                "group="
-                f"{asked[0]!r}. If rows are independent: group=False.",
+                f"group={asked[0]!r}. If rows are independent: group=False.",
                 category=UserWarning,
             )
         return None
@@ -297,8 +299,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         self, table: Mapping[str, Column], kept: np.ndarray, own: Sequence[np.ndarray], rows: Sequence[np.ndarray]
     ) -> np.ndarray:
         """Return the features of all rows, each scaled by its own client."""
-        group = self.client if self.client is not None else getattr(self._divides, "column", None)
-        unused = {*self._targeted, group, self.group, *self.drop}
+        unused = {*self._targeted, *self._apart}
         self.feature_names = []
         columns: list[np.ndarray] = []
         for name, column in table.items():
@@ -317,8 +318,8 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
             if self.scale == "federated" and name not in self.statistics:
                 self._open.numbers[name] = len(columns), column.numbers[kept]
                 columns.append(np.full(int(kept.sum()), np.nan))
-                continue
-            columns.append(self._scaled(name, column.numbers[kept], own, rows))
+            else:
+                columns.append(self._scaled(name, column.numbers[kept], own, rows))
         if not columns:
             raise ValueError(f"{self.path}: no column is left as a feature beside {self.target!r}.")
         return np.stack(columns, axis=1)
@@ -375,19 +376,4 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
                     "each client's mean; use scale: local or federated, give statistics, or drop the column."
                 )
             return values
-        scaled = np.zeros_like(values)
-        for mine, everything in zip(own, rows, strict=True):
-            known = values[mine][~np.isnan(values[mine])]
-            if name in self.statistics:
-                mean, deviation = self.statistics[name]
-            elif len(known):
-                mean, deviation = known.mean(), known.std()
-            else:  # nothing is known of the column here
-                continue
-            scaled[everything] = np.nan_to_num((values[everything] - mean) / (deviation if deviation > 0 else 1.0))
-        return scaled
-
-
-def _complete(targets: Sequence[Column]) -> np.ndarray:
-    """Return of each row whether it has a target."""
-    return np.array([all(cells) for cells in zip(*(one.cells for one in targets), strict=True)])
+        return standardised(values, own, rows, self.statistics.get(name))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fedlightning.datamodules.base import clients_here
-from fedlightning.datamodules.download import missing
+from fedlightning.datamodules.download import refuse_absent
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import cut
 from fedlightning.datamodules.tables import Column, column_of, numbers_of, read_table
@@ -91,11 +91,8 @@ class TCGABRCADataModule(IndexedFederatedDataModule):
             FileNotFoundError: If one is missing; the message says where to get it.
         """
         lacking = [name for name in FILES if not self._file(name).is_file()]
-        if lacking:
-            raise FileNotFoundError(
-                str(missing(self, lacking, self.root, [self.root])).split("; set download")[0]
-                + "; copy them from flamby/datasets/fed_tcga_brca of https://github.com/owkin/FLamby."
-            )
+        way = "copy them from flamby/datasets/fed_tcga_brca of https://github.com/owkin/FLamby"
+        refuse_absent(self, lacking, self.root, way)
 
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
         self.prepare_data()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from fedlightning.datamodules.download import refuse_absent
 from fedlightning.datamodules.federate import federate, keys_for, some_rows
 from fedlightning.datamodules.image_files import ImageFiles, lacking_files
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
@@ -78,11 +79,8 @@ class TinyImageNetDataModule(IndexedFederatedDataModule):
     def prepare_data(self) -> None:
         """Check that the files are there (Lightning's hook)."""
         lacking = [str(name) for name in ("wnids.txt", "train", ANNOTATIONS) if not (self.root / name).exists()]
-        if lacking:
-            raise FileNotFoundError(
-                f"TinyImageNetDataModule: {', '.join(lacking)} not found in {self.root}; unpack "
-                "http://cs231n.stanford.edu/tiny-imagenet-200.zip and give its folder tiny-imagenet-200."
-            )
+        way = "unpack http://cs231n.stanford.edu/tiny-imagenet-200.zip and give its folder tiny-imagenet-200"
+        refuse_absent(self, lacking, self.root, way)
 
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
         self.prepare_data()

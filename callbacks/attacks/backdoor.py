@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fedlightning.algorithm import Client, Range, Setup, TrainingData, isolated, move_batch
-from fedlightning.callbacks.attacks.base import FACTS, BadClients
+from fedlightning.callbacks.attacks.base import FACTS, BadClients, bad_loader
 from fedlightning.callbacks.shared.distillation import logits_of
 from fedlightning.ranges import PositiveInt
 from fedlightning.wrappers import Mixin, mix, muted
@@ -102,14 +101,7 @@ class Backdoor(TrainingData, BadClients):
 
     def training_batches(self, client: Client, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return the loader of a bad client with poisoned batches, in the same order."""
-        if client.id not in self.clients:
-            return loader
-        bad = copy.copy(loader)
-        bad.collate_fn = partial(self._collated, loader.collate_fn)
-        return bad
-
-    def _collated(self, collate: Callable[[Any], Any], samples: Any) -> Any:
-        return self.poisoned(collate(samples))
+        return bad_loader(loader, self.poisoned) if client.id in self.clients else loader
 
     def wrap_module(self, module: LightningModule, owner: str) -> LightningModule:
         """Let the module log the attack's success where it is scored."""

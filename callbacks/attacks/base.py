@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, Any
 
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from fedlightning.algorithm import Client, Facts, FederatedCallback, Newcomers, Range, Server, Setup, Update
 
@@ -49,6 +52,17 @@ class BadClients(FederatedCallback):
     def on_round_start(self, server: Server) -> None:
         """Refuse real sites in a run that goes on with another configuration too."""
         self.on_federation_start(server)
+
+
+def bad_loader(loader: DataLoader[Any], change: Callable[[Any], Any]) -> DataLoader[Any]:
+    """Return a loader whose batches are changed, in the same order."""
+    bad = copy.copy(loader)
+    bad.collate_fn = partial(_changed, change, loader.collate_fn)
+    return bad
+
+
+def _changed(change: Callable[[Any], Any], collate: Callable[[Any], Any], samples: Any) -> Any:
+    return change(collate(samples))
 
 
 def refuse_nothing(attack: BadClients, setup: Setup) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -10,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fedlightning.algorithm import Client, Range, TrainingData
-from fedlightning.callbacks.attacks.base import FACTS, BadClients
+from fedlightning.callbacks.attacks.base import FACTS, BadClients, bad_loader
 
 
 class LabelFlip(TrainingData, BadClients):
@@ -50,8 +49,4 @@ class LabelFlip(TrainingData, BadClients):
 
     def training_batches(self, client: Client, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return the loader of a bad client with other labels, in the same order."""
-        if client.id not in self.clients:
-            return loader
-        bad, collate = copy.copy(loader), loader.collate_fn
-        bad.collate_fn = lambda samples: self.flipped(collate(samples))
-        return bad
+        return bad_loader(loader, self.flipped) if client.id in self.clients else loader

@@ -143,11 +143,7 @@ def check_public_logits(owner: str, setup: Setup, labels: bool, softmax: bool = 
             "training samples that all may see), or public: another data set."
         )
     setup.public_size()  # refuses samples without positions
-    if not setup.module.automatic_optimization:
-        raise ValueError(
-            f"{owner} minimises a loss of its own in the place of training_step, but {name} optimizes manually inside "
-            "training_step. Use automatic optimization."
-        )
+    setup.refuse_manual(owner, "minimises a loss of its own in the place of training_step")
     batch, own = setup.public_batch(), setup.first_batch()
     inputs = inputs_of(batch, owner)
     known = [labels_of(batch, f"{owner}, on public data,")] if labels else []

@@ -124,11 +124,9 @@ class PartialTraining(SubModels):
     # -- before round 1 ------------------------------------------------------------------------------------------------
     def check(self, setup: Setup) -> None:
         """Refuse modules without sub-models, and callbacks that need all clients' models to have one shape."""
-        if not setup.module.automatic_optimization:
-            raise ValueError(
-                f"{self.key} tries a training step of every sub-model, but {type(setup.template).__name__} optimizes "
-                "manually. Use automatic optimization, or FedAvg."
-            )
+        setup.refuse_manual(
+            self.key, "tries a training step of every sub-model", "Use automatic optimization, or FedAvg."
+        )
         missing = [c for c in setup.clients if isinstance(self.rates, dict) and c not in self.rates]
         if missing:
             raise ValueError(f"{self.key} got no rate for client '{missing[0]}'. Give a list, or one for each client.")

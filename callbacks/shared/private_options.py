@@ -1,62 +1,83 @@
-"""What ClientDP and SampleDP have in common: types of arguments, what they withhold, and what they say of the rest."""
+"""What ClientDP and SampleDP have in common: their arguments, what they withhold, and what they say of the rest."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from fedlightning.algorithm import Cover, Outgoing, Range
+from fedlightning.algorithm import Change, Cover, Need, Outgoing, Protection, Range, Server, warn
 
 Delta = Annotated[float, Range("(0, 1)")]
 Accountant = Literal["rdp", "prv"]
 Scores = Literal["withheld", "in the clear"]
 UNCOUNTED = "accounts for updates only: sums before round 1 would leave without noise and stand in no ledger."
 """Why statistics before round 1 are refused."""
+NO_SELECTION = Need("gives no client's score away", (Change.SELECTION,), "take the model of the last round")
 
 
-def refuse_no_noise(owner: str, noise_multiplier: float | None, epsilon: float | None) -> None:
-    """Refuse options from which no noise follows.
-
-    Raises:
-        ValueError: If neither is given.
-    """
-    if noise_multiplier is None and epsilon is None:
-        raise ValueError(f"{owner} has neither noise_multiplier nor epsilon. Give one of them, or both.")
-
-
-def new_secret(noise_seed: int | None, whose: str = "") -> str:
-    """Return a secret of the operating system's, or for tests one that anybody can know."""
-    return secrets.token_hex(16) if noise_seed is None else f"seed {noise_seed}{f' {whose}' if whose else ''}"
-
-
-def known_noise(owner: str) -> str:
-    """Return the warning that a run with a fixed seed is not private."""
-    return f"{owner}(noise_seed=...): whoever knows the seed can subtract the noise. This run is not private."
-
-
-def cover_of(item: Outgoing, noised: Sequence[str], scores: Scores) -> Cover:
-    """Return how an item is covered.
+class Private(Protection):
+    """Base of callbacks that add noise and account for it; the arguments are explained there.
 
     Args:
-        item: What leaves.
-        noised: Kinds of items that get noise, or keys of callbacks whose extras do.
-        scores: The option of the callback.
+        delta: Probability with which the guarantee may fail.
+        noise_multiplier: Noise multiplier.
+        epsilon: The budget.
+        clip: Length to which is cut.
+        accountant: Name of Opacus' accountant.
+        ledger: Folder of what all runs have spent.
+        noise_seed: A fixed seed in the place of the secret.
+        scores: Whether validation scores leave.
+
+    Raises:
+        ValueError: If neither `noise_multiplier` nor `epsilon` is given.
     """
-    if item.kind in noised or item.owner in noised:
-        return "noised"
-    return scores if item.kind == "scores" else "withheld" if item.kind == "logged" else "in the clear"
 
+    def __init__(
+        self,
+        delta: float,
+        noise_multiplier: float | None,
+        epsilon: float | None,
+        clip: float,
+        accountant: Accountant,
+        ledger: str | None,
+        noise_seed: int | None,
+        scores: Scores,
+    ) -> None:
+        if noise_multiplier is None and epsilon is None:
+            raise ValueError(f"{self.key} has neither noise_multiplier nor epsilon. Give one of them, or both.")
+        self.delta, self.noise_multiplier, self.epsilon, self.clip = delta, noise_multiplier, epsilon, clip
+        self.accountant, self.ledger, self.noise_seed, self.scores = accountant, ledger, noise_seed, scores
 
-def told_of_items(owner: Any, items: Sequence[Outgoing]) -> dict[str, list[str]]:
-    """Return by cover what leaves clients in a run, for `privacy.json`."""
-    found: dict[str, list[str]] = {"noised": [], "withheld": [], "in the clear": []}
-    for item in items:
-        found[owner.covers(item)].append(str(item))
-    return {name.replace(" ", "_"): texts for name, texts in found.items()}
+    @property
+    def known_noise(self) -> str:
+        """The warning that a run with a fixed seed is not private."""
+        return f"{self.key}(noise_seed=...): whoever knows the seed can subtract the noise. This run is not private."
 
+    def new_secret(self, whose: str = "") -> str:
+        """Return a secret of the operating system's, or for tests one that anybody can know."""
+        own = f" {whose}" if whose else ""
+        return secrets.token_hex(16) if self.noise_seed is None else f"seed {self.noise_seed}{own}"
 
-def clear_in_words(owner: Any, items: Sequence[Outgoing]) -> str:
-    """Return the end of the sentence that says what a run has spent: what epsilon does not count."""
-    clear = told_of_items(owner, items)["in_the_clear"]
-    return f"Epsilon does not count what is in the clear: {', '.join(clear)}." if clear else ""
+    def cover_of(self, item: Outgoing, noised: Sequence[str]) -> Cover:
+        """Return how an item is covered.
+
+        Args:
+            item: What leaves.
+            noised: Kinds of items that get noise, or keys of callbacks whose extras do.
+        """
+        if item.kind in noised or item.owner in noised:
+            return "noised"
+        return self.scores if item.kind == "scores" else "withheld" if item.kind == "logged" else "in the clear"
+
+    def items_told(self, server: Server) -> dict[str, list[str]]:
+        """Return by cover what leaves clients in a run, for `privacy.json`."""
+        found: dict[str, list[str]] = {"noised": [], "withheld": [], "in the clear": []}
+        for item in server.outgoing:
+            found[self.covers(item)].append(str(item))
+        return {name.replace(" ", "_"): texts for name, texts in found.items()}
+
+    def say_spent(self, server: Server, spent: str) -> None:
+        """Say what a run has spent, and what epsilon does not count."""
+        clear = ", ".join(self.items_told(server)["in_the_clear"])
+        warn(f"{self.key}: {spent} {f'Epsilon does not count what is in the clear: {clear}.' if clear else ''}")

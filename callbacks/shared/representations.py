@@ -147,11 +147,7 @@ def rows(features: Tensor) -> Tensor:
 
 def features_at_start(setup: Setup, taps: Taps, owner: str) -> dict[str, Tensor]:
     """Return what ``taps`` catch on a first batch, in a copy of the module; nothing without data."""
-    if not setup.module.automatic_optimization:
-        raise ValueError(
-            f"{owner} adds a term to the loss that training_step returns, but {type(setup.template).__name__} optimizes "
-            "manually. Use automatic optimization."
-        )
+    setup.refuse_manual(owner, "adds a term to the loss that training_step returns")
     batch = setup.first_batch()
     if batch is None:
         return {}

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,17 @@ def solved_noise(epsilon: float, delta: float, rate: float, rounds: int, account
             target_epsilon=epsilon, target_delta=delta, sample_rate=rate, steps=rounds, accountant=accountant
         )
     )
+
+
+def most_that(fit: Callable[[int], bool], most: int) -> int:
+    """Return how many of `most` rounds or steps fit; none is 0, and is not tried."""
+    if fit(most):
+        return most
+    low, high = 0, max(most - 1, 0)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fit(middle) else (low, middle - 1)
+    return low
 
 
 def releases_in(folder: Path | None) -> list[list[str]]:

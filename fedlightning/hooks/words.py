@@ -244,6 +244,20 @@ class Setup:
     absent: str = ""
     has_clock: bool = False
 
+    def refuse_manual(self, owner: str, why: str, instead: str = "Use automatic optimization.") -> None:
+        """Refuse a module that optimizes manually.
+
+        Args:
+            owner: The callback that cannot do with it.
+            why: What it does, as the middle of a sentence.
+            instead: The way out.
+
+        Raises:
+            ValueError: If it does.
+        """
+        if not self.module.automatic_optimization:
+            raise ValueError(f"{owner} {why}, but {type(self.template).__name__} optimizes manually. {instead}")
+
 
 class FirstStep(NamedTuple):
     """What one step of training and of validation has shown before round 1.

@@ -43,19 +43,15 @@ def external(study: StudyData) -> Table:
 
 def sites_of(study: StudyData, line_of: str = "unseen") -> Table:
     """Return one line a method over its held-out sites: lowest and highest score; `member` is of the sites with a score."""
-    lines = []
-    for method in dict.fromkeys(line["method"] for line in external(study)):
-        own = [line for line in external(study) if line["method"] == method]
+    lines, every = [], external(study)
+    for method in dict.fromkeys(line["method"] for line in every):
+        own = [line for line in every if line["method"] == method]
         known = {line["site"]: line[line_of] for line in own if line[line_of] is not None}
         low, high = (min(known, key=known.__getitem__), max(known, key=known.__getitem__)) if known else (None, None)
         members = [line["member"] for line in own if line["site"] in known and line["member"] is not None]
+        mean = mean_of(list(known.values())) if known else None
         lines.append(
-            {
-                "method": method,
-                "sites": len(known),
-                "of": len(own),
-                "mean": mean_of(list(known.values())) if known else None,
-            }
+            {"method": method, "sites": len(known), "of": len(own), "mean": mean}
             | {"lowest": known.get(low), "lowest_site": low, "highest": known.get(high), "highest_site": high}
             | {"member": mean_of(members) if members else None}
             | {"refused": next((line["refused"] for line in own if line["refused"]), None)}
@@ -83,22 +79,13 @@ def subgroups(study: StudyData) -> Table:
             continue
         for column in found[0].columns:
             for value in sorted(set(found[0].columns[column].tolist())):
-                parts = [_part(one, one.columns[column] == value) for one in found]
+                parts = [one.at(one.columns[column] == value) for one in found]
                 for number in _classes(parts[0]):
-                    line = {
-                        "method": method,
-                        "site": site,
-                        "column": column,
-                        "value": value or "missing",
-                        "class": number,
-                    }
-                    few = min(len(part.labels) for part in parts) < FEWEST
-                    scores = (
-                        {"samples": len(parts[0].labels)}
-                        if few
-                        else _mean([calibration(*_pair(p, number)) for p in parts])
-                    )
-                    lines.append(line | scores)
+                    line = {"method": method, "site": site, "column": column, "value": value or "missing"}
+                    scores: dict[str, Any] = {"samples": len(parts[0].labels)}
+                    if min(len(part.labels) for part in parts) >= FEWEST:
+                        scores = _mean([calibration(*_pair(part, number)) for part in parts])
+                    lines.append(line | {"class": number} | scores)
     return lines
 
 
@@ -191,10 +178,6 @@ def _classes(found: Predicted) -> list[int]:
 
 def _pair(found: Predicted, number: int) -> Pair:
     return (found.labels == number).astype(np.float64), found.probabilities[:, number]
-
-
-def _part(found: Predicted, rows: np.ndarray) -> Predicted:
-    return Predicted(found.clients[rows], found.labels[rows], found.probabilities[rows], {}, found.reason)
 
 
 def _mean(found: Sequence[Calibration]) -> dict[str, Any]:

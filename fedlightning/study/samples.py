@@ -41,11 +41,13 @@ class Predicted:
 
     def of(self, client: str) -> Predicted:
         """Return those of one client."""
-        own = self.clients == client
-        columns = {name: cells[own] for name, cells in self.columns.items()}
-        return Predicted(
-            self.clients[own], self.labels[own], self.probabilities[own], columns, self.reason, self.checkpoint
-        )
+        return self.at(self.clients == client)
+
+    def at(self, rows: np.ndarray) -> Predicted:
+        """Return some of them, given as truth values."""
+        columns = {name: cells[rows] for name, cells in self.columns.items()}
+        held = self.clients[rows], self.labels[rows], self.probabilities[rows]
+        return Predicted(*held, columns, self.reason, self.checkpoint)
 
 
 def write(path: Path, found: Predicted) -> None:

@@ -8,11 +8,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.fitted import Fitted
+from fedlightning.visit.probes import sample_losses
 
 
 class OtherSamples(LoaderDataModule):
@@ -49,6 +53,15 @@ def pool_of(data: FederatedDataModule, client: str, splits: Sequence[str] = ("tr
             raise ValueError(f"client '{client}' has no {split} samples with positions")
         datasets.append(loader.dataset)
     return ConcatDataset(datasets)
+
+
+def losses_of(
+    module: LightningModule, data: FederatedDataModule, client: str, samples: Any, seed: int, *address: str
+) -> Tensor:
+    """Return the loss of each of some samples, collated as a client's training data are."""
+    own: Any = data.client_dataloader(client, "train")
+    loader: DataLoader[Any] = DataLoader(samples, batch_size=64, collate_fn=own.collate_fn)
+    return sample_losses(module, loader, Precision(), seed, *address)
 
 
 def loader_like(data: FederatedDataModule, client: str, dataset: Any, positions: Sequence[int] | None = None) -> Any:

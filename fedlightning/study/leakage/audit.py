@@ -11,15 +11,13 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import Precision
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import Dataset, Subset
 
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.fitted import Fitted
 from fedlightning.run.files import read_json
 from fedlightning.seeding import generator
-from fedlightning.study.leakage.again import loader_like, pool_of, trained_again
-from fedlightning.visit.probes import sample_losses
+from fedlightning.study.leakage.again import loader_like, losses_of, pool_of, trained_again
 
 TOLD = "privacy.json"
 OUTER = 2
@@ -175,19 +173,9 @@ def canaries(
     each = max(1, len(chosen) // (2 * OUTER))
     guesses, right = 2 * each, int(there[ranked[:each]].sum()) + int((~there[ranked[-each:]]).sum())
     delta, spent = float(accounted.get("delta") or 0.0), accounted.get("epsilon")
-    return asdict(
-        Canaries(
-            unit,
-            len(chosen),
-            guesses,
-            right,
-            confidence,
-            delta,
-            epsilon_bound(len(chosen), guesses, right, delta, confidence),
-            epsilon_bound(len(chosen), guesses, guesses, delta, confidence),
-            float(spent) if spent is not None else None,
-        )
-    )
+    bound, most = (epsilon_bound(len(chosen), guesses, hits, delta, confidence) for hits in (right, guesses))
+    spent = None if spent is None else float(spent)
+    return asdict(Canaries(unit, len(chosen), guesses, right, confidence, delta, bound, most, spent))
 
 
 def _accounts_for(trainer: Fitted, unit: str) -> dict[str, Any]:
@@ -227,9 +215,5 @@ def _classes(data: FederatedDataModule) -> int:
 
 def _losses(module: LightningModule, data: FederatedDataModule, chosen: Sequence[Any], seed: int) -> torch.Tensor:
     """Return the loss of each canary."""
-    found = []
-    for client, canary in chosen:
-        own: Any = data.client_dataloader(client, "train")
-        loader = DataLoader(Subset(canary, [0]), batch_size=1, collate_fn=own.collate_fn)
-        found.append(sample_losses(module, loader, Precision(), seed, "canary").mean())
+    found = [losses_of(module, data, client, Subset(canary, [0]), seed, "canary").mean() for client, canary in chosen]
     return torch.stack(found)

@@ -11,15 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import Precision
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import Subset
 
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.fitted import Fitted
 from fedlightning.seeding import generator
-from fedlightning.study.leakage.again import loader_like, pool_of, trained_again
+from fedlightning.study.leakage.again import loader_like, losses_of, pool_of, trained_again
 from fedlightning.study.leakage.usual import membership
-from fedlightning.visit.probes import sample_losses
 
 ENOUGH = 64
 """Shadow runs without a sample from which its own variance is taken; below, one variance of all samples (the paper, 6.2)."""
@@ -161,9 +159,8 @@ def _tried(
 def _losses(
     module: LightningModule, data: FederatedDataModule, pools: dict[str, Any], tried: dict[str, list[int]], seed: int
 ) -> np.ndarray:
-    found = []
-    for client, positions in tried.items():
-        own: Any = data.client_dataloader(client, "train")
-        loader = DataLoader(Subset(pools[client], positions), batch_size=64, collate_fn=own.collate_fn)
-        found.append(sample_losses(module, loader, Precision(), seed, "leakage", "ratio"))
+    found = [
+        losses_of(module, data, client, Subset(pools[client], positions), seed, "leakage", "ratio")
+        for client, positions in tried.items()
+    ]
     return torch.cat(found).numpy()

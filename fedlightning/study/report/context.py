@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from fedlightning.run.files import UnreadableError, read_json
 from fedlightning.scoring.metrics import higher_is_better
 from fedlightning.study.columns import GLOBAL
 from fedlightning.study.report.cells import Column, Missing, is_number
@@ -110,6 +112,16 @@ class Context:
         """Return a line of a figure of dots in the method's colour, with its marker."""
         style = self.styles[method]
         return Line(label or method, style.colour, dots, style.marker, runs)
+
+    def read_of_runs(self, name: str) -> dict[tuple[str, str], Any]:
+        """Return a JSON file of finished runs' folders, by method and seed; one that cannot be read counts as none."""
+        found = {}
+        for (method, seed), scores in self.study.finished.items():
+            path = None if scores.run.path is None else scores.run.path / name
+            if path is not None and path.exists():
+                with suppress(UnreadableError):
+                    found[method, str(seed)] = read_json(path)
+        return found
 
     def id(self, name: str) -> str:
         """Return `name` with the prefix of the data set."""

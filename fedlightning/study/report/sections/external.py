@@ -24,14 +24,8 @@ def external(context: Context) -> Section | None:
     rows = context.study.external()
     if not rows:
         return None
-    parts: list[Any] = [_participants(context, rows), _outcome_and_model(context, rows), _performance(context, rows)]
-    parts += [
-        _each_site(context, rows),
-        *_calibration(context),
-        *_usefulness(context),
-        _subgroups(context),
-        _limits(context),
-    ]
+    parts = [make(context, rows) for make in (_participants, _outcome_and_model, _performance, _each_site)]
+    parts += [*_calibration(context), *_usefulness(context), _subgroups(context), _limits(context)]
     return context.section(
         "external",
         "Internal-external validation",
@@ -66,26 +60,16 @@ def _outcome_and_model(context: Context, rows: Sequence[Row]) -> Prose:
     target = (data.get("init_args") or {}).get("target")
     classes = tables.classes_of(context.study)
     what = f"column {target}" if target else "the labels of the data"
-    way = (
-        ""
-        if not classes
-        else "; probabilities are those of class 1"
-        if classes == [1]
-        else "; each class against the rest"
-    )
+    way = "; each class against the rest" if classes else ""
+    if classes == [1]:
+        way = "; probabilities are those of class 1"
     trainer = {} if first is None else first.config.get("trainer") or {}
     net = ((model.get("init_args") or {}).get("net") or {}).get("class_path", "")
     names = " with ".join(filter(None, (model.get("class_path", "").rpartition(".")[2], net.rpartition(".")[2])))
     methods = ", ".join(dict.fromkeys(row["method"] for row in rows))
-    return Prose(
-        terms=[
-            ("Outcome", f"{what} in {data.get('class_path', 'the data').rpartition('.')[2]}{way}."),
-            (
-                "Model",
-                f"{names or 'the model of the configurations'}, {trainer.get('max_rounds', '?')} rounds; {methods}.",
-            ),
-        ]
-    )
+    outcome = f"{what} in {data.get('class_path', 'the data').rpartition('.')[2]}{way}."
+    trained = f"{names or 'the model of the configurations'}, {trainer.get('max_rounds', '?')} rounds; {methods}."
+    return Prose(terms=[("Outcome", outcome), ("Model", trained)])
 
 
 def _performance(context: Context, rows: Sequence[Row]) -> Gallery | Table | None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from fedlightning.run.files import UnreadableError, read_json
 from fedlightning.study.leakage.words import in_words
 from fedlightning.study.report.cells import Column, is_number, summary
 from fedlightning.study.report.context import METHOD, Context
@@ -53,18 +53,12 @@ def leakage(context: Context) -> Section | None:
 
 
 def _found(context: Context) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return what the runs' folders have, by method and seed; a file that cannot be read counts as none."""
+    """Return what the runs' folders have, by method and seed; a file that holds something else counts as none."""
     found = {}
-    for (method, seed), scores in context.study.finished.items():
-        path = None if scores.run.path is None else scores.run.path / FILE
-        if path is None or not path.exists():
-            continue
-        try:
-            one = read_json(path)
-            _row(method, str(seed), one), in_words(one)
-        except (UnreadableError, AttributeError, KeyError, TypeError, ValueError):
-            continue
-        found[method, str(seed)] = one
+    for (method, seed), one in context.read_of_runs(FILE).items():
+        with suppress(AttributeError, KeyError, TypeError, ValueError):
+            _row(method, seed, one), in_words(one)
+            found[method, seed] = one
     return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fedlightning.run.files import UnreadableError, read_json
 from fedlightning.study.report.cells import Column, is_number
 from fedlightning.study.report.context import METHOD, Context
 from fedlightning.study.report.html import Prose, Section
@@ -15,7 +14,7 @@ FILE = "privacy.json"
 
 def privacy(context: Context) -> Section | None:
     """Show epsilon and delta of each run, for whom they hold, and what epsilon does not count."""
-    found = _found(context)
+    found = {key: told for key, told in context.read_of_runs(FILE).items() if isinstance(told, dict)}
     if not found:
         return None
     rows = [_row(method, seed, told) for (method, seed), told in found.items()]
@@ -46,22 +45,6 @@ def privacy(context: Context) -> Section | None:
         "Each run counts alone, unless it has a ledger: who sees the models of several runs on the same data has the sum of "
         "them. Scores in this report are of test data, and are not counted.",
     )
-
-
-def _found(context: Context) -> dict[tuple[str, str], Mapping[str, Any]]:
-    """Return what the runs' folders have, by method and seed; a file that cannot be read counts as none."""
-    found: dict[tuple[str, str], Mapping[str, Any]] = {}
-    for (method, seed), scores in context.study.finished.items():
-        path = None if scores.run.path is None else scores.run.path / FILE
-        if path is None or not path.exists():
-            continue
-        try:
-            told = read_json(path)
-        except UnreadableError:
-            continue
-        if isinstance(told, dict):
-            found[method, str(seed)] = told
-    return found
 
 
 def _row(method: str, seed: str, told: Mapping[str, Any]) -> dict[str, Any]:

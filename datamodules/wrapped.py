@@ -1,0 +1,74 @@
+"""A data module that hands on what another one says: :class:`WrappedDataModule`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from fedlightning.datamodules.base import FederatedDataModule
+
+
+class WrappedDataModule(FederatedDataModule):
+    """Base of data modules that change a little of another one.
+
+    Args:
+        whole: The other data module.
+    """
+
+    def __init__(self, whole: FederatedDataModule) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def source_of(self, split: str) -> str:
+        """Return the split of the other data module that stands for a split of this one."""
+        return split
+
+    @property
+    def client_ids(self) -> list[str]:
+        return self.whole.client_ids
+
+    def client_dataloader(self, client: str, split: str) -> DataLoader[Any] | None:
+        return self.whole.client_dataloader(client, self.source_of(split))
+
+    def pooled_dataloader(self, split: str) -> DataLoader[Any] | None:
+        return self.whole.pooled_dataloader(self.source_of(split))
+
+    @property
+    def wanted_statistics(self) -> dict[str, Any] | None:
+        return self.whole.wanted_statistics
+
+    def statistics_of(self, client: str) -> dict[str, Any]:
+        return self.whole.statistics_of(client)
+
+    def sample_values(self, client: str, split: str, column: str) -> list[str]:
+        return self.whole.sample_values(client, self.source_of(split), column)
+
+    def num_samples(self, client: str, split: str = "train") -> int:
+        return self.whole.num_samples(client, self.source_of(split))
+
+    def class_counts(self, client: str, split: str = "train") -> list[int] | None:
+        return self.whole.class_counts(client, self.source_of(split))
+
+    @property
+    def num_classes(self) -> int | None:
+        return self.whole.num_classes
+
+    @property
+    def partition_name(self) -> str:
+        return self.whole.partition_name
+
+    @property
+    def planted_groups(self) -> dict[str, int] | None:
+        return self.whole.planted_groups
+
+    @property
+    def common_batches(self) -> Mapping[str, Any] | None:
+        return self.whole.common_batches
+
+    def public_dataloader(self) -> DataLoader[Any] | None:
+        return self.whole.public_dataloader()
+
+    def public_report(self) -> dict[str, Any] | None:
+        return self.whole.public_report()
