@@ -19,6 +19,7 @@ from fedlightning.fitted import Fitted
 from fedlightning.seeding import generator
 from fedlightning.study.leakage.again import loader_like, pool_of, trained_again
 from fedlightning.study.leakage.usual import membership
+from fedlightning.study.predicted import prepared
 from fedlightning.visit.probes import sample_losses
 
 ENOUGH = 64
@@ -116,6 +117,7 @@ def likelihood_ratio(
     """
     if shadows < 4:
         raise ValueError(f"{shadows} shadow runs are too few: half of them know a sample. Give 4 or more.")
+    data = prepared(trainer, data)
     clients = list(data.client_ids)
     pools = {client: pool_of(data, client) for client in clients}
     tried, member = _tried(data, clients, samples, seed)
