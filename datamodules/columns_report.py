@@ -19,6 +19,7 @@ FEWEST = 20
 """Fewest values of a client whose 5 % and 95 % quantiles are given: of fewer these would be nearly its extremes."""
 MOST_LEVELS = 10
 """Columns with at most so many different values are compared as categories, numbers too."""
+_OWN = 0.5  # share of different cells from which words are free text or numbers of patients, not categories
 _NUMBERS = 0.5  # share of a column's values that are numbers, for it to be one of numbers
 
 
@@ -28,7 +29,8 @@ class ColumnReport:
 
     Attributes:
         name: Name of the column.
-        test: `"Kruskal-Wallis"` for numbers, `"chi-square"` for words, or `""` where there is nothing to compare.
+        test: `"Kruskal-Wallis"` for numbers, `"chi-square"` for words, or `""` where there is nothing to compare: one
+            value only, or texts, of which no words are given.
         p: p-value of the hypothesis that all clients have one distribution, not adjusted for the other columns.
         effect: Size of the differences from 0 to 1: epsilon squared of Kruskal-Wallis, or Cramer's V.
         clients: One line a client: `client`, `samples`, `missing` (share), and `q05`, `q25`, `median`, `q75`, `q95`, or for
@@ -80,11 +82,14 @@ def describe_columns(
 def _report(name: str, cells: dict[str, list[str]], single: dict[str, list[str]]) -> ColumnReport:
     every = [cell for own in cells.values() for cell in own if cell]
     numbers = len(set(every)) > MOST_LEVELS and sum(map(_is_number, every)) > _NUMBERS * len(every)
+    free = not numbers and len(set(every)) > max(MOST_LEVELS, _OWN * len(every))
     lines = []
     for client, own in cells.items():
         known = [cell for cell in own if cell and (not numbers or _is_number(cell))]
         line: dict[str, Any] = {"client": client, "samples": len(own), "missing": 1 - len(known) / max(1, len(own))}
-        lines.append(line | (_quantiles(known) if numbers else _commonest(known)))
+        lines.append(line | (_quantiles(known) if numbers else _commonest([] if free else known)))
+    if free:  # each cell would be a category of its own, and the commonest one a patient's text
+        return ColumnReport(name, "", None, None, lines)
     groups = [[cell for cell in own if cell and (not numbers or _is_number(cell))] for own in single.values()]
     test, p, effect = _compared([own for own in groups if own], numbers)
     return ColumnReport(name, test, p, effect, lines)

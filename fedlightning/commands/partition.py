@@ -124,7 +124,7 @@ def columns_table(columns: list[Any]) -> Table:
         low, high = (min(gaps), max(gaps)) if gaps else (0.0, 0.0)
         table.add_row(
             one.name,
-            one.test or "one value only",
+            one.test or "none: one value, or texts",
             "-" if one.effect is None else f"{one.effect:.3f}",
             "-" if one.p is None else f"{one.p:.2g}",
             f"{low:.0%}" if low == high else f"{low:.0%} to {high:.0%}",

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from fedlightning.cli import main
-from fedlightning.datamodules import DigitsDataModule, IIDPartitioner
+from fedlightning.datamodules import DigitsDataModule, IIDPartitioner, TextTableDataModule
 from fedlightning.datamodules.columns_report import describe_columns, plot_images
 from tests.datamodules.test_statistics import stays, write_table
 
@@ -71,3 +71,15 @@ def test_images_stand_side_by_side():
     data.setup()
     figure = plot_images(data, most=4)
     assert len(figure.axes) == 12 and figure.axes[0].get_title(loc="left") == data.client_ids[0]
+
+
+def test_texts_are_no_categories_and_no_patients_text_is_shown(tmp_path):
+    """A note of a patient is in no table and no file: each is a category of its own."""
+    path = tmp_path / "notes.csv"
+    path.write_text("\n".join(["ward,note,died", *[f"{'ab'[i % 2]},secret {i},{i % 3 % 2}" for i in range(60)]]))
+    data = TextTableDataModule(path, target="died", text="note", client="ward")
+    data.setup()
+    found = {one.name: one for one in describe_columns(data, data.columns)}
+    assert found["note"].test == "" and found["note"].p is None
+    assert all(line["most"] is None and line["missing"] == 0 for line in found["note"].clients)
+    assert found["died"].test == "chi-square"

@@ -14,10 +14,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedlightning.callbacks import ClientDP, FedAvg, SampleDP
 from fedlightning.cli import main
 from fedlightning.datamodules.loaders import LoaderDataModule
+from fedlightning.models import Classifier
 from fedlightning.study.leakage import canaries, in_words, inversion, likelihood_ratio
 from fedlightning.study.leakage.audit import epsilon_bound, p_value
 from fedlightning.study.leakage.gradients import distance, psnr
 from fedlightning.study.leakage.ratio import confidence, standing_out
+from tests.datamodules.test_statistics import stays, write_table
 from tests.helpers import Toy, federate, toy_data
 
 pytest.importorskip("opacus")
@@ -234,3 +236,14 @@ def test_results_stand_beside_each_other_and_in_the_report(tmp_path, capsys):
     (folder / "leakage.json").write_text('{"membership": 3}')
     assert main(["report", str(folder), "--out", str(tmp_path / "page")]) == 0
     assert "What attackers got" not in (tmp_path / "page" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("attack", [lambda *run: likelihood_ratio(*run, shadows=4, samples=20), canaries])
+def test_runs_again_have_the_statistics_that_the_run_agreed_on(tmp_path, attack):
+    """Without them every input is NaN, and no client can train."""
+    data = stays(write_table(tmp_path / "t.csv"))
+    data.setup()
+    features = data.client_dataloader("a", "train").dataset[0][0].numel()
+    net = torch.nn.Linear(features, 2)
+    trainer = federate(Classifier(net, num_classes=2), data, [FedAvg()], tmp_path, max_rounds=1)
+    assert attack(trainer, data)

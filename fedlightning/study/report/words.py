@@ -107,8 +107,11 @@ def _whom(context: Context, first: Row, methods: Sequence[Row]) -> Answer | None
     gains = _gains(context, str(first["method"]))
     worst = [row for row in methods if is_number(row.get("worst"))]
     kindest = (max if context.higher else min)(worst, key=lambda row: row["worst"]) if worst else None
+    whose = "The" if first["role"] in YARDSTICKS else "Among the federated methods, the"
     said = (
-        f" The worst-served client fares best with {kindest['method']} ({number(kindest['worst'])})." if kindest else ""
+        f" {whose} worst-served client fares best with {kindest['method']} ({number(kindest['worst'])})."
+        if kindest
+        else ""
     )
     if gains is not None:
         better, total, reference = gains

@@ -193,6 +193,12 @@ def told(folder, **options):
     return {a.question: a for a in answers(Context(study, styles(study.methods)))}, study
 
 
+def test_the_kindest_method_is_said_to_be_one_of_the_federated(tmp_path):
+    """Siloed training may serve the worst client better, and is not among those that are asked."""
+    found, _ = told(make_study(tmp_path, seeds=(4,), shift=0.2, matrix=False))
+    assert "Among the federated methods, the worst-served client" in found["For whom?"].sentence
+
+
 def test_one_seed_is_never_called_a_difference(tmp_path):
     found, study = told(make_study(tmp_path, seeds=(4,), shift=0.2, matrix=False))
     answer = found["Is the difference real?"]
