@@ -23,12 +23,19 @@ def clipped(moved: Iterable[str], sent: State, state: State, clip: float) -> tup
         ValueError: If that length is too short for the precision of the model.
     """
     changes = {name: state[name].double() - sent[name].double() for name in moved}
-    limit = clip - rounding_of([sent[name] for name in changes])
+    limit = clip - _rounding_of(clip, [sent[name] for name in changes])
     norm = norm_of(changes.values())
     if limit <= 0.0:
         raise ValueError(f"ClientDP: a clip of {clip:g} is within the rounding of the model's entries. Raise clip.")
     factor = 1.0 if norm <= limit else limit / norm
     return {name: factor * change for name, change in changes.items()}, norm <= clip
+
+
+def _rounding_of(clip: float, sent: list[Tensor]) -> float:
+    """Return by how much a change that was cut may grow when it is added: to zeros (a new layer) it is rounded itself."""
+    coarsest = max((torch.finfo(value.dtype).eps for value in sent), default=0.0)
+    of_lengths = 16 * torch.finfo(torch.float64).eps  # both sides add up many squares
+    return max(rounding_of(sent), clip * (coarsest + of_lengths))
 
 
 def refuse_longer(trainable: set[str], message: Message, update: Update, clip: float) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedlightning.callbacks import FedAvg
-from fedlightning.callbacks.attacks import LabelFlip
+from fedlightning.callbacks.attacks import GaussianAttack, LabelFlip
 from fedlightning.datamodules.loaders import LoaderDataModule
 from tests.helpers import Toy, federate, global_state, same, toy_data
 
@@ -59,3 +61,11 @@ def test_what_it_cannot_flip_is_said():
         federate(module(), toy_data(SIZES), [LabelFlip(["1"], 2)], max_rounds=1)
     with pytest.raises(ValueError, match="needs batches"):
         LabelFlip(["1"], 3).flipped(torch.zeros(3))
+
+
+def test_gaussian_noise_is_in_the_place_of_the_change_and_another_one_for_each_entry():
+    client = SimpleNamespace(rng=lambda address: torch.Generator().manual_seed(len(address)))
+    attack, change = GaussianAttack(["1"], std=0.5), torch.full((4000,), 9.0, dtype=torch.float64)
+    sent = attack.attacked(client, change, "w")
+    assert abs(float(sent.mean())) < 0.05 and float(sent.std()) == pytest.approx(0.5, rel=0.05)
+    assert not torch.equal(sent, attack.attacked(client, change, "bias"))

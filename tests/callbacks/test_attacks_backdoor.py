@@ -89,3 +89,9 @@ def test_what_it_cannot_poison_is_said():
     server.sites = {"0": "here"}
     with pytest.raises(ValueError, match="is an attack for simulations"):
         Backdoor([0], target=1).on_round_start(server)
+
+
+@pytest.mark.parametrize(("count", "share", "poisoned"), [(9, 0.3, 3), (8, 0.3, 2), (2, 0.1, 1), (4, 1.0, 4)])
+def test_the_share_of_a_batch_is_rounded_to_whole_images(count, share, poisoned):
+    batch = torch.zeros(count, 1, 4, 4), torch.zeros(count, dtype=torch.int64)
+    assert int(Backdoor([], target=1, share=share).poisoned(batch)[1].sum()) == poisoned

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -86,6 +88,20 @@ def test_alie_is_the_mean_minus_z_deviations_of_those_that_are_known(knows):
         np.testing.assert_array_equal(after[client], before[client])
 
 
+def test_z_max_is_of_those_whose_updates_are_combined():
+    """Not of the federation: client "3" has no samples, and its update, which changes nothing, is no honest change."""
+    seen = []
+
+    class Notes(ALIE):
+        def crafted(self, known, clients, bad):
+            seen.append((known.shape[0], bool((known.norm(dim=1) > 0).all()), clients, bad))
+            return super().crafted(known, clients, bad)
+
+    data = toy_data(SIZES | {"3": 0})
+    federate(module(), data, [FedAvg(), Notes(["0", "1"], knows="everybody")], max_rounds=1)
+    assert seen == [(2, True, 4, 2)]
+
+
 @pytest.mark.parametrize("knows", ["colluders", "everybody"])
 def test_inner_product_manipulation_is_the_mean_turned_round(knows):
     before, after = intercepted(InnerProductManipulation([0, 1], epsilon=0.7, knows=knows))
@@ -116,6 +132,13 @@ def test_constrain_and_scale_stays_nearer_and_leaves_the_others_alone():
     held, _ = intercepted(ModelReplacement(["1"], "exact", alpha=0.3))
     assert np.linalg.norm(held["1"]) < 0.8 * np.linalg.norm(free["1"])
     np.testing.assert_array_equal(held["2"], free["2"])
+
+
+def test_constrain_and_scale_adds_the_distance_itself():
+    net = torch.nn.Linear(2, 1, bias=False)
+    client = SimpleNamespace(id="1", received={"weight": net.weight.detach() + torch.tensor([[3.0, 4.0]])})
+    loss = ModelReplacement(["1"], alpha=0.25).training_loss(client, net, None, torch.tensor(8.0), {})
+    assert float(loss.detach()) == pytest.approx(0.25 * 8.0 + 0.75 * 5.0)
 
 
 # -- in federations ----------------------------------------------------------------------------------------------------

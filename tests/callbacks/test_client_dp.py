@@ -111,6 +111,20 @@ def test_a_change_is_never_longer_than_the_limit(dtype, length):
     callback.check_update(server, Message(0, "0", received, tuple(received)), update)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_a_change_of_zeros_is_cut_below_the_limit_too(dtype):
+    """Layers that start at zero (logistic regression, adapters): what is added to them is rounded by its own size."""
+    callback, toy = dp(clip=0.1), torch.nn.Linear(6, 3, bias=False).to(dtype)
+    torch.nn.init.zeros_(toy.weight)
+    received = {"weight": toy.weight.detach().clone()}
+    for seed in range(40):
+        draw = torch.randn(3, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        update = Update(0, "0", state={"weight": draw.to(dtype)})
+        callback.on_send(SimpleNamespace(module=toy, received=received), update)
+        callback.check_update(SimpleNamespace(trainable=["weight"]), Message(0, "0", received, ("weight",)), update)
+        assert float(update.state["weight"].double().norm()) == pytest.approx(0.1, rel=4e-3)
+
+
 def test_the_server_takes_in_nothing_longer():
     server = SimpleNamespace(trainable=["w"])
     message = Message(0, "0", {"w": torch.zeros(4), "frozen": torch.ones(1)}, ("w", "frozen"))

@@ -13,9 +13,10 @@ import torch
 
 pytest.importorskip("opacus", reason="ClientDP counts with Opacus: pip install 'fedlightning[privacy]'")
 
-from fedlightning.algorithm import Change, Facts, FederatedCallback
+from fedlightning.algorithm import Change, Facts, FederatedCallback, Outgoing
 from fedlightning.callbacks import ClientDP, FedAvg, FedPer, client_dp
 from fedlightning.callbacks.client_dp_clipping import next_clip, noise_of_changes, noise_of_count
+from fedlightning.callbacks.shared.secret_noise import with_noise
 from fedlightning.federation.failures import FederationError
 from fedlightning.messages import Update
 from fedlightning.testing.toys import ToyData, ToyModule
@@ -76,6 +77,14 @@ def test_changes_get_the_rest_of_the_noise_at_the_clip_of_their_round():
     std = noise_of_changes(1.5, 50 / 20) * 0.2 / 50
     assert float(noise.std()) == pytest.approx(std, rel=0.03)
     assert server.state["ClientDP"]["clip"] != 0.2 and server.state["ClientDP"]["came"] == 0
+
+
+def test_every_entry_has_noise_of_its_own():
+    """Equal noise on two entries would cancel in their difference."""
+    same_shape = {name: torch.zeros(500, dtype=torch.float64) for name in ("a", "b")}
+    found = with_noise(same_shape, 1.0, "a secret", "round 1")
+    assert abs(float(torch.corrcoef(torch.stack([found["a"], found["b"]]))[0, 1])) < 0.2
+    assert not torch.equal(found["a"], with_noise(same_shape, 1.0, "a secret", "round 1", "another sum")["a"])
 
 
 def test_the_count_has_noise_of_its_deviation():
@@ -192,6 +201,31 @@ def test_shares_add_up_to_the_noise_of_the_mean():
     assert float(shares.sum(0).std()) == pytest.approx(1.5 * 0.2, rel=0.03)
     assert abs(torch.corrcoef(shares.flatten(1)) - torch.eye(4)).max() < 0.05
     assert len({client.state["ClientDP"]["secret"] for client in clients}) == 4
+
+
+def test_known_noise_differs_from_client_to_client():
+    callback = dp(where="client", shares=2)
+    clients = [SimpleNamespace(id=name, state={}, visit=0, max_rounds=9) for name in "ab"]
+    shares = torch.stack([sent_by(callback, client).flatten() for client in clients])
+    assert abs(float(torch.corrcoef(shares)[0, 1])) < 0.05
+
+
+def test_other_participants_are_drawn_in_every_round():
+    callback, kept = dp(rate=0.5), {}
+    clients = [str(one) for one in range(40)]
+    drawn = set()
+    for round in range(3):
+        server = SimpleNamespace(state=kept, round=round, max_rounds=9, clients=clients)
+        server.is_reachable, server.num_samples = lambda client: True, dict.fromkeys(clients, 1)
+        drawn.add(tuple(callback.participants(server)))
+    assert len(drawn) == 3
+
+
+@pytest.mark.parametrize("scores", ["withheld", "in the clear"])
+def test_logged_values_go_with_scores_and_others_extras_are_in_the_clear(scores):
+    kinds = {"entries": "noised", "logged": scores, "scores": scores, "extra": "in the clear", "models": "in the clear"}
+    assert {kind: dp(scores=scores).covers(Outgoing(kind, owner="Other")) for kind in kinds} == kinds
+    assert dp(scores=scores).covers(Outgoing("extra", owner="ClientDP")) == "noised"
 
 
 def test_the_same_change_has_the_same_noise_and_another_one_another():

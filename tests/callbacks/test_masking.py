@@ -181,3 +181,33 @@ def test_what_is_beyond_the_bound_is_cut_and_counted():
 def test_a_nan_does_not_become_a_number():
     with pytest.raises(ValueError, match="NaN"):
         FixedPoint(1.0, 32, 3).encode([torch.tensor([float("nan")])], 0.5)
+
+
+def test_thresholds_are_held_to_the_client():
+    """Half of the clients, of which two sums could be opened, and one client fewer than the threshold."""
+    eight = CLIENTS[:8]
+    own, keys = {}, {}
+    for client in eight:
+        own[client], keys[client] = masking.advertise()
+    with pytest.raises(ValueError, match="8 keys came for a threshold of 4"):
+        masking.share(own[eight[0]], eight[0], keys, 4)
+    kept, _, sealed = shared()
+    one = CLIENTS[0]
+    with pytest.raises(ValueError, match="5 clients have shared secrets, and 6"):
+        masking.receive(kept[one], one, {other: sealed[other][one] for other in CLIENTS[1:5]})
+    assert (
+        masking.receive(kept[one], one, {other: sealed[other][one] for other in CLIENTS[1:6]})["round"] == CLIENTS[:6]
+    )
+
+
+def test_a_client_opens_no_sum_that_it_is_not_in():
+    kept, _, sealed = shared()
+    one = CLIENTS[0]
+    ready = received(kept, sealed, CLIENTS)[one]
+    with pytest.raises(ValueError, match="a sum of 8 clients is to be opened"):
+        masking.reveal(ready, one, {client: torch.tensor(client != one) for client in CLIENTS})
+
+
+def test_keys_of_another_purpose_are_others():
+    own, public = masks.new_seed(), {"b": masks.public_key(masks.new_seed())}
+    assert masks.agreed(own, public, "mask") != masks.agreed(own, public, "shares")

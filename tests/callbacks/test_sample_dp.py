@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install 'fedlightning[privacy]'")
 
+from fedlightning.algorithm import Outgoing
 from fedlightning.callbacks import (
     MOON,
     SCAFFOLD,
@@ -30,6 +31,7 @@ from fedlightning.callbacks import (
     Local,
     SampleDP,
 )
+from fedlightning.callbacks.sample_dp_budget import room_for
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches
 from fedlightning.callbacks.shared.record_gradients import RecordGradients
 from fedlightning.federation.engine import Evaluate
@@ -233,6 +235,27 @@ def test_noise_is_solved_for_all_rounds_and_a_longer_run_ends_in_time(tmp_path):
     longer = trainer(6)
     longer.fit(module(), datamodule=toy_data(SIZES), resume="last")
     assert longer.rounds_done == 3 and "would exceed epsilon=5" in longer.summary["stopped"]["reason"]
+
+
+def test_noise_is_solved_for_all_visits_of_a_run():
+    callback = dp(noise_multiplier=None, epsilon=8.0)
+    trainer = federate(module(), toy_data({"0": 24, "1": 24}), [callback], max_rounds=3)
+    ((noise, rate, steps),) = trainer.store.get("0").state["SampleDP"]["history"]
+    assert trainer.rounds_done == 3 and steps == 9
+    assert 6.0 < callback.epsilon_of([(noise, rate, steps)]) <= 8.0
+
+
+def test_the_room_that_is_left():
+    for limit in range(6):
+        assert room_for(lambda steps, most=limit: sum(one[-1] for one in steps) <= most, [], (1.0, 0.1), 4) == min(
+            limit, 4
+        )
+    assert room_for(lambda steps: not steps, [], (1.0, 0.1), 1) == 0
+
+
+def test_models_and_means_are_told_as_noised():
+    kinds = {"entries": "noised", "models": "noised", "means": "noised", "extra": "in the clear", "logged": "withheld"}
+    assert {kind: dp().covers(Outgoing(kind, owner="Other")) for kind in kinds} == kinds
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ import torch
 pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install 'fedlightning[privacy]'")
 
 from fedlightning.callbacks import FD, MOON, FedProto, SampleDP
-from fedlightning.callbacks.sample_dp_means import released_means, sums_by_class
+from fedlightning.callbacks.sample_dp_means import SURE, released_means, sums_by_class
+from fedlightning.callbacks.shared.ledger import Ledger
 from tests.callbacks.test_sample_dp import SIZES, dp, module
 from tests.helpers import federate, make_trainer, toy_data
 
@@ -58,6 +59,23 @@ def test_the_noise_has_its_deviation_and_a_class_that_may_not_be_there_is_not_se
     assert float(found[0].std()) * 1e9 == pytest.approx(0.5 * 3.0 * math.sqrt(2.0), rel=0.03)
     other = released_means(exact | {"sums": exact["sums"] + 1e-6}, 0.5, 3.0, "s", "a")
     assert abs(float(torch.corrcoef(torch.stack([found[0], other[0]]))[0, 1])) < 0.05
+
+
+def test_the_noisy_count_alone_decides_what_is_sent_and_divides():
+    """The exact one would tell whether a sample is there."""
+    std, noise = math.sqrt(2.0), 1.0
+    exact = {"sums": torch.full((1, 5000), 60.0, dtype=torch.float64), "counts": torch.tensor([SURE * std + 1e-9])}
+    sent = [released_means(exact, 1.0, noise, "s", f"{one}") for one in range(60)]
+    assert 15 < sum(bool(means) for means in sent) < 45
+    counts = torch.tensor([60.0 / float(means[0].mean()) for means in sent if means])
+    assert counts.std() > 0.3 and float(counts.min()) > SURE * std - 0.1
+
+
+def test_a_release_is_in_the_ledger_at_its_full_rate(tmp_path):
+    callback = dp(means_noise=2.0, ledger=str(tmp_path / "ledger"))
+    federate(module(), toy_data({"0": 24, "1": 24}), [FedProto(), callback], max_rounds=1)
+    with Ledger(callback.ledger, "0", "").held(None) as steps:
+        assert (2.0, 1.0, 1) in {tuple(one) for one in steps}
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda one: one.key)

@@ -7,10 +7,11 @@ import json
 import pytest
 
 from fedlightning.algorithm import FederatedCallback, Outgoing, Protection, Wire
-from fedlightning.callbacks import SCAFFOLD, FedAvg, FedPer, TopK
+from fedlightning.callbacks import SCAFFOLD, FedAvg, FedPer, Local, TopK
 from fedlightning.federation.engine import Evaluate
 from fedlightning.visit.visit import carry_out
-from tests.helpers import Toy, make_trainer, toy_data
+from tests.federation.test_architectures import data, models
+from tests.helpers import Toy, federate, make_trainer, toy_data
 
 KINDS = {"sizes", "entries", "counts", "logged", "scores", "tests", "texts"}
 
@@ -89,3 +90,27 @@ def test_what_a_protection_does_not_know_is_told_as_in_the_clear():
     trainer = run([SCAFFOLD(), Quiet(withholds=())])
     told = {one["what"]: one["cover"] for one in trainer.summary["leaves"]}
     assert told["'delta_c' of SCAFFOLD"] == "in the clear" and Protection().covers(Outgoing("extra")) == "in the clear"
+
+
+def test_scores_of_some_rounds_are_told_as_such():
+    def told(every):
+        server = run([FedAvg()], evaluate_every=every).server
+        return next(item.when for item in server.outgoing if item.kind == "scores")
+
+    assert told(2) == "every 2 rounds" and told(1) == "in every round"
+
+
+class Loud(Quiet):
+    def covers(self, item: Outgoing) -> str:
+        return "in the clear"
+
+
+def test_every_protection_says_how_it_covers_an_item():
+    told = {one["what"]: one["cover"] for one in run([Quiet(()), Loud()]).summary["leaves"]}
+    assert told["4 of 4 entries of the model"] == "noised (Quiet), in the clear (Loud)"
+
+
+def test_every_architecture_is_told():
+    server = federate(models(), data(), [Local()], max_rounds=1).server
+    told = next(item.what for item in server.outgoing if item.kind == "entries")
+    assert "of model small" in told and "of model deep" in told
