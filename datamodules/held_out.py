@@ -6,7 +6,6 @@ import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
@@ -107,9 +106,6 @@ class FewerClients(WrappedDataModule):
 
     def sizes_of(self, clients: Sequence[str]) -> dict[str, tuple[int, int, int]]:
         return self.whole.sizes_of(clients)
-
-    def sample_groups(self, client: str, split: str = "train") -> np.ndarray | None:
-        return self.whole.sample_groups(client, split)
 
     @property
     def planted_groups(self) -> dict[str, int] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from torch.utils.data import DataLoader
 
 from fedlightning.datamodules.base import FederatedDataModule
@@ -44,6 +45,9 @@ class WrappedDataModule(FederatedDataModule):
 
     def sample_values(self, client: str, split: str, column: str) -> list[str]:
         return self.whole.sample_values(client, self.source_of(split), column)
+
+    def sample_groups(self, client: str, split: str = "train") -> np.ndarray | None:
+        return self.whole.sample_groups(client, self.source_of(split))
 
     def num_samples(self, client: str, split: str = "train") -> int:
         return self.whole.num_samples(client, self.source_of(split))

@@ -17,22 +17,22 @@ from fedlightning.messages import Update
 if TYPE_CHECKING:
     from fedlightning.federation.server import Server
 
-ROLES = (
-    "participants",
-    "plan_round",
-    "model_of",
-    "neighbours",
-    "final_jobs",
-    "local_phases",
-    "training_batches",
-    "encode",
-    "reduce",
-    "denominator",
-    "server_step",
-    "global_module",
-    "personal_module",
-)
-"""Methods that at most one callback of a run may answer."""
+ROLES = {
+    "participants": "who is in a round",
+    "plan_round": "what a round does",
+    "model_of": "which model a client is sent",
+    "neighbours": "whose models a client mixes",
+    "final_jobs": "what follows the last round",
+    "local_phases": "in which phases a client trains",
+    "training_batches": "how training batches are drawn",
+    "encode": "in which code an update travels",
+    "reduce": "how updates become one model",
+    "denominator": "what the sum of updates is divided by",
+    "server_step": "which step the server takes",
+    "global_module": "which model is the server's",
+    "personal_module": "which model is a client's own",
+}
+"""Methods that at most one callback of a run may answer, and what they decide."""
 
 T = TypeVar("T", bound=FederatedCallback)
 
@@ -62,11 +62,11 @@ class CallbackList:
                     raise ValueError(
                         f"{callback.key}.{name} is set on the object, where nothing calls it. Write a method of the class."
                     )
-        for role in ROLES:
+        for role, what in ROLES.items():
             claimants = [callback.key for callback in self.callbacks if callback.claims(role)]
             if len(claimants) > 1:
                 raise ValueError(
-                    f"{' and '.join(claimants)} both claim '{role}', which only one callback can answer. "
+                    f"{' and '.join(claimants)} both claim '{role}', which only one callback can answer: {what}. "
                     "Remove one of them."
                 )
         merging = [callback.key for callback in self.callbacks if Change.START in callback.facts.changes]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from torch.utils.data import TensorDataset
 
-from fedlightning.datamodules import DigitsDataModule, IIDPartitioner, ValidatedOnTest
+from fedlightning.datamodules import DigitsDataModule, IIDPartitioner, Partitioned, ValidatedOnTest
 
 
 def samples(loader):
@@ -32,3 +34,14 @@ def test_validation_is_on_test_data_and_the_rest_is_as_it_was():
         inner.common_batches,
     )
     assert data.public_report() == inner.public_report() is not None
+
+
+def test_patients_are_those_of_the_data():
+    draw = torch.randn(24, 3), torch.arange(24) % 2
+    data = Partitioned.from_datasets(
+        TensorDataset(*draw), partitioner=IIDPartitioner(2), group=np.arange(24) // 2, test_fraction=0.25
+    )
+    wrapped = ValidatedOnTest(data)
+    wrapped.setup()
+    for split, source in (("train", "train"), ("val", "test"), ("test", "test")):
+        assert wrapped.sample_groups("0", split).tolist() == data.sample_groups("0", source).tolist()

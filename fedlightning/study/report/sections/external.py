@@ -210,6 +210,8 @@ def _limits(context: Context) -> Prose:
             "A held-out site is scored on its test samples only, so that both columns are of the same patients; its other "
             "samples are unused. Where each site scales its features by its own samples, so did this one, without labels; "
             "where sites agreed on statistics, it has those of the others.",
+            "As a member a site deploys the model that it has chosen or fine-tuned on its own data; never seen, it gets the "
+            "server's as it is. The difference is of both: of having trained, and of having chosen.",
         ],
         title="Limits",
     )  # fmt: skip
