@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import stat
 from datetime import datetime, timedelta, tzinfo
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("cryptography", reason="Flower is in an environment of its own: make test-flower")
+pytest.importorskip("cryptography", reason="keys: pip install 'fedlightning[privacy]', or make test-flower")
 
 from fedlightning.cli import main
 from fedlightning.engines.flower import certificates
@@ -17,6 +18,11 @@ from fedlightning.engines.flower.certificates import add, make
 from fedlightning.engines.flower.reach import check_certificate
 from fedlightning.engines.flower.signatures import Heard, signer, verified
 from fedlightning.errors import ConfigurationError
+
+
+one_clock = pytest.mark.skipif(
+    "FEDLIGHTNING_TEST_CLOCK" in os.environ, reason="OpenSSL reads the machine's clock, which stays as it is"
+)
 
 
 @pytest.fixture
@@ -52,6 +58,7 @@ def test_the_server_reaches_itself_whatever_the_sites_call_it(tmp_path: Path) ->
     assert [str(one) for one in names.get_values_for_type(x509.IPAddress)] == ["10.0.0.5", "127.0.0.1"]
 
 
+@one_clock
 def test_a_server_that_nobody_could_reach_does_not_start(made: Path, tmp_path: Path) -> None:
     own = made / "server"
     for host in ("127.0.0.1", "localhost"):
@@ -72,6 +79,7 @@ def test_a_server_that_nobody_could_reach_does_not_start(made: Path, tmp_path: P
         check_certificate(own, "127.0.0.1")
 
 
+@one_clock
 @pytest.mark.parametrize(("days", "reason"), [(-1, "has ended: make new ones"), (826, "not valid yet: is the clock")])
 def test_a_certificate_out_of_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, days: int, reason: str) -> None:
     class Clock(datetime):

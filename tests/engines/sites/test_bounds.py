@@ -261,7 +261,8 @@ def test_a_hostile_greeting_is_refused_and_nothing_is_written(tmp_path, running,
 def test_a_hostile_part_of_a_task_is_refused(running, part, capfd):
     site, session, _ = running
     for value in TASK[part]:
-        one = {"task": honest(Visit), "number": "x2", "version": "", part: value}
+        # A number of its own: one that `ask` has used in this session is answered as before.
+        one = {"task": honest(Visit), "number": f"y{next(NUMBERS)}", "version": "", part: value}
         reply = said(site, {"do": "tasks", "session": session, "tasks": [one], "budget": 5.0})
         assert "refused" in reply, f"{part}={value!r:.80}"
     assert "refused" in ask(site, session, honest(Visit), more=1)
