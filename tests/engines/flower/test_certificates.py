@@ -19,7 +19,6 @@ from fedlightning.engines.flower.reach import check_certificate
 from fedlightning.engines.flower.signatures import Heard, signer, verified
 from fedlightning.errors import ConfigurationError
 
-
 one_clock = pytest.mark.skipif(
     "FEDLIGHTNING_TEST_CLOCK" in os.environ, reason="OpenSSL reads the machine's clock, which stays as it is"
 )
