@@ -202,7 +202,7 @@ class _Reader:
             vary = [*vary, f"data.init_args.{_DATA_SEED}"]
         ids = self._clients(cli.datamodule, config["data"])
         clients = len(ids)
-        self.last = ids, next(filter(None, map(_no_model, cli.trainer.arguments["callbacks"] or ())), None)
+        self.last = ids, next(filter(None, map(_no_model, cli.trainer.callbacks.callbacks)), None)
         self.optimizer_state = None if have_memory(cli.model) is False else cli.trainer.optimizer_state
         if self.request.rehearse and cli.trainer.arguments["engine"] not in ELSEWHERE:
             metrics = _rehearsed(cli)

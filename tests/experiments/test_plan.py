@@ -137,6 +137,12 @@ def test_files_options_and_seeds_are_stacked_in_order(tmp_path):
     assert plan.methods[0].configs == ["under.yaml", first, "over.yaml"]
 
 
+def test_a_callback_may_stand_alone_and_without_a_list(tmp_path):
+    plan = make_plan(request([small(tmp_path / "a.yaml")], options=["--trainer.callbacks=FedProto"], baselines=[]))
+    assert plan.methods[0].config["trainer"]["callbacks"]["class_path"] == f"{CALLBACKS}.FedProto"
+    assert "shares prototypes and no model" in plan.no_model["a"]
+
+
 def test_the_matrix_is_for_few_clients_and_never_over_the_users_word(tmp_path):
     file = small(tmp_path / "a.yaml")
     many = make_plan(request([file], options=["--data.partitioner.num_clients=21"], baselines=[])).methods[0]
