@@ -57,7 +57,7 @@ def refusal(name: str, task: Task) -> str | None:
 
 PREDICTS_CLASSES = {
     *("DSFL", "FCCL", "FCCLPlus", "FD", "FedBE", "FedCovid", "FedDF", "FedET", "FedGH", "FedGKT", "FedKD", "FedKEMF"),
-    *("FedLC", "FedMD", "FedProto", "FedType", "FjORD", "FML", "GPFL", "pFedHR", "pFedKnow"),
+    *("FedLC", "FedMD", "FedNTD", "FedProto", "FedRoD", "FedType", "FjORD", "FML", "GPFL", "pFedHR", "pFedKnow"),
 }
 """Methods whose own loss or exchange is of one class a sample: they refuse any other task."""
 WITHOUT = {"FjORD plain"}
