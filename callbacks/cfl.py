@@ -26,7 +26,6 @@ from fedlightning.algorithm import (
     Setup,
     State,
     Update,
-    WeightedMean,
     WeightingName,
 )
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
@@ -34,7 +33,7 @@ from fedlightning.callbacks.shared.server_models import (
     NO_SERVER_STEP,
 )
 from fedlightning.ranges import NonNegativeFloat, PositiveInt, ShareBelowOne
-from fedlightning.tensors import select, subtract, ties
+from fedlightning.tensors import WeightedMean, select, subtract, ties
 
 SPLITS = Need(
     "splits the model for all into one for each cluster",

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from fedlightning.algorithm import NEWCOMER, Change, Client, Phase, Setup, move_batch, training_loss, warn
+from fedlightning.algorithm import NEWCOMER, Change, Client, Phase, Setup, probes, warn
 from fedlightning.callbacks.local_adaptation import AdaptsAtEnd
 from fedlightning.ranges import PositiveFloat, PositiveInt, Share
 
@@ -156,14 +156,14 @@ class Dapper(AdaptsAtEnd):
         adaptation = self._mixing()
         if adaptation is None or adaptation.inside:
             return loss
-        other = move_batch(module, client.precision.convert_input(next(adaptation.public)))
+        other = probes.move_batch(module, client.precision.convert_input(next(adaptation.public)))
         with client.probing(module):  # on copies of the buffers: those that the own batch has moved stay
             with torch.no_grad():
                 for name, value in _statistics(module):
                     value.copy_(adaptation.before[name])
             adaptation.inside = True
             try:
-                public = training_loss(module, other)
+                public = probes.training_loss(module, other)
             finally:
                 adaptation.inside = False
             adaptation.moved = {name: value.detach().clone() for name, value in _statistics(module)}

@@ -22,7 +22,6 @@ from fedlightning.algorithm import (
     Setup,
     State,
     Update,
-    WeightedMean,
     WeightingName,
     address,
 )
@@ -33,7 +32,7 @@ from fedlightning.callbacks.shared.server_models import (
     one_visit,
 )
 from fedlightning.ranges import PositiveInt, Range
-from fedlightning.tensors import select, subtract
+from fedlightning.tensors import WeightedMean, select, subtract
 
 COLD_START = "cold start"
 """Key of the first model at the server while clients pre-train from it; their scores go under it too."""

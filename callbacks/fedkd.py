@@ -22,13 +22,12 @@ from fedlightning.algorithm import (
     Setup,
     State,
     Update,
-    WeightedMean,
     WeightingName,
     Wire,
 )
 from fedlightning.callbacks.shared.mutual import SharedPeer, divergence
 from fedlightning.ranges import NonNegativeFloat, PositiveShare
-from fedlightning.tensors import module_state
+from fedlightning.tensors import WeightedMean, module_state
 from fedlightning.wrappers.pair import JointLoss, Side, shared_entries
 
 FACTORS = ("u", "s", "v")

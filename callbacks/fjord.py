@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedlightning.algorithm import Change, Client, Facts, Message, Need, Setup, Stage, WeightingName, training_loss
+from fedlightning.algorithm import Change, Client, Facts, Message, Need, Setup, Stage, WeightingName, probes
 from fedlightning.callbacks.shared.partial_training import PartialTraining
 from fedlightning.callbacks.shared.representations import features_at_start, head_path, other_task, targets_in
 from fedlightning.ranges import PositiveFloat, PositiveShare, Share
@@ -186,7 +186,7 @@ class FjORD(PartialTraining):
         kept["narrow"] = None
         try:
             with kept["widths"].at(kept["drawn"]), muted(module), frozen_buffers(module):
-                training_loss(module, batch, kept["batch_idx"])  # comes by here again
+                probes.training_loss(module, batch, kept["batch_idx"])  # comes by here again
         finally:
             narrow = kept.pop("narrow")
         narrow_loss, narrow_logits = narrow

@@ -21,12 +21,12 @@ from fedlightning.algorithm import (
     Setup,
     State,
     Update,
-    WeightedMean,
     WeightingName,
     Wire,
 )
 from fedlightning.callbacks.shared.low_rank import ClientRanks, Rank
 from fedlightning.ranges import PositiveFloat, ShareBelowOne
+from fedlightning.tensors import WeightedMean
 from fedlightning.wrappers.adapters import adapted_layers, untie_adapted
 
 NEW_ADAPTERS = Need(

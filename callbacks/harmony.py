@@ -28,7 +28,6 @@ from fedlightning.algorithm import (
     Setup,
     State,
     Update,
-    WeightedMean,
     WeightingName,
     Wire,
     address,
@@ -51,7 +50,7 @@ from fedlightning.callbacks.shared.server_models import (
     NO_SERVER_STEP,
 )
 from fedlightning.ranges import CountOrShare, PositiveInt
-from fedlightning.tensors import clone, select
+from fedlightning.tensors import WeightedMean, clone, select
 from fedlightning.wrappers import mix
 
 ASK, UNIMODAL, FUSION = "modalities", "unimodal", "fusion"

@@ -10,22 +10,10 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedlightning.algorithm import (
-    Change,
-    Client,
-    Facts,
-    Job,
-    Message,
-    Need,
-    Server,
-    Setup,
-    State,
-    Update,
-    WeightedMean,
-    facts,
-)
+from fedlightning.algorithm import Change, Client, Facts, Job, Message, Need, Server, Setup, State, Update, facts
 from fedlightning.callbacks.shared.low_rank import ClientRanks, Rank
 from fedlightning.ranges import NonNegativeFloat, PositiveFloat, Range, ShareBelowOne
+from fedlightning.tensors import WeightedMean
 from fedlightning.wrappers.adapters import adapted_layers
 
 BOTH_FACTORS = Need("weighs a client by the product of both factors of its adapters", (Change.PARTS,))

@@ -25,7 +25,6 @@ from fedlightning.algorithm import (
     Setup,
     State,
     Update,
-    WeightedMean,
     WeightingName,
     Wire,
 )
@@ -33,7 +32,7 @@ from fedlightning.callbacks.shared.dealt import refuse_new_deal
 from fedlightning.callbacks.shared.representations import features_at_start, head_path, other_task, targets_in
 from fedlightning.layers import expand
 from fedlightning.ranges import NonNegativeFloat, Share, ShareBelowOne
-from fedlightning.tensors import module_state
+from fedlightning.tensors import WeightedMean, module_state
 from fedlightning.wrappers import FeatureTap
 
 LABELLED, UNLABELLED = "labelled", "unlabelled"

@@ -19,7 +19,6 @@ from fedlightning.algorithm import (
     Job,
     Message,
     Plan,
-    Range,
     Server,
     Setup,
     Stackable,
@@ -32,6 +31,7 @@ from fedlightning.callbacks.diagnostics.sensitivity_files import write_sensitivi
 from fedlightning.callbacks.diagnostics.sensitivity_terms import layers_sent
 from fedlightning.callbacks.shared.representations import refuse_classes
 from fedlightning.layers import ordered_layers, pieces, state_names
+from fedlightning.ranges import Range
 
 if TYPE_CHECKING:
     from fedlightning.callbacks.player_fl_stacked import StackedSensitivities

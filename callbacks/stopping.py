@@ -13,13 +13,12 @@ from fedlightning.algorithm import (
     FirstStep,
     ModelSelection,
     Newcomers,
-    Range,
     Server,
     Setup,
     warn,
 )
 from fedlightning.callbacks.checkpoints import check_monitor, monitor_of
-from fedlightning.ranges import NonNegativeFloat
+from fedlightning.ranges import NonNegativeFloat, Range
 
 Values = Mapping[str, float]
 """A metric's value by client."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedlightning.algorithm import Setup, isolated, move_batch, training_loss
+from fedlightning.algorithm import Setup, isolated, probes
 from fedlightning.callbacks.shared.representations import features_at_start, head_path, labels_of
 from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
 
@@ -37,7 +37,7 @@ def check_cross_entropy(setup: Setup, head: str | list[str] | None, owner: str) 
     module = copy.deepcopy(setup.module).eval()
     tap = FeatureTap(module, path, at="output")
     with torch.enable_grad(), isolated("cross entropy"), muted(module), frozen_buffers(module), tap:
-        loss = training_loss(module, move_batch(module, batch))
+        loss = probes.training_loss(module, probes.move_batch(module, batch))
         logits = tap.features
         slope = _slope(loss, logits)
     labels = labels_of(batch, owner).to(logits.device)

@@ -44,7 +44,7 @@ from fedlightning.algorithm import (
     Wire,
     facts,
     generator,
-    training_loss,
+    probes,
 )
 from fedlightning.callbacks.shared.dealt import dealt_to, refuse_new_deal
 from fedlightning.callbacks.shared.representations import (
@@ -142,7 +142,7 @@ class PartialTraining(SubModels):
         for rate in sorted(self._computed()):
             if batch is not None and rate < 1.0:
                 units = self.units(rate, 1, setup.clients[0], 0)
-                verify(setup.module, cuts, units, lambda module: training_loss(module, batch))
+                verify(setup.module, cuts, units, lambda module: probes.training_loss(module, batch))
         if self._changing and setup.optimizer_state == "keep":
             raise ValueError(
                 f"{self._changing} changes what a client trains, so its optimizers cannot be kept. Use "

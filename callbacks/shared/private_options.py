@@ -6,7 +6,8 @@ import secrets
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from fedlightning.algorithm import Change, Cover, Need, Outgoing, Protection, Range, Server, warn
+from fedlightning.algorithm import Change, Cover, Need, Outgoing, Protection, Server, warn
+from fedlightning.ranges import Range
 
 Delta = Annotated[float, Range("(0, 1)")]
 Accountant = Literal["rdp", "prv"]
