@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedlightning.algorithm import NEWCOMER, Change, Client, Phase, Setup, probes, warn
 from fedlightning.callbacks.local_adaptation import AdaptsAtEnd
-from fedlightning.ranges import PositiveFloat, PositiveInt, Share
+from fedlightning.ranges import Length, PositiveFloat, PositiveInt, Share
 
 PHASE = "adapt"
 """Phase of whose batches every share sees the same again; that of :class:`LocalAdaptation`."""
@@ -64,14 +64,17 @@ class Dapper(AdaptsAtEnd):
 
     def __init__(
         self,
-        grid: Sequence[Share] = (0.25, 0.5, 0.75, 1.0),
+        grid: Annotated[Sequence[Share], Length(different=True, note="Shares of the own data.")] = (
+            0.25,
+            0.5,
+            0.75,
+            1.0,
+        ),
         ratio: PositiveFloat = 1.0,
         epochs: PositiveInt = 1,
         lr_factor: PositiveFloat = 1.0,
         choose_on: Literal["val", "train"] = "val",
     ) -> None:
-        if not grid or len(set(grid)) < len(grid):
-            raise ValueError(f"Dapper got grid={grid!r}. Give different shares of the own data, one at least.")
         self.grid = grid
         self.ratio = ratio
         self.epochs = epochs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fedlightning.algorithm import Change, Client, Facts, Message, Need, Setup, Stage, WeightingName, probes
 from fedlightning.callbacks.shared.partial_training import PartialTraining
 from fedlightning.callbacks.shared.representations import features_at_start, head_path, other_task, targets_in
-from fedlightning.ranges import PositiveFloat, PositiveShare, Share
+from fedlightning.ranges import Length, PositiveFloat, PositiveShare, Share
 from fedlightning.tensors import module_state
 from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
 from fedlightning.wrappers.submodel import Units, plan_cuts
@@ -73,7 +73,13 @@ class FjORD(PartialTraining):
 
     def __init__(
         self,
-        widths: Sequence[PositiveShare] = (0.2, 0.4, 0.6, 0.8, 1.0),
+        widths: Annotated[Sequence[PositiveShare], Length(note="Shares of the full model.")] = (
+            0.2,
+            0.4,
+            0.6,
+            0.8,
+            1.0,
+        ),
         rates: Sequence[float] | dict[str, float] = (1.0, 0.8, 0.6, 0.4, 0.2),
         distillation: bool = True,
         alpha: Share = 1.0,
@@ -82,8 +88,6 @@ class FjORD(PartialTraining):
         weighting: WeightingName | None = "samples",
     ) -> None:
         super().__init__(rates, head=head, weighting=weighting)
-        if not widths:
-            raise ValueError(f"FjORD got widths={widths}. Give one share of the full model at least.")
         for rate in rates.values() if isinstance(rates, dict) else rates:
             if rate not in widths:
                 raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -31,7 +31,7 @@ from fedlightning.algorithm import (
 from fedlightning.callbacks.shared.dealt import refuse_new_deal
 from fedlightning.callbacks.shared.representations import features_at_start, head_path, other_task, targets_in
 from fedlightning.layers import expand
-from fedlightning.ranges import NonNegativeFloat, Share, ShareBelowOne
+from fedlightning.ranges import Length, NonNegativeFloat, Share, ShareBelowOne
 from fedlightning.tensors import WeightedMean, module_state
 from fedlightning.wrappers import FeatureTap
 
@@ -88,15 +88,13 @@ class pFedKnow(FederatedCallback):
     def __init__(
         self,
         server: str | None = None,
-        prune: ShareBelowOne | list[ShareBelowOne] = 0.3,
+        prune: ShareBelowOne | Annotated[list[ShareBelowOne], Length()] = 0.3,
         threshold: Share = 0.95,
         guide: str | None = None,
         lam: NonNegativeFloat = 1.0,
         head: str | list[str] | None = None,
         weighting: WeightingName | None = "samples",
     ) -> None:
-        if prune == []:
-            raise ValueError("pFedKnow got prune=[]. Give one share at least.")
         self.server, self.prune, self.threshold = server, prune, threshold
         self.guide, self.lam, self.head, self.weighting = guide, lam, head, weighting
 

@@ -16,8 +16,10 @@ from fedlightning.algorithm import (
     Change,
     Client,
     Extra,
+    Facts,
     Job,
     Message,
+    Need,
     Plan,
     Server,
     Setup,
@@ -100,8 +102,14 @@ class PLayerFL(Stackable):
         self.order = order
         self.weighting = weighting
 
+    @property
+    def facts(self) -> Facts:
+        """Layers stay with the clients, unless the options share them all."""
+        why, instead = "keeps layers with the clients", "use LocalCheckpoint()"
+        return Facts(needs=[Need(why, (Change.GLOBAL_SELECTION,), instead, self._keeps_layers)])
+
     def check(self, setup: Setup) -> None:
-        """Refuse models of one layer, a split that the model does not have, and the selection of a global model.
+        """Refuse models of one layer, and a split that the model does not have.
 
         Raises:
             ValueError: With the reason and another way.
@@ -113,13 +121,9 @@ class PLayerFL(Stackable):
             )
         if self.split is not None and not 0 <= self.split <= count:
             raise ValueError(f"{self.key} got split={self.split}; {name} has {count} layers: use 0 to {count}.")
-        if any(Change.GLOBAL_SELECTION in other.facts.changes for other in setup.callbacks) and not self._shares_all(
-            count
-        ):
-            raise ValueError(
-                f"GlobalCheckpoint needs a global model, but {self.key} keeps layers with the clients. "
-                "Use LocalCheckpoint()."
-            )
+
+    def _keeps_layers(self, setup: Setup) -> bool:
+        return not self._shares_all(len(ordered_layers(setup.module, self.order)))
 
     def _shares_all(self, count: int) -> bool:
         everything = self.threshold == math.inf if self.split is None else self.split + self.shift >= count

@@ -18,7 +18,7 @@ from fedlightning.algorithm import (
     warn,
 )
 from fedlightning.callbacks.checkpoints import check_monitor, monitor_of
-from fedlightning.ranges import NonNegativeFloat, Range
+from fedlightning.ranges import NonNegativeFloat, Range, at_least_one
 
 Values = Mapping[str, float]
 """A metric's value by client."""
@@ -200,14 +200,13 @@ class Budget(FederatedCallback):
     rank = -100  # what others do at the end of a round may depend on whether it is the last one
     facts = Facts(mixes_architectures=True, asynchronous=True, newcomers=Newcomers(join=True))
 
+    @at_least_one("max_megabytes", "max_seconds", "max_steps", why="it has no limit. Give it one of them.")
     def __init__(
         self,
         max_megabytes: Annotated[float, Range("(0, inf)")] | None = None,
         max_seconds: Annotated[float, Range("(0, inf)", "In virtual seconds.")] | None = None,
         max_steps: Annotated[int, Range("[1, inf)")] | None = None,
     ) -> None:
-        if max_megabytes is None and max_seconds is None and max_steps is None:
-            raise ValueError("Budget has no limit. Give it max_megabytes, max_seconds or max_steps.")
         self.max_megabytes = max_megabytes
         self.max_seconds = max_seconds
         self.max_steps = max_steps
