@@ -95,11 +95,7 @@ class APFL(Stackable):
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse manual optimization, visits in several phases, and logit mixing where the step skips `forward`.
-
-        Raises:
-            ValueError: With the reason and another way.
-        """
+        """Refuse manual optimization, visits in several phases, and logit mixing where the step skips `forward`."""
         name = type(setup.template).__name__
         if not setup.module.automatic_optimization:
             raise ValueError(f"APFL trains a second model beside {name}, which optimizes manually. Use FedPer.")

@@ -110,11 +110,7 @@ class CFL(Clusters):
         self.start_round, self.min_size, self.weighting = start_round, min_size, weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse rounds in which not all members of a cluster train.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse rounds in which not all members of a cluster train."""
         if setup.absent:
             raise ValueError(
                 f"CFL splits a cluster by the updates of all its members, and {setup.absent} asks some of them. "

@@ -91,11 +91,7 @@ class FCCLPlus(FCCL):
         self.non_target = non_target
 
     def check(self, setup: Setup) -> None:
-        """Refuse what :class:`FCCL` refuses, one class alone, and batches without labels.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse what :class:`FCCL` refuses, one class alone, and batches without labels."""
         super().check(setup)
         public, module = setup.public_batch(), detached_copy(setup.module).eval()
         try:

@@ -304,11 +304,7 @@ class FedGKT(FederatedCallback):
             return torch.cat([rows(tap.features), logits], 1)
 
     def check_update(self, server: Server, message: Message, update: Update) -> None:
-        """Refuse labels that the logits do not have.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse labels that the logits do not have."""
         if (found := update.extras.get(self.key)) and int(found["labels"].max()) >= found["logits"].shape[1]:
             raise ValueError(
                 f"it has a label {int(found['labels'].max())}, and logits of {found['logits'].shape[1]} classes"

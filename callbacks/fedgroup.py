@@ -111,11 +111,7 @@ class FedGroup(Clusters):
         return [f"cluster {k}" for k in range(1, self.num_clusters + 1)]
 
     def check(self, setup: Setup) -> None:
-        """Refuse optimizers that go on from pre-training to the group.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse optimizers that go on from pre-training to the group."""
         if setup.optimizer_state == "keep" and self._twice_in(setup):
             raise ValueError(
                 "FedGroup lets a newcomer train twice in a round, from the first model and from its group's, and with "

@@ -107,11 +107,7 @@ class FjORD(PartialTraining):
         return prefix_units(rate)
 
     def check(self, setup: Setup) -> None:
-        """Refuse what :class:`PartialTraining` does, and self-distillation without a logit for each class.
-
-        Raises:
-            ValueError: With the reason and another way.
-        """
+        """Refuse what :class:`PartialTraining` does, and self-distillation without a logit for each class."""
         super().check(setup)
         logits = features_at_start(setup, self.feature_taps, self.key).get("logits") if self.distillation else None
         if logits is not None and logits.shape[1] < 2:

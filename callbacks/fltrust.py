@@ -61,11 +61,7 @@ class FLTrust(RobustRule):
         return super().facts.extend(needs=[AS_A_WHOLE])
 
     def check(self, setup: Setup) -> None:
-        """Refuse missing root data, and such on which the module cannot train.
-
-        Raises:
-            ValueError: With the reason.
-        """
+        """Refuse missing root data, and such on which the module cannot train."""
         super().check(setup)
         name = type(setup.template).__name__
         if not setup.has_public():

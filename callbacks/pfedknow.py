@@ -104,11 +104,7 @@ class pFedKnow(FederatedCallback):
         return Facts(needs=[OWN_PRUNING, OWN_LOSS], newcomers=Newcomers(join=self._join))
 
     def check(self, setup: Setup) -> None:
-        """Refuse a server without data, a guide that trains, and a head without logits.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse a server without data, a guide that trains, and a head without logits."""
         if self.server is not None and not setup.num_samples.get(self.server):
             raise ValueError(
                 f"pFedKnow got server={self.server!r}, and there is no such client with training data; the clients are "

@@ -109,11 +109,7 @@ class PLayerFL(Stackable):
         return Facts(needs=[Need(why, (Change.GLOBAL_SELECTION,), instead, self._keeps_layers)])
 
     def check(self, setup: Setup) -> None:
-        """Refuse models of one layer, and a split that the model does not have.
-
-        Raises:
-            ValueError: With the reason and another way.
-        """
+        """Refuse models of one layer, and a split that the model does not have."""
         name, count = type(setup.template).__name__, len(ordered_layers(setup.module, self.order))
         if count < 2:
             raise ValueError(
@@ -158,11 +154,7 @@ class PLayerFL(Stackable):
 
     # -- the decision ------------------------------------------------------------------------------------------------
     def check_update(self, server: Server, message: Message, update: Update) -> None:
-        """Refuse another number of sensitivities than the model has pieces.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse another number of sensitivities than the model has pieces."""
         if found := update.extras.get(self.key):
             refuse_classes(found["order"], known := len(pieces(server.module)), "piece")
             if len(found["order"]) != known:

@@ -212,11 +212,7 @@ class Budget(FederatedCallback):
         self.max_steps = max_steps
 
     def check(self, setup: Setup) -> None:
-        """Refuse virtual seconds without a clock.
-
-        Raises:
-            ValueError: With the way out.
-        """
+        """Refuse virtual seconds without a clock."""
         if self.max_seconds is not None and not setup.has_clock:
             raise ValueError(
                 f"Budget got max_seconds={self.max_seconds} of the loop's clock, and this loop has none. Give it one "

@@ -97,11 +97,7 @@ class LayerDiagnostics(FederatedCallback):
         return any(name != "sensitivity_online" for name in self.quantities)
 
     def check(self, setup: Setup) -> None:
-        """Refuse modules that cannot be measured (manual optimization, half precision), and CKA without common samples.
-
-        Raises:
-            ValueError: With the reason and another way.
-        """
+        """Refuse modules that cannot be measured (manual optimization, half precision), and CKA without common samples."""
         if self._has_passes:
             refuse_module(setup.module, self.key)
         if "cka" in self.quantities and not setup.has_pooled("val"):

@@ -26,9 +26,6 @@ def check_cross_entropy(setup: Setup, head: str | list[str] | None, owner: str) 
 
     Returns:
         The number of classes (0 without data); whether the loss is the plain cross entropy, neither weighted nor smoothed.
-
-    Raises:
-        ValueError: With the reason.
     """
     path, name = head_path(setup.module, head), type(setup.template).__name__
     if not features_at_start(setup, lambda module: {"logits": FeatureTap(module, path, at="output")}, owner):

@@ -132,9 +132,6 @@ def check_public_logits(owner: str, setup: Setup, labels: bool, softmax: bool = 
         setup: The federation before round 1.
         labels: Whether the public data need labels.
         softmax: Whether logits are compared by their softmax, which means nothing but for one class a sample.
-
-    Raises:
-        ValueError: With the reason.
     """
     name = type(setup.template).__name__
     if not setup.has_public():

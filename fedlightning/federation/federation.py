@@ -165,11 +165,7 @@ class Federation:
         self.decisions.load(self.rounds_done)
 
     def check(self) -> None:
-        """Refuse what cannot work, before round 1: see :class:`~fedlightning.federation.rehearsal.Rehearsal`.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse what cannot work, before round 1: see :class:`~fedlightning.federation.rehearsal.Rehearsal`."""
         Rehearsal(self).ask()
 
     def round(self, progress: NoProgress) -> None:

@@ -80,11 +80,7 @@ class WaitFree(Loop):
 
     # -- before round 1 --------------------------------------------------------------------------------------------
     def check(self, server: Server) -> None:
-        """Refuse federations with a server.
-
-        Raises:
-            ConfigurationError: With a sentence.
-        """
+        """Refuse federations with a server."""
         if server.callbacks.role("neighbours") is None:
             raise ConfigurationError(
                 "The loop WaitFree is for clients that talk to their neighbours, and no callback says who these are. Add "
