@@ -76,7 +76,7 @@ class Classifier(SupervisedModule):
     @at_most_one("focal_gamma", "label_smoothing", why="focal loss has no smoothing. Use one of them.")
     def __init__(
         self,
-        net: Annotated[nn.Module, Instance("It returns logits.")],
+        net: Annotated[nn.Module, Instance("It is a torch.nn.Module that returns logits.")],
         num_classes: PositiveInt,
         optimizer: OptimizerCallable | None = None,
         scheduler: LRSchedulerCallable | None = None,
