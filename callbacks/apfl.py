@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -23,7 +23,7 @@ from fedlightning.algorithm import (
     WeightingName,
 )
 from fedlightning.callbacks.shared.wide import wide
-from fedlightning.ranges import NonNegativeFloat, Share
+from fedlightning.ranges import Instance, NonNegativeFloat, Share, needs
 from fedlightning.wrappers import uses_forward
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ class APFL(Stackable):
 
     facts = Facts(needs=[Need("trains two models in one fit", (Change.PHASES,))], keeps=True)
 
+    @needs("personal_model", "mix", value="logits", why="parameters of two models do not mix. Set mix='logits'.")
     def __init__(
         self,
         alpha: Share = 0.5,
@@ -82,14 +83,9 @@ class APFL(Stackable):
         alpha_lr: NonNegativeFloat | None = None,
         alpha_decay: NonNegativeFloat = 0.0,
         mix: Literal["params", "logits"] = "params",
-        personal_model: LightningModule | None = None,
+        personal_model: Annotated[LightningModule, Instance("It says how v trains.")] | None = None,
         weighting: WeightingName | None = None,
     ) -> None:
-        if personal_model is not None and mix != "logits":
-            raise ValueError("APFL got a personal model of its own, whose parameters do not mix. Set mix='logits'.")
-        if personal_model is not None and not isinstance(personal_model, LightningModule):
-            kind = type(personal_model).__name__
-            raise ValueError(f"APFL got a {kind} as personal model. Pass a LightningModule: it says how v trains.")
         self.alpha = alpha
         self.adaptive = adaptive
         self.alpha_lr = alpha_lr
@@ -99,11 +95,7 @@ class APFL(Stackable):
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse manual optimization, visits in several phases, and logit mixing where the step skips `forward`.
-
-        Raises:
-            ValueError: With the reason and another way.
-        """
+        """Refuse manual optimization, visits in several phases, and logit mixing where the step skips `forward`."""
         name = type(setup.template).__name__
         if not setup.module.automatic_optimization:
             raise ValueError(f"APFL trains a second model beside {name}, which optimizes manually. Use FedPer.")

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fedlightning.algorithm import Client, NoLossError, State, training_loss
+from fedlightning.algorithm import Client, State, probes
 from fedlightning.callbacks.apfl import alpha_slope, mix, next_alpha
 from fedlightning.tensors import clone, entry_kinds, first_nonfinite, interpolate, load_state, module_state
 from fedlightning.tensors.modules import optimizers_in
@@ -84,7 +84,7 @@ class ParameterMixture:
             follow(self.module, self.twin)
         try:
             gradients, slope = self.mixture_gradient(batch, batch_idx)
-        except NoLossError:
+        except probes.NoLossError:
             return  # the step skips this batch, for w too
         for name, gradient in gradients.items():
             share = gradient / window
@@ -200,7 +200,7 @@ class LogitMixture(ParameterMixture):
         scale = self.client.loss_scale
         with torch.enable_grad(), self.client.probing(self.view, update_buffers=True):
             gradients, slope, _ = personal_gradients(
-                self.view, lambda: scale * training_loss(self.view, batch, batch_idx)
+                self.view, lambda: scale * probes.training_loss(self.view, batch, batch_idx)
             )
         return {name: gradient / scale for name, gradient in gradients.items()}, slope / scale
 

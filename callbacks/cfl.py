@@ -26,7 +26,6 @@ from fedlightning.algorithm import (
     Setup,
     State,
     Update,
-    WeightedMean,
     WeightingName,
 )
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
@@ -34,7 +33,7 @@ from fedlightning.callbacks.shared.server_models import (
     NO_SERVER_STEP,
 )
 from fedlightning.ranges import NonNegativeFloat, PositiveInt, ShareBelowOne
-from fedlightning.tensors import select, subtract, ties
+from fedlightning.tensors import WeightedMean, select, subtract, ties
 
 SPLITS = Need(
     "splits the model for all into one for each cluster",
@@ -111,11 +110,7 @@ class CFL(Clusters):
         self.start_round, self.min_size, self.weighting = start_round, min_size, weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse rounds in which not all members of a cluster train.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse rounds in which not all members of a cluster train."""
         if setup.absent:
             raise ValueError(
                 f"CFL splits a cluster by the updates of all its members, and {setup.absent} asks some of them. "

@@ -214,16 +214,11 @@ class GlobalCheckpoint(ModelSelection):
         """Return the global model, or raise `ValueError` if the method has none."""
         module = server.global_module(client)
         owner = server.callbacks.role("global_module")
-        if module is None and owner is not None and len(server.shared_names()) == len(server.kinds):
-            raise ValueError(
-                f"GlobalCheckpoint needs one model for all clients, and {owner.key} has none: the server keeps several. Use "
-                "LocalCheckpoint()."
-            )
         if module is None:
-            raise ValueError(
-                "GlobalCheckpoint needs a global model, but part of this model stays with the clients. "
-                "Use LocalCheckpoint()."
-            )
+            why = "part of this model stays with the clients"
+            if owner is not None and len(server.shared_names()) == len(server.kinds):
+                why = f"{owner.key}'s server keeps several"
+            raise ValueError(f"GlobalCheckpoint needs a global model, but {why}. Use LocalCheckpoint().")
         return module
 
     def on_round_end(self, server: Server) -> None:

@@ -18,7 +18,6 @@ from fedlightning.algorithm import (
     Job,
     Message,
     Outgoing,
-    Range,
     Server,
     Setup,
     State,
@@ -48,7 +47,7 @@ from fedlightning.callbacks.shared.private_options import (
 from fedlightning.callbacks.shared.secret_noise import digest_of, normal, uniform, with_noise
 from fedlightning.callbacks.shared.single_updates import refuse_other_ways
 from fedlightning.callbacks.shared.spending import accountant_of, releases_in, solved_noise
-from fedlightning.ranges import PositiveFloat, PositiveInt, PositiveShare
+from fedlightning.ranges import PositiveFloat, PositiveInt, PositiveShare, Range
 from fedlightning.tensors import entry_kinds
 
 OF_OPTIONS = ("on_broadcast", "on_update", "wire")

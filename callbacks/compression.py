@@ -14,7 +14,6 @@ from fedlightning.algorithm import (
     Facts,
     Message,
     Need,
-    Range,
     Server,
     State,
     Update,
@@ -22,7 +21,7 @@ from fedlightning.algorithm import (
     Wire,
     generator,
 )
-from fedlightning.ranges import PositiveShare
+from fedlightning.ranges import PositiveShare, Range
 from fedlightning.tensors import entry_kinds, tied_names
 
 WITH_A_SERVER = Need(

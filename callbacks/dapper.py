@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from fedlightning.algorithm import NEWCOMER, Change, Client, Phase, Setup, move_batch, training_loss, warn
+from fedlightning.algorithm import NEWCOMER, Change, Client, Phase, Setup, probes, warn
 from fedlightning.callbacks.local_adaptation import AdaptsAtEnd
-from fedlightning.ranges import PositiveFloat, PositiveInt, Share
+from fedlightning.ranges import Length, PositiveFloat, PositiveInt, Share
 
 PHASE = "adapt"
 """Phase of whose batches every share sees the same again; that of :class:`LocalAdaptation`."""
@@ -64,14 +64,17 @@ class Dapper(AdaptsAtEnd):
 
     def __init__(
         self,
-        grid: Sequence[Share] = (0.25, 0.5, 0.75, 1.0),
+        grid: Annotated[Sequence[Share], Length(different=True, note="Shares of the own data.")] = (
+            0.25,
+            0.5,
+            0.75,
+            1.0,
+        ),
         ratio: PositiveFloat = 1.0,
         epochs: PositiveInt = 1,
         lr_factor: PositiveFloat = 1.0,
         choose_on: Literal["val", "train"] = "val",
     ) -> None:
-        if not grid or len(set(grid)) < len(grid):
-            raise ValueError(f"Dapper got grid={grid!r}. Give different shares of the own data, one at least.")
         self.grid = grid
         self.ratio = ratio
         self.epochs = epochs
@@ -156,14 +159,14 @@ class Dapper(AdaptsAtEnd):
         adaptation = self._mixing()
         if adaptation is None or adaptation.inside:
             return loss
-        other = move_batch(module, client.precision.convert_input(next(adaptation.public)))
+        other = probes.move_batch(module, client.precision.convert_input(next(adaptation.public)))
         with client.probing(module):  # on copies of the buffers: those that the own batch has moved stay
             with torch.no_grad():
                 for name, value in _statistics(module):
                     value.copy_(adaptation.before[name])
             adaptation.inside = True
             try:
-                public = training_loss(module, other)
+                public = probes.training_loss(module, other)
             finally:
                 adaptation.inside = False
             adaptation.moved = {name: value.detach().clone() for name, value in _statistics(module)}

@@ -193,11 +193,7 @@ class DSFL(ServerModels):
         server.models[GLOBAL] = clone(module_state(module))
 
     def check_update(self, server: Server, message: Message, update: Update) -> None:
-        """Refuse rows of another width than the model's.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse rows of another width than the model's."""
         if found := update.extras.get(self.key):
             refuse_other_predictions("probabilities", found["probabilities"], server, update.client, _probabilities)
 

@@ -181,11 +181,7 @@ class FCCL(FederatedCallback):
         server.state[self.key] = {"ready": ready + new}
 
     def check_update(self, server: Server, message: Message, update: Update) -> None:
-        """Refuse rows of another width than the model's.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse rows of another width than the model's."""
         if found := update.extras.get(self.key):
             refuse_other_predictions("rows", found["rows"], server, update.client, self.predict)
 

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedlightning.algorithm import Client, Server, Setup, detached_copy, isolated, move_batch
+from fedlightning.algorithm import Client, Server, Setup, detached_copy, isolated, probes
 from fedlightning.callbacks.fccl import FCCL, correlation_loss
 from fedlightning.callbacks.shared.distillation import check_public_logits, logits_of
 from fedlightning.callbacks.shared.representations import head_path, labels_of, rows
@@ -91,16 +91,12 @@ class FCCLPlus(FCCL):
         self.non_target = non_target
 
     def check(self, setup: Setup) -> None:
-        """Refuse what :class:`FCCL` refuses, one class alone, and batches without labels.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse what :class:`FCCL` refuses, one class alone, and batches without labels."""
         super().check(setup)
         public, module = setup.public_batch(), detached_copy(setup.module).eval()
         try:
             with torch.no_grad(), isolated("public representations"):
-                self._both(module, move_batch(module, public))
+                self._both(module, probes.move_batch(module, public))
         except (RuntimeError, ValueError) as error:
             raise ValueError(
                 f"FCCLPlus cannot see the representations of {type(setup.template).__name__} for a public batch: "

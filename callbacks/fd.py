@@ -260,11 +260,7 @@ class FD(FederatedCallback):
 
     # -- server, after the visits --------------------------------------------------------------------------------------
     def check_update(self, server: Server, message: Message, update: Update) -> None:
-        """Refuse classes that the outputs do not have.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse classes that the outputs do not have."""
         if found := update.extras.get(self.key):
             refuse_classes(found["classes"], found["outputs"].shape[1])
 

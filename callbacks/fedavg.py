@@ -23,7 +23,8 @@ class FedAvg(FederatedCallback):
 
     Example:
         >>> import torch
-        >>> from fedlightning.algorithm import WEIGHTINGS, WeightedMean
+        >>> from fedlightning.algorithm import WEIGHTINGS
+        >>> from fedlightning.tensors import WeightedMean
         >>> from fedlightning.callbacks import FedAvg
         >>> weight, mean = WEIGHTINGS[FedAvg().weighting], WeightedMean()
         >>> mean.add({"w": torch.tensor([1.0])}, weight(30))  # a client with 30 samples

@@ -14,10 +14,11 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import update_bn
 
-from fedlightning.algorithm import Server, State, WeightedMean, WeightingName, isolated
+from fedlightning.algorithm import Server, State, WeightingName, isolated
 from fedlightning.callbacks.shared.distillation import inputs_of
 from fedlightning.callbacks.shared.fusion import EnsembleFusion, Member
 from fedlightning.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Range
+from fedlightning.tensors import WeightedMean
 
 
 class FedBE(EnsembleFusion):

@@ -116,11 +116,7 @@ class FedCovid(FederatedCallback):
         return super().claims(role) and needed.get(role, True)
 
     def check(self, setup: Setup) -> None:
-        """Refuse a head whose input cannot be read, labels that are no classes, and a class that is no output.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse a head whose input cannot be read, labels that are no classes, and a class that is no output."""
         if not self.claims("training_loss"):
             return
         found = features_at_start(setup, self.feature_taps, self.key)

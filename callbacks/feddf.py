@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from fedlightning.algorithm import Server, WeightingName
 from fedlightning.callbacks.shared.fusion import EnsembleFusion, Member
-from fedlightning.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Range
+from fedlightning.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Range, needs
 
 
 class FedDF(EnsembleFusion):
@@ -57,6 +57,7 @@ class FedDF(EnsembleFusion):
         FedDF(steps=200, lr=0.001, batch_size=128, combine='logits', ...)
     """
 
+    @needs("drop_worst", "validation", why="it judges by labelled public data. Set validation=0.2.")
     def __init__(
         self,
         steps: NonNegativeInt = 1000,
@@ -72,8 +73,6 @@ class FedDF(EnsembleFusion):
         update_statistics: bool = True,
         weighting: WeightingName | None = None,
     ) -> None:
-        if drop_worst and not validation:
-            raise ValueError("FedDF(drop_worst=True) needs labelled public data to judge by. Set validation=0.2.")
         self.steps = steps
         self.lr = lr
         self.batch_size = batch_size

@@ -188,11 +188,7 @@ class FedFomo(KeepsClientModels):
 
     # -- server, after the visits --------------------------------------------------------------------------------------
     def check_update(self, server: Server, message: Message, update: Update) -> None:
-        """Refuse scores of models that were not sent.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse scores of models that were not sent."""
         if found := update.extras.get(self.key):
             refuse_classes(found["candidates"], len(server.clients), "client")
 

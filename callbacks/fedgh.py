@@ -251,11 +251,7 @@ class FedGH(FederatedCallback):
             self._train_header(server, z, labels.long())
 
     def check_update(self, server: Server, message: Message, update: Update) -> None:
-        """Refuse prototypes that do not fit the header.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse prototypes that do not fit the header."""
         if found := update.extras.get(self.key):
             refuse_width("prototypes", found["prototypes"], head_widths(server.module, self.head)[0])
 

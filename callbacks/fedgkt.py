@@ -31,8 +31,7 @@ from fedlightning.algorithm import (
     Wire,
     detached_copy,
     isolated,
-    move_batch,
-    training_loss,
+    probes,
 )
 from fedlightning.callbacks.shared.distillation import inputs_of, kl, logits_of
 from fedlightning.callbacks.shared.representations import (
@@ -162,11 +161,11 @@ class FedGKT(FederatedCallback):
                 "sample every time they are read. Remove random augmentation."
             )
         module = detached_copy(setup.module).eval()
-        batch = move_batch(module, batch)
+        batch = probes.move_batch(module, batch)
         try:
             with torch.no_grad(), isolated("logits"), muted(module), frozen_buffers(module):
                 found = self._predict(module, batch)
-                logits, loss = logits_of(module, batch), training_loss(module, batch)
+                logits, loss = logits_of(module, batch), probes.training_loss(module, batch)
         except (RuntimeError, ValueError, TypeError) as error:
             raise ValueError(
                 f"FedGKT cannot read features and logits of {name}: {str(error).rstrip('.')}. Its forward must take the "
@@ -305,11 +304,7 @@ class FedGKT(FederatedCallback):
             return torch.cat([rows(tap.features), logits], 1)
 
     def check_update(self, server: Server, message: Message, update: Update) -> None:
-        """Refuse labels that the logits do not have.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse labels that the logits do not have."""
         if (found := update.extras.get(self.key)) and int(found["labels"].max()) >= found["logits"].shape[1]:
             raise ValueError(
                 f"it has a label {int(found['labels'].max())}, and logits of {found['logits'].shape[1]} classes"

@@ -22,7 +22,6 @@ from fedlightning.algorithm import (
     Setup,
     State,
     Update,
-    WeightedMean,
     WeightingName,
     address,
 )
@@ -33,7 +32,7 @@ from fedlightning.callbacks.shared.server_models import (
     one_visit,
 )
 from fedlightning.ranges import PositiveInt, Range
-from fedlightning.tensors import select, subtract
+from fedlightning.tensors import WeightedMean, select, subtract
 
 COLD_START = "cold start"
 """Key of the first model at the server while clients pre-train from it; their scores go under it too."""
@@ -112,11 +111,7 @@ class FedGroup(Clusters):
         return [f"cluster {k}" for k in range(1, self.num_clusters + 1)]
 
     def check(self, setup: Setup) -> None:
-        """Refuse optimizers that go on from pre-training to the group.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse optimizers that go on from pre-training to the group."""
         if setup.optimizer_state == "keep" and self._twice_in(setup):
             raise ValueError(
                 "FedGroup lets a newcomer train twice in a round, from the first model and from its group's, and with "

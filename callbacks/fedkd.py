@@ -22,13 +22,12 @@ from fedlightning.algorithm import (
     Setup,
     State,
     Update,
-    WeightedMean,
     WeightingName,
     Wire,
 )
 from fedlightning.callbacks.shared.mutual import SharedPeer, divergence
 from fedlightning.ranges import NonNegativeFloat, PositiveShare
-from fedlightning.tensors import module_state
+from fedlightning.tensors import WeightedMean, module_state
 from fedlightning.wrappers.pair import JointLoss, Side, shared_entries
 
 FACTORS = ("u", "s", "v")
@@ -132,11 +131,7 @@ class FedKD(SharedPeer):
         return super().claims(role) and (self.compresses or role not in ("reduce", "server_step"))
 
     def check(self, setup: Setup) -> None:
-        """Refuse what :class:`SharedPeer` does; say where private models may stay behind local training.
-
-        Raises:
-            ValueError: With the reason and another way.
-        """
+        """Refuse what :class:`SharedPeer` does; say where private models may stay behind local training."""
         super().check(setup)
         if self.strength > 0.0:
             setup.warn(
@@ -224,11 +219,7 @@ class FedKD(SharedPeer):
         client.state[self.key] = {"student": dict(client.received), "version": int(sent["version"])}
 
     def check_update(self, server: Server, message: Message, update: Update) -> None:
-        """Refuse a matrix that is neither there nor in three factors that fit.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse a matrix that is neither there nor in three factors that fit."""
         extras = update.extras.get(self.key, {})
         for name in message.returns if self.compresses and update.steps and message.work != 0 else ():
             sizes = {

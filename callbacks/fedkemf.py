@@ -98,11 +98,7 @@ class FedKEMF(SharedPeer):
         return DeepMutualLoss(self.mutual)
 
     def check(self, setup: Setup) -> None:
-        """Refuse what :class:`SharedPeer` does, and public data that the knowledge network cannot read.
-
-        Raises:
-            ValueError: With the reason and another way.
-        """
+        """Refuse what :class:`SharedPeer` does, and public data that the knowledge network cannot read."""
         super().check(setup)
         if self.steps:
             shared = shared_of(setup.module)

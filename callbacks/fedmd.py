@@ -160,11 +160,7 @@ class FedMD(FederatedCallback):
         server.state[self.key] = {"ready": ready}
 
     def check_update(self, server: Server, message: Message, update: Update) -> None:
-        """Refuse rows of another width than the model's.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse rows of another width than the model's."""
         if found := update.extras.get(self.key):
             refuse_other_predictions("logits", found["logits"], server, update.client, logits_of)
 

@@ -71,11 +71,7 @@ class FedMultimodal(FederatedCallback):
         return Facts(changes={Change.PARTS}, needs=[HOLDERS])
 
     def check(self, setup: Setup) -> None:
-        """Refuse modules without encoders, and those that train an encoder without its modality.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse modules without encoders, and those that train an encoder without its modality."""
         encoders = encoders_of(setup, self.encoders, self.key)
         refuse_blind_training(setup, encoders, self.key)
 

@@ -152,11 +152,7 @@ class FedNova(FederatedCallback):
 
     # -- server ------------------------------------------------------------------------------------------------------
     def check_update(self, server: Server, message: Message, update: Update) -> None:
-        """Refuse a change that is too large once it is divided by ``A_i``, as a tiny ``A_i`` makes it.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse a change that is too large once it is divided by ``A_i``, as a tiny ``A_i`` makes it."""
         a = float(update.extras.get(self.key, {}).get("a", 0.0))
         pairs = [(value, server.model[name]) for name, value in update.state.items() if name in server.trainable]
         if a <= 0.0 or not pairs:

@@ -74,11 +74,7 @@ class FedNTD(FederatedCallback):
         return super().claims(role) and not (role == "training_loss" and self.beta == 0.0)
 
     def check(self, setup: Setup) -> None:
-        """Refuse other losses than the cross entropy, two classes, and a head that does not travel; warn of single steps.
-
-        Raises:
-            ValueError: With the reason.
-        """
+        """Refuse other losses than the cross entropy, two classes, and a head that does not travel; warn of single steps."""
         if self.beta == 0.0:
             return
         classes, _ = check_cross_entropy(setup, self.head, self.key)

@@ -227,11 +227,7 @@ class FedProto(FederatedCallback):
 
     # -- server, after the visits --------------------------------------------------------------------------------------
     def check_update(self, server: Server, message: Message, update: Update) -> None:
-        """Refuse a class that comes twice, and prototypes of another width.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse a class that comes twice, and prototypes of another width."""
         if found := update.extras.get(self.key):
             refuse_classes(found["classes"])
             width = head_widths(server.architecture_of(update.client).module, self.head)[0]

@@ -86,11 +86,7 @@ class FedRoD(ServerModels):
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse other losses than the cross entropy; warn of weighted ones, and of clipping.
-
-        Raises:
-            ValueError: With the reason.
-        """
+        """Refuse other losses than the cross entropy; warn of weighted ones, and of clipping."""
         path, _ = personal_head(setup.module)
         _, is_plain = check_cross_entropy(setup, path, self.key)
         if not is_plain:

@@ -21,7 +21,7 @@ from fedlightning.algorithm import (
     Setup,
     State,
     WeightingName,
-    training_loss,
+    probes,
     warn,
 )
 from fedlightning.ranges import PositiveFloat, Range
@@ -158,7 +158,7 @@ class FedSAM(FederatedCallback):
         for one in client.scratch[self.key]:
             with torch.enable_grad(), client.probing(module):
                 one.replay()
-                loss = training_loss(module, one.batch, one.batch_idx) * factor / trainer.accumulate_grad_batches
+                loss = probes.training_loss(module, one.batch, one.batch_idx) * factor / trainer.accumulate_grad_batches
                 gradients = torch.autograd.grad(loss, chosen, allow_unused=True)
             for name, gradient in zip(names, gradients, strict=True):
                 if gradient is not None:

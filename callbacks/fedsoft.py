@@ -23,7 +23,6 @@ from fedlightning.algorithm import (
     Setup,
     State,
     Update,
-    WeightedMean,
     Wire,
     facts,
 )
@@ -36,7 +35,7 @@ from fedlightning.callbacks.shared.server_models import (
     warn_of_weightings,
 )
 from fedlightning.ranges import NonNegativeFloat, PositiveInt, Share
-from fedlightning.tensors import select, ties
+from fedlightning.tensors import WeightedMean, select, ties
 
 ESTIMATE = "estimate"
 

@@ -123,11 +123,7 @@ class FedType(SharedPeer):
         return ProxyLoss(self.distillation, self.temperature, beside=True)
 
     def check(self, setup: Setup) -> None:
-        """Refuse what :class:`SharedPeer` does, and batches without a class for each sample, which sets are about.
-
-        Raises:
-            ValueError: With the reason and another way.
-        """
+        """Refuse what :class:`SharedPeer` does, and batches without a class for each sample, which sets are about."""
         super().check(setup)
         batch = setup.first_batch()
         if batch is not None and self.imitation:

@@ -110,11 +110,7 @@ class FeSEM(Clusters):
         return super().claims(role) and not (role == "correct_gradient" and self.pull == 0)
 
     def check(self, setup: Setup) -> None:
-        """Refuse callbacks that change one global model, and layers that are not there.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse callbacks that change one global model, and layers that are not there."""
         trainable = [name for name, kind in setup.kinds.items() if kind == "trainable"]
         if self.layers is not None and not set(expand(self.layers, setup.kinds)) & set(trainable):
             raise ValueError(f"FeSEM got layers={self.layers}, none of which trains. Name some of {trainable}.")

@@ -46,11 +46,7 @@ class FeSEMMA(FeSEM):
     """
 
     def check(self, setup: Setup) -> None:
-        """Refuse networks whose hidden units cannot be sorted.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse networks whose hidden units cannot be sorted."""
         super().check(setup)
         setup.refuse_manual(
             self.key,
@@ -65,11 +61,7 @@ class FeSEMMA(FeSEM):
         check_matching(setup, cuts, self.key)
 
     def on_federation_start(self, server: Server) -> None:
-        """Refuse layers that stay with the clients, where the order of their neighbours would change without them.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse layers that stay with the clients, where the order of their neighbours would change without them."""
         travelling = set(server.shared_names())
         kept = [
             name for name in touched(server.module, hidden_units(server.module, self.key)) if name not in travelling

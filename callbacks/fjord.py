@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedlightning.algorithm import Change, Client, Facts, Message, Need, Setup, Stage, WeightingName, training_loss
+from fedlightning.algorithm import Change, Client, Facts, Message, Need, Setup, Stage, WeightingName, probes
 from fedlightning.callbacks.shared.partial_training import PartialTraining
 from fedlightning.callbacks.shared.representations import features_at_start, head_path, other_task, targets_in
-from fedlightning.ranges import PositiveFloat, PositiveShare, Share
+from fedlightning.ranges import Length, PositiveFloat, PositiveShare, Share
 from fedlightning.tensors import module_state
 from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
 from fedlightning.wrappers.submodel import Units, plan_cuts
@@ -73,7 +73,13 @@ class FjORD(PartialTraining):
 
     def __init__(
         self,
-        widths: Sequence[PositiveShare] = (0.2, 0.4, 0.6, 0.8, 1.0),
+        widths: Annotated[Sequence[PositiveShare], Length(note="Shares of the full model.")] = (
+            0.2,
+            0.4,
+            0.6,
+            0.8,
+            1.0,
+        ),
         rates: Sequence[float] | dict[str, float] = (1.0, 0.8, 0.6, 0.4, 0.2),
         distillation: bool = True,
         alpha: Share = 1.0,
@@ -82,8 +88,6 @@ class FjORD(PartialTraining):
         weighting: WeightingName | None = "samples",
     ) -> None:
         super().__init__(rates, head=head, weighting=weighting)
-        if not widths:
-            raise ValueError(f"FjORD got widths={widths}. Give one share of the full model at least.")
         for rate in rates.values() if isinstance(rates, dict) else rates:
             if rate not in widths:
                 raise ValueError(
@@ -103,11 +107,7 @@ class FjORD(PartialTraining):
         return prefix_units(rate)
 
     def check(self, setup: Setup) -> None:
-        """Refuse what :class:`PartialTraining` does, and self-distillation without a logit for each class.
-
-        Raises:
-            ValueError: With the reason and another way.
-        """
+        """Refuse what :class:`PartialTraining` does, and self-distillation without a logit for each class."""
         super().check(setup)
         logits = features_at_start(setup, self.feature_taps, self.key).get("logits") if self.distillation else None
         if logits is not None and logits.shape[1] < 2:
@@ -186,7 +186,7 @@ class FjORD(PartialTraining):
         kept["narrow"] = None
         try:
             with kept["widths"].at(kept["drawn"]), muted(module), frozen_buffers(module):
-                training_loss(module, batch, kept["batch_idx"])  # comes by here again
+                probes.training_loss(module, batch, kept["batch_idx"])  # comes by here again
         finally:
             narrow = kept.pop("narrow")
         narrow_loss, narrow_logits = narrow

@@ -21,12 +21,12 @@ from fedlightning.algorithm import (
     Setup,
     State,
     Update,
-    WeightedMean,
     WeightingName,
     Wire,
 )
 from fedlightning.callbacks.shared.low_rank import ClientRanks, Rank
 from fedlightning.ranges import PositiveFloat, ShareBelowOne
+from fedlightning.tensors import WeightedMean
 from fedlightning.wrappers.adapters import adapted_layers, untie_adapted
 
 NEW_ADAPTERS = Need(
@@ -113,11 +113,7 @@ class FLoRA(ClientRanks):
 
     # -- before round 1 ------------------------------------------------------------------------------------------------
     def check(self, setup: Setup) -> None:
-        """Refuse what would go on with adapters of an earlier round.
-
-        Raises:
-            ValueError: With the reason.
-        """
+        """Refuse what would go on with adapters of an earlier round."""
         super().check(setup)
         if setup.optimizer_state == "keep":
             raise ValueError(
@@ -184,11 +180,7 @@ class FLoRA(ClientRanks):
         client.state[self.key] = {"version": own["version"]}
 
     def check_update(self, server: Server, message: Message, update: Update) -> None:
-        """Refuse factors of another rank than the client's.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse factors of another rank than the client's."""
         rank = self.rank_of(server, update.client)
         for path, layer in adapted_layers(server.module).items():
             if layer.a in update.state and (len(update.state[layer.a]), update.state[layer.b].shape[1]) != (rank, rank):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from fedlightning.algorithm import Change, Facts, Need, Server, Setup, isolated, move_batch, training_loss
+from fedlightning.algorithm import Change, Facts, Need, Server, Setup, isolated, probes
 from fedlightning.callbacks.shared.distillation import refuse_a_last_batch_of_one
 from fedlightning.callbacks.shared.robust import Combine, RobustRule
 from fedlightning.ranges import PositiveFloat, PositiveInt
@@ -61,11 +61,7 @@ class FLTrust(RobustRule):
         return super().facts.extend(needs=[AS_A_WHOLE])
 
     def check(self, setup: Setup) -> None:
-        """Refuse missing root data, and such on which the module cannot train.
-
-        Raises:
-            ValueError: With the reason.
-        """
+        """Refuse missing root data, and such on which the module cannot train."""
         super().check(setup)
         name = type(setup.template).__name__
         if not setup.has_public():
@@ -79,7 +75,7 @@ class FLTrust(RobustRule):
         module = copy.deepcopy(setup.module).eval()
         try:
             with torch.no_grad(), isolated(self.key), muted(module):
-                loss = training_loss(module, move_batch(module, setup.public_batch()))
+                loss = probes.training_loss(module, probes.move_batch(module, setup.public_batch()))
         except Exception as error:
             raise ValueError(
                 f"FLTrust needs public samples with labels, like those of the clients, and {name}.training_step fails on "
@@ -97,7 +93,7 @@ class FLTrust(RobustRule):
         server.fit(
             module,
             server.public(batch_size=self.batch_size, shuffle=True),
-            training_loss,
+            probes.training_loss,
             epochs=self.epochs,
             optimizer=lambda parameters: SGD(parameters, lr=self.lr),
             purpose=f"{self.key} {model}",

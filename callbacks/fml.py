@@ -86,11 +86,7 @@ class FML(SharedPeer):
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse what :class:`SharedPeer` does; advise on the private model's learning rate under SGD.
-
-        Raises:
-            ValueError: With the reason and another way.
-        """
+        """Refuse what :class:`SharedPeer` does; advise on the private model's learning rate under SGD."""
         super().check(setup)
         if 0 < self.alpha < 1 and any(type(optimizer).__name__ == "SGD" for optimizer in setup.optimizers):
             setup.warn(

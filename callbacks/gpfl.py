@@ -110,11 +110,7 @@ class GPFL(FederatedCallback):
         return super().claims(role) and not unused.get(role, False)
 
     def check(self, setup: Setup) -> None:
-        """Refuse batches without labels, and features that cannot be tapped.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse batches without labels, and features that cannot be tapped."""
         if features_at_start(setup, self.feature_taps, self.key):
             labels_of(setup.first_batch(), self.key)
 

@@ -28,7 +28,6 @@ from fedlightning.algorithm import (
     Setup,
     State,
     Update,
-    WeightedMean,
     WeightingName,
     Wire,
     address,
@@ -51,7 +50,7 @@ from fedlightning.callbacks.shared.server_models import (
     NO_SERVER_STEP,
 )
 from fedlightning.ranges import CountOrShare, PositiveInt
-from fedlightning.tensors import clone, select
+from fedlightning.tensors import WeightedMean, clone, select
 from fedlightning.wrappers import mix
 
 ASK, UNIMODAL, FUSION = "modalities", "unimodal", "fusion"
@@ -119,11 +118,7 @@ class Harmony(Clusters):
         self.encoders, self.heads, self.weighting = encoders, heads, weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse modules without the parts, those that train blindly, and callbacks that work on one global model.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse modules without the parts, those that train blindly, and callbacks that work on one global model."""
         encoders = encoders_of(setup, self.encoders, self.key)
         heads = parts_of(setup.module, self.heads, "heads")
         missing = [name for name in encoders if name not in heads]
@@ -351,11 +346,7 @@ class Harmony(Clusters):
         client.state[self.key] = {**own, PASSED_OVER: own.get(PASSED_OVER, 0) + passed_over}
 
     def check_update(self, server: Server, message: Message, update: Update) -> None:
-        """Refuse other modalities, and another number of biases than the client has modalities.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse other modalities, and another number of biases than the client has modalities."""
         found, known = update.extras.get(self.key, {}), len(self.networks(server.module))
         if "present" in found and len(found["present"]) != known:
             raise ValueError(f"it tells of {len(found['present'])} modalities, and there are {known}")

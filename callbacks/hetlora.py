@@ -10,22 +10,10 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedlightning.algorithm import (
-    Change,
-    Client,
-    Facts,
-    Job,
-    Message,
-    Need,
-    Server,
-    Setup,
-    State,
-    Update,
-    WeightedMean,
-    facts,
-)
+from fedlightning.algorithm import Change, Client, Facts, Job, Message, Need, Server, Setup, State, Update, facts
 from fedlightning.callbacks.shared.low_rank import ClientRanks, Rank
 from fedlightning.ranges import NonNegativeFloat, PositiveFloat, Range, ShareBelowOne
+from fedlightning.tensors import WeightedMean
 from fedlightning.wrappers.adapters import adapted_layers
 
 BOTH_FACTORS = Need("weighs a client by the product of both factors of its adapters", (Change.PARTS,))
@@ -115,11 +103,7 @@ class HetLoRA(ClientRanks):
 
     # -- before round 1 ------------------------------------------------------------------------------------------------
     def check(self, setup: Setup) -> None:
-        """Refuse optimizers that would bring pruned rows back.
-
-        Raises:
-            ValueError: With the reason.
-        """
+        """Refuse optimizers that would bring pruned rows back."""
         super().check(setup)
         if self.gamma < 1.0 and setup.optimizer_state == "keep":
             raise ValueError(
@@ -198,11 +182,7 @@ class HetLoRA(ClientRanks):
         update.state = self._truncated(update.state, own["layers"], rank)
 
     def check_update(self, server: Server, message: Message, update: Update) -> None:
-        """Refuse factors that do not fit each other.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse factors that do not fit each other."""
         for path, layer in adapted_layers(server.module).items():
             if layer.a in update.state and len(update.state[layer.a]) != update.state[layer.b].shape[1]:
                 raise ValueError(f"the two factors of '{path}' have different ranks")

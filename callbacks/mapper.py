@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from fedlightning.algorithm import Change, Client, Phase, Setup, Stage, State, WeightingName
 from fedlightning.callbacks.own_models import KeepsModel
-from fedlightning.ranges import CountOrShare, PositiveInt, Share
+from fedlightning.ranges import CountOrShare, Length, PositiveInt, Share
 from fedlightning.tensors import clone, entry_kinds, interpolate, load_state, module_state, select, ties
 
 
@@ -63,14 +63,12 @@ class MAPPER(KeepsModel):
 
     def __init__(
         self,
-        grid: Sequence[Share] = (0.25, 0.5, 0.75),
+        grid: Annotated[Sequence[Share], Length(different=True, note="Shares of the local model.")] = (0.25, 0.5, 0.75),
         global_steps: PositiveInt | None = None,
         choose_on: Literal["train", "val"] = "train",
         warmup: CountOrShare = 0.5,
         weighting: WeightingName | None = "uniform",
     ) -> None:
-        if not grid or len(set(grid)) < len(grid):
-            raise ValueError(f"MAPPER got grid={grid!r}. Give different shares of the local model, one at least.")
         self.grid = grid
         self.global_steps = global_steps
         self.choose_on = choose_on

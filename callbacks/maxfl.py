@@ -95,11 +95,7 @@ class MaxFL(FederatedCallback):
         return max(float(update.extras[self.key]["weight"]), 0.0)  # the check has some slack
 
     def check(self, setup: Setup) -> None:
-        """Refuse modules without a training loss, and optimizers that go on from one model to another.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse modules without a training loss, and optimizers that go on from one model to another."""
         setup.refuse_manual("MaxFL", "compares losses that training_step returns")
         if setup.optimizer_state == "keep" and self._twice_in(setup):
             raise ValueError(

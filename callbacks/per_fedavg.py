@@ -8,17 +8,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
-from fedlightning.algorithm import (
-    Change,
-    Client,
-    Facts,
-    FederatedCallback,
-    Setup,
-    Stage,
-    State,
-    WeightingName,
-    training_loss,
-)
+from fedlightning.algorithm import Change, Client, Facts, FederatedCallback, Setup, Stage, State, WeightingName, probes
 from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat
 from fedlightning.tensors import add, clone, load_state, module_state
 
@@ -178,7 +168,7 @@ class PerFedAvg(FederatedCallback):
 def hessian_times(module: LightningModule, batch: Any, vector: State, scale: float = 1.0) -> State:
     """Return ``H vector`` of the batch's training loss, by double backward."""
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad and name in vector}
-    loss = training_loss(module, batch) * scale
+    loss = probes.training_loss(module, batch) * scale
     gradients = torch.autograd.grad(loss, list(parameters.values()), create_graph=True, allow_unused=True)
     pairs = [(g, vector[n]) for n, g in zip(parameters, gradients, strict=True) if g is not None and g.requires_grad]
     if not pairs:

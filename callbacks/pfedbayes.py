@@ -111,11 +111,7 @@ class pFedBayes(KeepsModel):
         return super().claims(role) and not (role == "server_step" and self.server_lr == 1.0)
 
     def check(self, setup: Setup) -> None:
-        """Refuse manual optimization, and weight decay; warn of a prior that overshoots.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse manual optimization, and weight decay; warn of a prior that overshoots."""
         name = type(setup.template).__name__
         setup.refuse_manual("pFedBayes", "samples the weights of every step")
         smallest = min((count for count in setup.num_samples.values() if count), default=1)

@@ -22,7 +22,7 @@ from fedlightning.algorithm import (
     State,
     Update,
     Wire,
-    move_batch,
+    probes,
     warn,
 )
 from fedlightning.callbacks.pfedhr_server import Reassembly
@@ -161,7 +161,7 @@ class pFedHR(FederatedCallback):
         """
         check_public_logits(self.key, setup, labels=bool(self.labels))
         features_at_start(setup, self.feature_taps, self.key)
-        x = inputs_of(move_batch(setup.module, setup.public_batch()), self.key)
+        x = inputs_of(probes.move_batch(setup.module, setup.public_batch()), self.key)
         if not x.is_floating_point():
             raise ValueError(
                 f"{self.key} puts linear layers between blocks, and needs inputs that are floating-point numbers; those of "

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from fedlightning.algorithm import Server, State, address, move_batch
+from fedlightning.algorithm import Server, State, address, probes
 from fedlightning.callbacks.shared.blocks import cut
 from fedlightning.callbacks.shared.distillation import inputs_of, logits_of
 from fedlightning.callbacks.shared.reassembly import (
@@ -81,7 +81,7 @@ class Reassembly:
         """Return a client's network as a row of its blocks."""
         module = self.server.blueprint.build(client)
         load_state(module, state)
-        batch = move_batch(module, next(iter(self.loader)))
+        batch = probes.move_batch(module, next(iter(self.loader)))
         x = inputs_of(batch, self.key)[:2].to(next(module.parameters()).dtype)
         return row_of(module, cut(module, x), self.algorithm.relu)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -25,15 +25,14 @@ from fedlightning.algorithm import (
     Setup,
     State,
     Update,
-    WeightedMean,
     WeightingName,
     Wire,
 )
 from fedlightning.callbacks.shared.dealt import refuse_new_deal
 from fedlightning.callbacks.shared.representations import features_at_start, head_path, other_task, targets_in
 from fedlightning.layers import expand
-from fedlightning.ranges import NonNegativeFloat, Share, ShareBelowOne
-from fedlightning.tensors import module_state
+from fedlightning.ranges import Length, NonNegativeFloat, Share, ShareBelowOne
+from fedlightning.tensors import WeightedMean, module_state
 from fedlightning.wrappers import FeatureTap
 
 LABELLED, UNLABELLED = "labelled", "unlabelled"
@@ -89,15 +88,13 @@ class pFedKnow(FederatedCallback):
     def __init__(
         self,
         server: str | None = None,
-        prune: ShareBelowOne | list[ShareBelowOne] = 0.3,
+        prune: ShareBelowOne | Annotated[list[ShareBelowOne], Length()] = 0.3,
         threshold: Share = 0.95,
         guide: str | None = None,
         lam: NonNegativeFloat = 1.0,
         head: str | list[str] | None = None,
         weighting: WeightingName | None = "samples",
     ) -> None:
-        if prune == []:
-            raise ValueError("pFedKnow got prune=[]. Give one share at least.")
         self.server, self.prune, self.threshold = server, prune, threshold
         self.guide, self.lam, self.head, self.weighting = guide, lam, head, weighting
 
@@ -107,11 +104,7 @@ class pFedKnow(FederatedCallback):
         return Facts(needs=[OWN_PRUNING, OWN_LOSS], newcomers=Newcomers(join=self._join))
 
     def check(self, setup: Setup) -> None:
-        """Refuse a server without data, a guide that trains, and a head without logits.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse a server without data, a guide that trains, and a head without logits."""
         if self.server is not None and not setup.num_samples.get(self.server):
             raise ValueError(
                 f"pFedKnow got server={self.server!r}, and there is no such client with training data; the clients are "

@@ -160,11 +160,7 @@ class PIFL(PIFLRound):
     """What runs where the clients' data are not in one place, for a message."""
 
     def check(self, setup: Setup) -> None:
-        """Refuse accuracies without validation data, and what would go on from one cluster's model to the next.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse accuracies without validation data, and what would go on from one cluster's model to the next."""
         if self.num_clusters > 1 and not self.pretrain_rounds and self.init != 0:
             check_starts(self, setup, self.init)
         scores = self.ledger or (self.incentive and self.utility != "gradient") or self.pretrain_rounds > 0

@@ -16,10 +16,11 @@ from fedlightning.algorithm import (
     Change,
     Client,
     Extra,
+    Facts,
     Job,
     Message,
+    Need,
     Plan,
-    Range,
     Server,
     Setup,
     Stackable,
@@ -32,6 +33,7 @@ from fedlightning.callbacks.diagnostics.sensitivity_files import write_sensitivi
 from fedlightning.callbacks.diagnostics.sensitivity_terms import layers_sent
 from fedlightning.callbacks.shared.representations import refuse_classes
 from fedlightning.layers import ordered_layers, pieces, state_names
+from fedlightning.ranges import Range
 
 if TYPE_CHECKING:
     from fedlightning.callbacks.player_fl_stacked import StackedSensitivities
@@ -100,12 +102,14 @@ class PLayerFL(Stackable):
         self.order = order
         self.weighting = weighting
 
-    def check(self, setup: Setup) -> None:
-        """Refuse models of one layer, a split that the model does not have, and the selection of a global model.
+    @property
+    def facts(self) -> Facts:
+        """Layers stay with the clients, unless the options share them all."""
+        why, instead = "keeps layers with the clients", "use LocalCheckpoint()"
+        return Facts(needs=[Need(why, (Change.GLOBAL_SELECTION,), instead, self._keeps_layers)])
 
-        Raises:
-            ValueError: With the reason and another way.
-        """
+    def check(self, setup: Setup) -> None:
+        """Refuse models of one layer, and a split that the model does not have."""
         name, count = type(setup.template).__name__, len(ordered_layers(setup.module, self.order))
         if count < 2:
             raise ValueError(
@@ -113,13 +117,9 @@ class PLayerFL(Stackable):
             )
         if self.split is not None and not 0 <= self.split <= count:
             raise ValueError(f"{self.key} got split={self.split}; {name} has {count} layers: use 0 to {count}.")
-        if any(Change.GLOBAL_SELECTION in other.facts.changes for other in setup.callbacks) and not self._shares_all(
-            count
-        ):
-            raise ValueError(
-                f"GlobalCheckpoint needs a global model, but {self.key} keeps layers with the clients. "
-                "Use LocalCheckpoint()."
-            )
+
+    def _keeps_layers(self, setup: Setup) -> bool:
+        return not self._shares_all(len(ordered_layers(setup.module, self.order)))
 
     def _shares_all(self, count: int) -> bool:
         everything = self.threshold == math.inf if self.split is None else self.split + self.shift >= count
@@ -154,11 +154,7 @@ class PLayerFL(Stackable):
 
     # -- the decision ------------------------------------------------------------------------------------------------
     def check_update(self, server: Server, message: Message, update: Update) -> None:
-        """Refuse another number of sensitivities than the model has pieces.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse another number of sensitivities than the model has pieces."""
         if found := update.extras.get(self.key):
             refuse_classes(found["order"], known := len(pieces(server.module)), "piece")
             if len(found["order"]) != known:

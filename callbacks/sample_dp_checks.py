@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 
-from fedlightning.algorithm import Extra, FederatedCallback, Setup, UpdateCodec, move_batch
+from fedlightning.algorithm import Extra, FederatedCallback, Setup, UpdateCodec, probes
 from fedlightning.callbacks.shared.ledger import Steps
 from fedlightning.callbacks.shared.record_gradients import refuse_mixed_records
 
@@ -67,7 +67,7 @@ def refuse_uncovered(owner: FederatedCallback, setup: Setup, solves: bool, unit:
     refuse_trainer(setup.module, setup.trainer_arguments.get, len(setup.optimizers))
     batch = setup.first_batch()
     if batch is not None:
-        refuse_mixed_records(setup.module, move_batch(setup.module, batch), owner.key)
+        refuse_mixed_records(setup.module, probes.move_batch(setup.module, batch), owner.key)
 
 
 def warn_of_few(setup: Setup, delta: float) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 
-from fedlightning.algorithm import Client, isolated, move_batch
+from fedlightning.algorithm import Client, isolated, probes
 from fedlightning.callbacks.sample_dp_checks import NO_GROUPS
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches
 from fedlightning.callbacks.shared.record_gradients import refuse_mixed_records
@@ -59,7 +59,7 @@ def try_records(module: LightningModule, trainer: Any, owner: str) -> None:
     batches = []
     for records in (few, *([one] for one in few[: FEW - 1])):
         with isolated(0, owner, "batch"):
-            batches.append(move_batch(module, convert(loader.collate_fn(records))))
+            batches.append(probes.move_batch(module, convert(loader.collate_fn(records))))
     refuse_mixed_records(module, batches[0], owner, alone=batches[1:])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from fedlightning.algorithm import (
     Setup,
     State,
     Update,
-    Weighting,
     WeightingName,
     Wire,
     warn,
@@ -245,7 +244,7 @@ class SCAFFOLD(FederatedCallback):
         return step_to_mean(server, old, reduced, self.server_lr)
 
 
-def _weighting(callbacks: Iterable[FederatedCallback]) -> Weighting:
+def _weighting(callbacks: Iterable[FederatedCallback]) -> WeightingName | Callable[..., float]:
     """Return the weighting that a run's callbacks agree on."""
     return next((callback.weighting for callback in callbacks if callback.weighting is not None), "samples")
 

@@ -21,7 +21,6 @@ from fedlightning.algorithm import (
     Need,
     Newcomers,
     Plan,
-    Range,
     Server,
     Setup,
     State,
@@ -33,7 +32,7 @@ from fedlightning.algorithm import (
 from fedlightning.callbacks.shared import masking, masks
 from fedlightning.callbacks.shared.fixed_point import SIGNED, FixedPoint, from_wire, to_wire
 from fedlightning.callbacks.shared.single_updates import refuse_other_ways
-from fedlightning.ranges import PositiveFloat
+from fedlightning.ranges import PositiveFloat, Range
 
 LEAST = 3
 """Clients whose sum may be opened: of two, each would know the other's."""

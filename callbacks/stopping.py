@@ -13,13 +13,12 @@ from fedlightning.algorithm import (
     FirstStep,
     ModelSelection,
     Newcomers,
-    Range,
     Server,
     Setup,
     warn,
 )
 from fedlightning.callbacks.checkpoints import check_monitor, monitor_of
-from fedlightning.ranges import NonNegativeFloat
+from fedlightning.ranges import NonNegativeFloat, Range, at_least_one
 
 Values = Mapping[str, float]
 """A metric's value by client."""
@@ -201,24 +200,19 @@ class Budget(FederatedCallback):
     rank = -100  # what others do at the end of a round may depend on whether it is the last one
     facts = Facts(mixes_architectures=True, asynchronous=True, newcomers=Newcomers(join=True))
 
+    @at_least_one("max_megabytes", "max_seconds", "max_steps", why="it has no limit. Give it one of them.")
     def __init__(
         self,
         max_megabytes: Annotated[float, Range("(0, inf)")] | None = None,
         max_seconds: Annotated[float, Range("(0, inf)", "In virtual seconds.")] | None = None,
         max_steps: Annotated[int, Range("[1, inf)")] | None = None,
     ) -> None:
-        if max_megabytes is None and max_seconds is None and max_steps is None:
-            raise ValueError("Budget has no limit. Give it max_megabytes, max_seconds or max_steps.")
         self.max_megabytes = max_megabytes
         self.max_seconds = max_seconds
         self.max_steps = max_steps
 
     def check(self, setup: Setup) -> None:
-        """Refuse virtual seconds without a clock.
-
-        Raises:
-            ValueError: With the way out.
-        """
+        """Refuse virtual seconds without a clock."""
         if self.max_seconds is not None and not setup.has_clock:
             raise ValueError(
                 f"Budget got max_seconds={self.max_seconds} of the loop's clock, and this loop has none. Give it one "

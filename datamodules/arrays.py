@@ -16,7 +16,7 @@ from fedlightning.datamodules.labels import as_classes, encode, read_keys
 from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.skew import DirichletPartitioner
 from fedlightning.datamodules.views import ArrayDataset
-from fedlightning.ranges import PositiveInt, ShareBelowOne, checked
+from fedlightning.ranges import PositiveInt, ShareBelowOne, at_most_one, checked
 
 
 class ArrayFederatedDataModule(IndexedFederatedDataModule):
@@ -64,6 +64,7 @@ class ArrayFederatedDataModule(IndexedFederatedDataModule):
     """
 
     @checked
+    @at_most_one("test_fraction", "max_test", why="there is no official test part then, so use max_train alone.")
     def __init__(
         self,
         partitioner: Partitioner | None = None,
@@ -80,11 +81,6 @@ class ArrayFederatedDataModule(IndexedFederatedDataModule):
         **options: Any,
     ) -> None:
         super().__init__(batch_size, seed, public=public, **options)
-        if test_fraction is not None and max_test is not None:
-            raise ValueError(
-                f"{type(self).__name__} got test_fraction={test_fraction} and max_test={max_test}; there is no test part "
-                "then, so use max_train alone."
-            )
         self.public_fraction = share_of(self, public, public_fraction)
         self.partitioner = partitioner if partitioner is not None else DirichletPartitioner(10, 0.5)
         self.val_fraction, self.max_train, self.max_test = val_fraction, max_train, max_test

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.views import ArrayDataset
+from fedlightning.ranges import Length, checked
 
 
 class GivenDataModule(IndexedFederatedDataModule):
@@ -37,10 +38,14 @@ class GivenDataModule(IndexedFederatedDataModule):
         (['a', 'b'], 3, 1)
     """
 
-    def __init__(self, clients: dict[str, dict[str, Any]], batch_size: int = 32, **options: Any) -> None:
+    @checked
+    def __init__(
+        self,
+        clients: Annotated[dict[str, dict[str, Any]], Length(note="Names with their x and y.")],
+        batch_size: int = 32,
+        **options: Any,
+    ) -> None:
         super().__init__(batch_size, **options)
-        if not clients:
-            raise ValueError("GivenDataModule got no clients; give names with their x and y.")
         widths = set()
         for name, held in clients.items():
             unknown = sorted(set(held) - {"x", "y", "copies"})

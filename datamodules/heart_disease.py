@@ -14,7 +14,7 @@ from fedlightning.datamodules.download import refuse_absent
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import cut
 from fedlightning.datamodules.views import ArrayDataset
-from fedlightning.ranges import ShareBelowOne, checked
+from fedlightning.ranges import ShareBelowOne, at_most_one, checked
 from fedlightning.seeding import generator
 
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
@@ -74,6 +74,7 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
     """
 
     @checked
+    @at_most_one("grades", "binary_float", why="five grades are no binary labels. Use one of them.")
     def __init__(
         self,
         root: str = "data/heart_disease",
@@ -92,8 +93,6 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
         self.split_seed, self.binary_float = int(split_seed), binary_float
         self.val_seed = self.seed if val_seed is None else val_seed
         self.grades = grades
-        if grades and binary_float:
-            raise ValueError(f"{type(self).__name__} got grades and binary_float; five grades are no binary labels.")
         self.hospitals = clients_here(self, "hospitals", hospitals, HOSPITALS)
 
     def prepare_data(self) -> None:

@@ -16,7 +16,7 @@ from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.labels import as_classes, encode
 from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.partitioners import NaturalPartitioner
-from fedlightning.ranges import ShareBelowOne, checked
+from fedlightning.ranges import ShareBelowOne, checked, exactly_one
 
 _VALIDATION = ("validation", "val", "valid", "dev")
 
@@ -67,6 +67,7 @@ class HuggingFaceDataModule(IndexedFederatedDataModule):
     """
 
     @checked
+    @exactly_one("client", "partitioner", why="name the column of the clients, or give a partitioner of the rows.")
     def __init__(
         self,
         source: Any,
@@ -84,11 +85,6 @@ class HuggingFaceDataModule(IndexedFederatedDataModule):
         download: bool = False,
         **options: Any,
     ) -> None:
-        if (client is None) == (partitioner is None):
-            raise ValueError(
-                f"HuggingFaceDataModule got client={client!r} and partitioner={partitioner!r}; name the column of the "
-                "clients, or give a partitioner that divides the rows."
-            )
         super().__init__(batch_size, **options)
         self.source, self.label, self.client, self.group = source, label, client, group
         self.inputs = [inputs] if isinstance(inputs, str) else list(inputs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -15,8 +15,11 @@ from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import cut
 from fedlightning.datamodules.rounding import apportion
 from fedlightning.datamodules.views import ArrayDataset, IndexView, Indices, collate_rows
-from fedlightning.ranges import PositiveInt, checked
+from fedlightning.ranges import Instance, Length, PositiveInt, checked
 from fedlightning.seeding import generator
+
+Classes = Annotated[list[int], Length(note="Lists of classes.")]
+"""The classes of a group."""
 
 
 class MixtureDataModule(IndexedFederatedDataModule):
@@ -60,9 +63,9 @@ class MixtureDataModule(IndexedFederatedDataModule):
     @checked
     def __init__(
         self,
-        source: ArrayFederatedDataModule,
+        source: Annotated[ArrayFederatedDataModule, Instance("It mixes samples in memory.")],
         num_clients: PositiveInt = 10,
-        groups: Literal["rotation"] | list[list[int]] = "rotation",
+        groups: Literal["rotation"] | Annotated[list[Classes], Length(2)] = "rotation",
         mixture: str | list[list[float]] = "10:90",
         shift: bool = False,
         label_space: Literal["joint", "shared"] = "shared",
@@ -76,18 +79,12 @@ class MixtureDataModule(IndexedFederatedDataModule):
             public=source._public_given,
             public_labels=source._public_labels,
         )
-        if not isinstance(source, ArrayFederatedDataModule):
-            raise ValueError(f"MixtureDataModule mixes samples in memory; {type(source).__name__} has none.")
         if source.group is not None or source.test_fraction is not None:
             raise ValueError(
                 "MixtureDataModule got a source with group or test_fraction; it draws samples one by one from the "
                 "official parts. Leave them out."
             )
         self.num_clients = int(num_clients)
-        if groups != "rotation" and (isinstance(groups, str) or len(groups) < 2 or not all(groups)):
-            raise ValueError(
-                f"MixtureDataModule got groups={groups!r}; use 'rotation', or two or more lists of classes."
-            )
         classes = [] if isinstance(groups, str) else [c for group in groups for c in group]
         if len(set(classes)) < len(classes):
             raise ValueError(f"MixtureDataModule got groups={groups!r}; no class may be in two groups.")

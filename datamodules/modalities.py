@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fedlightning.datamodules.views import Rows
+from fedlightning.ranges import Length, checked
 
 
 class ModalityDataset(Dataset[Any]):
@@ -37,9 +38,13 @@ class ModalityDataset(Dataset[Any]):
         (tensor([nan]), tensor(1))
     """
 
-    def __init__(self, inputs: Mapping[str, Tensor], y: Tensor, present: Mapping[str, Tensor] | None = None) -> None:
-        if not inputs:
-            raise ValueError("ModalityDataset got no modality; give one tensor or more.")
+    @checked
+    def __init__(
+        self,
+        inputs: Annotated[Mapping[str, Tensor], Length(note="One tensor of each modality.")],
+        y: Tensor,
+        present: Mapping[str, Tensor] | None = None,
+    ) -> None:
         for name, values in inputs.items():
             if len(values) != len(y):
                 raise ValueError(f"ModalityDataset got {len(values)} inputs of {name!r} and {len(y)} labels.")

@@ -16,7 +16,7 @@ from fedlightning.datamodules.modalities import ModalityDataset, transition_matr
 from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.skew import DirichletPartitioner
 from fedlightning.datamodules.views import Indices
-from fedlightning.ranges import PositiveInt, Share, ShareBelowOne, checked
+from fedlightning.ranges import PositiveInt, Share, ShareBelowOne, at_most_one, checked
 from fedlightning.seeding import generator
 
 SPARSITY = 0.4
@@ -68,6 +68,7 @@ class MultimodalDataModule(IndexedFederatedDataModule):
     """
 
     @checked
+    @at_most_one("sensors", "missing", why="either say who has what, or draw it.")
     def __init__(
         self,
         partitioner: Partitioner | None = None,
@@ -87,9 +88,6 @@ class MultimodalDataModule(IndexedFederatedDataModule):
         val_seed: int | None = None,
     ) -> None:
         super().__init__(batch_size, seed, num_workers, pin_memory, drop_last)
-        own = type(self).__name__
-        if sensors is not None and missing > 0:
-            raise ValueError(f"{own} got sensors and missing={missing}; either say who has what, or draw it.")
         self.partitioner = partitioner if partitioner is not None else DirichletPartitioner(10, 0.5)
         self.val_fraction, self.val_seed = val_fraction, val_seed
         self.modalities, self.sensors = modalities, sensors

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.views import ArrayDataset
-from fedlightning.ranges import NonNegativeFloat, PositiveInt, checked
+from fedlightning.ranges import Instance, NonNegativeFloat, PositiveInt, checked
 from fedlightning.seeding import generator
 
 
@@ -56,13 +56,11 @@ class ShiftedDataModule(IndexedFederatedDataModule):
     @checked
     def __init__(
         self,
-        source: IndexedFederatedDataModule,
+        source: Annotated[IndexedFederatedDataModule, Instance("It shifts indexed data.")],
         features: Literal["none", "noise", "rotation", "contrast"] = "none",
         strength: NonNegativeFloat = 0.0,
         concepts: PositiveInt = 1,
     ) -> None:
-        if not isinstance(source, IndexedFederatedDataModule):
-            raise ValueError(f"ShiftedDataModule shifts indexed data; {type(source).__name__} has none.")
         super().__init__(
             source.batch_size,
             source.seed,

@@ -9,7 +9,7 @@ import torch
 
 from fedlightning.datamodules.partition import Concentration, Partitioner, SharePlan, numpy_generator
 from fedlightning.datamodules.rounding import apportion, round_table, sinkhorn
-from fedlightning.ranges import NonNegativeInt, PositiveInt
+from fedlightning.ranges import NonNegativeInt, PositiveInt, needs
 
 _REDRAWS = 100
 
@@ -46,6 +46,7 @@ class DirichletPartitioner(Partitioner):
         (True, True)
     """
 
+    @needs("balance", "by", value="class", why="a division by client is balanced as it is. Leave balance out.")
     def __init__(
         self,
         num_clients: PositiveInt,
@@ -55,8 +56,6 @@ class DirichletPartitioner(Partitioner):
         balance: bool = False,
     ) -> None:
         self.num_clients = int(num_clients)
-        if balance and by == "client":
-            raise ValueError("DirichletPartitioner: balance=True is for by='class'; by='client' is balanced.")
         self.alpha, self.by, self.balance = float(alpha), by, balance
         self.min_samples = min_samples
 

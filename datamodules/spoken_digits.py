@@ -8,7 +8,7 @@ import tarfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from fedlightning.datamodules.digits import DigitsDataModule
 from fedlightning.datamodules.modalities import ModalityDataset, pair_by_class
 from fedlightning.datamodules.multimodal import MultimodalDataModule
 from fedlightning.datamodules.partition import Partitioner
-from fedlightning.ranges import checked
+from fedlightning.ranges import Instance, checked, needs
 from fedlightning.seeding import generator
 
 NAME = re.compile(r"(\d)_([a-z]+)_(\d+)\.wav")
@@ -60,10 +60,11 @@ class SpokenDigitsDataModule(MultimodalDataModule):
     """
 
     @checked
+    @needs("test_speakers", "split", value="speakers", why="other splits do not look at speakers. Set both.")
     def __init__(
         self,
         root: str = "data/fsdd",
-        images: ArrayFederatedDataModule | None = None,
+        images: Annotated[ArrayFederatedDataModule, Instance("It pairs images in memory.")] | None = None,
         partitioner: Partitioner | None = None,
         *,
         split: Literal["recordings", "speakers"] = "recordings",
@@ -71,10 +72,6 @@ class SpokenDigitsDataModule(MultimodalDataModule):
         **options: Any,
     ) -> None:
         super().__init__(partitioner, **options)
-        if test_speakers is not None and split != "speakers":
-            raise ValueError("SpokenDigitsDataModule got test_speakers, which split='speakers' uses; set both.")
-        if images is not None and not isinstance(images, ArrayFederatedDataModule):
-            raise ValueError(f"SpokenDigitsDataModule pairs images in memory; {type(images).__name__} has none.")
         if images is not None and (images.group is not None or images.test_fraction is not None):
             raise ValueError(
                 "SpokenDigitsDataModule pairs images one by one; leave group and test_fraction of images out."

@@ -11,7 +11,7 @@ import torch
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import cut
 from fedlightning.datamodules.views import ArrayDataset
-from fedlightning.ranges import NonNegativeFloat, PositiveInt, ShareBelowOne, checked
+from fedlightning.ranges import NonNegativeFloat, PositiveInt, ShareBelowOne, at_most_one, checked
 from fedlightning.seeding import generator
 
 FEATURES = 60
@@ -56,6 +56,8 @@ class SyntheticDevicesDataModule(IndexedFederatedDataModule):
     """
 
     @checked
+    @at_most_one("iid", "alpha", why="alpha says how clients differ. Leave it out, or use iid=False.")
+    @at_most_one("iid", "beta", why="beta says how clients differ. Leave it out, or use iid=False.")
     def __init__(
         self,
         alpha: NonNegativeFloat = 0.0,
@@ -68,11 +70,6 @@ class SyntheticDevicesDataModule(IndexedFederatedDataModule):
         **options: Any,
     ) -> None:
         super().__init__(batch_size, **options)
-        if iid and (alpha or beta):
-            raise ValueError(
-                f"{type(self).__name__} got iid=True with alpha={alpha:g}, beta={beta:g}, which say how clients differ; "
-                "leave them out, or use iid=False."
-            )
         self.alpha, self.beta, self.iid = float(alpha), float(beta), iid
         self.num_clients, self.val_fraction, self.test_fraction = int(num_clients), val_fraction, test_fraction
 

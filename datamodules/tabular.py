@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from fedlightning.datamodules.tables import (
     read_table,
 )
 from fedlightning.datamodules.views import ArrayDataset
-from fedlightning.ranges import PositiveInt, ShareBelowOne, checked
+from fedlightning.ranges import Length, PositiveInt, ShareBelowOne, checked, exactly_one
 
 MOST_CLASSES = 20
 """A target of whole numbers with more different values than this is a measurement."""
@@ -119,6 +119,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
     """
 
     @checked
+    @exactly_one("client", "partitioner", why="give the column that names the client, or what divides the rows.")
     def __init__(
         self,
         path: str | Path,
@@ -137,7 +138,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         ranges: Mapping[str, Sequence[float]] | None = None,
         categories: Mapping[str, Sequence[str] | int] | None = None,
         least: PositiveInt = 5,
-        classes: Sequence[str] | None = None,
+        classes: Annotated[Sequence[str], Length(2, different=True)] | None = None,
         val_fraction: ShareBelowOne = 0.2,
         test_fraction: ShareBelowOne = 0.2,
         val_seed: int | None = None,
@@ -149,9 +150,6 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         super().__init__(public=public, **options)
         self.public_fraction = share_of(self, public, public_fraction)
         name = type(self).__name__
-        if (client is None) == (partitioner is None):
-            got = "neither client nor partitioner" if client is None else "both client and partitioner"
-            raise ValueError(f"{name} got {got}; give the column that names the client, or what divides the rows.")
         given = dict(statistics or {}) | ({} if target_statistics is None else {target: target_statistics})
         for column, pair in given.items():
             if len(pair) != 2 or not np.isfinite(pair).all() or pair[1] <= 0:
@@ -168,10 +166,8 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         self.scale = scale if scaling else "none"
         self.ranges, self.categories, self.least = dict(ranges or {}), dict(categories or {}), least
         self.classes = None if classes is None else [str(one) for one in classes]
-        if self.classes is not None and (len(set(self.classes)) < max(len(self.classes), 2) or task == "regression"):
-            raise ValueError(
-                f"{name} got classes {self.classes}; give two or more different ones, of a classification."
-            )
+        if self.classes is not None and task == "regression":
+            raise ValueError(f"{name} got classes {self.classes} with task='regression'; give one of them.")
         self._open = Open(self.ranges, least)
         check_scale(name, scale if scaling else f"{scale} and scaling: false", self.ranges, self.categories)
         self.val_fraction, self.test_fraction, self.val_seed = val_fraction, test_fraction, val_seed

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Annotated
 
 from fedlightning import FederatedCallback, FederatedTrainer  # fedlightning before lightning
-from fedlightning.algorithm import Extra, Range, Wire
+from fedlightning.algorithm import Extra, Wire
+from fedlightning.ranges import Range
 
 # isort: split
 from lightning.pytorch import seed_everything

@@ -5,9 +5,9 @@
 The contract and its words (:mod:`fedlightning.hooks`), the two roles, what travels, addressed randomness, and losses and
 gradients that leave no trace. `docs/how-to/write_an_algorithm.md` takes one method from its pseudocode to a checked callback.
 
-Beside it there are arithmetic over named tensors (:mod:`fedlightning.tensors`), a module as layers
-(:mod:`fedlightning.layers`), graphs of neighbours (:mod:`fedlightning.topology`) and wrapped modules
-(:mod:`fedlightning.wrappers`).
+Beside it there are ranges of arguments (:mod:`fedlightning.ranges`), arithmetic over named tensors
+(:mod:`fedlightning.tensors`), a module as layers (:mod:`fedlightning.layers`), graphs of neighbours
+(:mod:`fedlightning.topology`) and wrapped modules (:mod:`fedlightning.wrappers`).
 """
 
 from fedlightning.compat.attached import detached_copy
@@ -45,18 +45,15 @@ from fedlightning.hooks import (
     TrainingData,
     UpdateCodec,
     UpdateInterception,
-    Weighting,
     WeightingName,
     facts,
 )
 from fedlightning.messages import GLOBAL, Extra, Message, Update, Wire
-from fedlightning.ranges import Range
 from fedlightning.run.round_table import add_round
 from fedlightning.seeding import address, generator, isolated
-from fedlightning.tensors import State, WeightedMean
+from fedlightning.tensors import State
 from fedlightning.visit import probes
 from fedlightning.visit.client import Client
-from fedlightning.visit.probes import NoLossError, move_batch, training_loss
 
 __all__ = [
     # the contract
@@ -67,7 +64,6 @@ __all__ = [
     "Change",
     "Need",
     "Newcomers",
-    "Range",
     "facts",
     # kinds of callbacks
     "AsynchronousMethod",
@@ -97,7 +93,6 @@ __all__ = [
     "NEWCOMER",
     "POOLED",
     "WEIGHTINGS",
-    "Weighting",
     "WeightingName",
     # the two roles, and what travels between them
     "Server",
@@ -105,20 +100,16 @@ __all__ = [
     "Message",
     "Update",
     "Wire",
-    # named tensors
+    # named tensors, with `fedlightning.tensors`
     "State",
-    "WeightedMean",
-    "add_round",
     # randomness
     "address",
     "generator",
     "isolated",
     # looks at a module that leave no trace
-    "NoLossError",
-    "move_batch",
     "probes",
-    "training_loss",
     # small things
+    "add_round",
     "detached_copy",
     "warn",
 ]

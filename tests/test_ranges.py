@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
@@ -21,18 +22,24 @@ from fedlightning.federation import loops
 from fedlightning.models import Classifier, Regressor
 from fedlightning.ranges import (
     CountOrShare,
+    Instance,
+    Length,
     NonNegativeFloat,
     PositiveInt,
     Range,
     Share,
-    _annotations_of,
     allows,
+    at_least_one,
+    at_most_one,
     check_on_creation,
     checked,
     described,
+    exactly_one,
     may_be_infinite,
+    needs,
     ranges_of,
 )
+from fedlightning.ranges.checking import _annotations_of
 
 if TYPE_CHECKING:
     from collections import Counter as Unknown
@@ -80,6 +87,10 @@ STRICT = Annotated[int, Range("[1, inf)", strict=True)]
         (Literal[True, "b"], [True, "b"], [1, "a"]),
         (list[Literal["a", "b"]] | None, [None, ["a"], ()], ["a", ["c"]]),
         (int | str, [1, "a"], []),  # nothing is declared
+        (Annotated[list[Share], Length()], [[1], (0, 0)], [[], "a", [2], 0.5]),
+        (Annotated[list[str], Length(2, different=True)] | None, [None, ["a", "b"]], [["a"], ["a", "a"], "ab"]),
+        (Annotated[dict[str, Any], Length()], [{"a": 1}], [{}, None, "ab"]),
+        (Annotated[nn.Module, Instance()] | None, [None, nn.Linear(1, 1)], [nn.Linear, "Linear", 3, [nn.Linear(1, 1)]]),
     ],
 )
 def test_annotations(annotation, allowed, refused):
@@ -90,11 +101,56 @@ def test_annotations(annotation, allowed, refused):
 def test_words():
     assert described(Share | None) == "a number in [0, 1], or None"
     assert described(CountOrShare) == "a whole number in [0, inf), or a number in [0, 1]"
+    assert described(Annotated[dict[str, Any], Length(3)]) == "a table of at least 3"
+    assert described(Annotated[list[Share], Length(different=True)]) == (
+        "a list of at least one, all different, each a number in [0, 1]"
+    )
+    assert described(Annotated[Counter, Instance()] | None) == "a Counter, or None"
     assert described(Literal["a", "b"] | PositiveInt) == "'a' or 'b', or a whole number in [1, inf)"
     assert (
         described(list[Share] | dict[str, Share])
         == "a list, each a number in [0, 1], or a table, each a number in [0, 1]"
     )
+
+
+class Together(FederatedCallback):
+    @exactly_one("column", "rows", why="say who has what.")
+    @at_least_one("rows", "column", "size", why="give one.")
+    @at_most_one("steps", "seconds", why="leave one out.")
+    @needs("limit", "column", why="nobody is limited.")
+    @needs("mode", "size", value=3, why="set it.")
+    def __init__(self, column=None, rows=None, steps=0, seconds=0.0, limit=None, mode="a", size=3) -> None:
+        self.column, self.rows, self.steps, self.seconds = column, rows, steps, seconds
+        self.limit, self.mode, self.size = limit, mode, size
+
+
+class FromTogether(Together):
+    def __init__(self, column=None, mode="a", **rest: Any) -> None:
+        super().__init__(column, mode=mode, **rest)
+
+
+@pytest.mark.parametrize("kind", [Together, FromTogether])
+def test_arguments_that_do_not_go_together(kind):
+    for given, sentence in (
+        ({}, "neither column nor rows: say who has what."),
+        (
+            {"column": "c", "rows": nn.Linear(2, 2)},
+            "both column='c' and rows=Linear(in_features=2, out_features=2, bias=True):",
+        ),
+        ({"column": "c", "rows": object()}, "both column='c' and rows=<object>:"),
+        ({"column": "c", "steps": 1, "seconds": 0.5}, "both steps=1 and seconds=0.5: leave one out."),
+        ({"rows": 1, "limit": 3}, "limit=3 without column: nobody is limited."),
+        ({"rows": 1, "mode": "b", "size": 4}, "mode='b' without size=3: set it."),
+    ):
+        with pytest.raises(ConfigurationError) as caught:
+            kind(**given)
+        assert str(caught.value).startswith(f"{kind.__name__} got {sentence}")
+    for given in (
+        {"column": 0},
+        {"rows": 1, "steps": 0, "seconds": 1},
+        {"column": 1, "limit": 1, "mode": "b", "size": 3},
+    ):
+        assert kind(**given).column == given.get("column")
 
 
 class Base:
@@ -196,6 +252,7 @@ NEEDED = {
     "SampleDP": lambda: {"delta": 1e-3, "noise_multiplier": 1.0},
     "GivenDataModule": lambda: {"clients": {"a": {"x": [[1.0]], "y": [1.0]}}},
     "LazyClients": lambda: {"num_clients": 2, "make": lambda number: {}, "sizes": {"train": 2}},
+    "ModalityDataset": lambda: {"inputs": {"a": torch.zeros(4, 2)}, "y": torch.zeros(4).long()},
     "MixtureDataModule": lambda: {"source": datamodules.DigitsDataModule()},
     "Partitioned": lambda: {"datamodule": datamodules.DigitsDataModule(), "partitioner": datamodules.IIDPartitioner(2)},
     "PublicDataModule": lambda: {"public": _samples()},
@@ -233,6 +290,7 @@ def _numbers(annotation: Any) -> Iterator[tuple[type, Range, Any]]:
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         yield from ((inner[0], one, lambda value: value) for one in annotation.__metadata__ if isinstance(one, Range))
+        yield from _numbers(inner[0])
     elif origin is dict:
         yield from ((kind, one, lambda value: {"a": value}) for kind, one, _ in _numbers(inner[1]))
     elif inner and origin is not Literal:

@@ -11,10 +11,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fedlightning.algorithm import Client, Range, Setup, TrainingData, isolated, move_batch
+from fedlightning.algorithm import Client, Setup, TrainingData, isolated, probes
 from fedlightning.callbacks.attacks.base import FACTS, BadClients, bad_loader
 from fedlightning.callbacks.shared.distillation import logits_of
-from fedlightning.ranges import PositiveInt
+from fedlightning.ranges import PositiveInt, Range
 from fedlightning.wrappers import Mixin, mix, muted
 
 METRIC = "attack_success"
@@ -74,7 +74,7 @@ class Backdoor(TrainingData, BadClients):
         self.poisoned(batch)
         module = copy.deepcopy(setup.module).eval()
         with torch.no_grad(), isolated(self.key), muted(module):
-            classes = logits_of(module, move_batch(module, batch)).shape[1]
+            classes = logits_of(module, probes.move_batch(module, batch)).shape[1]
         if self.target >= classes:
             raise ValueError(f"Backdoor(target={self.target}): the model knows the classes 0 to {classes - 1}.")
 

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fedlightning.algorithm import Client, Facts, FederatedCallback, Newcomers, Range, Server, Setup, Update
+from fedlightning.algorithm import Client, Facts, FederatedCallback, Newcomers, Server, Setup, Update
+from fedlightning.ranges import Range
 
 Positive = Annotated[float, Range("(0, inf)")]
 FACTS = Facts(mixes_architectures=True, asynchronous=True, newcomers=Newcomers(join=True))

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fedlightning.algorithm import Client, Range, TrainingData
+from fedlightning.algorithm import Client, TrainingData
 from fedlightning.callbacks.attacks.base import FACTS, BadClients, bad_loader
+from fedlightning.ranges import Range
 
 
 class LabelFlip(TrainingData, BadClients):

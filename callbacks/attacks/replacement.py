@@ -9,8 +9,9 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedlightning.algorithm import Change, Client, Facts, Message, Need, Range, Server, Update, UpdateInterception
+from fedlightning.algorithm import Change, Client, Facts, Message, Need, Server, Update, UpdateInterception
 from fedlightning.callbacks.attacks.base import FACTS, Attack, Positive
+from fedlightning.ranges import Range
 
 KNOWN_WEIGHTS = Need(
     "has to know its share in the mean of every entry",

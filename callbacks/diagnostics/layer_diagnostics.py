@@ -18,7 +18,7 @@ from fedlightning.callbacks.diagnostics.layer_tables import METHODS, StageTable,
 from fedlightning.callbacks.diagnostics.layer_values import refuse_module
 from fedlightning.callbacks.diagnostics.sensitivity import SensitivityAccumulator, scale_of
 from fedlightning.callbacks.diagnostics.sensitivity_terms import layers_sent, order_to_send
-from fedlightning.ranges import PositiveInt, Range
+from fedlightning.ranges import Length, PositiveInt, Range
 
 MeasuredStage = Literal["L1", "L2"]
 
@@ -67,8 +67,8 @@ class LayerDiagnostics(FederatedCallback):
 
     def __init__(
         self,
-        quantities: list[Quantity] | None = None,
-        stages: list[MeasuredStage] | None = None,
+        quantities: Annotated[list[Quantity], Length()] | None = None,
+        stages: Annotated[list[MeasuredStage], Length()] | None = None,
         every_n_rounds: PositiveInt = 1,
         num_batches: Annotated[int, Range("[1, inf)", "None is a whole epoch.")] | None = 10,
         hessian_probes: Annotated[int, Range("[2, inf)")] = 10,
@@ -80,11 +80,6 @@ class LayerDiagnostics(FederatedCallback):
     ) -> None:
         self.quantities = list(QUANTITIES) if quantities is None else list(quantities)
         self.stages = ["L2"] if stages is None else list(stages)
-        if not self.quantities or not self.stages:
-            raise ValueError(
-                f"{self.key} got quantities={self.quantities} and stages={self.stages}. Give one of each at least, or leave "
-                "them out."
-            )
         self.every_n_rounds = every_n_rounds
         self.num_batches = num_batches
         self.hessian_probes = hessian_probes
@@ -102,11 +97,7 @@ class LayerDiagnostics(FederatedCallback):
         return any(name != "sensitivity_online" for name in self.quantities)
 
     def check(self, setup: Setup) -> None:
-        """Refuse modules that cannot be measured (manual optimization, half precision), and CKA without common samples.
-
-        Raises:
-            ValueError: With the reason and another way.
-        """
+        """Refuse modules that cannot be measured (manual optimization, half precision), and CKA without common samples."""
         if self._has_passes:
             refuse_module(setup.module, self.key)
         if "cka" in self.quantities and not setup.has_pooled("val"):

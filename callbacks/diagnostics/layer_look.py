@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from fedlightning.algorithm import Client, move_batch
+from fedlightning.algorithm import Client, probes
 from fedlightning.callbacks.diagnostics.gradient_variance import gradient_moments
 from fedlightning.callbacks.diagnostics.hessian_trace import hutchinson, mean_and_error
 from fedlightning.callbacks.diagnostics.layer_similarity import common_samples, layer_grams
@@ -101,7 +101,7 @@ class LayerLook:
         if "cka" not in self.options.quantities:
             return torch.empty(0)
         batch, count = common_samples(self.client, self.options.cka_samples)
-        batch, address = move_batch(self.module, batch), ("layer similarity", self.client.round)
+        batch, address = probes.move_batch(self.module, batch), ("layer similarity", self.client.round)
         debiased = self.options.cka_debiased
         return layer_grams(self.module, batch, count, self.layers, self.precision, *address, debiased=debiased)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedlightning.algorithm import POOLED, Client, Setup, isolated, move_batch, training_loss
+from fedlightning.algorithm import POOLED, Client, Setup, isolated, probes
 from fedlightning.callbacks.shared.representations import Taps, features_at_start, labels_of, rows
 from fedlightning.wrappers import frozen_buffers, muted
 
@@ -94,7 +94,7 @@ def _with_gradient(setup: Setup, batch: object, taps: Taps) -> tuple[Tensor, Ten
     module = copy.deepcopy(setup.module).eval()
     (tap,) = taps(module).values()
     with torch.enable_grad(), isolated("loss"), muted(module), frozen_buffers(module), tap:
-        loss = training_loss(module, move_batch(module, batch))
+        loss = probes.training_loss(module, probes.move_batch(module, batch))
         logits = tap.features
         found = torch.autograd.grad(loss, logits, allow_unused=True)[0] if logits.requires_grad else None
     return rows(logits.detach()), rows(torch.zeros_like(logits) if found is None else found)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedlightning.algorithm import Setup, isolated, move_batch, training_loss
+from fedlightning.algorithm import Setup, isolated, probes
 from fedlightning.callbacks.shared.representations import features_at_start, head_path, labels_of
 from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
 
@@ -26,9 +26,6 @@ def check_cross_entropy(setup: Setup, head: str | list[str] | None, owner: str) 
 
     Returns:
         The number of classes (0 without data); whether the loss is the plain cross entropy, neither weighted nor smoothed.
-
-    Raises:
-        ValueError: With the reason.
     """
     path, name = head_path(setup.module, head), type(setup.template).__name__
     if not features_at_start(setup, lambda module: {"logits": FeatureTap(module, path, at="output")}, owner):
@@ -37,7 +34,7 @@ def check_cross_entropy(setup: Setup, head: str | list[str] | None, owner: str) 
     module = copy.deepcopy(setup.module).eval()
     tap = FeatureTap(module, path, at="output")
     with torch.enable_grad(), isolated("cross entropy"), muted(module), frozen_buffers(module), tap:
-        loss = training_loss(module, move_batch(module, batch))
+        loss = probes.training_loss(module, probes.move_batch(module, batch))
         logits = tap.features
         slope = _slope(loss, logits)
     labels = labels_of(batch, owner).to(logits.device)

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedlightning.algorithm import Server, Setup, isolated, move_batch
+from fedlightning.algorithm import Server, Setup, isolated, probes
 from fedlightning.callbacks.shared.representations import (
     LABEL_KEYS,
     features_at_start,
@@ -132,9 +132,6 @@ def check_public_logits(owner: str, setup: Setup, labels: bool, softmax: bool = 
         setup: The federation before round 1.
         labels: Whether the public data need labels.
         softmax: Whether logits are compared by their softmax, which means nothing but for one class a sample.
-
-    Raises:
-        ValueError: With the reason.
     """
     name = type(setup.template).__name__
     if not setup.has_public():
@@ -206,7 +203,7 @@ def refuse_a_last_batch_of_one(owner: str, setup: Setup, samples: int, batch_siz
         module = copy.deepcopy(module).train()
         try:
             with torch.no_grad(), isolated("public logits"), muted(module):
-                module(inputs_of(move_batch(module, batch))[:1])
+                module(inputs_of(probes.move_batch(module, batch))[:1])
         except (RuntimeError, ValueError) as error:
             raise ValueError(
                 f"{owner} trains on {count} public samples in batches of {size}, so that the last batch is one sample, and "
@@ -219,7 +216,7 @@ def _logits_at_start(owner: str, name: str, module: LightningModule, batch: Any)
     module = copy.deepcopy(module).eval()
     try:
         with torch.no_grad(), isolated("public logits"), muted(module), frozen_buffers(module):
-            return logits_of(module, move_batch(module, batch))
+            return logits_of(module, probes.move_batch(module, batch))
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         raise ValueError(
             f"{owner} cannot read the logits of {name} on a public batch: {str(error).rstrip('.')}. Its forward must take "

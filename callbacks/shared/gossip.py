@@ -22,9 +22,8 @@ from fedlightning.algorithm import (
     Setup,
     State,
     Update,
-    WeightedMean,
 )
-from fedlightning.tensors import select
+from fedlightning.tensors import WeightedMean, select
 from fedlightning.topology import MixingWeights, Topology, contraction, make_graph, mixing_weights, without
 
 NO_SERVER = Need(

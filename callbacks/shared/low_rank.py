@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 from lightning.pytorch import LightningModule
@@ -18,7 +18,8 @@ from fedlightning.algorithm import (
     ServerModels,
     Setup,
     SubModels,
-    Weighting,
+    Update,
+    WeightingName,
     Wire,
 )
 from fedlightning.callbacks.shared.dealt import dealt_to, refuse_new_deal
@@ -53,7 +54,7 @@ class LowRank(ServerModels):
         dropout: float,
         target_modules: list[str] | None,
         head: str | list[str] | None,
-        weighting: Weighting | None,
+        weighting: WeightingName | Callable[[Server, Update], float] | None,
     ) -> None:
         self.dropout = dropout
         self.target_modules = target_modules
@@ -120,7 +121,7 @@ class ClientRanks(LowRank, SubModels):
         dropout: float,
         target_modules: list[str] | None,
         head: str | list[str] | None,
-        weighting: Weighting | None,
+        weighting: WeightingName | Callable[[Server, Update], float] | None,
     ) -> None:
         super().__init__(dropout, target_modules, head, weighting)
         self.r = r

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
-from fedlightning.algorithm import Setup, State, isolated, training_loss
+from fedlightning.algorithm import Setup, State, isolated, probes
 from fedlightning.tensors import entry_kinds, load_state, module_state
 from fedlightning.wrappers.heads import Convolution
 from fedlightning.wrappers.muting import muted
@@ -107,7 +107,7 @@ def check_matching(setup: Setup, cuts: Sequence[Cut], owner: str) -> None:
             if entries is not None:
                 load_state(module, entries)
             with isolated("matching batch"):
-                losses.append(training_loss(module, batch))
+                losses.append(probes.training_loss(module, batch))
     if not torch.allclose(losses[0], losses[1], rtol=1e-3, atol=1e-4):
         raise ValueError(
             f"{owner} puts hidden units of {type(setup.template).__name__} into another order, and then it computes "

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from fedlightning.algorithm import NoLossError, Setup, isolated, training_loss
+from fedlightning.algorithm import Setup, isolated, probes
 from fedlightning.callbacks.shared.representations import LABEL_KEYS
 from fedlightning.layers import expand
 from fedlightning.tensors import module_state
@@ -162,8 +162,8 @@ def refuse_blind_training(setup: Setup, encoders: Mapping[str, list[str]], owner
 def _fault(module: LightningModule, batch: Any, names: list[str], before: Mapping[str, Tensor]) -> str | None:
     with isolated("blind training"), muted(module), torch.enable_grad():
         try:
-            loss = training_loss(module, batch)
-        except NoLossError:
+            loss = probes.training_loss(module, batch)
+        except probes.NoLossError:
             return None
         if not bool(torch.isfinite(loss)):
             return f"has the loss {float(loss.detach())}"

@@ -22,8 +22,7 @@ from fedlightning.algorithm import (
     Setup,
     Stage,
     isolated,
-    move_batch,
-    training_loss,
+    probes,
 )
 from fedlightning.callbacks.shared.representations import other_task, targets_in
 from fedlightning.wrappers import frozen_buffers, muted, unmix
@@ -117,9 +116,9 @@ class SharedPeer(ServerModels):
         module = copy.deepcopy(setup.module).eval()
         try:
             with torch.no_grad(), isolated("pair"), muted(module), frozen_buffers(module):
-                batch = move_batch(module, batch)
+                batch = probes.move_batch(module, batch)
                 classes = sides_of(module, batch)[0].logits.shape[1]
-                training_loss(module, batch)
+                probes.training_loss(module, batch)
         except (RuntimeError, ValueError) as error:
             raise ValueError(
                 f"{self.key} cannot train {type(setup.template).__name__} and the shared model together: "

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -44,7 +44,7 @@ from fedlightning.algorithm import (
     Wire,
     facts,
     generator,
-    training_loss,
+    probes,
 )
 from fedlightning.callbacks.shared.dealt import dealt_to, refuse_new_deal
 from fedlightning.callbacks.shared.representations import (
@@ -53,7 +53,7 @@ from fedlightning.callbacks.shared.representations import (
 )
 from fedlightning.callbacks.shared.submodels import limit_labels, narrow_to_labels, scale_in_training
 from fedlightning.layers import as_names
-from fedlightning.ranges import PositiveShare
+from fedlightning.ranges import Length, PositiveShare
 from fedlightning.tensors import load_state, module_state
 from fedlightning.wrappers.slices import ElementMean, Slices, take
 from fedlightning.wrappers.submodel import Units, entry_slices, plan_cuts, shrink
@@ -61,6 +61,9 @@ from fedlightning.wrappers.submodel_check import verify
 
 STATISTICS = "statistics"
 """Tag of the jobs in which clients run the new global model over their data."""
+
+
+RATES = "Shares of the full model."
 
 
 class PartialTraining(SubModels):
@@ -90,7 +93,7 @@ class PartialTraining(SubModels):
 
     def __init__(
         self,
-        rates: Sequence[PositiveShare] | dict[str, PositiveShare],
+        rates: Annotated[Sequence[PositiveShare], Length(note=RATES)] | Annotated[dict[str, PositiveShare], Length()],
         dynamic: bool = False,
         scaler: bool = False,
         masked_loss: bool = False,
@@ -99,8 +102,6 @@ class PartialTraining(SubModels):
         weighting: WeightingName | None = "uniform",
     ) -> None:
         name = type(self).__name__
-        if not rates:
-            raise ValueError(f"{name} got rates={rates}. Give one share of the full model at least.")
         if dynamic and isinstance(rates, dict):
             raise ValueError(f"{name}(dynamic=True) draws widths from a list, but rates is a table by client.")
         if len(as_names(head)) > 1:
@@ -142,7 +143,7 @@ class PartialTraining(SubModels):
         for rate in sorted(self._computed()):
             if batch is not None and rate < 1.0:
                 units = self.units(rate, 1, setup.clients[0], 0)
-                verify(setup.module, cuts, units, lambda module: training_loss(module, batch))
+                verify(setup.module, cuts, units, lambda module: probes.training_loss(module, batch))
         if self._changing and setup.optimizer_state == "keep":
             raise ValueError(
                 f"{self._changing} changes what a client trains, so its optimizers cannot be kept. Use "

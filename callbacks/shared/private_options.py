@@ -6,7 +6,8 @@ import secrets
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from fedlightning.algorithm import Change, Cover, Need, Outgoing, Protection, Range, Server, warn
+from fedlightning.algorithm import Change, Cover, Need, Outgoing, Protection, Server, warn
+from fedlightning.ranges import Range, at_least_one
 
 Delta = Annotated[float, Range("(0, 1)")]
 Accountant = Literal["rdp", "prv"]
@@ -33,6 +34,7 @@ class Private(Protection):
         ValueError: If neither `noise_multiplier` nor `epsilon` is given.
     """
 
+    @at_least_one("noise_multiplier", "epsilon", why="they say how much noise there is. Give one of them, or both.")
     def __init__(
         self,
         delta: float,
@@ -44,8 +46,6 @@ class Private(Protection):
         noise_seed: int | None,
         scores: Scores,
     ) -> None:
-        if noise_multiplier is None and epsilon is None:
-            raise ValueError(f"{self.key} has neither noise_multiplier nor epsilon. Give one of them, or both.")
         self.delta, self.noise_multiplier, self.epsilon, self.clip = delta, noise_multiplier, epsilon, clip
         self.accountant, self.ledger, self.noise_seed, self.scores = accountant, ledger, noise_seed, scores
 

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from fedlightning.algorithm import detached_copy, probes, training_loss
+from fedlightning.algorithm import detached_copy, probes
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches
 from fedlightning.callbacks.shared.secret_noise import normal
 
@@ -307,7 +307,7 @@ def _gradients(
 ) -> list[Tensor]:
     hooks.set_grad_sample_to_none()
     module.zero_grad()
-    training_loss(module, batch).backward()
+    probes.training_loss(module, batch).backward()
     found = [_sample_of(parameter, count) for parameter in trainable]
     return [
         torch.zeros(count, *parameter.shape, device=parameter.device) if one is None else one.clone()

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedlightning.algorithm import Client, Server, Setup, isolated, move_batch, training_loss
+from fedlightning.algorithm import Client, Server, Setup, isolated, probes
 from fedlightning.layers import as_names, ordered_layers
 from fedlightning.tensors import load_state, module_state
 from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
@@ -155,7 +155,7 @@ def features_at_start(setup: Setup, taps: Taps, owner: str) -> dict[str, Tensor]
     try:
         attached = {label: tap.attach() for label, tap in taps(module).items()}
         with torch.no_grad(), isolated("features"), muted(module), frozen_buffers(module):
-            training_loss(module, move_batch(module, batch))
+            probes.training_loss(module, probes.move_batch(module, batch))
         return {label: rows(tap.features) for label, tap in attached.items()}
     except (RuntimeError, ValueError) as error:
         raise ValueError(

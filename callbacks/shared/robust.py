@@ -9,20 +9,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from fedlightning.algorithm import (
-    Change,
-    Facts,
-    FederatedCallback,
-    Need,
-    Newcomers,
-    Range,
-    Server,
-    Setup,
-    State,
-    Update,
-    warn,
-)
+from fedlightning.algorithm import Change, Facts, FederatedCallback, Need, Newcomers, Server, Setup, State, Update, warn
 from fedlightning.callbacks.shared.single_updates import refuse_other_ways
+from fedlightning.ranges import Range
 
 Bad = Annotated[int, Range("[0, inf)", "It counts bad clients.")]
 """A number of bad clients that a rule is to bear."""

@@ -20,12 +20,11 @@ from fedlightning.algorithm import (
     Setup,
     State,
     Update,
-    WeightedMean,
     detached_copy,
     facts,
     isolated,
 )
-from fedlightning.tensors import clone, entry_kinds, equal, module_state, select
+from fedlightning.tensors import WeightedMean, clone, entry_kinds, equal, module_state, select
 
 NO_SERVER_STEP = Need("keeps several models at the server, and no mean of all", (Change.STEP, Change.REDUCED))
 """Nothing can work on the one model that the clients' mean gives."""

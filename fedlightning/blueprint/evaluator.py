@@ -1,12 +1,15 @@
-"""The Trainer that evaluates models, and what it collects from modules that log nothing."""
+"""The Trainer that evaluates models, what it collects from modules that log nothing, and Lightning's names of evaluation."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 
@@ -71,3 +74,39 @@ class StepLosses(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *args: Any
     ) -> None:
         self.add(outputs, batch)
+
+
+@dataclass(frozen=True)
+class EvaluationNames:
+    """Names of validation, or of testing; everything else about the two is the same.
+
+    Attributes:
+        step: The module's step.
+        hook: The part in the names of hooks, as in `on_validation_start`.
+        short: The part in the names of loaders, limits and contexts, as in `limit_val_batches`.
+        run: The Trainer's method, and the stage that `setup` and `teardown` are given.
+        stage: Lightning's stage while it runs.
+    """
+
+    step: str
+    hook: str
+    short: str
+    run: str
+    stage: RunningStage
+
+    def limit(self, base: Trainer) -> Any:
+        """Return the limit of batches that a Trainer was made with."""
+        return getattr(base, f"limit_{self.short}_batches")
+
+    def context(self, precision: Precision) -> Any:
+        """Return the function that makes the context (autocast) of a step."""
+        return getattr(precision, f"{self.short}_step_context")
+
+
+VALIDATION = EvaluationNames("validation_step", "validation", "val", "validate", RunningStage.VALIDATING)
+TESTING = EvaluationNames("test_step", "test", "test", "test", RunningStage.TESTING)
+
+
+def names_of(testing: bool) -> EvaluationNames:
+    """Return the names of testing, or of validation."""
+    return TESTING if testing else VALIDATION

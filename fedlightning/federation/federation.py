@@ -23,7 +23,6 @@ from fedlightning.federation.loops.synchronous import messages
 from fedlightning.federation.outgoing import covered, in_words
 from fedlightning.federation.rehearsal import Rehearsal
 from fedlightning.federation.server import Server
-from fedlightning.federation.silence import tell_of_silence
 from fedlightning.federation.state import save_state
 from fedlightning.federation.store import ClientStore
 from fedlightning.federation.summary import evaluation_of, summary_of
@@ -166,11 +165,7 @@ class Federation:
         self.decisions.load(self.rounds_done)
 
     def check(self) -> None:
-        """Refuse what cannot work, before round 1: see :class:`~fedlightning.federation.rehearsal.Rehearsal`.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse what cannot work, before round 1: see :class:`~fedlightning.federation.rehearsal.Rehearsal`."""
         Rehearsal(self).ask()
 
     def round(self, progress: NoProgress) -> None:
@@ -206,7 +201,7 @@ class Federation:
         rows = stage_scores.update_rows(updates, server.model_of, server.round)
         rows += self._validated() if due else []
         if due and self.stages and server.round < self.evaluate_every:  # the first time
-            tell_of_silence(server, self.engine, "val", rows, asked=False)
+            stage_scores.tell_of_silence(server, self.engine, "val", rows, asked=False)
         server.scores = stage_scores.by_client(rows)
         self.recorder.record(rows + (self._unseen() if due else []))
         self.recorder.log_clients(updates)
@@ -397,6 +392,6 @@ class Federation:
             found = stage_scores.checkpoint_rows(server, self.engine, evaluate)
             rows += [row for row in found if checkpoint in ("all", row.checkpoint)]
             rows += self.unseen.checkpoint_rows((split,), checkpoint)
-        tell_of_silence(server, self.engine, split, rows)
+        stage_scores.tell_of_silence(server, self.engine, split, rows)
         self.recorder.record(rows)
         return rows

@@ -39,9 +39,6 @@ def ask_first_step(engine: Engine, architecture: str, logged: Callable[[], Itera
         engine: Has the runner, and its data where they are here.
         architecture: Name of the architecture.
         logged: Gives what the module logs in validation, for some clients; nothing if it is not validated.
-
-    Raises:
-        ConfigurationError: With a sentence.
     """
     runner, blueprint = engine.runner, engine.runner.blueprint
     asking = [one for one in blueprint.callbacks if one.claims("check_step")]

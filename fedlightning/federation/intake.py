@@ -83,9 +83,6 @@ class Intake:
 
         Args:
             since: The first update that counts.
-
-        Raises:
-            FederationError: With the first reason.
         """
         updates = [update for update in self.done[since:] if not update.left_out]
         failed = [update for update in updates if update.error is not None]
@@ -103,11 +100,7 @@ class Intake:
         ) from self.cause
 
     def refuse_if_too_few(self) -> None:
-        """End the run where fewer clients than needed contributed.
-
-        Raises:
-            TooFewClientsError: With the first reason.
-        """
+        """End the run where fewer clients than needed contributed."""
         server = self.server
         clients = [one for one in self.done if one.client in server.num_samples and not one.left_out]
         visited = dict.fromkeys(update.client for update in clients)

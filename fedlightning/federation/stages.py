@@ -14,7 +14,9 @@ from itertools import pairwise
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from fedlightning.errors import warn
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.server import Scores as ScoresOfRound
 from fedlightning.federation.server import Server
@@ -27,6 +29,7 @@ from fedlightning.scoring.server_model import ServerModel
 from fedlightning.scoring.tasks import LOCAL, Lost, Place, ScoreClient, ScoredModel, ScoreModel
 from fedlightning.tensors import State, equal, module_state
 from fedlightning.visit.requests import Evaluate, Scores
+from fedlightning.wrappers import user_class
 
 
 class ScoringError(RuntimeError):
@@ -293,3 +296,33 @@ def _content(store: ClientStore, client: str, key: str) -> bytes:
         found.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
         found.update(value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data)
     return found.digest()
+
+
+def tell_of_silence(server: Server, engine: Engine, split: str, rows: Sequence[Row], asked: bool = True) -> None:
+    """Warn of a step that gives no score, though models were evaluated with it.
+
+    Args:
+        server: Has the clients and the template.
+        engine: Knows their data.
+        split: Split that was evaluated.
+        rows: What was found.
+        asked: Whether the user has asked for scores, so that a module without the step is told of as well.
+    """
+    known = engine.runner.described
+    has_data = any(known.num_samples(client, split) for client in server.evaluated)
+    if not has_data or any(row.split == split for row in rows):
+        return
+    template = server.blueprint.template
+    tests = split == "test" and is_overridden("test_step", template)
+    step, name = "test_step" if tests else "validation_step", user_class(template).__name__
+    if not asked and not is_overridden(step, template):
+        return
+    why = (
+        f"{name}.{step} logs nothing and returns no loss"
+        if is_overridden(step, template)
+        else f"{name} has neither test_step nor validation_step"
+    )
+    warn(
+        f"There are no scores on {split} data: {why}. Log them in {step} or on_{step.removesuffix('_step')}_epoch_end by "
+        "self.log(name, value); what a module keeps to itself, prints or logs with logger=False cannot be seen."
+    )

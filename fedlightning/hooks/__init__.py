@@ -39,7 +39,6 @@ from fedlightning.hooks.words import (
     Plan,
     Setup,
     Stage,
-    Weighting,
     WeightingName,
 )
 
@@ -83,6 +82,5 @@ __all__ = [
     "Plan",
     "Setup",
     "Stage",
-    "Weighting",
     "WeightingName",
 ]

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from fedlightning.models.labels import check_labels
 from fedlightning.models.metrics import ClassificationMetrics
 from fedlightning.models.supervised import SupervisedModule
-from fedlightning.ranges import NonNegativeFloat, PositiveInt, Range, ShareBelowOne, check_arguments
+from fedlightning.ranges import (
+    Instance,
+    NonNegativeFloat,
+    PositiveInt,
+    Range,
+    ShareBelowOne,
+    at_most_one,
+    check_arguments,
+)
 
 
 class Classifier(SupervisedModule):
@@ -65,9 +73,10 @@ class Classifier(SupervisedModule):
 
     shown = ("loss", "accuracy")
 
+    @at_most_one("focal_gamma", "label_smoothing", why="focal loss has no smoothing. Use one of them.")
     def __init__(
         self,
-        net: nn.Module,
+        net: Annotated[nn.Module, Instance("It is a torch.nn.Module that returns logits.")],
         num_classes: PositiveInt,
         optimizer: OptimizerCallable | None = None,
         scheduler: LRSchedulerCallable | None = None,
@@ -80,14 +89,6 @@ class Classifier(SupervisedModule):
     ) -> None:
         super().__init__()
         check_arguments(self, Classifier.__init__, locals())
-        if not isinstance(net, nn.Module):
-            raise ValueError(
-                f"Classifier got a {type(net).__name__} as net. Pass a torch.nn.Module that returns logits."
-            )
-        if focal_gamma is not None and label_smoothing:
-            raise ValueError(
-                "Classifier got focal_gamma and label_smoothing; focal loss has no smoothing. Use one of them."
-            )
         if class_weights is not None:
             if len(class_weights) != max(2, num_classes):
                 raise ValueError(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from lightning.pytorch import LightningModule
 from torch import nn
+
+from fedlightning.ranges import Length, check_arguments
 
 Rule = Literal["cycle", "blocks", "size", "group"]
 """How clients get their models: in turn, in consecutive blocks, by their training samples, or by their planted group."""
@@ -47,13 +49,12 @@ class ClientModels(LightningModule):
 
     def __init__(
         self,
-        models: dict[str, LightningModule],
+        models: Annotated[dict[str, LightningModule], Length(note="Such as models={'small': MyModule()}.")],
         assign: Rule | dict[str, str] = "cycle",
         server: str | None = None,
     ) -> None:
         super().__init__()
-        if not models:
-            raise ValueError("ClientModels got no models. Name at least one: models={'small': MyModule()}.")
+        check_arguments(self, ClientModels.__init__, locals())
         for name, module in models.items():
             if not isinstance(name, str) or not name or not name.isprintable() or "." in name:
                 raise ValueError(f"ClientModels got a model called {name!r}. A name is a word without dots.")
@@ -67,10 +68,6 @@ class ClientModels(LightningModule):
             for client, model in assign.items():
                 if model not in models:
                     raise ValueError(f"ClientModels assigns client '{client}' the model {model!r}. There are: {known}.")
-        elif assign not in get_args(Rule):
-            raise ValueError(
-                f"ClientModels got assign={assign!r}. Use one of {', '.join(get_args(Rule))}, or map clients to names."
-            )
         if server is not None and server not in models:
             raise ValueError(f"ClientModels got server={server!r}. There are: {known}.")
         if server is not None and len(models) == 1 and not isinstance(assign, Mapping):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from fedlightning.models.recipes import module_recipe
 from fedlightning.models.sizes import Size
-from fedlightning.ranges import checked
+from fedlightning.ranges import Length, checked
 
 Fusion = Literal["concat", "attention", "gate"]
 
@@ -53,7 +53,7 @@ class MultimodalNet(nn.Module):
     @checked
     def __init__(
         self,
-        encoders: dict[str, nn.Module],
+        encoders: Annotated[dict[str, nn.Module], Length(note="One for each modality.")],
         num_classes: Size,
         width: Size = 64,
         fusion: Fusion = "concat",
@@ -61,8 +61,6 @@ class MultimodalNet(nn.Module):
         unimodal_heads: bool = False,
     ) -> None:
         super().__init__()
-        if not encoders:
-            raise ValueError("MultimodalNet got no encoders; give one for each modality.")
         recipes = {name: module_recipe(encoder) for name, encoder in encoders.items()}
         if None not in recipes.values():
             self.init_args: dict[str, Any] = {

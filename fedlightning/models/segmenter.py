@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from fedlightning.models.supervised import SupervisedModule
-from fedlightning.ranges import PositiveInt, check_arguments
+from fedlightning.ranges import Range, check_arguments
 
 
 class Segmenter(SupervisedModule):
@@ -51,7 +51,7 @@ class Segmenter(SupervisedModule):
     def __init__(
         self,
         net: nn.Module,
-        num_classes: PositiveInt,
+        num_classes: Annotated[int, Range("[2, inf)", "Background included.")],
         optimizer: OptimizerCallable | None = None,
         scheduler: LRSchedulerCallable | None = None,
         lr: float | None = None,
@@ -60,8 +60,6 @@ class Segmenter(SupervisedModule):
     ) -> None:
         super().__init__()
         check_arguments(self, Segmenter.__init__, locals())
-        if num_classes < 2:
-            raise ValueError(f"Segmenter got num_classes={num_classes}; use at least 2, background included.")
         self.save_hyperparameters(ignore=["net", "optimizer", "scheduler"])
         self.num_classes, self.loss_name = num_classes, loss
         self.take_over(net, optimizer, scheduler, lr, scheduler_interval)

@@ -73,9 +73,6 @@ class RunFolder:
         Args:
             discard_unsaved: Remove what a run left that was killed before it had saved a state. One that came to its end
                 without states (`save_state: 0`) has a summary, and is not touched.
-
-        Raises:
-            ValueError: Naming the folder.
         """
         if not is_writer():
             return

@@ -23,7 +23,7 @@ class WeightedMean:
 
     Example:
         >>> import torch
-        >>> from fedlightning.algorithm import WeightedMean
+        >>> from fedlightning.tensors import WeightedMean
         >>> mean = WeightedMean()
         >>> mean.add({"w": torch.tensor([0.0])}, weight=30)
         >>> mean.add({"w": torch.tensor([4.0])}, weight=10)

@@ -33,9 +33,9 @@ from fedlightning.tensors import load_state
 from fedlightning.visit import fit as local_fit
 from fedlightning.visit.client import Client
 from fedlightning.visit.description import Description, Part, describe
+from fedlightning.visit.fast.refusals import LoopChoice
 from fedlightning.visit.freezing import only_training
 from fedlightning.visit.leaving import Leaving, leaving_of
-from fedlightning.visit.loop_choice import LoopChoice
 from fedlightning.visit.monitors import Monitor
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Fit, Score, Scores, score_or_miss

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from fedlightning.blueprint.blueprint import Blueprint
+from fedlightning.blueprint.evaluator import names_of
 from fedlightning.compat.attached import detached_copy, to_device, trainer_of
 from fedlightning.compat.quiet import quiet
-from fedlightning.visit.evaluation_names import names_of
 from fedlightning.visit.fast import refusals
 from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.fast.evaluation import Evaluation, evaluate, may_stay_open, module_refusal

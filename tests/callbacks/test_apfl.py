@@ -513,7 +513,7 @@ def test_a_module_whose_hooks_hold_state():
         ({"personal_model": Toy()}, "Set mix='logits'"),
         (
             {"personal_model": nn.Linear(6, 3), "mix": "logits"},
-            "got a Linear as personal model. Pass a LightningModule",
+            "got personal_model=.*Use a LightningModule, or None. It says how v trains",
         ),
     ],
 )

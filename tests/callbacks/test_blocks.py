@@ -223,9 +223,9 @@ class Hosted(Deep):
 
 
 def test_a_stitched_network_sees_batches_as_its_first_network_does():
-    from fedlightning.algorithm import move_batch
+    from fedlightning.algorithm import probes
 
     module = Hosted()
     row = row_of(module, cut(module, torch.randn(2, FEATURES)))
-    x, _ = move_batch(row, [torch.ones(2, FEATURES), torch.zeros(2)])
+    x, _ = probes.move_batch(row, [torch.ones(2, FEATURES), torch.zeros(2)])
     assert torch.equal(x, torch.full((2, FEATURES), 10.0))

@@ -256,7 +256,7 @@ def test_without_a_global_model_it_is_refused_before_training():
         federate(Toy(), toy_data(SIZES), [FedPer(), GlobalCheckpoint(), Visited()])
     for method in (IFCA(), FedGroup(), FeSEM(), FedSoft(), PIFL(monitor="val_loss"), FedAMP()):
         with pytest.raises(
-            ValueError, match=f"needs one model for all clients, and {method.key} has none.*LocalCheckpoint"
+            ValueError, match=f"needs a global model, but {method.key}'s server keeps several. Use LocalCheckpoint"
         ):
             federate(Toy(), toy_data(SIZES), [method, GlobalCheckpoint(), Visited()])
     with pytest.raises(ValueError, match=r"CFL splits the model for all .* GlobalCheckpoint selects .*LocalCheckpoint"):

@@ -197,7 +197,7 @@ def test_order_in_the_list_does_not_matter_for_these():
         ([SCAFFOLD(), FENDA("net.3", weighting="samples")], "ask for different weightings"),
         ([Local(), GlobalCheckpoint()], "GlobalCheckpoint needs a global model.*Use LocalCheckpoint"),
         ([FedPer(), GlobalCheckpoint()], "GlobalCheckpoint needs a global model"),
-        ([PLayerFL(), GlobalCheckpoint()], "GlobalCheckpoint needs a global model"),
+        ([PLayerFL(), GlobalCheckpoint()], "PLayerFL keeps layers with the clients"),
     ],
 )
 def test_senseless_pairs(callbacks, sentence):

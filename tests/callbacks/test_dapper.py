@@ -187,8 +187,8 @@ class Manual(Toy):
 def test_wrong_use():
     for make, sentence in (
         (lambda: Dapper([]), r"Dapper got grid=\[\]"),
-        (lambda: Dapper([0.5, 0.5]), "different shares of the own data"),
-        (lambda: Dapper([0.5, 1.5]), r"grid=\[0.5, 1.5\]. Use a list, each a number in \[0, 1\]"),
+        (lambda: Dapper([0.5, 0.5]), "all different, each a number.*Shares of the own data"),
+        (lambda: Dapper([0.5, 1.5]), r"grid=\[0.5, 1.5\]. Use a list of .*, each a number in \[0, 1\]"),
         (lambda: Dapper(ratio=0.0), "ratio=0.0"),
         (lambda: Dapper(epochs=0), r"epochs=0. Use a whole number in \[1, inf\)"),
         (lambda: Dapper(choose_on="test"), "choose_on='test'. Use 'val' or 'train'"),

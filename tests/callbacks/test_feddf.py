@@ -258,7 +258,7 @@ def test_wrong_use_is_refused():
         (name,) = arguments
         with pytest.raises(ValueError, match=f"FedDF got {name}="):
             FedDF(**arguments)
-    with pytest.raises(ValueError, match="needs labelled public data"):
+    with pytest.raises(ValueError, match="without validation: it judges by labelled public data"):
         FedDF(drop_worst=True)
     with pytest.raises(ValueError, match=r"FedDF fuses the whole models .*, and FedPer chooses what travels"):
         federate(Toy(), public_data(), [FedDF(), FedPer(personal="net.3")])

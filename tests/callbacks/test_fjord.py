@@ -226,8 +226,8 @@ def test_the_fast_loop_and_the_trainer_train_the_same():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"widths": []}, r"widths=\[\]\. Give one share"),
-        ({"widths": [0.5, 1.2]}, r"widths=\[0.5, 1.2\]. Use a list, each a number in \(0, 1\]"),
+        ({"widths": []}, r"widths=\[\]\. Use a list of at least one"),
+        ({"widths": [0.5, 1.2]}, r"widths=\[0.5, 1.2\]. Use a list of at least one, each a number in \(0, 1\]"),
         ({"rates": [0.5]}, r"largest width 0.5, which is none of widths=.*Add it there"),
         ({"alpha": 1.5}, r"alpha=1.5. Use a number in \[0, 1\]"),
         ({"temperature": 0.0}, r"temperature=0.0. Use a number in \(0, inf\)"),

@@ -330,7 +330,7 @@ def test_the_head_by_name_or_in_a_list(head):
 def test_wrong_use_is_refused():
     with pytest.raises(ValueError, match=r"HeteroFL got head=\['net.0', 'net.3'\], but one layer gives the logits"):
         HeteroFL(head=["net.0", "net.3"])
-    with pytest.raises(ValueError, match=r"HeteroFL got rates=\[\]. Give one share"):
+    with pytest.raises(ValueError, match=r"HeteroFL got rates=\[\]. Use a list of at least one"):
         HeteroFL(rates=[])
     for arguments in ({"rates": [0.0]}, {"rates": [1.5]}, {"rates": {"0": -1.0}}):
         with pytest.raises(ValueError, match=r"HeteroFL got rates=.*\(0, 1\]"):

@@ -255,8 +255,11 @@ class Manual(Toy):
     ("make", "sentence"),
     [
         (lambda: at_once([]), r"MAPPER got grid=\[\]"),
-        (lambda: at_once([0.5, 1.5]), r"grid=\[0.5, 1.5\]. Use a list, each a number in \[0, 1\]"),
-        (lambda: at_once([0.5, 0.5]), "Give different shares"),
+        (
+            lambda: at_once([0.5, 1.5]),
+            r"grid=\[0.5, 1.5\]. Use a list of .*, each a number in \[0, 1\]",
+        ),
+        (lambda: at_once([0.5, 0.5]), "all different, each a number.*Shares of the local model"),
         (lambda: at_once(global_steps=0), r"global_steps=0. Use a whole number in \[1, inf\), or None"),
         (lambda: at_once(choose_on="test"), "choose_on='test'. Use 'train' or 'val'"),
     ],

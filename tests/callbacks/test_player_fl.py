@@ -513,10 +513,10 @@ def test_resumed_is_uninterrupted(tmp_path):
         ([PLayerFL(order=["net.frist"])], r"'net.frist' is no layer of Deep. Close matches: 'net.first'"),
         (
             [PLayerFL(), GlobalCheckpoint()],
-            "needs a global model, but PLayerFL keeps.*LocalCheckpoint",
+            "PLayerFL keeps layers with the clients, and GlobalCheckpoint selects.*or use LocalCheckpoint",
         ),
-        ([GlobalCheckpoint(), PLayerFL(split=4, shift=-1)], "GlobalCheckpoint needs a global model"),
-        ([GlobalCheckpoint(), PLayerFLRandom(math.inf)], "but PLayerFLRandom keeps layers"),
+        ([GlobalCheckpoint(), PLayerFL(split=4, shift=-1)], "PLayerFL keeps layers with the clients"),
+        ([GlobalCheckpoint(), PLayerFLRandom(math.inf)], "PLayerFLRandom keeps layers"),
         ([PLayerFL(), PLayerFLRandom()], "PLayerFL and PLayerFLRandom both claim 'plan_round'"),
     ],
 )

@@ -247,7 +247,7 @@ def test_what_cannot_end_a_run_is_refused_before_it(callbacks, options, reason):
 
 
 def test_a_budget_without_a_limit_and_an_unknown_monitor():
-    with pytest.raises(ValueError, match="Budget has no limit"):
+    with pytest.raises(ValueError, match="Budget got none of max_megabytes, max_seconds, max_steps: it has no limit"):
         Budget()
     trainer = make_trainer(None, [FederatedEarlyStopping("loss")], max_rounds=2, evaluate_every=1)
     with pytest.raises(ValueError, match=r"monitors 'loss', but validation gives \['val_"), pytest.warns(UserWarning):

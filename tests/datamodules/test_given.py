@@ -24,7 +24,7 @@ def test_every_split_holds_the_given_numbers():
 @pytest.mark.parametrize(
     ("clients", "sentence"),
     [
-        ({}, "got no clients"),
+        ({}, "Use a table of at least one"),
         ({"a": {"x": [[1.0]]}}, "got ['x'] for client 'a'"),
         ({"a": {"x": [[1.0]], "y": [1.0], "n": 2}}, "for client 'a'; give x, y and perhaps copies"),
         ({"a": {"x": [[1.0]], "y": [1.0, 2.0]}}, "got 1 rows of x and 2 numbers of y"),

@@ -187,7 +187,7 @@ def test_grades_are_five_classes_of_the_same_patients_and_splits(root, data):
         for split in ("train", "val", "test"):
             (x, y), (u, v) = tensors(data, client, split), tensors(graded, client, split)
             assert torch.equal(x, u) and torch.equal(y, (v > 0).long())
-    with pytest.raises(ValueError, match="grades and binary_float"):
+    with pytest.raises(ValueError, match="both grades=True and binary_float=True"):
         HeartDiseaseDataModule(grades=True, binary_float=True)
 
 

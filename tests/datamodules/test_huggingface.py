@@ -141,7 +141,7 @@ def test_files_through_load_dataset(tmp_path, monkeypatch):
         ),
         ({"hospital": [*["Rome"] * 39, None]}, {"client": "hospital"}, r"Row 39 of the train data has no 'hospital'"),
         ({"kind": [["ill", "well"]] * 40}, {"client": "hospital"}, r"neither classes nor one number"),
-        ({}, {}, r"client=None and partitioner=None"),
+        ({}, {}, r"neither client nor partitioner"),
         ({}, {"client": "hospital", "partitioner": IIDPartitioner(2)}, r"name the column of the clients, or give"),
     ],
 )

@@ -119,7 +119,7 @@ def test_each_groups_hold_out_data():
         ({"mixture": "-1:2"}, "0 or more"),
         ({"groups": [[0], [0, 1]]}, "no class may be in two groups"),
         ({"groups": [[0], [11]]}, "class 11, which no train sample has"),
-        ({"groups": [[0]]}, "two or more lists"),
+        ({"groups": [[0]]}, "a list of at least 2, each a list of at least one"),
         ({"groups": [[0], [1], [2]]}, "for 3 groups"),
         ({"label_space": "both"}, "label_space='both'. Use 'joint' or 'shared'"),
         ({"groups": "rotation", "flatten": True}, "these samples are none"),

@@ -113,7 +113,7 @@ def test_what_makes_no_sense_is_refused():
         ShiftedDataModule(Images(), strength=1.0)
     with pytest.raises(ValueError, match="public data"):
         ShiftedDataModule(Images(public=0.1), concepts=2)
-    with pytest.raises(ValueError, match="LazyClients has none"):
+    with pytest.raises(ValueError, match=r"got source=<LazyClients.*Use an IndexedFederatedDataModule"):
         ShiftedDataModule(LazyClients(3, lambda k: {}, sizes={"train": 1}))
 
 

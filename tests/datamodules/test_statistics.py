@@ -190,7 +190,7 @@ def test_data_that_have_not_agreed_say_so(tmp_path):
         ({"ranges": {"lactate": [3, 1]}}, "give its two ends, the lower first"),
         ({"categories": {"dx": 0}}, "give a list of different codes"),
         ({"categories": {"dx": ["a", "a"]}}, "give a list of different codes"),
-        ({"classes": ["1"]}, "two or more different ones"),
+        ({"classes": ["1"]}, "a list of at least 2, all different"),
     ],
 )
 def test_what_means_nothing_is_refused(tmp_path, options, sentence):

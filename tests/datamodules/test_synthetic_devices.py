@@ -73,5 +73,5 @@ def test_no_validation_data_as_in_the_script():
 
 
 def test_iid_has_no_alpha():
-    with pytest.raises(ValueError, match="iid=True with alpha=1, beta=0"):
+    with pytest.raises(ValueError, match="both iid=True and alpha=1"):
         SyntheticDevicesDataModule(alpha=1, iid=True)

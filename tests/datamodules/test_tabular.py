@@ -127,7 +127,7 @@ def test_regression_and_partitioners(tmp_path):
         ({"client": "clinic"}, r"no column 'clinic' \(client\)"),
         ({"drop": ["no"]}, r"no column 'no' \(drop\)"),
         ({"client": None}, "neither client nor partitioner"),
-        ({"partitioner": IIDPartitioner(2)}, "both client and partitioner"),
+        ({"partitioner": IIDPartitioner(2)}, "both client='hospital' and partitioner=<IIDPartitioner>"),
         ({"task": "rank"}, "task='rank'"),
         ({"task": "regression"}, "'ill' holds words; a regression needs numbers"),
         ({"statistics": {"age": [1.0, 0.0]}}, "standard deviation > 0"),

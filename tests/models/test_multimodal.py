@@ -121,7 +121,7 @@ def test_what_cannot_work_is_refused():
         MultimodalNet({"a": MLP(4, [], 4)}, 3, width=6)({"a": x["a"]})
     with pytest.raises(ValueError, match=r"fusion='sum'. Use 'concat', 'attention' or 'gate'"):
         net("sum")
-    with pytest.raises(ValueError, match="got no encoders"):
+    with pytest.raises(ValueError, match="Use a table of at least one"):
         MultimodalNet({}, 3)
 
 

@@ -20,6 +20,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics import Metric
 
+from fedlightning.blueprint.evaluator import names_of
 from fedlightning.compat.attached import on_device
 from fedlightning.compat.quiet import without_warnings
 from fedlightning.engines.stacked.scoring.clients import Feed, hooks_of, scores_of
@@ -39,7 +40,6 @@ from fedlightning.engines.stacked.scoring.sources import (
 from fedlightning.engines.stacked.scoring.step import ScoringStep
 from fedlightning.engines.stacked.scoring.sums import Sums
 from fedlightning.engines.stacked.scoring.values import NotStacked
-from fedlightning.visit.evaluation_names import names_of
 from fedlightning.visit.failing import client_failure
 from fedlightning.visit.fast import refusals as fast_refusals
 from fedlightning.visit.fast.evaluation import refusal

@@ -89,11 +89,7 @@ class Asynchronous(Loop):
 
     # -- before round 1 --------------------------------------------------------------------------------------------
     def check(self, server: Server) -> None:
-        """Refuse what cannot run without synchronous rounds, by name.
-
-        Raises:
-            ConfigurationError: With a sentence.
-        """
+        """Refuse what cannot run without synchronous rounds, by name."""
         for callback in server.callbacks:
             refuse_synchronous(callback)
         self._rule(server)

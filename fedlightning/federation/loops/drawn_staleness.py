@@ -41,11 +41,7 @@ class DrawnStaleness(Asynchronous):
         ] = []  # client and staleness of each arrival: draws, so they need not be saved
 
     def check(self, server: Server) -> None:
-        """Refuse too few clients, and callbacks that leave jobs out.
-
-        Raises:
-            ConfigurationError: With a sentence.
-        """
+        """Refuse too few clients, and callbacks that leave jobs out."""
         super().check(server)
         assert self.max_staleness is not None
         if len(server.clients) <= self.max_staleness:

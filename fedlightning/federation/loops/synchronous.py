@@ -18,7 +18,7 @@ from fedlightning.federation.server import Server
 from fedlightning.federation.update_checks import checked
 from fedlightning.hooks import AsynchronousMethod, Job, Plan
 from fedlightning.messages import Message, Update
-from fedlightning.ranges import Range
+from fedlightning.ranges import Range, needs
 from fedlightning.visit.requests import Evaluate
 
 ROUNDS = 2**32
@@ -60,6 +60,9 @@ class Synchronous(Loop):
         (Synchronous(clock=None, deadline=None, late='drop', first=None), 60)
     """
 
+    @needs("deadline", "clock", why="nothing tells who is late. Give it a VirtualClock.")
+    @needs("first", "clock", why="nothing tells who is late. Give it a VirtualClock.")
+    @needs("late", "deadline", why="there is nothing to be in time for. Give it one.")
     def __init__(
         self,
         clock: VirtualClock | None = None,
@@ -67,13 +70,6 @@ class Synchronous(Loop):
         late: Late = "drop",
         first: Annotated[int, Range("[1, inf)", "The number of updates that suffice.", strict=True)] | None = None,
     ) -> None:
-        given = next((name for name, value in (("deadline", deadline), ("first", first)) if value is not None), None)
-        if clock is None and given is not None:
-            raise ConfigurationError(
-                f"Synchronous got {given}, and no clock to tell who is late. Give it a VirtualClock."
-            )
-        if late == "partial" and deadline is None:
-            raise ConfigurationError("Synchronous got late='partial', and no deadline to be in time for. Give it one.")
         self.clock = clock
         self.deadline = deadline
         self.late = late

@@ -18,7 +18,7 @@ from fedlightning.federation.server import Server
 from fedlightning.federation.update_checks import checked
 from fedlightning.hooks import Decentralised
 from fedlightning.messages import Message, Update
-from fedlightning.ranges import Range
+from fedlightning.ranges import Range, at_most_one
 from fedlightning.run.timeline import Outcome, Trip
 from fedlightning.tensors import State
 from fedlightning.visit.requests import Evaluate
@@ -62,16 +62,13 @@ class WaitFree(Loop):
 
     clock: VirtualClock
 
+    @at_most_one("steps", "period", why="a round is a number of steps or a time. Leave out one.")
     def __init__(
         self,
         clock: VirtualClock | None = None,
         steps: Annotated[int, Range("[1, inf)", strict=True)] | None = None,
         period: Annotated[float, Range("(0, inf)", "The virtual seconds of a round.")] | None = None,
     ) -> None:
-        if steps is not None and period is not None:
-            raise ConfigurationError(
-                f"WaitFree got steps={steps} and period={period}: a round is a number of steps or a time. Leave out one."
-            )
         self.clock = VirtualClock() if clock is None else clock
         self.steps = 1 if steps is None and period is None else steps
         self.period = period
@@ -83,11 +80,7 @@ class WaitFree(Loop):
 
     # -- before round 1 --------------------------------------------------------------------------------------------
     def check(self, server: Server) -> None:
-        """Refuse federations with a server.
-
-        Raises:
-            ConfigurationError: With a sentence.
-        """
+        """Refuse federations with a server."""
         if server.callbacks.role("neighbours") is None:
             raise ConfigurationError(
                 "The loop WaitFree is for clients that talk to their neighbours, and no callback says who these are. Add "

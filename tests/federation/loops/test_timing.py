@@ -203,12 +203,12 @@ def test_resume_and_the_timeline(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"deadline": 3}, "no clock"),
-        ({"first": 3}, "no clock"),
+        ({"deadline": 3}, "without clock"),
+        ({"first": 3}, "without clock"),
         ({"clock": SLOW, "deadline": 0}, "deadline=0"),
         ({"clock": SLOW, "first": 0}, "first=0"),
         ({"clock": SLOW, "late": "wait"}, "late='wait'"),
-        ({"clock": SLOW, "late": "partial"}, "no deadline"),
+        ({"clock": SLOW, "late": "partial"}, "without deadline"),
     ],
 )
 def test_options_out_of_range(given, said):

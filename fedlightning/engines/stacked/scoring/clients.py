@@ -11,11 +11,11 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
+from fedlightning.blueprint.evaluator import names_of
 from fedlightning.compat.attached import on_device
 from fedlightning.engines.stacked.scoring.step import MetricUpdate, Step
 from fedlightning.engines.stacked.scoring.values import NotStacked, evaluating, plain_log
 from fedlightning.engines.stacked.stack import join_tree
-from fedlightning.visit.evaluation_names import names_of
 from fedlightning.visit.fast.hooks import of_module
 from fedlightning.visit.log_rules import scalar
 from fedlightning.visit.undefined import nan_where_undefined

@@ -1,0 +1,57 @@
+"""What arguments may be, declared beside them, and checked when an object is made.
+
+`annotations.py` holds what an annotation can say of one argument (:class:`Range`, :class:`Length`, :class:`Instance`, and
+`Literal`), `together.py` what is said of several (:func:`at_most_one`, :func:`needs`), and `checking.py` the check
+(:func:`checked`).
+"""
+
+from fedlightning.ranges.annotations import (
+    CountOrShare,
+    Instance,
+    Length,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    Range,
+    Share,
+    ShareBelowOne,
+    allows,
+    described,
+)
+from fedlightning.ranges.checking import (
+    Init,
+    check_arguments,
+    check_on_creation,
+    checked,
+    may_be_infinite,
+    ranges_of,
+)
+from fedlightning.ranges.together import at_least_one, at_most_one, exactly_one, needs
+
+__all__ = [
+    "CountOrShare",
+    "Init",
+    "Instance",
+    "Length",
+    "NonNegativeFloat",
+    "NonNegativeInt",
+    "PositiveFloat",
+    "PositiveInt",
+    "PositiveShare",
+    "Range",
+    "Share",
+    "ShareBelowOne",
+    "allows",
+    "at_least_one",
+    "at_most_one",
+    "check_arguments",
+    "check_on_creation",
+    "checked",
+    "described",
+    "exactly_one",
+    "may_be_infinite",
+    "needs",
+    "ranges_of",
+]

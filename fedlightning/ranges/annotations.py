@@ -1,0 +1,249 @@
+"""What an annotation says of an argument's values: ranges, lengths and classes, what they allow, and how sentences say it."""
+
+from __future__ import annotations
+
+import math
+import os
+import types
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+PLAIN = {int: "a whole number", float: "a number", bool: "True or False", str: "a text"}
+"""Kinds of plain values, in words."""
+
+
+HOLDS = (Union, types.UnionType, list, tuple, set, dict, Sequence, Mapping)
+"""Annotations of which the inner ones are about a value, or its elements."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values that a number may have, as an interval; of a list or table it is the range of each element.
+
+    An infinite value is in a range that is closed at infinity, `"(0, inf]"`, and NaN is in none.
+
+    Args:
+        interval: Such as `"[0, 1)"`: both ends, and which of them count.
+        note: What the number is, or another way to what such a value would mean, as a sentence for the error message.
+        strict: Whether `3.0` is refused where the number is an `int`.
+
+    Raises:
+        ValueError: If the interval cannot be read.
+
+    Example:
+        >>> from typing import Annotated
+        >>> share = Range("(0, 1]", "A share of the local data.")
+        >>> 1.0 in share, 0.0 in share, float("inf") in Range("[0, inf]")
+        (True, False, True)
+        >>> Annotated[float, share].__metadata__[0].interval
+        '(0, 1]'
+    """
+
+    interval: str
+    note: str = ""
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        try:
+            low, high = (float(end) for end in self.interval[1:-1].split(","))
+        except ValueError:
+            low, high = math.nan, math.nan
+        if self.interval[:1] not in ("[", "(") or self.interval[-1:] not in ("]", ")") or not low <= high:
+            raise ValueError(f"Range({self.interval!r}) is no interval. Write '[0, 1)', or '[0, inf)'.")
+
+    def __contains__(self, value: float) -> bool:
+        """Return True if a number is in the range."""
+        low, high = (float(end) for end in self.interval[1:-1].split(","))
+        above = low <= value if self.interval.startswith("[") else low < value
+        below = value <= high if self.interval.endswith("]") else value < high
+        return above and below
+
+
+@dataclass(frozen=True)
+class Length:
+    """How many elements a list or table has, and whether they differ.
+
+    Args:
+        least: Fewest elements.
+        different: Whether no two are equal.
+        note: What the elements are, as a sentence for the error message.
+
+    Example:
+        >>> from typing import Annotated
+        >>> described(Annotated[list[Share], Length(2, different=True)])
+        'a list of at least 2, all different, each a number in [0, 1]'
+    """
+
+    least: int = 1
+    different: bool = False
+    note: str = ""
+
+    def allows(self, value: Any) -> bool:
+        """Return True if a list or table is long enough, and its elements differ where they have to."""
+        if isinstance(value, str) or not isinstance(value, Sized) or len(value) < self.least:
+            return False
+        return not self.different or len(set(value)) == len(value)  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True)
+class Instance:
+    """That an object is of the annotated class, and not one that stands in for it.
+
+    Args:
+        note: What the object is for, or another way, as a sentence for the error message.
+    """
+
+    note: str = ""
+
+
+PositiveInt = Annotated[int, Range("[1, inf)")]
+NonNegativeInt = Annotated[int, Range("[0, inf)")]
+PositiveFloat = Annotated[float, Range("(0, inf)")]
+NonNegativeFloat = Annotated[float, Range("[0, inf)")]
+Share = Annotated[float, Range("[0, 1]")]
+PositiveShare = Annotated[float, Range("(0, 1]")]
+ShareBelowOne = Annotated[float, Range("[0, 1)")]
+CountOrShare = Annotated[int, Range("[0, inf)", strict=True)] | Share
+"""A whole number is a number of things, and 1.0 all of them."""
+
+
+def allows(annotation: Any, value: Any) -> bool:
+    """Return False if an annotation rules a value out. What has neither `Range` nor `Literal` in it rules nothing out."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return any(allows(one, value) and _is_such(one, value) for one in inner)
+    if origin is Annotated:
+        if any(isinstance(one, Instance) for one in annotation.__metadata__):
+            return isinstance(value, get_origin(inner[0]) or inner[0])
+        lengths = [one for one in annotation.__metadata__ if isinstance(one, Length)]
+        if lengths:
+            return allows(inner[0], value) and all(one.allows(value) for one in lengths)
+        found = [one for one in annotation.__metadata__ if isinstance(one, Range)]
+        if not found or (inner[0] not in PLAIN and not allows(inner[0], value)):
+            return not found
+        if not isinstance(value, Real) or isinstance(value, bool) or not all(_number(value) in one for one in found):
+            return False
+        strict = any(one.strict for one in found)
+        return inner[0] is not int or isinstance(value, Integral) or (not strict and float(value).is_integer())
+    if origin is Literal:
+        return any(_is_word(value, one) for one in inner)
+    if annotation in PLAIN:
+        return _is_plain(annotation, value)
+    if annotation is type(None):
+        return value is None
+    if not is_checked(annotation) and not is_plain_kind(annotation):
+        return True
+    if isinstance(annotation, type) and not inner:  # other objects may stand in for one of a class
+        return isinstance(value, annotation) or not isinstance(value, str | Real)
+    if isinstance(value, (str, Iterator)) or not hasattr(value, "__iter__"):  # an iterator would be empty afterwards
+        return False
+    if isinstance(value, Mapping) or _is_table(origin):
+        return (
+            isinstance(value, Mapping) and _is_table(origin) and all(allows(inner[-1], one) for one in value.values())
+        )
+    if origin is tuple and inner[-1] is not ...:
+        values = list(value)
+        return len(values) == len(inner) and all(map(allows, inner, values))
+    each = inner[0] if origin is tuple else inner[-1]
+    return all(allows(each, one) for one in value)
+
+
+def described(annotation: Any) -> str:
+    """Return in words what an annotation allows."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        words = [described(one) for one in inner]
+        return ", ".join(words[:-1]) + (f", or {words[-1]}" if words[1:] else words[-1])
+    if origin is Annotated:
+        lengths = [one for one in annotation.__metadata__ if isinstance(one, Length)]
+        if lengths:
+            kind, comma, each = described(inner[0]).partition(",")
+            least = max(one.least for one in lengths)
+            different = ", all different" if any(one.different for one in lengths) else ""
+            return f"{kind} of at least {'one' if least == 1 else least}{different}{comma}{each}"
+        intervals = [one.interval for one in annotation.__metadata__ if isinstance(one, Range)]
+        return described(inner[0]) + (f" in {' and '.join(intervals)}" if intervals else "")
+    if origin is Literal:
+        words = [repr(one) for one in inner]
+        return ", ".join(words[:-1]) + (f" or {words[-1]}" if words[1:] else words[-1])
+    if annotation is type(None):
+        return "None"
+    if origin is tuple and inner and inner[-1] is not ...:
+        return f"a list of {', '.join(described(one) for one in inner)}"
+    if origin is not None and inner:
+        kind, each = "a table" if _is_table(origin) else "a list", inner[0 if origin is tuple else -1]
+        return kind if each is Any else f"{kind}, each {described(each)}"
+    name = str(getattr(annotation, "__name__", annotation))
+    return PLAIN.get(annotation, f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}")
+
+
+def _is_plain(kind: type, value: Any) -> bool:
+    """Return whether a value is a number, a bool or a text; a path is a text."""
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
+    if kind is str:
+        return isinstance(value, str | os.PathLike)
+    return isinstance(value, Integral if kind is int else Real)
+
+
+def _is_such(annotation: Any, value: Any) -> bool:
+    """Return whether a value is of the kind of one member of a union, so that another member need not allow it."""
+    origin = get_origin(annotation)
+    if annotation is type(None):
+        return value is None
+    if is_checked(annotation) or annotation is Any or not isinstance(origin or annotation, type):
+        return True
+    if annotation in PLAIN or (is_plain_kind(annotation) and origin is None):
+        return True  # `allows` has looked
+    return isinstance(value, origin or annotation)
+
+
+def _is_word(value: Any, word: Any) -> bool:
+    """Return whether a value is one of a `Literal`; True is not 1."""
+    kind = Real if isinstance(word, int) else type(word)
+    return isinstance(value, kind) and isinstance(value, bool) == isinstance(word, bool) and bool(value == word)
+
+
+def _number(value: Real) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a whole number that no float holds
+        return math.inf if value > 0 else -math.inf  # type: ignore[operator]
+
+
+def _is_table(origin: Any) -> bool:
+    return isinstance(origin, type) and issubclass(origin, Mapping)
+
+
+def is_checked(annotation: Any) -> bool:
+    """Return whether an annotation declares more than the kind of a value."""
+    return (
+        get_origin(annotation) is Literal or bool(_declared(annotation)) or any(map(is_checked, get_args(annotation)))
+    )
+
+
+def is_plain_kind(annotation: Any) -> bool:
+    """Return whether an annotation says what kind of value there is: of :data:`PLAIN`, a class, or lists of such."""
+    if annotation is Any or annotation is object:
+        return False
+    if isinstance(annotation, type) and not get_args(annotation):
+        return True
+    inner = [one for one in get_args(annotation) if one is not ...]
+    return get_origin(annotation) in HOLDS and bool(inner) and all(is_plain_kind(one) for one in inner)
+
+
+def ranges_in(annotation: Any) -> list[Range]:
+    """Return the ranges of numbers in an annotation."""
+    return [one for one in _declared(annotation) if isinstance(one, Range)]
+
+
+def notes_in(annotation: Any) -> list[str]:
+    """Return what an annotation's declarations add to the error message."""
+    return list(dict.fromkeys(found.note for found in _declared(annotation) if found.note))
+
+
+def _declared(annotation: Any) -> list[Range | Length | Instance]:
+    own = [one for one in getattr(annotation, "__metadata__", ()) if isinstance(one, Range | Length | Instance)]
+    return own + [found for one in get_args(annotation) for found in _declared(one)]

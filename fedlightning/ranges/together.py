@@ -1,0 +1,107 @@
+"""Which arguments go together: declared above an `__init__`, and checked with the values of each."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from fedlightning.errors import listed
+
+Init = TypeVar("Init", bound=Callable[..., None])
+Rule = Callable[[Mapping[str, Any], Mapping[str, Any]], str | None]
+"""What is wrong with arguments, as the end of a sentence: a function of the given ones, and of all of them."""
+RULES = "_arguments_together"
+"""Attribute of an `__init__` that holds its rules."""
+ANY: Any = object()
+
+
+def at_most_one(*names: str, why: str) -> Callable[[Init], Init]:
+    """Declare that at most one of some arguments is given: that is not its default.
+
+    Args:
+        names: Names of the arguments.
+        why: Why, and the way out: the end of the sentence.
+
+    Example:
+        >>> from fedlightning.ranges import checked
+        >>> class Round:
+        ...     @checked
+        ...     @at_most_one("steps", "seconds", why="a round is one of them. Leave one out.")
+        ...     def __init__(self, steps: int | None = None, seconds: float | None = None) -> None:
+        ...         self.steps, self.seconds = steps, seconds
+        >>> Round(3, 0.5)
+        Traceback (most recent call last):
+            ...
+        fedlightning.errors.ConfigurationError: Round got both steps=3 and seconds=0.5: a round is one of them. Leave one out.
+    """
+    return _ruled(lambda given, _: _several(given, names, why))
+
+
+def at_least_one(*names: str, why: str) -> Callable[[Init], Init]:
+    """Declare that at least one of some arguments is given. The arguments are those of :func:`at_most_one`."""
+    return _ruled(lambda given, _: _none(given, names, why))
+
+
+def exactly_one(*names: str, why: str) -> Callable[[Init], Init]:
+    """Declare that one of some arguments is given, and no more. The arguments are those of :func:`at_most_one`."""
+    return _ruled(lambda given, _: _none(given, names, why) or _several(given, names, why))
+
+
+def needs(name: str, other: str, why: str, value: Any = ANY) -> Callable[[Init], Init]:
+    """Declare that an argument is given only beside another one.
+
+    Args:
+        name: Name of the argument.
+        other: Name of the one that it needs.
+        why: Why, and the way out: the end of the sentence.
+        value: What the other one has to be. Default: anything but its default.
+    """
+
+    def rule(given: Mapping[str, Any], values: Mapping[str, Any]) -> str | None:
+        if name not in given or (other in given if value is ANY else values[other] == value):
+            return None
+        return f"got {name}={shown(given[name])} without {other if value is ANY else f'{other}={value!r}'}: {why}"
+
+    return _ruled(rule)
+
+
+def fault_of(init: Callable[..., None], arguments: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the arguments of an `__init__` together, as the end of a sentence; `None`: nothing."""
+    rules: list[Rule] = getattr(inspect.unwrap(init), RULES, [])
+    if not rules:
+        return None
+    defaults = {name: one.default for name, one in inspect.signature(init).parameters.items()}
+    values = {name: arguments.get(name, default) for name, default in defaults.items()}
+    given = {name: value for name, value in values.items() if not _is_default(value, defaults[name])}
+    return next((fault for rule in rules if (fault := rule(given, values)) is not None), None)
+
+
+def shown(value: Any, most: int = 200) -> str:
+    """Return a value as a sentence shows it; its class, if it is long or an object without words of its own."""
+    text = repr(value)
+    return text if len(text) <= most and "\n" not in text and " at 0x" not in text else f"<{type(value).__name__}>"
+
+
+def _ruled(rule: Rule) -> Callable[[Init], Init]:
+    def declare(init: Init) -> Init:
+        setattr(init, RULES, [rule, *getattr(init, RULES, [])])
+        return init
+
+    return declare
+
+
+def _several(given: Mapping[str, Any], names: tuple[str, ...], why: str) -> str | None:
+    found = [f"{name}={shown(given[name])}" for name in names if name in given]
+    return f"got both {' and '.join(found[:2])}: {why}" if len(found) > 1 else None
+
+
+def _none(given: Mapping[str, Any], names: tuple[str, ...], why: str) -> str | None:
+    if any(name in given for name in names):
+        return None
+    return f"got {f'neither {names[0]} nor {names[1]}' if len(names) == 2 else f'none of {listed(names)}'}: {why}"
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    """Return whether a value is the default, or a plain value equal to it."""
+    return value is default or (isinstance(value, bool | int | float | str) and value == default)
