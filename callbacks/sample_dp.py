@@ -134,7 +134,8 @@ class SampleDP(TrainingData, Private):
     @property
     def facts(self) -> Facts:
         """It covers what training learns, wherever updates arrive, and lets no selection by scores beside it."""
-        return super().facts.extend(needs=[COVERED, NO_SELECTION], asynchronous=True, no_statistics=UNCOUNTED)
+        needs = [COVERED, NO_SELECTION]
+        return super().facts.extend(needs=needs, asynchronous=True, beside_sums=True, no_statistics=UNCOUNTED)
 
     def epsilon_of(self, history: Steps) -> float:
         """Return what steps spend, at :attr:`delta`.
@@ -193,7 +194,7 @@ class SampleDP(TrainingData, Private):
             client.state[self.key] = {"secret": self.new_secret(client.id), "history": []}
         came = hashlib.sha256()
         add_to(
-            came, [client.entries, client.message.extras, client.message.work, client.message.tag, kept.get("history")]
+            came, [client.entries, client.training_extras, client.message.work, client.message.tag, kept.get("history")]
         )
         client.scratch[self.key] = f"{client.visit}|{came.hexdigest()}"
 
