@@ -21,6 +21,7 @@ from fedlightning.algorithm import (
     Outgoing,
     Server,
     Setup,
+    SumCodec,
     TrainingData,
     Update,
     Wire,
@@ -317,6 +318,7 @@ class SampleDP(TrainingData, Private):
         kept = server.state[self.key]
         if server.run_dir is not None and kept["epsilon"]:
             told = told_of(kept["epsilon"], self.noise_seed is None, self.unit) | self.items_told(server)
+            told |= {"also": [one.promise for one in server.callbacks if isinstance(one, SumCodec) and one.promise]}
             own = {"delta": self.delta, "rounds": server.round + 1, "clip": self.clip, "accountant": self.accountant}
             write_told(server.run_dir, told | own)
         if kept["over"] and server.stopped is None:

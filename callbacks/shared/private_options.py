@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from fedlightning.algorithm import Change, Cover, Need, Outgoing, Protection, Range, Server, SumCodec, warn
+from fedlightning.algorithm import Change, Cover, Need, Outgoing, Protection, Range, Server, warn
 
 Delta = Annotated[float, Range("(0, 1)")]
 Accountant = Literal["rdp", "prv"]
@@ -71,12 +71,11 @@ class Private(Protection):
         return self.scores if item.kind == "scores" else "withheld" if item.kind == "logged" else "in the clear"
 
     def items_told(self, server: Server) -> dict[str, list[str]]:
-        """Return by cover what leaves clients in a run, and what others promise, for `privacy.json`."""
+        """Return by cover what leaves clients in a run, for `privacy.json`."""
         found: dict[str, list[str]] = {"noised": [], "withheld": [], "in the clear": []}
         for item in server.outgoing:
             found[self.covers(item)].append(str(item))
-        also = [one.promise for one in server.callbacks if isinstance(one, SumCodec) and one.promise]
-        return {name.replace(" ", "_"): texts for name, texts in found.items()} | ({"also": also} if also else {})
+        return {name.replace(" ", "_"): texts for name, texts in found.items()}
 
     def say_spent(self, server: Server, spent: str) -> None:
         """Say what a run has spent, and what epsilon does not count."""
