@@ -131,6 +131,7 @@ class SampleDP(TrainingData, Private):
         self._secret = ""
         self._entry = Ledger(None, "", "")
         self._history: list[list[float]] = []
+        self._loaded = False
 
     @property
     def facts(self) -> Facts:
@@ -187,6 +188,7 @@ class SampleDP(TrainingData, Private):
     # -- a visit -------------------------------------------------------------------------------------------------------
     def on_visit_start(self, client: Client) -> None:
         """Let only the steps of training read the client's samples; find the client's secret, or draw it."""
+        self._close()  # of a visit, in whatever trainer, that ended between its batches and its first step
         client.withhold_data(checks.ONLY_STEPS.format(client.id))
         if client.is_at_site:
             checks.refuse_forgetting(self.ledger, self.noise_seed)
@@ -341,6 +343,8 @@ class SampleDP(TrainingData, Private):
         if self._client is not None:
             return
         checks.refuse_plain(trainer, pl_module, self.unit)
+        checks.refuse_another_fit(trainer, [] if self._loaded else self._history)
+        self._loaded = False
         self._secret = self.new_secret()
         if self.noise_seed is not None:
             warn(self.known_noise)
@@ -360,5 +364,8 @@ class SampleDP(TrainingData, Private):
         return self._history if self._fit is None else added(self._history, self._fit.counted)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting from a checkpoint of a plain Trainer."""
-        self._history = [list(steps) for steps in state_dict.get("history", [])]
+        """Go on counting from a checkpoint of a plain Trainer; raise ValueError if there is a count already."""
+        if self._client is not None:
+            return
+        checks.refuse_another_count(self._history)
+        self._history, self._loaded = [list(steps) for steps in state_dict.get("history", [])], True
