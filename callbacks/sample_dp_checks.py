@@ -139,8 +139,8 @@ def refuse_another_count(history: Steps) -> None:
     """
     if history:
         raise ValueError(
-            f"SampleDP has counted {int(sum(steps[-1] for steps in history))} steps of another fit. Give this one a Trainer and "
-            "a SampleDP of its own; with ledger=FOLDER, what both spend on the same data adds up."
+            f"SampleDP has counted {int(sum(steps[-1] for steps in history))} steps of another fit. Give this one a "
+            "Trainer and a SampleDP of its own; with ledger=FOLDER, what both spend on the same data adds up."
         )
 
 
