@@ -124,7 +124,9 @@ def compare(words: Sequence[str], main: Main) -> int:
     seeds, jobs = parse_seeds(options.seeds), check_jobs(options.jobs)
     ray = ray_options(options.runner, options.ray_address, options.ray_cpus)
     if bool(options.grid) == bool(options.configs):
-        raise InputError("Give either CONFIGs or --grid FILE. See fedlightning compare --help.")
+        both = "--grid FILE is in the place of CONFIGs: give one of the two"
+        said = both if options.grid else "--grid FILE or the following arguments are required: CONFIG"
+        raise InputError(f"{said}. See fedlightning compare --help.")
     baselines = options.baselines or ("none" if options.grid else "auto")
     names = [name.strip() for name in baselines.split(",") if name.strip()]
     names = {"auto": list(AUTO), "none": []}.get(baselines, names)
