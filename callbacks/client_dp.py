@@ -77,8 +77,8 @@ class ClientDP(ClientSelection, Private):
     the server has sent or kept (other clients, users of the result). It does **not** hold against the server itself, which
     sees single updates; nor against whom knows who took part in which round (then ``rate`` counts as 1). With
     ``where="client"`` who took part is known, and epsilon is about what a client sends: its change or none. Against the
-    server, which then sees noise in every update, `privacy.json` has `epsilon_server`; that does not see what a server
-    could ask beyond one visit a round.
+    server, which then sees noise in every update, `privacy.json` has `epsilon_server`; it counts what was sent again
+    (``on_client_error="retry"``), and does not see what a server could ask beyond one visit a round.
 
     Scores on validation data and values that the module logs do not leave clients. Epsilon counts neither test scores nor
     sample counts in the run's folder: `privacy.json` has the list. What stays with a client (personal layers and models) is
@@ -233,7 +233,8 @@ class ClientDP(ClientSelection, Private):
         own = self._own(server)
         ledger = Ledger(self.ledger, "clients", own["secret"])
         noise = float(own["noise_multiplier"])
-        return RoundBudget(self.epsilon, self.delta, noise, self.rate, self.accountant, ledger, self.shares)
+        again = 0 if self.shares is None else max(server.tries_again().values(), default=0)
+        return RoundBudget(self.epsilon, self.delta, noise, self.rate, self.accountant, ledger, self.shares, again)
 
     def epsilon_after(self, rounds: int, noise_multiplier: float | None = None) -> float:
         """Return what a number of rounds spends, at :attr:`delta`.

@@ -24,6 +24,7 @@ class RoundBudget:
         accountant: Name of Opacus' accountant.
         ledger: What other runs have spent on these clients.
         shares: Shares of the noise that clients add, if they do.
+        again: How many further updates a client has sent that were tried again, at most.
     """
 
     epsilon: float | None
@@ -33,6 +34,7 @@ class RoundBudget:
     accountant: str
     ledger: Ledger
     shares: int | None = None
+    again: int = 0
 
     def of(self, others: Steps, rounds: int) -> float:
         """Return what a number of rounds spends, with steps of other runs."""
@@ -46,9 +48,12 @@ class RoundBudget:
             return self.of(others, rounds)
 
     def at_server(self, rounds: int) -> float:
-        """Return what a number of rounds spends against the server, which sees one share of noise in each update."""
+        """Return what a number of rounds spends against the server, which sees one share of noise in each update.
+
+        What is sent again may have noise of another secret: that of a client's first visit is forgotten with it.
+        """
         noise = self.noise / math.sqrt(self.shares or 1)
-        return spent_by(self.accountant, self.delta, ((noise, 1.0, rounds),))
+        return spent_by(self.accountant, self.delta, ((noise, 1.0, rounds + self.again),))
 
     def in_words(self, rounds: int) -> str:
         """Return what a number of rounds spends as a sentence, with what the ledger has of other runs."""

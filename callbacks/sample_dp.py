@@ -21,6 +21,7 @@ from fedlightning.algorithm import (
     Outgoing,
     Server,
     Setup,
+    SumCodec,
     TrainingData,
     Update,
     Wire,
@@ -130,11 +131,13 @@ class SampleDP(TrainingData, Private):
         self._secret = ""
         self._entry = Ledger(None, "", "")
         self._history: list[list[float]] = []
+        self._loaded = False
 
     @property
     def facts(self) -> Facts:
         """It covers what training learns, wherever updates arrive, and lets no selection by scores beside it."""
-        return super().facts.extend(needs=[COVERED, NO_SELECTION], asynchronous=True, no_statistics=UNCOUNTED)
+        needs = [COVERED, NO_SELECTION]
+        return super().facts.extend(needs=needs, asynchronous=True, beside_sums=True, no_statistics=UNCOUNTED)
 
     def epsilon_of(self, history: Steps) -> float:
         """Return what steps spend, at :attr:`delta`.
@@ -185,6 +188,7 @@ class SampleDP(TrainingData, Private):
     # -- a visit -------------------------------------------------------------------------------------------------------
     def on_visit_start(self, client: Client) -> None:
         """Let only the steps of training read the client's samples; find the client's secret, or draw it."""
+        self._close()  # of a visit, in whatever trainer, that ended between its batches and its first step
         client.withhold_data(checks.ONLY_STEPS.format(client.id))
         if client.is_at_site:
             checks.refuse_forgetting(self.ledger, self.noise_seed)
@@ -193,7 +197,7 @@ class SampleDP(TrainingData, Private):
             client.state[self.key] = {"secret": self.new_secret(client.id), "history": []}
         came = hashlib.sha256()
         add_to(
-            came, [client.entries, client.message.extras, client.message.work, client.message.tag, kept.get("history")]
+            came, [client.entries, client.training_extras, client.message.work, client.message.tag, kept.get("history")]
         )
         client.scratch[self.key] = f"{client.visit}|{came.hexdigest()}"
 
@@ -316,6 +320,7 @@ class SampleDP(TrainingData, Private):
         kept = server.state[self.key]
         if server.run_dir is not None and kept["epsilon"]:
             told = told_of(kept["epsilon"], self.noise_seed is None, self.unit) | self.items_told(server)
+            told |= {"also": [one.promise for one in server.callbacks if isinstance(one, SumCodec) and one.promise]}
             own = {"delta": self.delta, "rounds": server.round + 1, "clip": self.clip, "accountant": self.accountant}
             write_told(server.run_dir, told | own)
         if kept["over"] and server.stopped is None:
@@ -338,6 +343,8 @@ class SampleDP(TrainingData, Private):
         if self._client is not None:
             return
         checks.refuse_plain(trainer, pl_module, self.unit)
+        checks.refuse_another_fit(trainer, [] if self._loaded else self._history)
+        self._loaded = False
         self._secret = self.new_secret()
         if self.noise_seed is not None:
             warn(self.known_noise)
@@ -357,5 +364,8 @@ class SampleDP(TrainingData, Private):
         return self._history if self._fit is None else added(self._history, self._fit.counted)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting from a checkpoint of a plain Trainer."""
-        self._history = [list(steps) for steps in state_dict.get("history", [])]
+        """Go on counting from a checkpoint of a plain Trainer; raise ValueError if there is a count already."""
+        if self._client is not None:
+            return
+        checks.refuse_another_count(self._history)
+        self._history, self._loaded = [list(steps) for steps in state_dict.get("history", [])], True

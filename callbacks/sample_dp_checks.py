@@ -120,6 +120,30 @@ def refuse_steps_before(taken: int, history: Steps) -> None:
         )
 
 
+def refuse_another_fit(trainer: Trainer, history: Steps) -> None:
+    """Refuse a fit of a plain Trainer that does not go on where the callback has counted to, without a checkpoint.
+
+    Raises:
+        ValueError: With the way out.
+    """
+    apart = int(sum(steps[-1] for steps in history)) - trainer.global_step
+    if trainer.ckpt_path is not None or not 0 <= apart <= 1:  # 1: an exception in the middle of a step
+        refuse_another_count(history)
+
+
+def refuse_another_count(history: Steps) -> None:
+    """Refuse to count two fits as one: steps would be forgotten, or others taken for them.
+
+    Raises:
+        ValueError: With the way out.
+    """
+    if history:
+        raise ValueError(
+            f"SampleDP has counted {int(sum(steps[-1] for steps in history))} steps of another fit. Give this one a "
+            "Trainer and a SampleDP of its own; with ledger=FOLDER, what both spend on the same data adds up."
+        )
+
+
 def refuse_monitors(trainer: Any) -> None:
     """Refuse learning rates and ends of training that go by numbers of the training data, which have no noise.
 

@@ -67,13 +67,15 @@ class SecureAggregation(SumCodec):
 
     Then ``w + sum_u p_u x_u / sum_u p_u`` over the survivors; the server's optimizer, if there is one, sees no difference. A
     client that fails or is late after step 2 has dropped out, one that fails before is not in the round. Fewer survivors than
-    ``t`` end the run with a sentence. Secrets come from the operating system and are kept by the clients until step 4. The
-    sum does not depend on them, so that runs agree bit for bit.
+    ``t`` end the run with a sentence; a round that fewer than three take part in (`PoissonSampling`) leaves the model as it
+    is, and says so. Secrets come from the operating system, and are deleted when the round ends. The sum does not depend on
+    them, so that runs agree bit for bit.
 
     **Against whom**: a server that follows the protocol and looks at all that it gets, in a simulation. A server that lies
     about who is there is not countered (there are no signed keys, no consistency round), so that sites are refused. The
     server still sees sample counts (weights), who took part, scores and logged numbers; and the sum itself, which may tell of
-    a client: it is no differential privacy.
+    a client: it is no differential privacy. :class:`~fedlightning.callbacks.SampleDP` beside it is: an update has all of its
+    noise before it is masked, so that epsilon is the same with and without masks.
 
     **What the server cannot check any more**: finite numbers and lengths of single updates (`update_limit`). A client refuses
     to send a NaN, and cuts each element of its change to ``[-clip, clip]``; what part of all elements was cut is told once. A
@@ -96,6 +98,10 @@ class SecureAggregation(SumCodec):
     """
 
     rank = 1000  # what everybody else has made of an update is masked
+    promise = (
+        f"a server that keeps to the protocol sees only sums of {LEAST} updates or more (SecureAggregation); epsilon does "
+        "not rest on it"
+    )
 
     def __init__(
         self,
@@ -131,7 +137,7 @@ class SecureAggregation(SumCodec):
             ValueError: With the reason.
         """
         masks.library()
-        refuse_other_ways(self, setup, "does not show the server: it sees sums of models")
+        refuse_other_ways(self, setup, "does not show the server: it sees sums of models", sums=True)
         for other in setup.callbacks:
             if callable(other.weighting):
                 raise ValueError(
@@ -194,6 +200,12 @@ class SecureAggregation(SumCodec):
             ValueError: If fewer clients than the threshold are there.
         """
         asked = server.participants()
+        if len(asked) < LEAST:  # drawn, and no failure: nobody has said anything yet
+            warn(
+                f"Round {server.round + 1}: {len(asked)} of {len(server.clients)} clients take part, and SecureAggregation "
+                f"opens no sum of fewer than {LEAST}. They are not visited, and the model stays as it is."
+            )
+            return
         needed = self.survivors(len(asked))
         answers = yield self._visits(server, KEYS, {client: {} for client in asked})
         weights = self._weights(server, answers)

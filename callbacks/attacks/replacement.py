@@ -15,10 +15,10 @@ from fedlightning.ranges import Range
 
 KNOWN_WEIGHTS = Need(
     "has to know its share in the mean of every entry",
-    (Change.PARTS, Change.SMALLER, Change.SHAPE, Change.LOSSY, Change.DENOMINATOR, Change.NEIGHBOURS),
+    (Change.PARTS, Change.SMALLER, Change.SHAPE, Change.LOSSY, Change.DENOMINATOR, Change.NEIGHBOURS, Change.STEP),
     instead="give a number for scale",
 )
-"""Of entries that only some clients send, each would have a share of its own."""
+"""Of entries that only some clients send, each would have a share of its own; a server's optimizer moves elsewhere."""
 
 
 class ModelReplacement(UpdateInterception, Attack):
@@ -32,8 +32,9 @@ class ModelReplacement(UpdateInterception, Attack):
     Args:
         clients: The bad clients' ids.
         scale: A number (default 10), usually the number of participants over the number of bad clients; `"exact"`:
-            ``n_total / (n_bad server_lr)`` by the weights of the mean in each round, which the attackers are taken to know.
-        server_lr: Learning rate of the server that `"exact"` makes up for. Default 1: none.
+            ``n_total / (n_bad server_lr)`` by the weights of the mean in each round, which the attackers are taken to know;
+            refused beside a server's optimizer, whose step is no multiple of the mean's.
+        server_lr: Factor on changes at the server, such as a rule's, that `"exact"` makes up for. Default 1: none.
         alpha: Share of the task's loss in the loss of bad clients, in (0, 1]. Default 1.
 
     Example:

@@ -11,18 +11,19 @@ from torch import Tensor
 from fedlightning.algorithm import FederatedCallback, Setup, UpdateCodec
 
 
-def refuse_other_ways(owner: FederatedCallback, setup: Setup, why: str) -> None:
+def refuse_other_ways(owner: FederatedCallback, setup: Setup, why: str, sums: bool = False) -> None:
     """Refuse callbacks that take something else from clients than the model, or look at single updates.
 
     Args:
         owner: The callback that holds for all that comes from clients.
         setup: The federation.
         why: What it does not do with such things, as the end of a sentence after its name.
+        sums: Whether it sums the model's entries only, so that what holds nothing of them may stand beside it.
 
     Raises:
         ValueError: Naming the other callback.
     """
-    for other in (one for one in setup.callbacks if one is not owner):
+    for other in (one for one in setup.callbacks if one is not owner and not (sums and one.facts.beside_sums)):
         extras = [] if isinstance(other, UpdateCodec) else sorted(other.wire(setup.module).up)  # decoded before
         if extras:
             raise ValueError(

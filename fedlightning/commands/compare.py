@@ -54,6 +54,7 @@ examples:
   fedlightning compare configs/heart_disease/*.yaml --seeds 5 --jobs 2 --out runs/heart
   fedlightning compare --config configs/quickstart.yaml configs/algorithms/fenda.yaml configs/algorithms/apfl.yaml
   fedlightning compare mild=a.yaml strong=b.yaml --seeds 0,3,7 --trainer.max_rounds=50 --baselines none
+  fedlightning compare --grid configs/robust/attacks.yaml --seeds 3     # defences under attacks
   fedlightning compare my.yaml --vary data.init_args.seed     # another partition for every seed
   fedlightning compare my.yaml --leave-one-site-out --subgroup sex --seeds 3
 
@@ -65,13 +66,19 @@ Exit codes: 0 all runs are done, 1 some runs failed, 2 bad input (no run, or no 
 def parser() -> Parser:
     """Return the parser of the command."""
     made = Parser("compare", "CONFIG [CONFIG ...]", DESCRIPTION, EXAMPLES)
-    made.add_argument("configs", nargs="+", metavar="CONFIG", help="method: FILE.yaml, or NAME=FILE.yaml")
+    made.add_argument("configs", nargs="*", metavar="CONFIG", help="method: FILE.yaml, or NAME=FILE.yaml")
+    made.add_argument(
+        "--grid",
+        default="",
+        metavar="FILE",
+        help="in the place of CONFIGs: a file with methods and variants, such as attacks or budgets; every method is run "
+        "under every variant, without baselines unless --baselines names some, and the report has the table of all",
+    )
     made.add_argument("--out", type=Path, metavar="DIR", help="folder for all files; default: runs/compare_LABELS")
     made.add_list("-c", "--config", metavar="FILE", help="file to read before every CONFIG")
     made.add_list("--override", metavar="FILE", help="file to read after every CONFIG")
     made.add_argument(
         "--baselines",
-        default="auto",
         metavar="auto|none|NAME,NAME",
         help="algorithms to add, with the data, model and budget of the first CONFIG; auto (default): Local, Central, "
         "FedAvg and LocalAdaptation, unless they are given already",
@@ -116,8 +123,13 @@ def compare(words: Sequence[str], main: Main) -> int:
     options, passed = parser().parse(words)
     seeds, jobs = parse_seeds(options.seeds), check_jobs(options.jobs)
     ray = ray_options(options.runner, options.ray_address, options.ray_cpus)
-    names = [name.strip() for name in options.baselines.split(",") if name.strip()]
-    names = {"auto": list(AUTO), "none": []}.get(options.baselines, names)
+    if bool(options.grid) == bool(options.configs):
+        both = "--grid FILE is in the place of CONFIGs: give one of the two"
+        said = both if options.grid else "--grid FILE or the following arguments are required: CONFIG"
+        raise InputError(f"{said}. See fedlightning compare --help.")
+    baselines = options.baselines or ("none" if options.grid else "auto")
+    names = [name.strip() for name in baselines.split(",") if name.strip()]
+    names = {"auto": list(AUTO), "none": []}.get(baselines, names)
     if options.subgroup and not options.leave_one_site_out:
         raise InputError("--subgroup is of the report of --leave-one-site-out; give that too.")
     if options.optimizer_state:
@@ -134,12 +146,14 @@ def compare(words: Sequence[str], main: Main) -> int:
         rehearse=True,
         leave_one_out=options.leave_one_site_out,
         columns=options.subgroup,
+        grid=options.grid,
     )
     screen = console()
     plan: Plan = call(make_plan, request)
     if ray is not None:
         refuse_ray_within(plan.methods)
-    out: Path = options.out or default_out([m.name for m in plan.methods if not m.baseline and m.left_out is None])
+    named = [m.name for m in plan.methods if not m.baseline and m.left_out is None]
+    out: Path = options.out or default_out([Path(options.grid).stem] if options.grid else named)
     study = StudyFile(out)
     tasks = study.plan(plan.methods, seeds, plan.vary, options.redo)
     metric: str | None = options.metric

@@ -28,6 +28,7 @@ class Method:
         num_clients: Number of clients in its data.
         optimizer_state: What becomes of its optimizers between visits, `None` where that makes no difference.
         left_out: Name of the method and the site that it is trained without, for leave-one-site-out; `None`: all train.
+        cell: Row and column of a grid; `None`: it is of none.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Method:
     num_clients: int = 0
     optimizer_state: str | None = None
     left_out: tuple[str, str] | None = None
+    cell: tuple[str, str] | None = None
 
     @property
     def rounds(self) -> int:

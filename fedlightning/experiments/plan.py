@@ -20,6 +20,7 @@ import yaml
 from fedlightning.config.errors import InputError, explain
 from fedlightning.errors import ConfigurationError
 from fedlightning.experiments.baselines import AUTO, baseline_config, missing_baselines
+from fedlightning.experiments.grid import read_grid
 from fedlightning.experiments.left_out import without_each
 from fedlightning.experiments.methods import Config, Method, labels, split_label, unique
 from fedlightning.study.columns import LOCAL, POOLED
@@ -48,6 +49,7 @@ class Request:
         matrix: Whether runs are tested with every client's model on every client's data.
         leave_one_out: Whether every method is also trained without each client.
         columns: Columns that the data of every method need to have, for subgroups.
+        grid: File of a grid, in the place of `files`; empty: there is none.
     """
 
     files: list[str]
@@ -62,6 +64,7 @@ class Request:
     rehearse: bool = False
     leave_one_out: bool = False
     columns: list[str] = field(default_factory=list)
+    grid: str = ""
 
 
 @dataclass(frozen=True)
@@ -93,19 +96,16 @@ def make_plan(request: Request, clients: dict[str, list[str]] | None = None) -> 
     """Parse every configuration of a request and set up its data."""
     import torch
 
-    pairs = [split_label(word) for word in request.files]
-    try:
-        names = labels([name for name, _ in pairs], [path for _, path in pairs])
-    except ValueError as error:
-        raise InputError(str(error)) from error
     reader = _Reader(request, {} if clients is None else clients)
     methods: list[Method] = []
     vary: dict[str, list[str]] = {}
-    for name, (_, path) in zip(names, pairs, strict=True):
-        stack = [*request.before, path, *request.after]
-        config, number, vary[name] = reader.read(name, stack, request.options)
-        methods.append(Method(name, stack, config, False, number, reader.optimizer_state))
-        reader.keep(name)
+    with tempfile.TemporaryDirectory() as folder:
+        cells, stacks = _stacks(request, Path(folder))
+        for name, stack in stacks.items():
+            told = list(dict.fromkeys(request.grid if Path(folder) in Path(one).parents else one for one in stack))
+            config, number, vary[name] = reader.read(name, stack, request.options, told)
+            methods.append(Method(name, told, config, False, number, reader.optimizer_state, cell=cells.get(name)))
+            reader.keep(name)
     try:
         added = missing_baselines([method.config for method in methods], request.baselines)
     except ValueError as error:
@@ -124,6 +124,23 @@ def make_plan(request: Request, clients: dict[str, list[str]] | None = None) -> 
     if request.leave_one_out:
         methods += _left_out(reader, methods, vary)
     return Plan(methods, vary, torch.cuda.device_count(), reader.metrics or [], reader.no_model)
+
+
+def _stacks(request: Request, folder: Path) -> tuple[dict[str, tuple[str, str]], dict[str, list[str]]]:
+    """Return the cells of the grid by name, and the files that make each method, in the order in which they are read."""
+    if request.grid:
+        grid = read_grid(Path(request.grid), folder)
+        made = {
+            name: [*request.before, *grid.before, *grid.methods[row], *grid.variants[column], *request.after]
+            for name, (row, column) in grid.cells.items()
+        }
+        return grid.cells, made
+    pairs = [split_label(word) for word in request.files]
+    try:
+        names = labels([name for name, _ in pairs], [path for _, path in pairs])
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    return {}, {name: [*request.before, path, *request.after] for name, (_, path) in zip(names, pairs, strict=True)}
 
 
 def _left_out(reader: _Reader, methods: Sequence[Method], vary: dict[str, list[str]]) -> list[Method]:
@@ -167,8 +184,10 @@ class _Reader:
         if why is not None:
             self.no_model[name] = why
 
-    def read(self, name: str, files: Sequence[str], options: Sequence[str]) -> tuple[Config, int, list[str]]:
-        """Return the complete configuration, the number of clients, and the keys that vary with the seed."""
+    def read(
+        self, name: str, files: Sequence[str], options: Sequence[str], told: Sequence[str] = ()
+    ) -> tuple[Config, int, list[str]]:
+        """Return the complete configuration, the number of clients, and the keys that vary; errors name what is `told`."""
         words = [word for file in files for word in ("--config", file)]
         vary = list(dict.fromkeys([SEED_KEY, *(self.request.vary or [])]))
         words += [*options, *(f"--{key}=0" for key in vary)]
@@ -178,7 +197,9 @@ class _Reader:
             sentence = explain(error)
             if sentence is None:
                 raise
-            raise InputError(f"{name} ({' + '.join(files)}): {sentence}" if files else f"{name}: {sentence}") from error
+            raise InputError(
+                f"{name} ({' + '.join(told or files)}): {sentence}" if files else f"{name}: {sentence}"
+            ) from error
 
     def read_config(self, name: str, config: Config) -> tuple[Config, int, list[str]]:
         """Return the same for a configuration that is not in a file."""

@@ -151,6 +151,7 @@ class StudyFile(Watcher):
                 "baseline": method.baseline,
                 "vary": list(vary[method.name]),
             } | ({} if method.left_out is None else {"left_out": list(method.left_out)})
+            known[method.name] |= {} if method.cell is None else {"cell": list(method.cell)}
         self.data["methods"] = sorted(known.values(), key=lambda method: bool(method["baseline"]))
         self.data["seeds"] = sorted({*self.data["seeds"], *seeds})
         by_name = {method.name: method for method in methods}

@@ -29,7 +29,7 @@ from fedlightning.federation.summary import evaluation_of, summary_of
 from fedlightning.federation.terms import terms_of
 from fedlightning.federation.unseen import Unseen
 from fedlightning.federation.update_checks import checked
-from fedlightning.hooks import POOLED
+from fedlightning.hooks import POOLED, SumCodec
 from fedlightning.run.files import is_writer
 from fedlightning.run.persistence import FLUSHED, set_aside
 from fedlightning.run.recorder import Recorder
@@ -195,6 +195,9 @@ class Federation:
         inside = Evaluate(splits if "L2" in self.stages else (), self.evaluate_data, scored)
         server.norms.forget_round()
         updates = self.loop.round(server, self.engine, inside, progress.client_done)
+        codec = server.callbacks.find(SumCodec)
+        if codec is not None:  # secrets of clients that dropped out, which nobody asks for any more
+            self.store.forget(sorted({update.client for update in updates}), codec.key)
         tell_of_misses(server, updates, self.engine.attempts.policy)
         server.explosions.end_round(server.round + 1)
         server.norms.end_round()

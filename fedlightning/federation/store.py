@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import OrderedDict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,12 @@ class ClientStore:
         self._hold(client, record)
         if changed:
             self.changed.add(client)
+
+    def forget(self, clients: Iterable[str], key: str) -> None:
+        """Delete what a callback keeps at clients; who has nothing of it keeps its record as it is."""
+        for client in (one for one in clients if key in self.get(one).state):
+            record = self.get(client)
+            self.put(client, replace(record, state={name: kept for name, kept in record.state.items() if name != key}))
 
     def saved(self) -> None:
         """Take note that everything has been saved."""

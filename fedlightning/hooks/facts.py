@@ -202,6 +202,8 @@ class Facts:
             clipped gradients of single records it has to be.
         optimizer_state: Whether optimizers begin anew in every visit (`"reset"`) or go on (`"keep"`) where the user does not
             say; `None`: no opinion.
+        beside_sums: Whether what it takes from single updates (its extras, `on_update`) holds nothing of the model, so that
+            it is right where the server sees only a sum of updates (:class:`~fedlightning.hooks.SumCodec`).
         no_statistics: Why statistics of the data before round 1 are refused, as the end of a sentence that begins with the
             callback's name; empty: they are not.
 
@@ -221,6 +223,7 @@ class Facts:
     newcomers: Newcomers = Newcomers()
     by_record: bool = False
     optimizer_state: Literal["reset", "keep"] | None = None
+    beside_sums: bool = False
     no_statistics: str = ""
 
     def __post_init__(self) -> None:

@@ -138,8 +138,14 @@ class SumCodec(UpdateCodec):
     """Base of codecs whose codes are decoded as a sum, by :meth:`reduce`, and never one by one.
 
     :meth:`decode` is not called. An update arrives without entries, so that what is checked of entries on arrival (finite
-    numbers, norms) is not; `check_update` says which codes are none.
+    numbers, norms) is not; `check_update` says which codes are none. What it keeps in `client.state` is for one round: the
+    core deletes it when the round ends, of clients that dropped out too.
+
+    Attributes:
+        promise: What the server does not see, and against whom that holds, as a sentence: a run's `privacy.json` has it.
     """
+
+    promise: str = ""
 
 
 class Protection(FederatedCallback):

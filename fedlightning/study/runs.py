@@ -40,6 +40,7 @@ class Run:
         error: Reason why there is no result, `None` for a finished run.
         baseline: Whether `compare` added it as a baseline.
         site: The client that was held out, of a run of leave-one-site-out; `None` for an ordinary run.
+        cell: Row and column of its method in a grid; `None`: it is of none.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Run:
     error: str | None = None
     baseline: bool = False
     site: str | None = None
+    cell: tuple[str, str] | None = None
 
     @cached_property
     def clients(self) -> list[str]:
@@ -157,6 +159,7 @@ def _runs_of(folder: Path) -> list[Run]:
     study = read_study_file(folder / STUDY_FILE)
     added = {method["name"] for method in study["methods"] if method.get("baseline")}
     left_out = {method["name"]: method["left_out"] for method in study["methods"] if method.get("left_out")}
+    cells = {method["name"]: tuple(method["cell"]) for method in study["methods"] if method.get("cell")}
     runs = []
     for entry in study["runs"]:
         done = entry["state"] == "done"
@@ -166,7 +169,7 @@ def _runs_of(folder: Path) -> list[Run]:
             error = f"Its folder {path} has no summary.json any more."
         name, site = left_out.get(entry["run"], (entry["run"], None))
         run = load_run(path, name, error, entry["run"] in added)
-        runs.append(replace(run, seed=int(entry["seed"]), site=site))
+        runs.append(replace(run, seed=int(entry["seed"]), site=site, cell=cells.get(entry["run"])))
     return runs
 
 
@@ -228,11 +231,12 @@ def _fault_of_study(study: Mapping[str, Any]) -> str | None:
         ):
             return f"its {name} do not each have {', '.join(needed)}"
     for entry in study["methods"]:
-        held = entry.get("left_out")
-        if held is not None and not (
-            isinstance(held, list) and len(held) == 2 and all(isinstance(v, str) for v in held)
-        ):
-            return "a method's left_out is no pair of a method and a site"
+        for name, pair in (("left_out", "a method and a site"), ("cell", "a row and a column")):
+            held = entry.get(name)
+            if held is not None and not (
+                isinstance(held, list) and len(held) == 2 and all(isinstance(v, str) for v in held)
+            ):
+                return f"a method's {name} is no pair of {pair}"
     outside = [
         run["folder"] for run in study["runs"] if not all(is_file_name(part) for part in run["folder"].split("/"))
     ]

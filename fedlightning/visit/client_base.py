@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fedlightning.compat.attached import detached_copy
-from fedlightning.hooks import POOLED, Phase, Protection
+from fedlightning.hooks import POOLED, Phase, Protection, SumCodec
 from fedlightning.messages import ClientLog, Message
 from fedlightning.seeding import generator
 from fedlightning.tensors import State, clone, load_state, module_state
@@ -119,6 +119,12 @@ class ClientBase:
     def sample_groups(self) -> np.ndarray | None:
         """Group (a patient) of each training sample, in the order of the samples; `None` if nobody knows groups."""
         return self._runner.data.sample_groups(self.id) if self.id in self._runner.data.client_ids else None
+
+    @property
+    def training_extras(self) -> dict[str, dict[str, Any]]:
+        """Extras of the message that training may depend on: all but those that agree on how a sum of updates is sent."""
+        codec = self._runner.callbacks.find(SumCodec)
+        return {key: extras for key, extras in self.message.extras.items() if codec is None or key != codec.key}
 
     @property
     def protection(self) -> Protection | None:

@@ -10,7 +10,7 @@ import torch
 from scipy.stats import norm
 
 from fedlightning.algorithm import UpdateInterception
-from fedlightning.callbacks import SCAFFOLD, FedAvg, FedBuff, FedLP, FedProto, HeteroFL, TopK
+from fedlightning.callbacks import SCAFFOLD, FedAdam, FedAvg, FedAvgM, FedBuff, FedLP, FedProto, HeteroFL, TopK
 from fedlightning.callbacks.attacks import ALIE, InnerProductManipulation, ModelReplacement, SignFlip
 from fedlightning.federation.loops import Asynchronous
 from fedlightning.hooks import FederatedCallback
@@ -181,6 +181,12 @@ def test_an_attack_beyond_the_limit_is_a_client_that_failed():
         ([ALIE([0, 1]), HeteroFL()], {}, "ALIE makes one update.*HeteroFL"),
         ([ALIE([0, 1]), FedLP()], {}, "ALIE makes one update.*FedLP"),
         ([ModelReplacement([0], "exact"), TopK()], {}, "ModelReplacement has to know its share"),
+        (
+            [ModelReplacement([0], "exact"), FedAdam()],
+            {},
+            "has to know its share.*FedAdam makes the step.*number for scale",
+        ),
+        ([ModelReplacement([0], "exact"), FedAvgM()], {}, "FedAvgM makes the step of the server's model"),
         ([ALIE([0, 1], z=1.0), FedProto()], {}, "no entry of a model travels here"),
         ([SignFlip([0]), FedProto()], {}, "SignFlip changes the models that bad clients send, and no entry"),
         ([ALIE([0, 1]), FedBuff(buffer_size=2)], {"loop": Asynchronous()}, "ALIE"),

@@ -63,6 +63,7 @@ def reduced(callback, came, **options):
         model={"w": torch.zeros(100, 200)},
         max_rounds=9,
         shared_names=lambda: ("w",),
+        tries_again=dict,
     )
     callback.on_federation_start(server)
     for within in came:
@@ -262,6 +263,28 @@ def test_noise_leaves_with_every_update_and_both_epsilons_are_told(tmp_path):
     told = json.loads((trainer.run.path / "privacy.json").read_text())
     one = ClientDP(delta=1e-3, noise_multiplier=1e5 / math.sqrt(3))
     assert told["epsilon_server"] == pytest.approx(one.epsilon_after(1)) and told["epsilon"] <= told["epsilon_server"]
+
+
+def test_an_update_that_is_sent_again_is_one_more_release_to_the_server(tmp_path):
+    """The client's record is not kept where its update is refused, so that the second one has other noise."""
+    seen = []
+
+    class RefusesOnce(FederatedCallback):
+        facts = Facts(takes_part=False)
+
+        def check_update(self, server, message, update):
+            seen.append((message.client, update.state["net.0.weight"]))
+            if [client for client, _ in seen].count("1") == 1 and message.client == "1":
+                raise ValueError("a bit has flipped")
+
+    callback = dp(noise_multiplier=2.0, noise_seed=None, where="client", shares=3)
+    trainer = make_trainer(tmp_path, [RefusesOnce(), callback], max_rounds=2, on_client_error="retry")
+    trainer.fit(module(), datamodule=toy_data(SIZES))
+    first, second = (value for client, value in seen[:4] if client == "1")
+    assert not torch.equal(first, second)
+    told = json.loads((trainer.run.path / "privacy.json").read_text())
+    one = ClientDP(delta=1e-3, noise_multiplier=2.0 / math.sqrt(3))
+    assert told["epsilon_server"] == pytest.approx(one.epsilon_after(3)) and told["releases"] == 2
 
 
 def test_a_layer_that_stays_gets_no_noise_of_the_client():

@@ -320,6 +320,39 @@ def test_a_checkpoint_in_the_middle_counts_the_steps_so_far():
     assert seen == [[[1.0, 0.25, 4]], [[1.0, 0.25, 8]]]
 
 
+def test_a_trainer_that_fits_again_goes_on_counting():
+    callback = dp()
+    trainer, data = plain_trainer(callback, max_epochs=1), DataLoader(records(), batch_size=5)
+    trainer.fit(Plain(), data)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(Plain(), data)
+    assert callback.state_dict()["history"] == [[1.0, 0.25, 12]]
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_one_callback_does_not_count_the_fits_of_two_trainers(resumed, tmp_path):
+    """What one has counted would stand for steps of the other's checkpoint that nobody has covered."""
+    callback, data = dp(), DataLoader(records(), batch_size=5)
+    plain_trainer(callback).fit(Plain(), data)
+    other = plain_trainer(dp() if resumed else FedAvg())
+    other.fit(Plain(), data)
+    other.save_checkpoint(tmp_path / "a.ckpt")
+    for path in (None, tmp_path / "a.ckpt"):
+        with pytest.raises(ValueError, match="counted 4 steps of another fit"):
+            plain_trainer(callback, max_epochs=2).fit(Plain(), data, ckpt_path=path, weights_only=False)
+
+
+def test_two_federations_with_one_callback_are_those_with_two():
+    one, steps = dp(), [dp(), dp()]
+    shared, apart = (
+        [global_state(federate(module(), toy_data(SIZES), [each], max_rounds=1)) for each in callbacks]
+        for callbacks in ([one, one], steps)
+    )
+    same(shared[1], apart[1])
+    plain_trainer(one).fit(Plain(), DataLoader(records(), batch_size=5))
+    same(global_state(federate(module(), toy_data(SIZES), [one], max_rounds=1)), apart[0])
+
+
 def test_the_modules_own_loader_is_given_back():
     net, loader = Plain(), DataLoader(records(), batch_size=5)
     net.train_dataloader = lambda: loader

@@ -34,8 +34,9 @@ def privacy(context: Context) -> Section | None:
     notes = []
     for told in found.values():
         clear = ", ".join(map(str, told.get("in_the_clear") or [])) or "nothing"
+        also = "".join(f" Also: {promise}." for promise in map(str, told.get("also") or []))
         notes.append(
-            f"{told.get('unit', 'unit')}: against {told.get('against', 'whom is not known')}. Not counted: {clear}."
+            f"{told.get('unit', 'unit')}: against {told.get('against', 'whom is not known')}. Not counted: {clear}.{also}"
         )
     return context.section(
         "privacy",

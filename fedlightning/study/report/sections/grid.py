@@ -1,0 +1,38 @@
+"""Section of a grid: methods by variants, such as defences by attacks, or methods by budgets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedlightning.study.report.cells import Column
+from fedlightning.study.report.context import Context
+from fedlightning.study.report.html import Section
+
+
+def grid(context: Context) -> Section | None:
+    """Show the mean of every method under every variant, a row a method."""
+    cells = {run.name: run.cell for run in context.study.runs if run.cell is not None}
+    if not cells:
+        return None
+    rows: dict[str, dict[str, Any]] = {row: {"row": row} for row, _ in cells.values()}
+    found = {line["method"]: line for line in context.overview}
+    for method, (row, column) in cells.items():
+        line = found.get(method, {})
+        rows[row] |= {f"in {column}": line.get("mean"), f"radius {column}": line.get("ci95_radius")}
+    variants = dict.fromkeys(column for _, column in cells.values())
+    columns = [
+        Column("row", "method", "text"),
+        *(Column(f"in {name}", name, radius=f"radius {name}", better=context.better) for name in variants),
+    ]
+    table = context.table(
+        "grid",
+        f"Test {context.metric} of each method under each variant",
+        columns,
+        list(rows.values()),
+        missing=_missing,
+    )
+    return context.section("grid", "Methods by variants", "Grid", [table])
+
+
+def _missing(row: Any, column: Column) -> str | None:
+    return "no score"

@@ -1,0 +1,111 @@
+"""Grids: methods by variants in one file, as runs, in `study.json` and in the report."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fedlightning.commands.compare import compare
+from fedlightning.config.errors import InputError
+from fedlightning.experiments.grid import read_grid
+from fedlightning.study.report.context import Context
+from fedlightning.study.report.sections.grid import grid
+from fedlightning.study.runs import load_study
+from fedlightning.study.study import Study
+from tests.study.report.made_up import make_study
+
+ROOT = Path(__file__).parents[2]
+GRIDS = {"robust/attacks": (8, 5), "private/budgets": (4, 3)}
+FAST = ["--trainer.max_rounds=1", "--trainer.local_epochs=1"]
+
+
+def written(folder, **given):
+    path = folder / "grid.yaml"
+    path.write_text(yaml.safe_dump(given))
+    return path
+
+
+def test_files_are_beside_the_grid_and_what_stands_in_it_is_a_file(tmp_path):
+    path = written(
+        tmp_path, config="a.yaml", methods={"x y": {}, "z": ["b.yaml", {"m": 1}]}, variants={"1": {}, "2": "c.yaml"}
+    )
+    found = read_grid(path, tmp_path)
+    assert found.before == [str(tmp_path / "a.yaml")] and found.methods["x y"] == [] and found.variants["1"] == []
+    assert yaml.safe_load(Path(found.methods["z"][1]).read_text()) == {"m": 1}
+    assert list(found.cells) == ["x-y_1", "x-y_2", "z_1", "z_2"] and found.cells["x-y_2"] == ("x y", "2")
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"methods": {"a": {}}}, "is no grid"),
+        ({"methods": {"a": {}}, "variants": {"b": {}}, "seeds": 3}, "is no grid"),
+        ({"methods": {"a": 3}, "variants": {"b": {}}}, "3 is neither a file"),
+        ({"methods": {"a b": {}, "a-b": {}}, "variants": {"c": {}}}, "one name"),
+    ],
+)
+def test_what_is_no_grid(given, reason, tmp_path):
+    with pytest.raises(InputError, match=reason):
+        read_grid(written(tmp_path, **given), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [([], "--grid FILE or .* required"), (["--grid", "a", "b"], "one of the two")]
+)
+def test_a_grid_is_in_the_place_of_methods(words, said):
+    with pytest.raises(InputError, match=said):
+        compare(words, lambda given: 0)
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_the_projects_grids_name_files_that_are_there(name, tmp_path):
+    found = read_grid(ROOT / f"configs/{name}.yaml", tmp_path)
+    assert (len(found.methods), len(found.variants)) == GRIDS[name]
+    every = [file for files in (found.before, *found.methods.values(), *found.variants.values()) for file in files]
+    assert all(Path(file).exists() for file in every)
+
+
+def table_of(page):
+    text = html.unescape(page.read_text())
+    table = text[text.index('id="table-grid"') :]
+    return re.sub(r"<[^>]*>|\s+", " ", table[: table.index("</table>")])
+
+
+def test_the_report_has_a_row_a_method_and_a_column_a_variant(tmp_path):
+    out = make_study(tmp_path / "a", ("m_8", "m_2", "n_8"), seeds=(0,))
+    assert grid(Context(Study(load_study([out]), "accuracy"), {})) is None
+    study = json.loads((out / "study.json").read_text())
+    for method in study["methods"]:
+        method["cell"] = list(method["name"].split("_"))
+    (out / "study.json").write_text(json.dumps(study))
+    (table,) = grid(Context(Study(load_study([out]), "accuracy"), {})).parts
+    assert [column.title for column in table.columns] == ["method", "8", "2"]
+    (m, *of_m), (n, eight, two) = [[cell.text for cell in row] for row in table.cells]
+    assert (m, n) == ("m", "n") and all(float(text) > 0 for text in (*of_m, eight)) and two == "no score"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GRIDS)
+def test_the_projects_grids_run(name, tmp_path):
+    """All of it is planned and tried; of four cells every run is made."""
+    pytest.importorskip("opacus")
+    from fedlightning.cli import main
+
+    path = ROOT / f"configs/{name}.yaml"
+    assert main(["compare", "--grid", str(path), "--dry-run", "--out", str(tmp_path), *FAST]) == 0
+    given = yaml.safe_load(path.read_text())
+    few = {key: dict(list(given[key].items())[:2]) for key in ("methods", "variants")}
+    aside = path.with_name(f"{tmp_path.name}.yaml")
+    try:
+        aside.write_text(yaml.safe_dump(given | few))
+        words = ["--grid", str(aside), "--seeds", "1", "--out", str(tmp_path / "out"), "--metric", "accuracy"]
+        assert main(["compare", *words, *FAST]) == 0
+    finally:
+        aside.unlink()
+    found = table_of(tmp_path / "out/report.html")
+    assert all(name in found for one in few.values() for name in one) and found.count("0.") >= 4
