@@ -73,7 +73,7 @@ class APFL(Stackable):
         0.25
     """
 
-    facts = Facts(needs=[Need("trains two models in one fit", (Change.PHASES,))], keeps=True)
+    facts = Facts([Change.BESIDE], [Need("trains two models in one fit", (Change.PHASES,))], keeps=True)
 
     def __init__(
         self,

@@ -79,7 +79,7 @@ class FLDE(FederatedCallback):
         tensor([[0.9526, 0.0474]])
     """
 
-    facts = Facts(needs=[Need("trains two models in one fit", (Change.PHASES,))], keeps=True)
+    facts = Facts([Change.BESIDE], [Need("trains two models in one fit", (Change.PHASES,))], keeps=True)
 
     def __init__(
         self,

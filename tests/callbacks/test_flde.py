@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fedlightning.callbacks import FLDE, FedAdam, FedAvg, FedBN, FedProx, Local, SampleDP
+from fedlightning.callbacks import APFL, FLDE, Ditto, FedAdam, FedAvg, FedBN, FedProx, Local, SampleDP
 from fedlightning.callbacks.flde_mixture import mix_outputs, mix_probabilities
 from fedlightning.models import MLP, Classifier
 from fedlightning.tensors import module_state
@@ -242,6 +243,14 @@ def test_beside_sample_dp_the_server_and_epsilon_are_those_without_experts():
     same(*(global_state(run) for run in runs))
     spent = [run.server.state["SampleDP"]["epsilon"] for run in runs]
     assert spent[0] == spent[1] and set(spent[0]) == set(SIZES)
+
+
+@pytest.mark.filterwarnings("ignore:SampleDP", "ignore:Optimal order", "ignore:.*LeafSpec")
+@pytest.mark.parametrize(("method", "cover"), [(FLDE(), "in_the_clear"), (APFL(), "in_the_clear"), (Ditto(), "noised")])
+def test_checkpoints_of_models_without_noise_are_not_called_noised(tmp_path, method, cover):
+    trainer = federate(made(), toy_data(SIZES), [method, noisy()], tmp_path, max_rounds=1)
+    told = json.loads((trainer.run.path / "privacy.json").read_text())
+    assert any(item.startswith("models of clients") for item in told[cover])
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
