@@ -79,7 +79,14 @@ class FLDE(FederatedCallback):
         tensor([[0.9526, 0.0474]])
     """
 
-    facts = Facts([Change.BESIDE], [Need("trains two models in one fit", (Change.PHASES,))], keeps=True)
+    facts = Facts(
+        [Change.BESIDE],
+        [
+            Need("trains two models in one fit", (Change.PHASES,)),
+            Need("puts a gate and an expert beside the user's own network", (Change.MODULE,)),
+        ],
+        keeps=True,
+    )
 
     def __init__(
         self,
