@@ -55,6 +55,7 @@ class FLDE(FederatedCallback):
     A mixture of probabilities is given as their logarithms (of one logit: as the logit), of which the module's own loss and
     metrics take the softmax. It acts where a step predicts through ``self(x)``; a step that does not is refused. An expert
     that diverges is not kept and does not disturb `M_G`.
+    Where `M_G` explains a client's training data well while it trains there, the expert gets little gradient and stays weak.
 
     Args:
         mix: What is mixed. ``"probabilities"`` of classes in dimension 1 of what ``forward`` gives, or of two classes where
