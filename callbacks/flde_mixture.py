@@ -39,7 +39,7 @@ def mix_probabilities(own: Tensor, expert: Tensor, gate: Tensor) -> Tensor:
     Example:
         >>> equal = torch.tensor([2.0, -1.0])
         >>> mix_probabilities(equal, equal, torch.tensor([0.0, 9.0]))
-        tensor([ 2.0000, -1.0000])
+        tensor([ 2., -1.])
     """
     own, expert = (one.to(torch.promote_types(one.dtype, torch.float32)) for one in (own, expert))
     gate = gate.to(own.dtype).reshape(-1, *[1] * (own.ndim - 1))
