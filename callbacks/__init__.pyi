@@ -70,6 +70,7 @@ from fedlightning.callbacks.fenda import FENDA as FENDA
 from fedlightning.callbacks.fesem import FeSEM as FeSEM
 from fedlightning.callbacks.fesem_ma import FeSEMMA as FeSEMMA
 from fedlightning.callbacks.fjord import FjORD as FjORD
+from fedlightning.callbacks.flde import FLDE as FLDE
 from fedlightning.callbacks.fliu import FLIU as FLIU
 from fedlightning.callbacks.flora import FLoRA as FLoRA
 from fedlightning.callbacks.fltrust import FLTrust as FLTrust

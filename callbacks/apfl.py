@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -22,6 +21,7 @@ from fedlightning.algorithm import (
     Update,
     WeightingName,
 )
+from fedlightning.callbacks.shared.second_model import refuse_closures
 from fedlightning.callbacks.shared.wide import wide
 from fedlightning.ranges import Instance, NonNegativeFloat, Share, needs
 from fedlightning.wrappers import uses_forward
@@ -73,7 +73,7 @@ class APFL(Stackable):
         0.25
     """
 
-    facts = Facts(needs=[Need("trains two models in one fit", (Change.PHASES,))], keeps=True)
+    facts = Facts([Change.BESIDE], [Need("trains two models in one fit", (Change.PHASES,))], keeps=True)
 
     @needs("personal_model", "mix", value="logits", why="parameters of two models do not mix. Set mix='logits'.")
     def __init__(
@@ -99,13 +99,7 @@ class APFL(Stackable):
         name = type(setup.template).__name__
         if not setup.module.automatic_optimization:
             raise ValueError(f"APFL trains a second model beside {name}, which optimizes manually. Use FedPer.")
-        for optimizer in setup.optimizers:
-            closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-            if closure is not None and closure.default is inspect.Parameter.empty:
-                raise ValueError(
-                    f"APFL moves v by a second {type(optimizer).__name__}, whose step evaluates the loss again by a closure; "
-                    "v has one gradient a batch. Return SGD, Adam or another optimizer of single steps."
-                )
+        refuse_closures(setup, "APFL")
         if self.mix == "logits" and not _uses_forward(setup):
             raise ValueError(
                 f"APFL(mix='logits') mixes what forward returns, but {name}.training_step does not call self(x). "

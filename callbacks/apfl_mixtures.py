@@ -6,15 +6,14 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fedlightning.algorithm import Client, State, probes
 from fedlightning.callbacks.apfl import alpha_slope, mix, next_alpha
-from fedlightning.tensors import clone, entry_kinds, first_nonfinite, interpolate, load_state, module_state
-from fedlightning.tensors.modules import optimizers_in
+from fedlightning.callbacks.shared.second_model import SecondModel
+from fedlightning.tensors import clone, entry_kinds, interpolate, load_state, module_state
 from fedlightning.wrappers import mix_logits, personal_gradients
 from fedlightning.wrappers.follow import follow
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from fedlightning.callbacks.apfl import APFL
 
 
-class ParameterMixture:
+class ParameterMixture(SecondModel):
     """APFL's steps on `v` and `a` for one client, with mixed parameters.
 
     `v` lives in a twin of the client's module. Its parameters are `vbar` while a gradient is taken.
@@ -41,60 +40,29 @@ class ParameterMixture:
 
     def __init__(self, client: Client, options: APFL) -> None:
         self.client, self.options = client, options
-        kept = client.state.get(options.key, {})
-        self.alpha = float(kept.get("alpha", options.alpha))
+        super().__init__(client, options.key, self.fresh())
+        self.alpha = float(self.kept.get("alpha", options.alpha))
         self.new_alpha: float | None = None
         self.moves_alpha = options.adaptive
-        self.kept_optimizer, self.kept_rates = kept.get("optimizer"), kept.get("rates")
-        self.twin = self.fresh()
-        if "v" in kept:
-            load_state(self.twin, kept["v"])
-        self.gradients: State = {}
 
     def fresh(self) -> LightningModule:
         """Return a new local model: `v_i = w^0`."""
         return self.client.initial_module()
 
-    def start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Move `v` to the device, make its optimizer, and follow the optimizer of `w`."""
-        self.trainer, self.module = trainer, module
-        self.twin.to(module.device)
-        self.twin.trainer = trainer
-        self.optimizer = optimizers_in(self.twin.configure_optimizers())[0]
-        if self.client.keeps_optimizers and self.kept_optimizer is not None:
-            self.optimizer.load_state_dict(copy.deepcopy(self.kept_optimizer))  # which does not copy the tensors
-        self.parameters = {n: p for n, p in self.twin.named_parameters() if p.requires_grad}
-        self.handle = trainer.optimizers[0].register_step_post_hook(lambda *_: self.step())
-
-    def stop(self) -> None:
-        """Let go of the trainer."""
-        self.handle.remove()
-        self.twin.trainer = None
-        del self.trainer, self.module
-
-    @torch.no_grad()
-    def accumulate(self, batch: Any, batch_idx: int) -> None:
-        """Add this batch's part of `a grad f(vbar)`; on the first batch of the round, compute the next `a`."""
-        window = self.trainer.accumulate_grad_batches
-        if batch_idx % window == 0:
-            self.gradients = {}
+    def gradients_of(self, batch: Any, batch_idx: int) -> State:
+        """Return this batch's `a grad f(vbar)`; on the first batch of the round, compute the next `a`."""
         if self.alpha == 0.0 and not self.moves_alpha:
-            return  # v does not move, and neither will a in this visit
+            return {}  # v does not move, and neither will a in this visit
         if self.options.personal_model is None:
             follow(self.module, self.twin)
-        try:
-            gradients, slope = self.mixture_gradient(batch, batch_idx)
-        except probes.NoLossError:
-            return  # the step skips this batch, for w too
-        for name, gradient in gradients.items():
-            share = gradient / window
-            self.gradients[name] = self.gradients[name] + share if name in self.gradients else share
+        gradients, slope = self.mixture_gradient(batch, batch_idx)
         slope = self.trainer.strategy.reduce(slope, reduce_op="mean")
         if self.moves_alpha and bool(torch.isfinite(slope)):
             lr = self.options.alpha_lr
             lr = float(self.trainer.optimizers[0].param_groups[0]["lr"]) if lr is None else lr
             self.new_alpha = next_alpha(self.alpha, float(slope), lr, self.options.alpha_decay)
             self.moves_alpha = False
+        return gradients
 
     def mixture_gradient(self, batch: Any, batch_idx: int) -> tuple[State, Tensor]:
         """Return `a grad f(vbar)` by name, and `df/da = <v - w, grad f(vbar)>`."""
@@ -108,46 +76,18 @@ class ParameterMixture:
         slope = alpha_slope(v, w, at_vbar) if at_vbar else torch.zeros((), device=self.module.device)
         return {name: self.alpha * gradient for name, gradient in at_vbar.items()}, slope
 
-    @torch.no_grad()
     def step(self) -> None:
-        """Do `v <- v - eta a grad f(vbar)` right after the step of `w`, then move `a`; `v` stays where `a` is 0.
-
-        A step of `w` that the gradient scaler skipped is no step of `v` either. Where only the scaled gradients of `v`
-        overflow, `v` alone stays.
-        """
-        reduce = self.trainer.strategy.reduce  # over the ranks of one client, under DDP
-        gradients = {name: reduce(gradient, reduce_op="mean") for name, gradient in self.gradients.items()}
-        scaled = self.client.loss_scale != 1.0
-        overflow = scaled and not all(bool(torch.isfinite(gradient).all()) for gradient in gradients.values())
-        if gradients and self.alpha > 0.0 and not overflow:
-            for name, parameter in self.parameters.items():
-                parameter.grad = gradients.get(name)
-            clip, how = self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm
-            self.twin.configure_gradient_clipping(self.optimizer, clip, how)
-            self.follow_schedule(self.trainer.optimizers[0])
-            self.optimizer.step()
-        self.gradients = {}
+        """Do `v <- v - eta a grad f(vbar)` right after the step of `w`, then move `a`; `v` stays where `a` is 0."""
+        if self.alpha == 0.0:
+            self.gradients = {}
+        super().step()
         if self.new_alpha is not None:
             self.alpha, self.new_alpha = self.new_alpha, None
 
-    def follow_schedule(self, main: Optimizer) -> None:
-        """Take over the learning rates of `w`'s optimizer, and whatever else a scheduler moves."""
-        for own, group in zip(self.optimizer.param_groups, main.param_groups, strict=False):
-            own.update({name: value for name, value in group.items() if name not in ("params", "param_names")})
-
     def state(self) -> dict[str, Any]:
         """Return what the client keeps: `v`, `alpha` and, where optimizers go on, the optimizer's state."""
-        v = clone(module_state(self.twin), "cpu")
-        bad = first_nonfinite({name: v[name] for name in self.parameters})
-        if bad is not None:
-            raise FloatingPointError(
-                f"'{bad}' of the personal model holds NaN or infinite values after training. Lower the learning rate "
-                "or clip gradients (gradient_clip_val)"
-            )
-        kept: dict[str, Any] = {"v": v, "alpha": self.alpha}
-        if self.client.keeps_optimizers:
-            kept["optimizer"] = move_data_to_device(self.optimizer.state_dict(), "cpu")
-        return kept
+        kept = super().state()
+        return {"v": kept["v"], "alpha": self.alpha, **kept}
 
     def deployed(self, module: LightningModule) -> LightningModule:
         """Put `vbar` into the parameters of `module`, which holds `w`, and `v`'s buffers; nothing changes at `a = 0`."""
@@ -179,7 +119,7 @@ class LogitMixture(ParameterMixture):
         """Put `v` beside a view of `w`."""
         super().start(trainer, module)
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        kept = self.kept_rates if self.client.keeps_optimizers else None
+        kept = self.kept.get("rates") if self.client.keeps_optimizers else None
         self.rates: list[float] = kept or [trainer.optimizers[0].param_groups[0]["lr"], *rates]
         self.view = mix_logits(self.client.copy_module(), self.twin, self.alpha)
         self.view.trainer = trainer

@@ -70,12 +70,13 @@ class SampleDP(TrainingData, Private):
     The module stays what it is: Opacus (``pip install fedlightning[privacy]``) computes the gradients of single records by
     hooks, and counts epsilon. **In a plain Trainer** it is one more callback: ``Trainer(callbacks=[SampleDP(...)])``.
 
-    In a federation each client has an epsilon of its own, by the size of its data; `privacy.json` has all, and the largest
-    is what holds. ``(epsilon, delta)`` holds for adding or removing one training record (or patient) of a client, against
-    everybody who sees what the client sends: the server too. Everything that a client trains gets the noise, personal layers
-    and models as well, since the gradient of what is shared depends on them. Values that the module logs in training and
-    scores on validation data stay with the client; numbers of samples count as known; what test scores tell of test records
-    nobody bounds. A person with several records is hidden record by record, unless ``unit="patient"``.
+    In a federation each client has an epsilon of its own, by the size of its data; `privacy.json` has all, and the largest is
+    what holds. ``(epsilon, delta)`` holds for adding or removing one training record (or patient) of a client, against
+    everybody who sees what the client sends: the server too. Everything that a step trains gets the noise, personal layers
+    and models as well, since the gradient of what is shared depends on them; a model that trains beside the steps and that
+    they never read (`APFL`, `FLDE`) gets none, has no epsilon, and must not leave the client. Values that the module logs in
+    training and scores on validation data stay with the client; numbers of samples count as known; what test scores tell of
+    test records nobody bounds. A person with several records is hidden record by record, unless ``unit="patient"``.
 
     Noise and batches are drawn from a secret of the operating system's, which lies in what the client keeps (in a plain
     Trainer: nowhere), never from the run's seed. A visit that is carried out again gives the same bits; where the model that

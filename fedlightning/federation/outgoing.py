@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fedlightning.errors import listed
-from fedlightning.hooks import CallbackList, Kind, Outgoing, Protection, UpdateCodec
+from fedlightning.hooks import CallbackList, Change, Kind, Outgoing, Protection, UpdateCodec
 from fedlightning.messages import Extra, Spec
 
 if TYPE_CHECKING:
@@ -41,9 +41,8 @@ def outgoing_of(federation: Federation) -> list[Outgoing]:
         items.append(Outgoing("tests", f"test scores on {' and '.join(federation.test_data)} data", "after training"))
     items.append(Outgoing("texts", "why a client failed", "where one does"))
     if server.run_dir is not None:
-        items.append(
-            Outgoing("models", "models of clients in the run's folder, where clients have some", "after training")
-        )
+        kind: Kind = "own models" if server.callbacks.making(Change.BESIDE) else "models"
+        items.append(Outgoing(kind, "models of clients in the run's folder, where clients have some", "after training"))
     return items
 
 

@@ -51,6 +51,7 @@ class Change(StrEnum):
     START = "makes the model that training starts from out of what came and what the client kept"
     KEEPS = "keeps something of its own at each client, which every visit trains or replaces"
     OWN = "trains or keeps something of each client's own beside the model that travels"
+    BESIDE = "trains a model of each client's own beside the steps of the module"
     PARTS = "leaves entries out of what is sent"
     SMALLER = "cuts entries of what is sent"
     PRIVATE = "sends entries that never leave a client, in the place of its own"

@@ -601,5 +601,7 @@ class ByClosure(Toy):
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="APFL moves v by a second LBFGS, whose step evaluates the loss again"):
+    with pytest.raises(
+        ValueError, match="APFL trains a second model by a second LBFGS, whose step evaluates the loss again"
+    ):
         federate(ByClosure(), toy_data(), [APFL()], tmp_path)

@@ -57,10 +57,23 @@ def refusal(name: str, task: Task) -> str | None:
 
 PREDICTS_CLASSES = {
     *("DSFL", "FCCL", "FCCLPlus", "FD", "FedBE", "FedCovid", "FedDF", "FedET", "FedGH", "FedGKT", "FedKD", "FedKEMF"),
-    *("FedLC", "FedMD", "FedNTD", "FedProto", "FedRoD", "FedType", "FjORD", "FML", "GPFL", "pFedHR", "pFedKnow"),
+    *(
+        "FedLC",
+        "FedMD",
+        "FedNTD",
+        "FedProto",
+        "FedRoD",
+        "FedType",
+        "FjORD",
+        "FLDE",
+        "FML",
+        "GPFL",
+        "pFedHR",
+        "pFedKnow",
+    ),
 }
 """Methods whose own loss or exchange is of one class a sample: they refuse any other task."""
-WITHOUT = {"FjORD plain"}
+WITHOUT = {"FjORD plain", "FLDE outputs"}
 """Variants of theirs without that loss."""
 BATCH_NORM = {"FedBN": "batch normalisation cannot train on one sample, whatever the method"}
 
