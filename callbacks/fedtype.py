@@ -129,6 +129,7 @@ class FedType(SharedPeer):
             ValueError: With the reason and another way.
         """
         super().check(setup)
+        setup.refuse_drift(self.key, "calibrates on samples of a client that never train")
         batch = setup.first_batch()
         if batch is not None and self.imitation:
             labels_of(batch, self.key)
