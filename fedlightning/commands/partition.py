@@ -155,7 +155,7 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def partition_table(report: Any, width: int, rows: str = "client") -> Table:
-    """Return a table with clients (or windows) as rows and samples, distance to all labels and (if they fit) classes as columns."""
+    """Return a table of clients or windows with samples, distance to all labels and (if they fit) classes as columns."""
     cells = max(len(str(report.counts.max())), *(len(name) for name in report.classes)) + 2
     fits = 30 + cells * len(report.classes) <= max(width, 80) and len(report.classes) > 1
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0) if fits else (0, 1))
