@@ -56,9 +56,9 @@ class DriftingDataModule(IndexedFederatedDataModule):
         >>> data = DriftingDataModule(DigitsDataModule(IIDPartitioner(4)), windows=3, every=2, memory=None)
         >>> data.setup()
         >>> data.sizes_by_round("0")
-        [97, 97, 193, 193, 290]
+        [96, 96, 192, 192, 288]
         >>> [data.at_round(round).num_samples("0") for round in (0, 1, 2, 100)]
-        [97, 97, 193, 290]
+        [96, 96, 192, 288]
     """
 
     @checked
@@ -239,7 +239,8 @@ def in_time(column: str, cells: Sequence[float | str]) -> np.ndarray:
         >>> from fedlightning.datamodules.drifting import in_time
         >>> in_time("year", ["2009", "2011.5"]).tolist()
         [2009.0, 2011.5]
-        >>> bool((in_time("day", ["2009-05-31", "2009-06-01 12:00"])[::-1] > in_time("day", ["2009-05-31"])).all())
+        >>> first, second = in_time("day", ["2009-05-31", "2009-06-01 12:00"])
+        >>> bool(first < second)
         True
     """
     try:
