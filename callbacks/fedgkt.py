@@ -146,6 +146,7 @@ class FedGKT(FederatedCallback):
                 entropy (with `alpha`), batches are augmented at random, or features differ in width between architectures.
                 Also if another callback works on a model that travels, or keeps something beside one: here none does.
         """
+        setup.refuse_drift(self.key, "gives a client's samples the logits that the server found in the round before")
         name = type(setup.template).__name__
         features_at_start(setup, lambda module: {"z": FeatureTap(module, head_path(module, self.head))}, self.key)
         refuse_other_widths(setup, lambda module: {"z": FeatureTap(module, head_path(module, self.head))}, self.key)

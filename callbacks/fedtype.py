@@ -125,6 +125,7 @@ class FedType(SharedPeer):
     def check(self, setup: Setup) -> None:
         """Refuse what :class:`SharedPeer` does, and batches without a class for each sample, which sets are about."""
         super().check(setup)
+        setup.refuse_drift(self.key, "calibrates on samples of a client that never train")
         batch = setup.first_batch()
         if batch is not None and self.imitation:
             labels_of(batch, self.key)

@@ -164,6 +164,7 @@ class SampleDP(TrainingData, Private):
             ValueError: With a way out.
         """
         accountant_of(self.accountant)
+        setup.refuse_drift(self.key, "plans its noise by the records that a client has in every round")
         checks.refuse_uncovered(self, setup, self.noise_multiplier is None, self.unit)
         checks.warn_of_few(setup, self.delta)
         if self.noise_seed is not None:

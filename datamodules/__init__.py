@@ -19,6 +19,7 @@ In order of importance:
   `LEAFSyntheticDataModule` and their base `LEAFDataModule`.
 * `MixtureDataModule`: clients with shares of two or more groups of classes or orientations.
 * `ShiftedDataModule`: clients whose inputs are turned or noisy, or who name classes differently.
+* `DriftingDataModule`: clients whose training data change from round to round, in the order of time.
 * `MultimodalDataModule`: several modalities, which clients may lack. `PairedDigitsDataModule` (needs no files) and
   `SpokenDigitsDataModule` (images with recordings), `UTDMHADDataModule` (a sensor with a skeleton).
   `ModalityDataset`: their samples.
@@ -38,6 +39,7 @@ from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.by_inputs import EmbeddingPartitioner
 from fedlightning.datamodules.camelyon16 import Camelyon16DataModule
 from fedlightning.datamodules.digits import DigitsDataModule
+from fedlightning.datamodules.drifting import DriftingDataModule
 from fedlightning.datamodules.given import GivenDataModule
 from fedlightning.datamodules.har import UCIHARDataModule
 from fedlightning.datamodules.heart_disease import HeartDiseaseDataModule
@@ -106,6 +108,7 @@ __all__ = [
     "Camelyon16DataModule",
     "DigitsDataModule",
     "DirichletPartitioner",
+    "DriftingDataModule",
     "EMNISTDataModule",
     "EmbeddingPartitioner",
     "FashionMNISTDataModule",

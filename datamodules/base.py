@@ -115,6 +115,22 @@ class FederatedDataModule(LightningDataModule, ABC):
         return None
 
     @property
+    def drifts(self) -> bool:
+        """Whether the clients' training data change from round to round."""
+        return False
+
+    def at_round(self, round: int) -> FederatedDataModule:
+        """Return these data with the training samples that clients hold in a round (from 0), without copying any.
+
+        All that a visit reads comes from here. What is asked for without a round is of all rounds.
+        """
+        return self
+
+    def sizes_by_round(self, client: str) -> list[int]:
+        """Return a client's training samples in rounds 0, 1, ..., where they drift; the last number holds from then on."""
+        return [self.num_samples(client)]
+
+    @property
     def wanted_statistics(self) -> dict[str, Any] | None:
         """What all clients are to agree on before round 1, in plain values, the same at every site; `None`: nothing."""
         return None
@@ -245,6 +261,15 @@ def clients_here(owner: object, argument: str, given: Sequence[str] | None, know
             "or None for all."
         )
     return [name for name in known if name in names]
+
+
+def refuse_drift(owner: object, source: object) -> None:
+    """Refuse to be made of data whose drift would be lost."""
+    if getattr(source, "drifts", False):
+        raise ValueError(
+            f"{type(owner).__name__} got a {type(source).__name__}, whose change from round to round it would lose. Make it "
+            f"of the data themselves, and give it to {type(source).__name__} as source, where that takes it."
+        )
 
 
 def check_split(split: str) -> None:

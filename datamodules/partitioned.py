@@ -20,6 +20,7 @@ from torch.utils.data import (
 )
 
 from fedlightning.datamodules.another import Public, share_of
+from fedlightning.datamodules.base import refuse_drift
 from fedlightning.datamodules.federate import federate, keys_for, suited
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.labels import encode, read_keys
@@ -112,6 +113,7 @@ class Partitioned(IndexedFederatedDataModule):
             if isinstance(value, type | str | int):
                 given = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
                 raise ValueError(f"Partitioned got {given} for its {kind}. Pass an instance.")
+        refuse_drift(self, datamodule)
         self.public_fraction = share_of(self, public, public_fraction)
         self.datamodule, self.partitioner, self.labels = datamodule, partitioner, labels
         self.val_fraction, self.test_fraction = val_fraction, test_fraction

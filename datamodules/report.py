@@ -140,6 +140,7 @@ def plot_partition(
     labels: Any = None,
     split: str = "train",
     title: str | None = None,
+    axis: str = "client",
 ) -> Figure:
     """Return stacked bars, one for each client, coloured by class.
 
@@ -148,6 +149,7 @@ def plot_partition(
         labels: As for `describe`.
         split: As for `describe`.
         title: Title of the picture. `None` states sizes and skew in words.
+        axis: What a bar is of.
 
     Returns:
         A matplotlib figure that belongs to no window or global state. Save it with `figure.savefig(path)`.
@@ -186,10 +188,10 @@ def plot_partition(
     if max(len(name) for name in report.client_ids) * min(clients, 40) > 100:
         axes.tick_params(axis="x", rotation=60)
     axes.set_xlim(-0.7, clients - 0.3)
-    axes.set_xlabel("client")
+    axes.set_xlabel(axis)
     axes.set_ylabel("samples")
     axes.spines[["top", "right"]].set_visible(False)
-    words = f"{clients} clients, smallest {report.min_size} samples, mean TV distance {report.mean_total_variation:.2f}"
+    words = f"{clients} {axis}s, smallest {report.min_size} samples, mean TV distance {report.mean_total_variation:.2f}"
     axes.set_title(words if title is None else title, fontsize=10)
     if 1 < classes <= 30:
         handles, names = axes.get_legend_handles_labels()

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from fedlightning.datamodules.base import refuse_drift
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.views import ArrayDataset
 from fedlightning.ranges import Instance, NonNegativeFloat, PositiveInt, checked
@@ -61,6 +62,7 @@ class ShiftedDataModule(IndexedFederatedDataModule):
         strength: NonNegativeFloat = 0.0,
         concepts: PositiveInt = 1,
     ) -> None:
+        refuse_drift(self, source)
         super().__init__(
             source.batch_size,
             source.seed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +36,20 @@ class WrappedDataModule(FederatedDataModule):
 
     def pooled_dataloader(self, split: str) -> DataLoader[Any] | None:
         return self.whole.pooled_dataloader(self.source_of(split))
+
+    @property
+    def drifts(self) -> bool:
+        return self.whole.drifts
+
+    def at_round(self, round: int) -> FederatedDataModule:
+        if not self.drifts:
+            return self
+        made = copy.copy(self)
+        made.whole = self.whole.at_round(round)
+        return made
+
+    def sizes_by_round(self, client: str) -> list[int]:
+        return self.whole.sizes_by_round(client)
 
     @property
     def wanted_statistics(self) -> dict[str, Any] | None:

@@ -158,6 +158,7 @@ class Assembly(Fitted):
         server.evaluated = arguments.evaluated_clients(a["evaluate_clients"], server.clients, everybody.seed)
         server.public_source, server.together = engine.public, known.together
         server.sizes, server.norms.factor = known.sizes, a["update_limit"]
+        server.over_rounds = known.over_rounds
         engine.attempts.policy = FailurePolicy(
             on_error=a["on_client_error"],
             retries=a["client_retries"] or 1,

@@ -30,7 +30,9 @@ examples:
   fedlightning fit --config configs/quickstart.yaml
   fedlightning fit --config configs/quickstart.yaml --config configs/algorithms/fedprox.yaml --trainer.callbacks.mu=0.3
   fedlightning test --run runs/quickstart/version_0 --checkpoint best_local
+  fedlightning partition --config configs/quickstart.yaml --images 8     (who holds what, before you train)
   fedlightning compare configs/heart_disease/*.yaml --seeds 5 --out runs/heart
+  fedlightning compare configs/heart_disease/*.yaml --leave-one-site-out   (each hospital once unseen)
   fedlightning reproduce closed_forms
   fedlightning algorithms fenda
   fedlightning configs copy quickstart

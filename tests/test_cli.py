@@ -254,6 +254,13 @@ def test_predict(run: Path) -> None:
 
 
 # -- partition and the rest --------------------------------------------------------------------------------------------
+def test_partition_shows_the_windows_of_data_that_drift(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["partition", "--config", str(Path(QUICKSTART).parent / "data/drifting_digits.yaml"), "--out=who"]) == 0
+    shown = capsys.readouterr().out
+    assert "by window, in the order of time" in shown and "of their variance is between windows" in shown
+    assert Path("who/windows.png").stat().st_size > 1000
+
+
 def test_partition(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["partition", *SMALL, "--out=who"]) == 0
     shown = capsys.readouterr().out

@@ -261,6 +261,7 @@ NEEDED = {
         "features": "noise",
         "strength": 1.0,
     },
+    "DriftingDataModule": lambda: {"source": datamodules.DigitsDataModule(), "windows": 2},
     "SurvivalTableDataModule": lambda: {"path": "table.csv", "target": "time", "event": "status", "client": "who"},
     "HuggingFaceDataModule": lambda: {"source": "folder", "inputs": "x", "client": "who"},
     "TextTableDataModule": lambda: {"path": "table.csv", "target": "y", "text": "note", "client": "who"},

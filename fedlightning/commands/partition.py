@@ -35,6 +35,7 @@ class PartitionCommand(FederatedCLI):
     ) -> None:
         """Show the samples of each client: a table, a picture and a CSV file; of a table also how its columns differ.
 
+        Data that drift (DriftingDataModule) are shown by window, too: how labels and inputs change over the rounds.
         With images=8 it draws the first 8 images of each client side by side.
         """
         from fedlightning.arguments import federated_data
@@ -59,10 +60,7 @@ class PartitionCommand(FederatedCLI):
         )
         inputs = input_separation(data, split) if data.wanted_statistics is None else None
         if inputs is not None:
-            screen.print(
-                f"Inputs: {inputs[0]:.1%} of their variance is between clients; of a random split about {inputs[1]:.1%}.",
-                highlight=False,
-            )
+            screen.print(inputs_in_words(inputs, "clients"), highlight=False)
         equal = find_duplicates(data)
         if equal is not None:
             screen.print(str(equal), highlight=False, style="yellow" if equal.leaked or equal.shared else "")
@@ -76,6 +74,16 @@ class PartitionCommand(FederatedCLI):
         rows = [{"split": name} | row for name in splits for row in describe(data, split=name).rows()]
         _write(folder / "partition.csv", rows)
         files = [folder / "partition.csv", folder / "partition.png"]
+        windows = data.by_window() if hasattr(data, "by_window") else None
+        changes = None if windows is None else input_separation(windows)
+        if windows is not None:
+            over_time = describe(windows)
+            screen.print("\nTraining samples of all clients by window, in the order of time", style="bold")
+            print_whole(screen, partition_table(over_time, screen.width, "window"))
+            if changes is not None:
+                screen.print(inputs_in_words(changes, "windows"), highlight=False)
+            files.append(folder / "windows.png")
+            plot_partition(over_time, axis="window").savefig(files[-1], dpi=150)
         columns = columns_of(data, split)
         if columns:
             screen.print("\nColumns, the smallest p-value first", style="bold")
@@ -91,10 +99,16 @@ class PartitionCommand(FederatedCLI):
             screen.print("images: the samples are no images (channels, height, width).", highlight=False)
         say(screen, f"\nFiles: {', '.join(map(str, files))}")
         if json:
-            more = {"columns": [asdict(one) for one in columns]} if columns else {}
+            more: dict[str, Any] = {"columns": [asdict(one) for one in columns]} if columns else {}
+            more |= {} if windows is None else {"windows": over_time.rows(), "inputs_by_window": changes}
             print_json(
                 "partition", split=split, clients=report.rows(), inputs=inputs, public=public, files=files, **more
             )
+
+
+def inputs_in_words(found: tuple[float, float], of: str) -> str:
+    """Return how far apart the inputs are."""
+    return f"Inputs: {found[0]:.1%} of their variance is between {of}; of a random split about {found[1]:.1%}."
 
 
 COLUMNS = (
@@ -140,12 +154,12 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
         writer.writerows(rows)
 
 
-def partition_table(report: Any, width: int) -> Table:
-    """Return a table with clients as rows and samples, distance to all labels and (if they fit) classes as columns."""
+def partition_table(report: Any, width: int, rows: str = "client") -> Table:
+    """Return a table of clients or windows with samples, distance to all labels and (if they fit) classes as columns."""
     cells = max(len(str(report.counts.max())), *(len(name) for name in report.classes)) + 2
     fits = 30 + cells * len(report.classes) <= max(width, 80) and len(report.classes) > 1
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0) if fits else (0, 1))
-    table.add_column("client", no_wrap=True)
+    table.add_column(rows, no_wrap=True)
     table.add_column("samples", justify="right")
     table.add_column("TV", justify="right")
     for name in report.classes if fits else ["classes held", "largest class"]:

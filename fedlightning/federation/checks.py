@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PLAIN = (
     *("clients", "num_samples", "max_rounds", "local_epochs", "local_steps", "optimizer_state", "trainer_arguments"),
-    *("evaluate_every", "participation", "loop", "absent", "has_clock"),
+    *("evaluate_every", "participation", "loop", "absent", "has_clock", "drifts"),
 )
 """The attributes of a :class:`~fedlightning.hooks.Setup` that are plain values; a check that runs elsewhere is sent these."""
 

@@ -19,6 +19,7 @@ from fedlightning.federation.architectures import refuse_mixed, refuse_uncommon
 from fedlightning.federation.checks import CheckThere, Public, setup_of
 from fedlightning.federation.engine import Task
 from fedlightning.federation.failures import at_site
+from fedlightning.federation.loops.synchronous import Synchronous
 from fedlightning.federation.outgoing import outgoing_of
 from fedlightning.federation.trial import StepTrials, Tried, TryStep
 from fedlightning.hooks import POOLED, Change, FederatedCallback, Setup, changes_of, refuse_combinations
@@ -95,6 +96,7 @@ class Rehearsal:
             "loop": type(loop).__name__,
             "absent": self._absent or loop.absent(),
             "has_clock": loop.clock is not None,
+            "drifts": bool(server.over_rounds),
         }
 
     @property
@@ -238,6 +240,11 @@ class Rehearsal:
                 "Give it one (docs/explanation/time.md), or use evaluate_every, which counts rounds."
             )
         loop.check(self.server)
+        if self.server.over_rounds and not isinstance(loop, Synchronous):
+            raise ConfigurationError(
+                f"The clients' training data change from round to round, and {type(loop).__name__} has no rounds in which "
+                "all clients train. Leave out trainer.loop, or the drift (data)."
+            )
         if loop.holds_records and not self.federation.store.is_here:
             raise ConfigurationError(
                 f"The loop {type(loop).__name__} carries out visits before they count, and holds back what clients "

@@ -64,6 +64,7 @@ class Server(KeepsModels):
         explosions: Watches for updates and losses that explode.
         norms: How large updates usually are; what is far beyond that is refused.
         sizes: Samples of each client in training, validation and test, as they were told before round 1.
+        over_rounds: Training samples of a client in rounds 0, 1, ..., the last number from then on, where they change.
         outgoing: All that leaves clients, found before round 1.
         scores: This round's scores; see :meth:`score`.
         time: Virtual seconds since the run began, where the loop has a clock.
@@ -100,6 +101,7 @@ class Server(KeepsModels):
         self.clients = in_order(num_samples)
         self.held_out = in_order(held_out)
         self.evaluated = self.clients
+        self.over_rounds: Mapping[str, Sequence[int]] = {}
         self.num_samples = {client: num_samples[client] for client in self.clients}
         self.architectures: dict[str, Architecture] = architectures_of(blueprint)
         self._own = self.architectures[blueprint.architecture_of("server")]
@@ -131,6 +133,18 @@ class Server(KeepsModels):
         model = type(self.blueprint.template).__name__
         rounds = f"round {self.round + 1} of {self.max_rounds}"
         return f"<Server of {model}, {len(self.clients)} clients, {rounds}, {self.callbacks.callbacks!r}>"
+
+    @property
+    def num_samples(self) -> dict[str, int]:
+        """Training samples of each client: of this round, where they change from round to round."""
+        if self.over_rounds and self._counted != self.round:
+            now = {client: counts[min(self.round, len(counts) - 1)] for client, counts in self.over_rounds.items()}
+            self.num_samples = {client: now.get(client, count) for client, count in self._num_samples.items()}
+        return self._num_samples
+
+    @num_samples.setter
+    def num_samples(self, counts: dict[str, int]) -> None:
+        self._num_samples, self._counted = counts, self.round if self.over_rounds else -1
 
     @property
     def seed(self) -> int:

@@ -33,7 +33,7 @@ def summary_of(
         "results": results,
         "rounds": rounds,
         "num_clients": len(server.clients),
-        "num_samples": {client: server.num_samples[client] for client in listed},
+        "num_samples": {client: server.sizes[client][0] for client in listed},
         "data": describe_data(
             engine.describe(parts=("classes", "splits", "public")), None if listed is server.clients else listed
         ),

@@ -212,6 +212,7 @@ class Setup:
         loop: Name of the class of the loop, which says when clients are visited.
         absent: What keeps clients out of rounds, such as `participation=0.5` or a callback; empty: all take part in each.
         has_clock: Whether the loop counts virtual seconds.
+        drifts: Whether the clients' training data change from round to round.
     """
 
     module: LightningModule
@@ -243,6 +244,23 @@ class Setup:
     loop: str = "Synchronous"
     absent: str = ""
     has_clock: bool = False
+    drifts: bool = False
+
+    def refuse_drift(self, owner: str, why: str) -> None:
+        """Refuse training data that change from round to round.
+
+        Args:
+            owner: The callback that cannot do with it.
+            why: What it does, as the middle of a sentence.
+
+        Raises:
+            ValueError: If they change.
+        """
+        if self.drifts:
+            raise ValueError(
+                f"{owner} {why}, and here the clients' training data change from round to round. Remove {owner}, or "
+                "give data that stay."
+            )
 
     def refuse_manual(self, owner: str, why: str, instead: str = "Use automatic optimization.") -> None:
         """Refuse a module that optimizes manually.

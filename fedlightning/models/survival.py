@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fedlightning.models.supervised import SupervisedModule
 from fedlightning.models.survival_metrics import SurvivalMetrics, cox_loss
-from fedlightning.ranges import NonNegativeInt, check_arguments
+from fedlightning.ranges import NonNegativeInt, PositiveFloat, check_arguments
 
 
 class CoxRegressor(SupervisedModule):
@@ -41,6 +41,7 @@ class CoxRegressor(SupervisedModule):
         min_events: Fewest events of which a C-index is given; below, it is a gap (NaN).
         pair_counts: Log `concordant_pairs` and `comparable_pairs`, too.
         scheduler_interval: When the scheduler steps: once an `"epoch"` or once a `"step"`.
+        horizon: Log Uno's C-index of events before this time, `uno_c_index`, too.
 
     Raises:
         ValueError: If both `lr` and `optimizer` are given, or a value is out of its range.
@@ -66,14 +67,15 @@ class CoxRegressor(SupervisedModule):
         min_events: NonNegativeInt = 5,
         pair_counts: bool = False,
         scheduler_interval: Literal["epoch", "step"] = "epoch",
+        horizon: PositiveFloat | None = None,
     ) -> None:
         super().__init__()
         check_arguments(self, CoxRegressor.__init__, locals())
         self.save_hyperparameters(ignore=["net", "optimizer", "scheduler"])
         self.reduction = reduction
         self.take_over(net, optimizer, scheduler, lr, scheduler_interval)
-        self.val_metrics = SurvivalMetrics(reduction, min_events, pair_counts)
-        self.test_metrics = SurvivalMetrics(reduction, min_events, pair_counts)
+        self.val_metrics = SurvivalMetrics(reduction, min_events, pair_counts, horizon)
+        self.test_metrics = SurvivalMetrics(reduction, min_events, pair_counts, horizon)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss of a batch, a scalar: 0, with gradients of 0, if it has no event."""

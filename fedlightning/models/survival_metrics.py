@@ -11,7 +11,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
-from fedlightning.ranges import NonNegativeInt, checked
+from fedlightning.ranges import NonNegativeInt, PositiveFloat, checked
 
 CHUNK = 1024
 """Events that are compared with all samples at a time: 8 MB of comparisons for 1000 samples."""
@@ -69,14 +69,61 @@ def concordance(risk: Tensor, time: Tensor, event: Tensor) -> tuple[float, int]:
         >>> concordance(torch.tensor([2.0, 1.0, 1.0]), torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1, 1, 0]))
         (2.5, 3)
     """
+    concordant, comparable = _pairs_of_events(risk, time, event.bool())
+    return float(concordant.sum()), int(comparable.sum())
+
+
+def uno_concordance(risk: Tensor, time: Tensor, event: Tensor, horizon: float) -> tuple[float, float]:
+    r"""Return the weights of concordant and of comparable pairs up to a horizon (Uno et al. 2011).
+
+    Harrell's index depends on the censoring, because pairs of which nobody saw the end are left out. Here each pair whose
+    earlier sample i has its event before the horizon :math:`\tau` counts :math:`\hat G(t_i^-)^{-2}`, with
+    :math:`\hat G` the Kaplan-Meier estimate of the probability not to be censored. The ratio then estimates
+    :math:`P(r_i > r_j \mid t_i < t_j, t_i < \tau)`, if censoring depends neither on time of event nor on risk.
+
+    :math:`\hat G` is estimated from these samples, the evaluated ones; scikit-survival takes it from training samples. Where
+    a censoring and an event have one time, the event was first. Pairs are comparable, and ties count, as in `concordance`.
+
+    Args:
+        risk: Predicted risks, shape `(samples,)`.
+        time: Times of event or censoring, shape `(samples,)`.
+        event: 1 for an event, 0 for a censored sample, shape `(samples,)`.
+        horizon: Time before which an event has to be. Take one at which enough samples are still followed.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.models.survival_metrics import uno_concordance
+        >>> risk, time, event = torch.tensor([3.0, 0.0, 1.0, 2.0]), torch.arange(4.0), torch.tensor([1, 0, 1, 1])
+        >>> uno_concordance(risk, time, event, horizon=3.0)  # G is 2 / 3 after time 1: the pair (2, 3) counts 2.25
+        (3.0, 5.25)
+    """
     died = event.bool()
-    concordant, comparable = 0.0, 0
+    concordant, comparable = _pairs_of_events(risk, time, died)
+    own = time[died]
+    weights = _uncensored_before(own, time, died).pow(-2) * (own < horizon)
+    return float((weights * concordant).sum()), float((weights * comparable).sum())
+
+
+def _pairs_of_events(risk: Tensor, time: Tensor, died: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for each event its concordant and its comparable pairs with samples that outlived it, float64 `(events,)`."""
+    concordant, comparable = [risk.new_zeros(0).double()], [risk.new_zeros(0).double()]
     for rows in torch.nonzero(died).squeeze(1).split(CHUNK):
         later = (time[rows, None] < time) | ((time[rows, None] == time) & ~died)
         higher, equal = risk[rows, None] > risk, risk[rows, None] == risk
-        concordant += float((later & higher).sum()) + 0.5 * float((later & equal).sum())
-        comparable += int(later.sum())
-    return concordant, comparable
+        concordant.append((later & higher).sum(1).double() + 0.5 * (later & equal).sum(1).double())
+        comparable.append(later.sum(1).double())
+    return torch.cat(concordant), torch.cat(comparable)
+
+
+def _uncensored_before(at: Tensor, time: Tensor, died: Tensor) -> Tensor:
+    """Return the Kaplan-Meier estimate of not being censored before each time of `at`, float64."""
+    times, place = time.unique(return_inverse=True)
+    events = torch.bincount(place[died], minlength=len(times)).double()
+    censored = torch.bincount(place[~died], minlength=len(times)).double()
+    at_risk = (events + censored).flip(0).cumsum(0).flip(0) - events  # who has an event at a time is not censored at it
+    stays = torch.where(censored > 0, 1 - censored / at_risk.clamp(min=1), torch.ones_like(censored))
+    after = torch.cat([stays.new_ones(1), stays.cumprod(0)])
+    return after[torch.searchsorted(times, at)]
 
 
 def stratified_c_index(counts: Iterable[tuple[float, float]]) -> float:
@@ -103,14 +150,16 @@ class SurvivalMetrics(Metric):
     on the batch size. Nothing enters a `state_dict`.
 
     As input to `update` the metric takes `risk`, `time`, `event` and, if wanted, `stratum`, all of shape `(batch,)`. As
-    output of `compute` it returns a dictionary of float32 scalars: `loss`, `c_index`, and with `pair_counts` also
-    `concordant_pairs` and `comparable_pairs`, from which `stratified_c_index` makes the number over sites. The C-index is
-    NaN with fewer than `min_events` events and without a comparable pair; a NaN risk makes it NaN, too.
+    output of `compute` it returns a dictionary of float32 scalars: `loss`, `c_index`, with a `horizon` also `uno_c_index`
+    (`uno_concordance`; weights by stratum), and with `pair_counts` also `concordant_pairs` and `comparable_pairs`, from which
+    `stratified_c_index` makes the number over sites. A C-index is NaN with fewer than `min_events` events (Uno's: before the
+    horizon) and without a comparable pair; a NaN risk makes it NaN, too.
 
     Args:
         reduction: What the loss is divided by, as in `cox_loss`.
         min_events: Fewest events of which the C-index is given. With three events it takes few values, by chance.
         pair_counts: Return the numbers of pairs, too.
+        horizon: Time before which events count in Uno's C-index. `None` leaves it out.
 
     Example:
         >>> from torch import tensor
@@ -124,6 +173,7 @@ class SurvivalMetrics(Metric):
     full_state_update = False
     metric_bounds = {
         "c_index": (0.0, 1.0),
+        "uno_c_index": (0.0, 1.0),
         "concordant_pairs": (0.0, math.inf),
         "comparable_pairs": (0.0, math.inf),
     }
@@ -138,9 +188,11 @@ class SurvivalMetrics(Metric):
         reduction: Literal["samples", "events", "sum"] = "samples",
         min_events: NonNegativeInt = 5,
         pair_counts: bool = False,
+        horizon: PositiveFloat | None = None,
     ) -> None:
         super().__init__()
         self.reduction, self.min_events, self.pair_counts = reduction, min_events, pair_counts
+        self.horizon = horizon
         for name in ("risk", "time", "event", "stratum"):
             self.add_state(name, default=[], dist_reduce_fx="cat")
 
@@ -154,14 +206,18 @@ class SurvivalMetrics(Metric):
         """Return the scores over all samples since the last reset."""
         risk, time, event = (dim_zero_cat(part).cpu().double() for part in (self.risk, self.time, self.event))
         strata = dim_zero_cat(self.stratum).cpu()
-        counts = [
-            concordance(risk[own], time[own], event[own]) for own in (strata == value for value in strata.unique())
-        ]
-        enough = int(event.sum()) >= self.min_events and not bool(risk.isnan().any())
+        parts = [(risk[own], time[own], event[own]) for own in (strata == value for value in strata.unique())]
+        counts = [concordance(*part) for part in parts]
+        known = not bool(risk.isnan().any())
+        enough = int(event.sum()) >= self.min_events and known
         scores = {
             "loss": float(cox_loss(risk, time, event, self.reduction)),
             "c_index": stratified_c_index(counts) if enough else math.nan,
         }
+        if self.horizon is not None:
+            early = int(event[time < self.horizon].sum()) >= self.min_events and known
+            weights = [uno_concordance(*part, self.horizon) for part in parts] if early else []
+            scores["uno_c_index"] = stratified_c_index(weights)
         if self.pair_counts:
             totals = zip(("concordant_pairs", "comparable_pairs"), map(sum, zip(*counts, strict=True)), strict=True)
             scores |= {name: float(value) for name, value in totals}

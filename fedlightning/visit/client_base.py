@@ -113,12 +113,13 @@ class ClientBase:
     def class_counts(self) -> list[int] | None:
         """Training samples by class, or `None` if the data have no labels."""
         self.refuse_withheld()
-        return self._runner.data.class_counts(self.id)
+        return self._runner.data.at_round(self.round).class_counts(self.id)
 
     @property
     def sample_groups(self) -> np.ndarray | None:
         """Group (a patient) of each training sample, in the order of the samples; `None` if nobody knows groups."""
-        return self._runner.data.sample_groups(self.id) if self.id in self._runner.data.client_ids else None
+        data = self._runner.data.at_round(self.round)
+        return data.sample_groups(self.id) if self.id in data.client_ids else None
 
     @property
     def training_extras(self) -> dict[str, dict[str, Any]]:
@@ -184,7 +185,7 @@ class ClientBase:
         """Return the number of samples in a split of the client's data; of all clients' data in a pooled job."""
         known = self._runner.described
         ids = known.client_ids if POOLED in (self.message.data, self.message.client) else [self.id]
-        return sum(known.num_samples(client, split) for client in ids)
+        return sum(known.num_samples(client, split, self.round) for client in ids)
 
     def anchor(self, name: str, device: torch.device) -> Tensor | None:
         """Return the value of one entry as the server sent it."""

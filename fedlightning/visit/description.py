@@ -46,6 +46,8 @@ class Description:
         public_print: Number and batch size of the public samples, and which they are where they are held by index.
         public_content: A hash of what the public data hold; `None` if nothing of it stays the same.
         content: A hash of a few training samples of some clients, where these are in memory; else `None`.
+        over_rounds: Training samples of a client in rounds 0, 1, ..., the last number from then on, where the training
+            data change from round to round. `sizes` are then of all rounds.
         statistics: What the clients are to agree on before round 1: columns and words, no values; `None`: nothing.
     """
 
@@ -66,9 +68,13 @@ class Description:
     public_content: str | None = None
     content: str | None = None
     statistics: dict[str, Any] | None = None
+    over_rounds: Mapping[str, list[int]] = field(default_factory=dict)
 
-    def num_samples(self, client: str, split: str = "train") -> int:
-        """Return the number of samples that a client holds in a split."""
+    def num_samples(self, client: str, split: str = "train", round: int | None = None) -> int:
+        """Return the number of samples that a client holds in a split; for training in a round, if one is given."""
+        if round is not None and split == "train" and client in self.over_rounds:
+            counts = self.over_rounds[client]
+            return counts[min(round, len(counts) - 1)]
         return self.sizes[client][SPLITS.index(split)]
 
     def without(self, clients: Collection[str]) -> Description:
@@ -122,6 +128,7 @@ class Description:
             splits={split: _hash([site.splits[split] for site in sites if site.client_ids]) for split in first.splits},
             loaders=_joined(site.loaders for site in sites),
             batches=_joined(site.batches for site in sites),
+            over_rounds=_joined(site.over_rounds for site in sites),
             pooled=(),
         )
 
@@ -166,6 +173,7 @@ def describe(
         seed if isinstance(seed, int) else 0,
         together,
         statistics=few.wanted_statistics,
+        over_rounds={client: few.sizes_by_round(client) for client in everybody} if few.drifts else {},
         **found,
     )
 

@@ -138,11 +138,11 @@ class LocalRunner:
         """Take ids and sizes from a description, in a process that has no data."""
         self._described = description
 
-    def pooled_dataloader(self, split: str) -> DataLoader[Any] | None:
-        """Return the loader over the union of all clients' data of a split."""
+    def pooled_dataloader(self, split: str, round: int | None = None) -> DataLoader[Any] | None:
+        """Return the loader over the union of all clients' data of a split; for training in a round, if one is given."""
         if not self.together:
             raise ValueError("the union of all clients' data is asked for, and here are only those of some clients")
-        return self.data.pooled_dataloader(split)
+        return (self.data if round is None else self.data.at_round(round)).pooled_dataloader(split)
 
     def _make_scorer(self) -> None:
         data = self.data.whole if isinstance(self.data, FewerClients) else self.data
@@ -205,8 +205,8 @@ class LocalRunner:
     def loader(self, message: Message, split: str) -> DataLoader[Any] | None:
         """Return the loader of a job for a split: the client's own, or the pooled one."""
         if message.data == POOLED or message.client == POOLED:
-            return self.pooled_dataloader(split)
-        return self.data.client_dataloader(message.client, split)
+            return self.pooled_dataloader(split, message.round)
+        return self.data.at_round(message.round).client_dataloader(message.client, split)
 
     def used_samples(self, loader: DataLoader[Any] | None) -> int:
         """Return the samples that one epoch uses, after `drop_last` and `limit_train_batches`."""

@@ -32,6 +32,7 @@ class Divides(FederatedCallback):
 def of_server(*callbacks, participation=1.0, samples=5):
     clients = ["a", "b", "c"]
     return SimpleNamespace(
+        over_rounds={},
         callbacks=CallbackList(list(callbacks)),
         participation=participation,
         clients=clients,

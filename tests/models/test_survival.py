@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedlightning.models import CoxRegressor, LogisticRegression, SurvivalMetrics
-from fedlightning.models.survival_metrics import concordance, cox_loss, stratified_c_index
+from fedlightning.models.survival_metrics import concordance, cox_loss, stratified_c_index, uno_concordance
 from tests.helpers import make_trainer
 
 
@@ -167,3 +167,83 @@ def test_checkpoints_rebuild_the_module(tmp_path):
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     again = CoxRegressor.load_from_checkpoint(tmp_path / "a.ckpt")
     assert again.reduction == "events" and again.test_metrics.min_events == 2
+
+
+def slow_uno(risk, time, event, horizon):
+    """Two plain loops over the samples, and one over times for the probability not to be censored."""
+
+    def uncensored_before(at):
+        stays = 1.0
+        for when in sorted({float(t) for t, e in zip(time, event, strict=True) if not e and t < at}):
+            censored = sum(bool(t == when and not e) for t, e in zip(time, event, strict=True))
+            risky = sum(bool(t > when or (t == when and not e)) for t, e in zip(time, event, strict=True))
+            stays *= 1 - censored / risky
+        return stays
+
+    above = below = 0.0
+    for i in range(len(risk)):
+        if event[i] and time[i] < horizon:
+            weight = uncensored_before(float(time[i])) ** -2
+            for j in range(len(risk)):
+                if time[j] > time[i] or (time[j] == time[i] and not event[j]):
+                    below += weight
+                    above += weight * (0.5 if risk[i] == risk[j] else float(risk[i] > risk[j]))
+    return above, below
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("horizon", [2.0, 8.0, 1e9])
+def test_unos_pairs_are_those_of_plain_loops(ties, horizon):
+    case = patients(size=40, seed=3, ties=ties)
+    assert uno_concordance(*case, horizon) == pytest.approx(slow_uno(*case, horizon), rel=1e-12)
+
+
+def test_unos_index_is_that_of_scikit_survival():
+    # concordance_index_ipcw(y, y, risk, tau) of scikit-survival on these samples
+    rng = np.random.default_rng(1)
+    risk, times, censored = rng.normal(size=30), rng.exponential(size=30), rng.exponential(2.0, size=30)
+    time, event = np.minimum(times, censored), times <= censored
+    found = uno_concordance(*map(torch.from_numpy, (risk, time, event)), horizon=1.0)
+    assert stratified_c_index([found]) == pytest.approx(0.5855560649981135, rel=1e-9)
+
+
+def test_without_censoring_before_the_horizon_uno_is_harrell():
+    risk, time, _ = patients(ties=False)
+    event = torch.ones_like(time)
+    assert uno_concordance(risk, time, event, 1e9) == pytest.approx(concordance(risk, time, event))
+
+
+def test_unos_index_does_not_follow_the_censoring():
+    """Risks that tell late events badly: early censoring hides these from Harrell's index, and not from Uno's."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=3000)
+    times = rng.exponential(np.exp(-x))
+    risk = np.where(times < 0.5, x, -x)
+    whole = concordance(*map(torch.from_numpy, (risk, times, np.ones(3000))))
+    limits = rng.exponential(0.7, size=3000)
+    seen = tuple(map(torch.from_numpy, (risk, np.minimum(times, limits), (times <= limits).astype(float))))
+    harrell, uno = stratified_c_index([concordance(*seen)]), stratified_c_index([uno_concordance(*seen, 2.0)])
+    truth = stratified_c_index([uno_concordance(*map(torch.from_numpy, (risk, times, np.ones(3000))), 2.0)])
+    assert abs(uno - truth) < 0.03 < abs(harrell - truth) and 0 < stratified_c_index([whole]) < 1
+
+
+def test_few_events_before_the_horizon_are_a_gap():
+    risk, time, event = patients(ties=False)
+    early = int(event[time < 1.0].sum())
+    for least, gap in ((early, False), (early + 1, True)):
+        metrics = SurvivalMetrics(min_events=least, horizon=1.0)
+        metrics.update(risk, time, event)
+        scores = metrics.compute()
+        assert bool(scores["uno_c_index"].isnan()) is gap and not scores["c_index"].isnan()
+    with pytest.raises(ValueError, match="horizon"):
+        SurvivalMetrics(horizon=-1.0)
+
+
+def test_a_module_logs_unos_index(tmp_path):
+    x = torch.randn(40, 2, generator=torch.Generator().manual_seed(0))
+    y = torch.stack([torch.ones(40), torch.rand(40, generator=torch.Generator().manual_seed(1))], 1)
+    loader = DataLoader(TensorDataset(x, y), batch_size=20)
+    trainer = make_trainer(tmp_path, max_rounds=1)
+    module = CoxRegressor(LogisticRegression(in_features=2), horizon=0.5)
+    trainer.fit(module, train_dataloaders={"a": loader}, val_dataloaders={"a": loader})
+    assert {row.metric for row in trainer.rows} >= {"val_c_index", "val_uno_c_index"}

@@ -31,6 +31,7 @@ LEAVES: Mapping[str, How] = {
     "batches": "as it is",
     "together": "as it is",
     "statistics": "as it is",
+    "over_rounds": "as it is",
     "splits": "keyed",
     "content": "keyed",
     "public": "with public data",

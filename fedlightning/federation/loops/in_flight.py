@@ -128,13 +128,14 @@ class Planned:
         self.engine = engine
         self._batches: Mapping[str, int] | None = None
 
-    def __call__(self, client: str, work: int | None) -> float:
+    def __call__(self, client: str, work: int | None, round: int | None = None) -> float:
         """Return the samples of a visit: of all epochs, or the mean samples of a batch times the steps."""
         runner = self.engine.runner
-        samples, amount = runner.described.num_samples(client), runner.settings.work if work is None else work
+        known, amount = runner.described, runner.settings.work if work is None else work
+        samples = known.num_samples(client, round=round)
         if runner.settings.local_steps is None:
             return samples * amount
         if self._batches is None:
             self._batches = self.engine.describe(parts=["batches"]).batches
         batches = self._batches.get(client, 0)
-        return samples / batches * amount if batches else 0.0
+        return min(samples, known.num_samples(client) / batches) * amount if batches else 0.0

@@ -108,7 +108,7 @@ class RoundTimes:
         client, visit = message.client, message.visit
         there = self.clock.download(client, visit, message.num_bytes)
         clients = self.server.clients if client == POOLED else [client]
-        samples = 0.0 if work == 0 else sum(self.planned(one, work) for one in clients)
+        samples = 0.0 if work == 0 else sum(self.planned(one, work, message.round) for one in clients)
         return there + self.clock.compute(client, visit, samples)
 
     def _in_time(self, message: Message) -> int | None:
