@@ -73,7 +73,7 @@ class FLDE(FederatedCallback):
         Two models that are both sure, of different classes: the gate has the word.
 
         >>> import torch
-        >>> from fedlightning.callbacks.flde import mix_probabilities
+        >>> from fedlightning.callbacks.flde_mixture import mix_probabilities
         >>> one, other = torch.tensor([[900.0, 0.0]]), torch.tensor([[0.0, 900.0]])
         >>> mix_probabilities(one, other, torch.tensor([[3.0]])).softmax(1)
         tensor([[0.9526, 0.0474]])

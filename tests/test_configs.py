@@ -50,6 +50,7 @@ FITS = {
     "ptb_xl": "ptb_resnet",
     "ixi_tiny": "ixi_unet",
     "shifted_digits": "digits_cnn",
+    "drifting_digits": "digits_cnn",
     "huggingface": "mnist_cnn",
     "tiny_imagenet": "tiny_imagenet_resnet",
     "ku_har": "ku_har_cnn",

@@ -129,6 +129,23 @@ class FromTogether(Together):
         super().__init__(column, mode=mode, **rest)
 
 
+class WithoutDefaults(FederatedCallback):
+    @at_least_one("noise", "budget", why="give one.")
+    def __init__(self, noise: float | None, budget: float | None) -> None:
+        self.noise, self.budget = noise, budget
+
+
+class HasDefaults(WithoutDefaults):
+    def __init__(self, noise: float | None = None, budget: float | None = None) -> None:
+        super().__init__(noise, budget)
+
+
+def test_none_is_not_given_where_a_base_has_no_defaults():
+    with pytest.raises(ConfigurationError, match="HasDefaults got neither noise nor budget: give one"):
+        HasDefaults()
+    assert HasDefaults(budget=1.0).budget == 1.0
+
+
 @pytest.mark.parametrize("kind", [Together, FromTogether])
 def test_arguments_that_do_not_go_together(kind):
     for given, sentence in (

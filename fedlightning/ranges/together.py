@@ -71,7 +71,8 @@ def fault_of(init: Callable[..., None], arguments: Mapping[str, Any]) -> str | N
     rules: list[Rule] = getattr(inspect.unwrap(init), RULES, [])
     if not rules:
         return None
-    defaults = {name: one.default for name, one in inspect.signature(init).parameters.items()}
+    parameters = inspect.signature(init).parameters.items()
+    defaults = {name: None if one.default is one.empty else one.default for name, one in parameters}
     values = {name: arguments.get(name, default) for name, default in defaults.items()}
     given = {name: value for name, value in values.items() if not _is_default(value, defaults[name])}
     return next((fault for rule in rules if (fault := rule(given, values)) is not None), None)

@@ -9,6 +9,7 @@ RUN = {
     "APFL",
     "Ditto",
     "FENDA",
+    "FLDE",
     "FFALoRA",
     "FML",
     "FedAsync",
