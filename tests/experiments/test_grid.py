@@ -12,6 +12,7 @@ import yaml
 
 from fedlightning.commands.compare import compare
 from fedlightning.config.errors import InputError
+from fedlightning.config.parsing import refuse_grids
 from fedlightning.experiments.grid import read_grid
 from fedlightning.study.report.context import Context
 from fedlightning.study.report.sections.grid import grid
@@ -54,6 +55,11 @@ def test_files_are_beside_the_grid_and_what_stands_in_it_is_a_file(tmp_path):
 def test_what_is_no_grid(given, reason, tmp_path):
     with pytest.raises(InputError, match=reason):
         read_grid(written(tmp_path, **given), tmp_path)
+
+
+def test_a_grid_is_no_configuration_of_one_run():
+    with pytest.raises(InputError, match="compare --grid"):
+        refuse_grids(["--config", "nowhere.yaml", f"--config={ROOT / 'configs/robust/attacks.yaml'}"])
 
 
 @pytest.mark.parametrize(
