@@ -124,6 +124,23 @@ class Together(FederatedCallback):
         self.limit, self.mode, self.size = limit, mode, size
 
 
+def test_a_rule_above_the_check_holds_as_well_and_a_misspelt_one_is_refused():
+    class Above:
+        @at_most_one("steps", "seconds", why="leave one out.")
+        @checked
+        def __init__(self, steps: int | None = None, seconds: float | None = None) -> None: ...
+
+    with pytest.raises(ConfigurationError, match="both steps=1 and seconds=2"):
+        Above(1, 2)
+    with pytest.raises(TypeError, match="no argument step, "):
+        needs("seconds", "step", why="")(Above.__init__)
+
+
+def test_a_length_of_what_has_none():
+    different = Annotated[list[Any], Length(1, different=True)]
+    assert not allows(different, torch.tensor(3)) and not allows(different, [[1], [1]])
+
+
 class FromTogether(Together):
     def __init__(self, column=None, mode="a", **rest: Any) -> None:
         super().__init__(column, mode=mode, **rest)

@@ -63,6 +63,7 @@ class FederatedCLI(LightningCLI):
     def __init__(self, command: str, words: Sequence[str]) -> None:
         self.command = command
         guard_yaml()
+        refuse_grids(words)
         super().__init__(
             save_config_callback=None,
             seed_everything_default=False,
@@ -184,6 +185,17 @@ def plain_values(parser: LightningArgumentParser, config: Any) -> dict[str, Any]
     text = parser.dump(config, skip_link_targets=False, skip_none=False, format="yaml")
     values: dict[str, Any] = yaml.safe_load(text)
     return values
+
+
+def refuse_grids(words: Sequence[str]) -> None:
+    """Refuse grids of `compare` among words of a command line: of an empty method nothing else would be said."""
+    for word in words:
+        path = Path(word.removeprefix("--config=").removeprefix("-c="))
+        found = None
+        with suppress(OSError, ValueError, yaml.YAMLError):  # the parser says what is wrong
+            found = yaml.safe_load(path.read_text(encoding="utf-8")) if path.suffix in (".yaml", ".yml") else None
+        if isinstance(found, dict) and {"methods", "variants"} <= set(found):
+            raise InputError(f"{path} is a grid of many runs. Make them with fedlightning compare --grid {path}.")
 
 
 def _undecodable(words: Sequence[str]) -> str:

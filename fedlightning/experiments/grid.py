@@ -11,6 +11,7 @@ import yaml
 
 from fedlightning.config.errors import InputError
 from fedlightning.experiments.methods import tidy
+from fedlightning.experiments.reproduce.fields import read_yaml
 
 KEYS = {"config", "methods", "variants"}
 
@@ -51,11 +52,10 @@ def read_grid(path: Path, folder: Path) -> Grid:
         InputError: If it is no grid.
     """
     try:
-        given = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise InputError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}.") from error
-    known = isinstance(given, dict) and not set(given) - KEYS
-    if not known or not all(isinstance(given.get(key), dict) and given[key] for key in ("methods", "variants")):
+        given = read_yaml(path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}.") from error
+    if set(given) - KEYS or not all(isinstance(given.get(key), dict) and given[key] for key in ("methods", "variants")):
         raise InputError(
             f"{path} is no grid. It has config: [FILE, ...], and by name methods and variants, each a FILE, a list of files, "
             "or what would stand in one ({}: nothing)."
@@ -78,7 +78,10 @@ def read_grid(path: Path, folder: Path) -> Grid:
         return [str(aside)]
 
     def named(key: str) -> dict[str, list[str]]:
-        return {str(name): files(value) for name, value in given[key].items()}
+        found = {str(name): files(value) for name, value in given[key].items()}
+        if len(found) < len(given[key]) or not all(name.strip() for name in found):
+            raise InputError(f"{path}: the names of {key} have to differ, as texts, and none may be empty.")
+        return found
 
     grid = Grid(files(given.get("config", [])), named("methods"), named("variants"))
     if len({name.lower() for name in grid.cells}) < len(grid.methods) * len(grid.variants):

@@ -13,6 +13,7 @@ from fedlightning.federation.changes import (
 )
 from fedlightning.federation.explosions import Explosions
 from fedlightning.federation.federation import MARKS, Federation
+from fedlightning.federation.outgoing import outgoing_of
 from fedlightning.federation.state import check_extra, restore_state
 from fedlightning.federation.terms import spent_of
 from fedlightning.run.persistence import UNDONE, go_back
@@ -87,3 +88,5 @@ def restore(federation: Federation, go_on: bool, allow_changes: bool = False, al
         federation.remember_decisions()
     if changes.joined:
         federation.check()
+    else:  # otherwise told by the check before round 1
+        federation.server.outgoing = outgoing_of(federation)

@@ -82,9 +82,12 @@ class Length:
 
     def allows(self, value: Any) -> bool:
         """Return True if a list or table is long enough, and its elements differ where they have to."""
-        if isinstance(value, str) or not isinstance(value, Sized) or len(value) < self.least:
+        try:
+            if isinstance(value, str) or not isinstance(value, Sized) or len(value) < self.least:
+                return False
+            return not self.different or len(set(value)) == len(value)  # type: ignore[call-overload]
+        except TypeError:  # an array without a dimension; elements that are no plain values
             return False
-        return not self.different or len(set(value)) == len(value)  # type: ignore[call-overload]
 
 
 @dataclass(frozen=True)

@@ -35,17 +35,17 @@ def at_most_one(*names: str, why: str) -> Callable[[Init], Init]:
             ...
         fedlightning.errors.ConfigurationError: Round got both steps=3 and seconds=0.5: a round is one of them. Leave one out.
     """
-    return _ruled(lambda given, _: _several(given, names, why))
+    return _ruled(names, lambda given, _: _several(given, names, why))
 
 
 def at_least_one(*names: str, why: str) -> Callable[[Init], Init]:
     """Declare that at least one of some arguments is given. The arguments are those of :func:`at_most_one`."""
-    return _ruled(lambda given, _: _none(given, names, why))
+    return _ruled(names, lambda given, _: _none(given, names, why))
 
 
 def exactly_one(*names: str, why: str) -> Callable[[Init], Init]:
     """Declare that one of some arguments is given, and no more. The arguments are those of :func:`at_most_one`."""
-    return _ruled(lambda given, _: _none(given, names, why) or _several(given, names, why))
+    return _ruled(names, lambda given, _: _none(given, names, why) or _several(given, names, why))
 
 
 def needs(name: str, other: str, why: str, value: Any = ANY) -> Callable[[Init], Init]:
@@ -63,7 +63,7 @@ def needs(name: str, other: str, why: str, value: Any = ANY) -> Callable[[Init],
             return None
         return f"got {name}={shown(given[name])} without {other if value is ANY else f'{other}={value!r}'}: {why}"
 
-    return _ruled(rule)
+    return _ruled((name, other), rule)
 
 
 def fault_of(init: Callable[..., None], arguments: Mapping[str, Any]) -> str | None:
@@ -84,9 +84,14 @@ def shown(value: Any, most: int = 200) -> str:
     return text if len(text) <= most and "\n" not in text and " at 0x" not in text else f"<{type(value).__name__}>"
 
 
-def _ruled(rule: Rule) -> Callable[[Init], Init]:
+def _ruled(names: tuple[str, ...], rule: Rule) -> Callable[[Init], Init]:
     def declare(init: Init) -> Init:
-        setattr(init, RULES, [rule, *getattr(init, RULES, [])])
+        own = inspect.unwrap(init)  # above `checked` it is the same as below
+        if misspelt := [name for name in names if name not in inspect.signature(own).parameters]:
+            raise TypeError(
+                f"{own.__qualname__} has no argument {listed(misspelt)}, of which a rule is declared above it."
+            )
+        setattr(own, RULES, [rule, *getattr(own, RULES, [])])
         return init
 
     return declare

@@ -89,15 +89,17 @@ def test_a_visit_whose_update_never_arrives_is_spent(step, tmp_path, monkeypatch
     assert len(trainer.server.failures) == 1
 
 
-def test_a_resumed_run_gives_the_same_bits(tmp_path):
+def test_a_resumed_run_gives_the_same_bits_and_tells_the_same(tmp_path):
     """The secrets of the masks are others in every run; those of the noise are kept."""
-    whole = run([dp(noise_seed=3), SecureAggregation()], max_rounds=2)
+    whole = run([dp(noise_seed=3), SecureAggregation()], tmp_path / "whole", max_rounds=2)
     cut = make_trainer(tmp_path, [dp(noise_seed=3), SecureAggregation()], max_rounds=1, name="cut")
     torch.manual_seed(0)
     cut.fit(Toy(), datamodule=toy_data(SIZES))
     again = make_trainer(tmp_path, [dp(noise_seed=3), SecureAggregation()], max_rounds=2, name="cut")
     torch.manual_seed(0)
     again.fit(Toy(), datamodule=toy_data(SIZES), resume="last")
+    assert told(again)["in_the_clear"] == told(whole)["in_the_clear"] != []
+    assert again.summary["leaves"] == whole.summary["leaves"] != []
     same(global_state(again), global_state(whole))
 
 

@@ -12,6 +12,7 @@ import yaml
 
 from fedlightning.commands.compare import compare
 from fedlightning.config.errors import InputError
+from fedlightning.config.parsing import refuse_grids
 from fedlightning.experiments.grid import read_grid
 from fedlightning.study.report.context import Context
 from fedlightning.study.report.sections.grid import grid
@@ -47,11 +48,33 @@ def test_files_are_beside_the_grid_and_what_stands_in_it_is_a_file(tmp_path):
         ({"methods": {"a": {}}, "variants": {"b": {}}, "seeds": 3}, "is no grid"),
         ({"methods": {"a": 3}, "variants": {"b": {}}}, "3 is neither a file"),
         ({"methods": {"a b": {}, "a-b": {}}, "variants": {"c": {}}}, "one name"),
+        ({"methods": {1: {}, "1": {}}, "variants": {"c": {}}}, "names of methods have to differ"),
+        ({"methods": {"a": {}}, "variants": {"": {}}}, "names of variants .* empty"),
     ],
 )
 def test_what_is_no_grid(given, reason, tmp_path):
     with pytest.raises(InputError, match=reason):
         read_grid(written(tmp_path, **given), tmp_path)
+
+
+def test_a_grid_is_no_configuration_of_one_run():
+    with pytest.raises(InputError, match="compare --grid"):
+        refuse_grids(["--config", "nowhere.yaml", f"--config={ROOT / 'configs/robust/attacks.yaml'}"])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"methods: {a: {}}\nvariants: {b: {}, b: c.yaml}", "'b' is there twice"),
+        (b"\xff\xfe", "no YAML"),
+        (b"", "no named"),
+    ],
+)
+def test_what_cannot_be_read(text, reason, tmp_path):
+    path = tmp_path / "grid.yaml"
+    path.write_bytes(text)
+    with pytest.raises(InputError, match=reason):
+        read_grid(path, tmp_path)
 
 
 @pytest.mark.parametrize(
