@@ -267,7 +267,7 @@ def in_time(column: str, cells: Sequence[float | str]) -> np.ndarray:
             raise ValueError(
                 f"DriftingDataModule got by={column!r}, where some times have a time zone and others none, so that nobody "
                 "can tell which was first. Give all of them one, starts included, or none."
-            )
+            ) from None
         found = np.where(np.isnat(dates), np.nan, dates.astype(np.int64).astype(np.float64))
     if np.isnan(found).any():
         raise ValueError(
