@@ -176,7 +176,8 @@ def _are_logits(loss: Tensor, outputs: Tensor, targets: Tensor | None) -> bool:
     if slope is None or not slope.abs().max() > 0:
         return False
     if outputs.ndim > 1 and outputs.shape[1] > 1:  # the softmax stays where all logits of a sample move by the same
-        return bool(slope.sum(1).abs().max() <= 1e-3 * slope.abs().max())
+        slack = max(1e-3, 4 * torch.finfo(slope.dtype).eps)  # slopes of bfloat16 have three digits
+        return bool(slope.float().sum(1).abs().max() <= slack * slope.abs().max())
     if targets is None or targets.numel() != slope.numel() or not bool(((targets == 0) | (targets == 1)).all()):
         return False
     return bool((slope * (0.5 - targets.to(slope).reshape(slope.shape)) >= 0).all())  # a higher logit means class 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -14,6 +16,9 @@ from lightning import LightningDataModule
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.views import Indices
 from fedlightning.ranges import PositiveInt, checked
+
+DATE = re.compile(r"\d{4}(-|$)")
+ZONE = re.compile(r":\d\d\S*?(Z|[+-]\d\d:?\d\d)$")
 
 
 class DriftingDataModule(IndexedFederatedDataModule):
@@ -148,7 +153,7 @@ class DriftingDataModule(IndexedFederatedDataModule):
             times[place][name] = values
         found = []
         for own in times:
-            train = np.sort(own["train"])
+            train = np.sort(own["train"] if len(own["train"]) else np.concatenate(list(own.values())))
             ranks = len(train) * np.arange(1, self.windows) // self.windows
             starts = common if self.starts is not None or not len(train) else train[ranks]
             found.append({name: np.searchsorted(starts, own[name], "right") for name in own})
@@ -245,13 +250,24 @@ def in_time(column: str, cells: Sequence[float | str]) -> np.ndarray:
     """
     try:
         found = np.array(cells, dtype=np.float64)
-    except ValueError:
+    except (TypeError, ValueError):
+        words = [str(cell).strip() for cell in cells]
         try:
-            dates = np.array([str(cell) for cell in cells], dtype="datetime64[us]")
+            wrong = next((word for word in words if word not in ("", "NaT") and not DATE.match(word)), None)
+            if wrong is not None:  # numpy reads 20200401 as a year, and "today" as the day of the run
+                raise ValueError(f"{wrong!r} is no such date")
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*timezones")  # numpy takes the offset from UTC off
+                dates = np.array(words, dtype="datetime64[us]")
         except ValueError as error:
             raise ValueError(
                 f"DriftingDataModule got by={column!r}, whose cells are neither numbers nor dates as in 2024-05-31: {error}."
             ) from error
+        if 0 < sum(bool(ZONE.search(word)) for word in words) < sum(word not in ("", "NaT") for word in words):
+            raise ValueError(
+                f"DriftingDataModule got by={column!r}, where some times have a time zone and others none, so that nobody "
+                "can tell which was first. Give all of them one, starts included, or none."
+            ) from None
         found = np.where(np.isnat(dates), np.nan, dates.astype(np.int64).astype(np.float64))
     if np.isnan(found).any():
         raise ValueError(

@@ -1,5 +1,7 @@
 import copy
-from dataclasses import fields
+import warnings
+from dataclasses import fields, replace
+from datetime import date
 from itertools import pairwise
 
 import numpy as np
@@ -319,11 +321,38 @@ def test_scales_that_look_ahead_are_refused(table):
 
 
 @pytest.mark.parametrize(
-    "cells, words", [(["2020-01-01", ""], "1 cells are empty"), (["Jan 3", "x"], "neither numbers")]
+    "cells, words",
+    [
+        (["2020-01-01", ""], "1 cells are empty"),
+        (["2020-01-01", "NaT"], "1 cells are empty"),
+        (["Jan 3", "x"], "neither numbers"),
+        (["20200401", "2020-05-31"], "'20200401' is no such date"),
+        (["2020-05-31", "today"], "'today' is no such date"),
+        (["2020-05-31 10:00+02:00", "2020-05-31 09:00"], "some times have a time zone"),
+        (["2020-05-31T10:00Z", "2020-06-01"], "some times have a time zone"),
+    ],
 )
 def test_times_that_are_none_are_refused(cells, words):
     with pytest.raises(ValueError, match=words):
         in_time("day", cells)
+
+
+def test_time_zones_and_dates_of_python_are_in_time():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        late, early = in_time("at", ["2020-05-31T10:00:00Z", "2020-05-31 11:00:00+02:00"])
+    assert late - early == 3600e6
+    assert (np.diff(in_time("day", [date(2020, 4, 1), "2020-04-02", "2020-05"])) > 0).all()
+
+
+def test_clients_without_training_samples_are_scored_on_their_own_last_window(table):
+    source = stays(table)
+    source.setup()
+    train = source._splits["train"]
+    source._splits["train"] = replace(train, indices=[train.indices[0], train.indices[1][:0]])
+    data = DriftingDataModule(source, by="day", windows=2)
+    data.setup()
+    assert data.num_samples("1") == 0 and 0 < data.num_samples("1", "test") < source.num_samples("1", "test")
 
 
 def test_a_copy_of_a_round_leaves_the_data_alone():
