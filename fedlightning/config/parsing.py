@@ -192,7 +192,7 @@ def refuse_grids(words: Sequence[str]) -> None:
     for word in words:
         path = Path(word.removeprefix("--config=").removeprefix("-c="))
         found = None
-        with suppress(OSError, ValueError, yaml.YAMLError):  # the parser says what is wrong
+        with suppress(OSError, ValueError, RecursionError, yaml.YAMLError):  # the parser says what is wrong
             found = yaml.safe_load(path.read_text(encoding="utf-8")) if path.suffix in (".yaml", ".yml") else None
         if isinstance(found, dict) and {"methods", "variants"} <= set(found):
             raise InputError(f"{path} is a grid of many runs. Make them with fedlightning compare --grid {path}.")

@@ -72,6 +72,20 @@ def prepared(trainer: Fitted, data: FederatedDataModule) -> FederatedDataModule:
     return trainer.federation.engine.runner.data
 
 
+def members_of(trainer: Fitted, data: FederatedDataModule) -> FederatedDataModule:
+    """Return :func:`prepared` data whose training samples are all members: the run has trained with them.
+
+    Raises:
+        ValueError: If the training data change from round to round.
+    """
+    if data.drifts:
+        raise ValueError(
+            "the clients' training data change from round to round, so that it is not told here which samples a run has "
+            "trained with, and runs made again would train with others. Attack a run on data that stay."
+        )
+    return prepared(trainer, data)
+
+
 def class_probabilities(module: LightningModule, loader: Iterable[Any]) -> tuple[np.ndarray, np.ndarray]:
     """Return probabilities `(n, classes)` by `predict_step`, and labels `(n,)`; one of shape `(n,)` is that of class 1.
 

@@ -360,3 +360,14 @@ def test_a_copy_of_a_round_leaves_the_data_alone():
     before = copy.copy(data.__dict__)
     data.at_round(1).client_dataloader("0", "train")
     assert data.__dict__ == before
+
+
+@pytest.mark.parametrize("attack", ["leakage", "likelihood_ratio", "canaries"])
+def test_samples_of_later_windows_are_no_members(tmp_path, attack):
+    from fedlightning.study.leakage import audit, ratio, usual
+
+    data = drifting()
+    trainer, _ = fit(data, tmp_path)
+    attacks = {"leakage": usual.leakage, "likelihood_ratio": ratio.likelihood_ratio, "canaries": audit.canaries}
+    with pytest.raises(ValueError, match="change from round to round"):
+        attacks[attack](trainer, data)

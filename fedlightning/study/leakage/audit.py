@@ -18,7 +18,7 @@ from fedlightning.fitted import Fitted
 from fedlightning.run.files import read_json
 from fedlightning.seeding import generator
 from fedlightning.study.leakage.again import loader_like, losses_of, pool_of, trained_again
-from fedlightning.study.predicted import prepared
+from fedlightning.study.predicted import members_of
 
 TOLD = "privacy.json"
 OUTER = 2
@@ -139,7 +139,7 @@ def canaries(
     Raises:
         ValueError: If there are fewer than 8 canaries to be had, or batches are no ``(x, y)`` with classes.
     """
-    data = prepared(trainer, data)
+    data = members_of(trainer, data)
     unit = unit or ("client" if _accounts_for(trainer, "client") else "record")
     clients, draw = list(data.client_ids), generator(seed, "canaries")
     bred = [

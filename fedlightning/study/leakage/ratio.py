@@ -18,7 +18,7 @@ from fedlightning.fitted import Fitted
 from fedlightning.seeding import generator
 from fedlightning.study.leakage.again import loader_like, losses_of, pool_of, trained_again
 from fedlightning.study.leakage.usual import membership
-from fedlightning.study.predicted import prepared
+from fedlightning.study.predicted import members_of
 
 ENOUGH = 64
 """Shadow runs without a sample from which its own variance is taken; below, one variance of all samples (the paper, 6.2)."""
@@ -115,7 +115,7 @@ def likelihood_ratio(
     """
     if shadows < 4:
         raise ValueError(f"{shadows} shadow runs are too few: half of them know a sample. Give 4 or more.")
-    data = prepared(trainer, data)
+    data = members_of(trainer, data)
     clients = list(data.client_ids)
     pools = {client: pool_of(data, client) for client in clients}
     tried, member = _tried(data, clients, samples, seed)

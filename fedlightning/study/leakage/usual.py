@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Subset
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.fitted import Fitted
 from fedlightning.seeding import generator
-from fedlightning.study.predicted import class_probabilities, prepared
+from fedlightning.study.predicted import class_probabilities, members_of
 from fedlightning.visit.probes import NoLossError, sample_losses
 
 FALSE_ALARMS = 0.01
@@ -159,7 +159,7 @@ def leakage(
         ValueError: If no model could be attacked.
     """
     missing: list[str] = []
-    data = prepared(trainer, data)
+    data = members_of(trainer, data)
     models: dict[str, list[str]] = {"global": list(data.client_ids)} | {client: [client] for client in data.client_ids}
     rows, known = [], None
     for name, clients in models.items():
