@@ -137,22 +137,23 @@ def _tell_of_batches_of_one(runner: LocalRunner) -> None:
     module = runner.blueprint.template
     if not any(isinstance(child, _BatchNorm) for child in module.modules()):
         return
-    found: dict[str, Any] = {}  # client -> its loader
+    found: dict[str, tuple[Any, int]] = {}  # client -> its loader, and its samples
     for client in runner.described.client_ids[:MOST_CLIENTS]:
         loader: Any = runner.data.client_dataloader(client, "train")
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or loader.drop_last:
             continue
-        if loader.batch_size is not None and len(loader.dataset) % loader.batch_size == 1:  # type: ignore[arg-type]
-            found[client] = loader
+        counts = runner.described.over_rounds.get(client) or [len(loader.dataset)]  # type: ignore[arg-type]
+        count = next((one for one in counts if loader.batch_size and one % loader.batch_size == 1), None)
+        if count is not None:
+            found[client] = loader, count
     if not found:
         return
-    client, loader = next(iter(found.items()))
+    client, (loader, count) = next(iter(found.items()))
     with kept(loader.dataset):
         alone = runner.blueprint.precision.convert_input(loader.collate_fn(samples_at(loader.dataset, [0])))
     _, error = _first_step(runner, alone)
     if error is None or OF_ONE not in str(error):
         return
-    count = len(loader.dataset)
     way_out = (
         "Set drop_last=True in the data (batches are drawn anew in every epoch, so that no sample is left out for good), or "
         "another batch_size."

@@ -140,7 +140,8 @@ class Onboarding:
         assert owner is not None and plan is not None
         server.models, server.state = _own(server.models), _own(server.state)
         known = server.num_samples
-        server.num_samples = known | {client: engine.runner.described.num_samples(client) for client in self.newcomers}
+        described, now = engine.runner.described, server.round
+        server.num_samples = known | {one: described.num_samples(one, round=now) for one in self.newcomers}
         self.places = self._placed(engine, plan(server, list(self.newcomers)))
         server.num_samples = known
         noted = {failure["client"] for failure in server.failures}

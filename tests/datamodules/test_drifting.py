@@ -10,7 +10,7 @@ import torch
 
 from fedlightning import FederatedTrainer
 from fedlightning.algorithm import FederatedCallback
-from fedlightning.callbacks import Central, FedBuff, FedGKT, FedType, SampleDP
+from fedlightning.callbacks import Central, FedBuff, FedGKT, FedType, FeSEM, SampleDP
 from fedlightning.clock import SampleSpeed, VirtualClock
 from fedlightning.datamodules import (
     DriftingDataModule,
@@ -27,6 +27,7 @@ from fedlightning.engines.sites.link import connected
 from fedlightning.engines.sites.site import Site
 from fedlightning.federation.loops.asynchronous import Asynchronous
 from fedlightning.federation.loops.synchronous import Synchronous
+from fedlightning.federation.onboarding import Onboarding
 from fedlightning.models import MLP, Classifier
 from fedlightning.testing.runs import same_tree
 from fedlightning.visit.description import describe
@@ -371,3 +372,31 @@ def test_samples_of_later_windows_are_no_members(tmp_path, attack):
     attacks = {"leakage": usual.leakage, "likelihood_ratio": ratio.likelihood_ratio, "canaries": audit.canaries}
     with pytest.raises(ValueError, match="change from round to round"):
         attacks[attack](trainer, data)
+
+
+class Normed(Toy):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.BatchNorm1d(6), *self.net)
+
+
+def test_a_window_whose_last_batch_is_one_sample_is_told():
+    data = drifting(windows=2, sizes=(34, 32))
+    data.batch_size = data.source.batch_size = 8
+    with pytest.warns(UserWarning, match=r"client '0' has 17 training samples in batches of 8"):
+        fit(data, module=Normed(), sanity_check=True)
+
+
+def test_newcomers_are_placed_by_the_samples_of_the_round(monkeypatch):
+    counts = []
+    data = drifting(windows=2)
+    trainer, _ = fit(data, callbacks=[FeSEM(num_clusters=2)], held_out=["2"])
+    placed = Onboarding._placed
+    monkeypatch.setattr(
+        Onboarding,
+        "_placed",
+        lambda self, *args: (counts.append(dict(self.server.num_samples)), placed(self, *args))[1],
+    )
+    trainer.onboard(verbose=False)
+    (found,) = counts
+    assert found == {client: data.at_round(trainer.server.round).num_samples(client) for client in data.client_ids}

@@ -96,6 +96,7 @@ def make_page(
 
 
 PARTS = (
+    grid.grid,
     scores.overview,
     statistics.differences,
     clients.clients,
@@ -105,7 +106,6 @@ PARTS = (
     external.external,
     fairness.fairness,
     tokens.tokens,
-    grid.grid,
     scores.measured,
     scores.stages,
     scores.checkpoints,

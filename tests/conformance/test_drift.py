@@ -1,0 +1,67 @@
+"""Every method on training data that change from round to round: nobody sees a sample before its window, or it is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from fedlightning.datamodules import DriftingDataModule
+from fedlightning.hooks import Facts, FederatedCallback
+from fedlightning.tensors import module_state
+from fedlightning.testing.runs import deployed
+from fedlightning.testing.toys import ToyData, federate
+from tests import helpers
+from tests.conformance.case import Case, collect
+
+CASES: dict[str, Case] = collect("CASES")
+TOLD = ("training data change from round to round", "public data")
+"""Words of the refusals: of samples that change, and of methods that need what drifting data do not have."""
+
+
+class Began(FederatedCallback):
+    """Tells whether a first round began."""
+
+    facts = Facts(takes_part=False)
+
+    def __init__(self, rounds):
+        self.rounds = rounds
+
+    def on_round_start(self, server):
+        self.rounds.append(server.round)
+
+
+def drifting(batch_size):
+    """Return two windows, of which only the first is trained on; every sample of the second is NaN."""
+    toys = ToyData()
+    held = {client: {split: toys.data[client, split].tensors for split in ("train", "val")} for client in toys.names}
+    for splits in held.values():
+        x, y = splits["train"]
+        later = (torch.arange(len(x)) >= (len(x) + 1) // 2)[:, None]
+        splits["train"] = (torch.where(later, torch.nan, x), y)
+        splits["test"] = splits["val"]
+    source = helpers.ToyData(held, batch_size=batch_size)
+    return DriftingDataModule(source, windows=2, every=5, scored="all")
+
+
+@pytest.mark.fast_cases(12)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_no_sample_is_seen_before_its_window(name):
+    case, rounds = CASES[name], []
+    arguments = {"max_rounds": 2, "local_steps": 2, **case.arguments}
+    batch_size = arguments.pop("batch_size", 6)  # no window leaves one sample alone, for batch normalisation
+    try:
+        trainer = federate(
+            copy.deepcopy(case.algorithm), drifting(batch_size), None, others=[Began(rounds)], **arguments
+        )
+    except ValueError as error:
+        assert not rounds, f"{name} fails in a round: {error}"
+        assert any(words in str(error) for words in TOLD), error
+        return
+    assert not trainer.server.failures
+    states = [*trainer.server.models.values(), *(module_state(module) for _, module in deployed(trainer))]
+    for state in states:
+        for entry, value in state.items():
+            assert torch.isfinite(value).all(), f"{name}: {entry}"
