@@ -99,17 +99,31 @@ def table_of(page):
     return re.sub(r"<[^>]*>|\s+", " ", table[: table.index("</table>")])
 
 
-def test_the_report_has_a_row_a_method_and_a_column_a_variant(tmp_path):
-    out = make_study(tmp_path / "a", ("m_8", "m_2", "n_8"), seeds=(0,))
-    assert grid(Context(Study(load_study([out]), "accuracy"), {})) is None
+def as_grid(out):
+    """Make a study one of a grid: the method "m_8" is "m" under "8"."""
     study = json.loads((out / "study.json").read_text())
     for method in study["methods"]:
         method["cell"] = list(method["name"].split("_"))
     (out / "study.json").write_text(json.dumps(study))
+
+
+def test_the_report_has_a_row_a_method_and_a_column_a_variant(tmp_path):
+    out = make_study(tmp_path / "a", ("m_8", "m_2", "n_8"), seeds=(0,))
+    assert grid(Context(Study(load_study([out]), "accuracy"), {})) is None
+    as_grid(out)
     (table,) = grid(Context(Study(load_study([out]), "accuracy"), {})).parts
     assert [column.title for column in table.columns] == ["method", "8", "2"]
     (m, *of_m), (n, eight, two) = [[cell.text for cell in row] for row in table.cells]
-    assert (m, n) == ("m", "n") and all(float(text) > 0 for text in (*of_m, eight)) and two == "no score"
+    assert (m, n) == ("m", "n") and all(float(text) > 0 for text in (*of_m, eight)) and two == "not in the grid"
+
+
+def test_a_cell_says_which_seeds_it_lacks_and_why(tmp_path):
+    failed = {("m_2", 1): "RuntimeError: no", ("n_2", 0): "RuntimeError: no", ("n_2", 1): "RuntimeError: no"}
+    out = make_study(tmp_path / "a", ("m_8", "m_2", "n_8", "n_2"), seeds=(0, 1), failed=failed)
+    as_grid(out)
+    (table,) = grid(Context(Study(load_study([out]), "accuracy"), {})).parts
+    assert "Fewer seeds than the others: m under 2 (1 of 2)." in table.notes
+    assert table.cells[1][2].text == "run failed (seed 0, 1)"
 
 
 @pytest.mark.slow

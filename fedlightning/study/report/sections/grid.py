@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fedlightning.study.report.cells import Column
@@ -29,10 +30,23 @@ def grid(context: Context) -> Section | None:
         f"Test {context.metric} of each method under each variant",
         columns,
         list(rows.values()),
-        missing=_missing,
+        _few(cells, found),
+        missing=lambda row, column: _why(context, cells, row["row"], column.title),
     )
     return context.section("grid", "Methods by variants", "Grid", [table])
 
 
-def _missing(row: Any, column: Column) -> str | None:
-    return "no score"
+def _few(cells: Mapping[str, tuple[str, str]], found: Mapping[str, Any]) -> list[str]:
+    """Return a note on the cells that are the mean of fewer seeds than others."""
+    counts = {name: found.get(name, {}).get("n_seeds", 0) for name in cells}
+    most = max(counts.values())
+    few = [f"{' under '.join(cells[name])} ({count} of {most})" for name, count in counts.items() if 0 < count < most]
+    return [f"Fewer seeds than the others: {', '.join(few)}."] if few else []
+
+
+def _why(context: Context, cells: Mapping[str, tuple[str, str]], row: str, variant: str) -> str:
+    """Return why a cell has no score."""
+    method = next((name for name, cell in cells.items() if cell == (row, variant)), None)
+    if method is None:
+        return "not in the grid"
+    return context.missing({"method": method}, Column("mean", variant)) or "no score"
