@@ -8,20 +8,21 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from lightning import LightningDataModule
 
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.views import Indices
-from fedlightning.ranges import PositiveInt, checked
+from fedlightning.datamodules.wrapped import WrappedIndexedDataModule
+from fedlightning.ranges import Instance, PositiveInt, checked
 
 DATE = re.compile(r"\d{4}(-|$)")
 ZONE = re.compile(r":\d\d\S*?(Z|[+-]\d\d:?\d\d)$")
 
 
-class DriftingDataModule(IndexedFederatedDataModule):
+class DriftingDataModule(WrappedIndexedDataModule):
     """The clients of another data module, each with new training samples of a later time every few rounds.
 
     A client's samples are put in the order of time and cut into windows. In rounds `0 .. every - 1` (counted from 0) it
@@ -66,10 +67,16 @@ class DriftingDataModule(IndexedFederatedDataModule):
         [96, 96, 192, 288]
     """
 
+    no_public = "time of a client"
+    no_statistics = (
+        "whose statistics would be of later windows too. Give it scale: none, and statistics and lists of categories of "
+        "another source."
+    )
+
     @checked
     def __init__(
         self,
-        source: IndexedFederatedDataModule,
+        source: Annotated[IndexedFederatedDataModule, Instance("It cuts indexed data.")],
         by: str | None = None,
         windows: PositiveInt | None = None,
         starts: Sequence[float | str] | None = None,
@@ -78,11 +85,7 @@ class DriftingDataModule(IndexedFederatedDataModule):
         scored: Literal["last", "all"] = "last",
     ) -> None:
         name = type(self).__name__
-        if not isinstance(source, IndexedFederatedDataModule):
-            raise ValueError(f"{name} cuts indexed data; {type(source).__name__} has none.")
-        if source.drifts or source.public_fraction or source._public_given:
-            what = "drifts itself" if source.drifts else "has public data, which have no time of a client"
-            raise ValueError(f"{name} got a source that {what}; leave that out.")
+        super().__init__(source)
         if getattr(source, "scale", None) == "local":
             raise ValueError(
                 f"{name} got a source with scale: local, which scales by the means of all training rows, later windows "
@@ -93,25 +96,14 @@ class DriftingDataModule(IndexedFederatedDataModule):
                 f"{name} got windows={windows}, starts={starts} and by={by!r}; give a number of windows, or the times at "
                 "which all but the first begin and the column that they are of."
             )
-        super().__init__(source.batch_size, source.seed, source.num_workers, source.pin_memory, source.drop_last)
-        self.source, self.by, self.starts = source, by, None if starts is None else list(starts)
+        self.by, self.starts = by, None if starts is None else list(starts)
         self.windows = int(windows) if windows is not None else 1 + len(self.starts or ())
         self.every, self.memory, self.scored = int(every), None if memory is None else int(memory), scored
-        self.collate_fn = source.collate_fn
         self._round: int | None = None
         self._window: list[np.ndarray] = []  # of each client's training samples
 
-    def prepare_data(self) -> None:
-        """Call the source's `prepare_data`."""
-        self.source.prepare_data()
-
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
-        self.source.setup()
-        if self.source.wanted_statistics is not None:
-            raise ValueError(
-                "DriftingDataModule got a source with scale: federated, whose statistics would be of later windows too. "
-                "Give it scale: none, and statistics and lists of categories of another source."
-            )
+        self.set_up_source()
         clients, splits = self.source.client_ids, dict(self.source._splits)
         windows = self._windows(clients, splits)
         self._window = [one["train"] for one in windows]

@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fedlightning.datamodules.base import refuse_drift
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.views import ArrayDataset
+from fedlightning.datamodules.wrapped import WrappedIndexedDataModule
 from fedlightning.ranges import Instance, NonNegativeFloat, PositiveInt, checked
 from fedlightning.seeding import generator
 
 
-class ShiftedDataModule(IndexedFederatedDataModule):
+class ShiftedDataModule(WrappedIndexedDataModule):
     """The clients of another data module, each with a shift of its own, in training, validation and test data.
 
     *Feature shift*: client i of N has the level `s_i = strength * i / (N - 1)`, so that the first client is as it was.
@@ -54,6 +54,11 @@ class ShiftedDataModule(IndexedFederatedDataModule):
         ({'0': 0, '1': 1, '2': 0, '3': 1}, True)
     """
 
+    no_public = "shift of a client"
+    no_statistics = (
+        "so that its inputs are not known yet. Give it scale: local or none, or statistics and lists of categories."
+    )
+
     @checked
     def __init__(
         self,
@@ -62,19 +67,7 @@ class ShiftedDataModule(IndexedFederatedDataModule):
         strength: NonNegativeFloat = 0.0,
         concepts: PositiveInt = 1,
     ) -> None:
-        refuse_drift(self, source)
-        super().__init__(
-            source.batch_size,
-            source.seed,
-            source.num_workers,
-            source.pin_memory,
-            source.drop_last,
-            public_labels=source._public_labels,
-        )
-        if source.public_fraction or source._public_given:
-            raise ValueError(
-                "ShiftedDataModule got a source with public data, which have no shift of a client; leave them out."
-            )
+        super().__init__(source)
         if (features == "none") != (strength == 0) or (features == "contrast" and strength > 1):
             rule = (
                 "contrast needs a strength in (0, 1]"
@@ -84,21 +77,11 @@ class ShiftedDataModule(IndexedFederatedDataModule):
             raise ValueError(
                 f"ShiftedDataModule got features={features!r} and strength={strength:g}; {rule}, 'none' needs 0."
             )
-        self.source, self.features, self.strength, self.concepts = source, features, float(strength), int(concepts)
-        self.collate_fn = source.collate_fn
+        self.features, self.strength, self.concepts = features, float(strength), int(concepts)
         self._permutations: list[np.ndarray] = []
 
-    def prepare_data(self) -> None:
-        """Call the source's `prepare_data`."""
-        self.source.prepare_data()
-
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
-        self.source.setup()
-        if self.source.wanted_statistics is not None:
-            raise ValueError(
-                "ShiftedDataModule got a source that waits for statistics of all clients, whose inputs are not known yet. "
-                "Give it scale: local or none, or statistics and lists of categories."
-            )
+        self.set_up_source()
         clients, count = self.source.client_ids, self.source.num_classes
         if self.concepts > 1 and count is None:
             raise ValueError("ShiftedDataModule permutes classes, and its source has no class labels; use concepts=1.")

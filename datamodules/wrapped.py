@@ -1,15 +1,16 @@
-"""A data module that hands on what another one says: :class:`WrappedDataModule`."""
+"""Data modules made of another one: those that hand on what it says, and those that change indexed data."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from torch.utils.data import DataLoader
 
-from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.base import FederatedDataModule, refuse_drift
+from fedlightning.datamodules.indexed import IndexedFederatedDataModule
 
 
 class WrappedDataModule(FederatedDataModule):
@@ -91,3 +92,38 @@ class WrappedDataModule(FederatedDataModule):
 
     def public_report(self) -> dict[str, Any] | None:
         return self.whole.public_report()
+
+
+class WrappedIndexedDataModule(IndexedFederatedDataModule):
+    """Base of data modules that change what the clients of another one hold or see; a subclass has `build`.
+
+    Args:
+        source: The other data module.
+
+    Raises:
+        ValueError: If the source drifts or has public data; from `set_up_source`, if it waits for statistics.
+    """
+
+    no_public: ClassVar[str]
+    """What the source's public data lack here: the end of a sentence."""
+    no_statistics: ClassVar[str]
+    """What is wrong with statistics that all clients agree on, and the way out: the end of a sentence."""
+
+    def __init__(self, source: IndexedFederatedDataModule) -> None:
+        refuse_drift(self, source)
+        if source.public_fraction or source._public_given:
+            raise ValueError(
+                f"{type(self).__name__} got a source with public data, which have no {self.no_public}; leave them out."
+            )
+        super().__init__(source.batch_size, source.seed, source.num_workers, source.pin_memory, source.drop_last)
+        self.source, self.collate_fn = source, source.collate_fn
+
+    def prepare_data(self) -> None:
+        """Call the source's `prepare_data`."""
+        self.source.prepare_data()
+
+    def set_up_source(self) -> None:
+        """Call the source's `setup`; refuse statistics that are not there yet (`scale: federated`)."""
+        self.source.setup()
+        if self.source.wanted_statistics is not None:
+            raise ValueError(f"{type(self).__name__} got a source with scale: federated, {self.no_statistics}")

@@ -295,7 +295,7 @@ def test_what_goes_by_samples_over_rounds_is_refused(callbacks, options, words):
         (lambda path: DriftingDataModule(toy_data(SIZES)), "give a number of windows"),
         (lambda path: DriftingDataModule(toy_data(SIZES), starts=[3]), "the column that they are of"),
         (lambda path: DriftingDataModule(stays(path), "day", 2, ["2020-03-01"]), "give a number of windows"),
-        (lambda path: DriftingDataModule(drifting(2), windows=2), "drifts itself"),
+        (lambda path: DriftingDataModule(drifting(2), windows=2), "would lose"),
         (lambda path: DriftingDataModule(stays(path, public=0.1), windows=2), "public data"),
         (lambda path: ShiftedDataModule(drifting(2), "noise", 1.0), "would lose"),
         (lambda path: Partitioned(drifting(2), IIDPartitioner(2)), "would lose"),

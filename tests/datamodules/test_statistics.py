@@ -234,7 +234,7 @@ def test_open_inputs_are_not_compared(tmp_path):
 
 
 def test_another_module_around_open_data_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="waits for statistics of all clients"):
+    with pytest.raises(ValueError, match="with scale: federated, so that its inputs are not known yet"):
         ShiftedDataModule(stays(write_table(tmp_path / "t.csv")), "contrast", 0.5).setup()
 
 
