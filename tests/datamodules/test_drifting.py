@@ -31,7 +31,7 @@ from fedlightning.models import MLP, Classifier
 from fedlightning.testing.runs import same_tree
 from fedlightning.visit.description import describe
 from tests.engines.sites.helpers import Line
-from tests.helpers import Spy, Toy, global_state, make_trainer, mean_of, same, toy_data
+from tests.helpers import Spy, Toy, ToyData, global_state, make_trainer, mean_of, same, toy_data
 
 SIZES = (24, 40, 17)
 ROWS = 30
@@ -97,6 +97,33 @@ def test_a_column_of_days_orders_the_rows_and_equal_days_stay_together(table):
             every = source.sample_values(client, split, "day")
             assert data.sample_values(client, split, "day") == [day for day in every if day >= min(days[-1])]
     assert "by day" in data.partition_name and data.columns == source.columns
+
+
+def test_without_times_the_order_is_that_of_the_data_set_however_a_client_lists_its_samples():
+    source = toy_data((9, 6))
+    source.setup()
+    train = source._splits["train"]
+    source._splits["train"] = replace(train, indices=[train.indices[0][[5, 2, 8, 0, 7, 1, 4, 6, 3]], train.indices[1]])
+    data = DriftingDataModule(source, windows=3)
+    data.setup()
+    assert [sorted(data.at_round(round).indices("0").tolist()) for round in range(3)] == [
+        [0, 1, 2],
+        [3, 4, 5],
+        [6, 7, 8],
+    ]
+
+
+def test_what_the_source_does_is_done_with_windows():
+    class Grouped(ToyData):
+        planted_groups = {"0": 1, "1": 0, "2": 1}
+        datamodule = "the user's own"
+
+    source = Grouped(toy_data(SIZES).tensors, drop_last=True)
+    source.seed, source.collate_fn = 5, list
+    data = DriftingDataModule(source, windows=2)
+    data.setup()
+    assert data.at_round(1).planted_groups == Grouped.planted_groups and data.datamodule == "the user's own"
+    assert data.seed == 5 and [type(one) for one in data.at_round(0).client_dataloader("0", "train")] == [list]
 
 
 def test_common_starts_cut_all_clients_at_the_same_times(table):
@@ -300,6 +327,7 @@ def test_what_goes_by_samples_over_rounds_is_refused(callbacks, options, words):
         (lambda path: Partitioned(drifting(2), IIDPartitioner(2)), "would lose"),
         (lambda path: DriftingDataModule(toy_data((2, 9)), windows=3), "client '0' without a training sample"),
         (lambda path: DriftingDataModule(stays(path), "day", starts=["2020-08-01", "2020-03-01"]), "become later"),
+        (lambda path: DriftingDataModule(stays(path), "day", starts=["2020-08-01", "2020-08-01"]), "become later"),
         (lambda path: DriftingDataModule(stays(path), "hospital", windows=2), "without a training sample"),
         (lambda path: DriftingDataModule(toy_data(SIZES), "day", windows=2), "no columns such as 'day'"),
     ],
