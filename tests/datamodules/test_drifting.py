@@ -123,6 +123,7 @@ def test_what_the_source_does_is_done_with_windows():
     data = DriftingDataModule(source, windows=2)
     data.setup()
     assert data.at_round(1).planted_groups == Grouped.planted_groups and data.datamodule == "the user's own"
+    assert data.original is source.original
     assert data.seed == 5 and [type(one) for one in data.at_round(0).client_dataloader("0", "train")] == [list]
 
 
@@ -133,6 +134,12 @@ def test_common_starts_cut_all_clients_at_the_same_times(table):
         first, second, third = (data.at_round(round).sample_values(client, "train", "day") for round in range(3))
         assert max(first) < "2020-04-01" <= min(second) <= max(second) < "2020-08-01" <= min(third)
     assert data.num_samples("0", "test") == data.source.num_samples("0", "test")
+
+
+def test_sizes_are_told_until_the_last_window_begins():
+    data = drifting(3, every=2)
+    for client in data.client_ids:
+        assert data.sizes_by_round(client) == [data.at_round(round).num_samples(client) for round in range(5)]
 
 
 def test_windows_as_clients_say_how_different_they_are():
