@@ -117,14 +117,23 @@ def test_what_the_source_does_is_done_with_windows():
     class Grouped(ToyData):
         planted_groups = {"0": 1, "1": 0, "2": 1}
         datamodule = "the user's own"
+        prepared = False
+
+        def prepare_data(self):
+            self.prepared = True
 
     source = Grouped(toy_data(SIZES).tensors, drop_last=True)
-    source.seed, source.collate_fn = 5, list
+    source.seed, source.collate_fn = 5, tuple
     data = DriftingDataModule(source, windows=2)
+    data.prepare_data()
     data.setup()
-    assert data.at_round(1).planted_groups == Grouped.planted_groups and data.datamodule == "the user's own"
+    assert (
+        source.prepared
+        and data.at_round(1).planted_groups == Grouped.planted_groups
+        and data.datamodule == "the user's own"
+    )
     assert data.original is source.original
-    assert data.seed == 5 and [type(one) for one in data.at_round(0).client_dataloader("0", "train")] == [list]
+    assert data.seed == 5 and [type(one) for one in data.at_round(0).client_dataloader("0", "train")] == [tuple]
 
 
 def test_common_starts_cut_all_clients_at_the_same_times(table):
