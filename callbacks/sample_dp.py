@@ -198,6 +198,10 @@ class SampleDP(TrainingData, Private):
         if "secret" not in kept:
             client.state[self.key] = {"secret": self.new_secret(client.id), "history": []}
         came = hashlib.sha256()
+        if (
+            self.noise_seed is None
+        ):  # done again with other options, a round must not scale the same noise to another length
+            add_to(came, [self.noise_multiplier, self.epsilon, self.clip])
         add_to(
             came, [client.entries, client.training_extras, client.message.work, client.message.tag, kept.get("history")]
         )

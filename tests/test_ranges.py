@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections import Counter
@@ -40,6 +41,7 @@ from fedlightning.ranges import (
     ranges_of,
 )
 from fedlightning.ranges.checking import _annotations_of
+from fedlightning.ranges.together import fault_of
 
 if TYPE_CHECKING:
     from collections import Counter as Unknown
@@ -136,6 +138,21 @@ def test_a_rule_above_the_check_holds_as_well_and_a_misspelt_one_is_refused():
         needs("seconds", "step", why="")(Above.__init__)
 
 
+def test_of_several_arguments_any_two_are_too_many():
+    class Three:
+        @checked
+        @at_most_one("one", "two", "three", why="choose.")
+        def __init__(self, one: int = 0, two: int = 0, three: int = 0) -> None: ...
+
+    for given, said in (
+        ({"one": 1, "three": 3}, "one=1 and three=3"),
+        ({"one": 1, "two": 2, "three": 3}, "one=1 and two=2"),
+    ):
+        with pytest.raises(ConfigurationError, match=f"Three got both {said}: choose"):
+            Three(**given)
+    assert fault_of(functools.wraps(Three.__init__, updated=())(lambda *args: None), {"one": 1, "two": 2}) is not None
+
+
 def test_a_length_of_what_has_none():
     different = Annotated[list[Any], Length(1, different=True)]
     assert not allows(different, torch.tensor(3)) and not allows(different, [[1], [1]])
@@ -180,6 +197,7 @@ def test_arguments_that_do_not_go_together(kind):
             kind(**given)
         assert str(caught.value).startswith(f"{kind.__name__} got {sentence}")
     for given in (
+        {"column": 0, "seconds": 2.5, "mode": "".join(["a"]), "steps": 0.0},
         {"column": 0},
         {"rows": 1, "steps": 0, "seconds": 1},
         {"column": 1, "limit": 1, "mode": "b", "size": 3},

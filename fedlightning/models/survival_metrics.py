@@ -81,7 +81,8 @@ def uno_concordance(risk: Tensor, time: Tensor, event: Tensor, horizon: float) -
     :math:`\hat G` the Kaplan-Meier estimate of the probability not to be censored. The ratio then estimates
     :math:`P(r_i > r_j \mid t_i < t_j, t_i < \tau)`, if censoring depends neither on time of event nor on risk.
 
-    :math:`\hat G` is estimated from these samples, the evaluated ones; scikit-survival takes it from training samples. Where
+    :math:`\hat G` is estimated from these samples, the evaluated ones; scikit-survival takes it from training samples, and at
+    :math:`t_i`, which is another number where events and censorings have one time. Where
     a censoring and an event have one time, the event was first. Pairs are comparable, and ties count, as in `concordance`.
 
     Args:

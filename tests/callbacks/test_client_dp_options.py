@@ -15,7 +15,9 @@ pytest.importorskip("opacus", reason="ClientDP counts with Opacus: pip install '
 
 from fedlightning.algorithm import Change, Facts, FederatedCallback, Outgoing
 from fedlightning.callbacks import ClientDP, FedAvg, FedPer, client_dp
+from fedlightning.callbacks.client_dp_budget import RoundBudget
 from fedlightning.callbacks.client_dp_clipping import next_clip, noise_of_changes, noise_of_count
+from fedlightning.callbacks.shared.ledger import Ledger
 from fedlightning.callbacks.shared.secret_noise import with_noise
 from fedlightning.federation.failures import FederationError
 from fedlightning.messages import Update
@@ -265,7 +267,8 @@ def test_noise_leaves_with_every_update_and_both_epsilons_are_told(tmp_path):
     assert told["epsilon_server"] == pytest.approx(one.epsilon_after(1)) and told["epsilon"] <= told["epsilon_server"]
 
 
-def test_an_update_that_is_sent_again_is_one_more_release_to_the_server(tmp_path):
+@pytest.mark.parametrize("refused", ["1", "01"])
+def test_an_update_that_is_sent_again_is_one_more_release_to_the_server(tmp_path, refused):
     """The client's record is not kept where its update is refused, so that the second one has other noise."""
     seen = []
 
@@ -274,17 +277,28 @@ def test_an_update_that_is_sent_again_is_one_more_release_to_the_server(tmp_path
 
         def check_update(self, server, message, update):
             seen.append((message.client, update.state["net.0.weight"]))
-            if [client for client, _ in seen].count("1") == 1 and message.client == "1":
+            if message.client in refused and [client for client, _ in seen].count(message.client) == 1:
                 raise ValueError("a bit has flipped")
 
     callback = dp(noise_multiplier=2.0, noise_seed=None, where="client", shares=3)
     trainer = make_trainer(tmp_path, [RefusesOnce(), callback], max_rounds=2, on_client_error="retry")
     trainer.fit(module(), datamodule=toy_data(SIZES))
-    first, second = (value for client, value in seen[:4] if client == "1")
+    first, second, *_ = (value for client, value in seen if client == "1")
     assert not torch.equal(first, second)
     told = json.loads((trainer.run.path / "privacy.json").read_text())
     one = ClientDP(delta=1e-3, noise_multiplier=2.0 / math.sqrt(3))
     assert told["epsilon_server"] == pytest.approx(one.epsilon_after(3)) and told["releases"] == 2
+
+
+def test_against_the_server_chance_does_not_hide_who_takes_part_and_known_noise_no_promise(tmp_path):
+    one, all_of_them = (
+        RoundBudget(None, 1e-3, noise, rate, "rdp", Ledger(None, "", ""), shares)
+        for noise, rate, shares in ((2.0, 0.5, 4), (1.0, 1.0, None))
+    )
+    assert one.at_server(3) == pytest.approx(all_of_them.of([], 3))
+    trainer = federate(module(), toy_data(SIZES), [dp(where="client", shares=3)], tmp_path, max_rounds=1)
+    told = json.loads((trainer.run.path / "privacy.json").read_text())
+    assert told["epsilon"] is None and told["epsilon_server"] is None and not told["private"]
 
 
 def test_a_layer_that_stays_gets_no_noise_of_the_client():

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fedlightning.algorithm import Change, Facts, FederatedCallback
 from fedlightning.callbacks import APFL, FLDE, Ditto, FedAdam, FedAvg, FedBN, FedProx, Local, SampleDP
 from fedlightning.callbacks.flde_mixture import mix_outputs, mix_probabilities
 from fedlightning.models import MLP, Classifier
 from fedlightning.tensors import module_state
-from tests.callbacks.common import SIZES, absent_clients_rest, batches, cut_and_resumed
+from tests.callbacks.common import SIZES, absent_clients_rest, batches, cut_and_resumed, fixed_data
 from tests.conformance.case import Case, Kept
 from tests.helpers import (
     FEATURES,
@@ -138,6 +139,97 @@ def test_two_rounds_by_hand(mix, gate_input):
         close({n: v for n, v in found.items() if n not in GATE}, {f"net.{n}": v for n, v in other.state_dict().items()})
         close({n: found[n] for n in GATE}, dict(zip(GATE, gate.state_dict().values(), strict=True)))
         assert found[GATE[0]].abs().max() > 1e-3
+
+
+class Scaled(NormNet):
+    """Batch normalisation and dropout between the layers; an attribute that its own hook sets scales what it gives."""
+
+    scale = 1.0
+
+    def make(self, hidden, dropout):
+        return nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+    def forward(self, x):
+        return self.scale * self.net(x)
+
+    def on_train_epoch_start(self):
+        self.scale = 2.0
+
+
+def test_the_expert_trains_beside_a_global_model_in_eval_mode():
+    """Running statistics, a module's own hook, clipping and uniform weights, in plain torch in double precision."""
+    sizes = {"0": 16, "1": 24}
+    data, module = toy_data(sizes), made(Scaled)
+    start = copy.deepcopy(module.net).double()
+    trainer = federate(module, data, [FLDE(weighting="uniform")], max_rounds=1, gradient_clip_val=0.05)
+    world = {}
+    for client in sizes:
+        own, other = copy.deepcopy(start), copy.deepcopy(start)
+        gate = nn.Linear(8, 1).double()
+        nn.init.zeros_(gate.weight), nn.init.zeros_(gate.bias)
+        mine = [*other.parameters(), *gate.parameters()]
+        steps = [torch.optim.SGD(mine, 0.1), torch.optim.SGD(own.parameters(), 0.1)]
+        for x, y in batches(data, client):
+            x = x.double()
+            with torch.no_grad():
+                logits, phi = 2 * own.eval()(x), own[:-1](x)
+            a = torch.sigmoid(gate(phi))
+            mixed = a * logits.softmax(1) + (1 - a) * (2 * other(x)).softmax(1)
+            losses = F.nll_loss(mixed.log(), y), F.cross_entropy(2 * own.train()(x), y)
+            for step, loss, moved in zip(steps, losses, (mine, list(own.parameters())), strict=True):
+                step.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(moved, 0.05)
+                step.step()
+        found = expert(trainer, client)
+        close({n: found[f"net.{n}"] for n in other.state_dict()}, other.state_dict())
+        assert int(found["net.1.num_batches_tracked"]) == sizes[client] // 8
+        for name, value in own.state_dict().items():
+            world[f"net.{name}"] = world.get(f"net.{name}", 0) + value / 2
+    close(
+        {n: v for n, v in global_state(trainer).items() if v.is_floating_point() and n in world},
+        {n: v for n, v in world.items() if "num_batches" not in n},
+    )
+
+
+def test_the_mixture_is_taken_in_single_precision_at_least():
+    half = torch.zeros(2, 3, dtype=torch.bfloat16)
+    assert mix_probabilities(half, half, torch.zeros(2)).dtype == torch.float32
+    assert mix_probabilities(half.double(), half.double(), torch.zeros(2)).dtype == torch.float64
+
+
+def test_models_in_double_and_steps_in_bfloat16_run():
+    double = federate(made().double(), fixed_data([16, 24]), [FLDE()], max_rounds=1)
+    assert {found.dtype for found in expert(double).values()} == {torch.float64}
+    low = federate(made(), toy_data({"0": 16, "1": 24}), [FLDE()], max_rounds=1, precision="bf16-true")
+    assert differs(expert(low), {**global_state(low), **dict.fromkeys(GATE, torch.zeros(1))})
+
+
+class Filtered(Toy):
+    """Its optimizer has what trains, and it makes nothing of the first batch of an epoch."""
+
+    skips = False
+
+    def on_train_epoch_start(self):
+        self.skips = True
+
+    def training_step(self, batch, batch_idx):
+        return None if self.skips and batch_idx == 0 else super().training_step(batch, batch_idx)
+
+    def forward(self, x):
+        self.log_dict({"first": x.mean()})
+        return super().forward(x)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], 0.1)
+
+
+def test_the_gate_trains_beside_frozen_entries_that_are_in_no_optimizer():
+    module = made(Filtered)
+    module.net[0].weight.requires_grad_(False)
+    trainer, spy = spied(module, toy_data(SIZES), [FLDE()], max_rounds=1)
+    assert not [update.error for update in spy.updates if update.error]
+    assert expert(trainer)[GATE[0]].abs().max() > 0
 
 
 # -- what M_G is -------------------------------------------------------------------------------------------------------
@@ -267,6 +359,20 @@ class Regression(Toy):
         self.log(f"{split}_loss", self.training_step(batch, 0))
 
 
+class Sequence(Toy):
+    """Two rows a sample go into the last layer."""
+
+    def forward(self, x):
+        return self.net(x.repeat(1, 2).reshape(-1, 2, FEATURES)).mean(1)
+
+
+class Closures(Toy):
+    """An optimizer that evaluates the loss again."""
+
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), 0.1)
+
+
 class Labels(Toy):
     """Several labels a sample: no softmax."""
 
@@ -281,10 +387,10 @@ class Shows(Toy):
         self.log(f"{split}_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
 
 
-def binary():
+def binary(low=0, high=1):
     data = toy_data(SIZES)
     tensors = {
-        client: {split: (x, (y > 0).long()) for split, (x, y) in splits.items()}
+        client: {split: (x, low + (high - low) * (y > 0).long()) for split, (x, y) in splits.items()}
         for client, splits in data.tensors.items()
     }
     return ToyData(tensors)
@@ -297,6 +403,9 @@ def binary():
         (PiecesStyle, toy_data, {}, "does not call self"),
         (Regression, toy_data, {}, "no cross entropy"),
         (Regression, binary, {}, "no cross entropy"),
+        (Regression, lambda: binary(-5, 5), {}, "no cross entropy"),  # slopes as of two classes
+        (Sequence, toy_data, {}, "one row a sample"),
+        (Closures, toy_data, {}, "FLDE trains a second model by a second LBFGS"),
         (Labels, toy_data, {}, "no cross entropy"),
         (Toy, toy_data, {"head": "net.1"}, "which is to be a linear layer"),
         (Toy, toy_data, {"head": "net.9"}, "net.9"),
@@ -307,6 +416,17 @@ def test_refused_before_round_1(tmp_path, kind, data, options, words):
         make_trainer(tmp_path, [FLDE(**options)]).fit(
             made(kind), datamodule=data(SIZES) if data is toy_data else data()
         )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"), [(Change.PHASES, "two models in one fit"), (Change.MODULE, "a gate and an expert")]
+)
+def test_others_that_train_in_phases_or_rebuild_the_module_are_refused(change, words):
+    class Other(FederatedCallback):
+        facts = Facts(changes=[change])
+
+    with pytest.raises(ValueError, match=words):
+        make_trainer(None, [FLDE(), Other()]).fit(made(), datamodule=toy_data(SIZES))
 
 
 def test_a_score_that_goes_past_forward_is_no_score(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install 'fedlightning[privacy]'")
 
-from fedlightning.algorithm import Outgoing
+from fedlightning.algorithm import Facts, FederatedCallback, Outgoing
 from fedlightning.callbacks import (
     MOON,
     SCAFFOLD,
@@ -295,6 +296,38 @@ def test_a_resumed_run_gives_the_same_bits(tmp_path):
     again.fit(module(), datamodule=toy_data(SIZES), resume="last")
     same(global_state(again), global_state(whole))
     assert again.server.state["SampleDP"] == whole.server.state["SampleDP"]
+
+
+@pytest.mark.parametrize("changed", ["noise_multiplier", "clip"])
+def test_a_round_that_is_done_again_with_other_options_has_other_noise(tmp_path, changed):
+    """Of one draw at two lengths anybody could solve for the gradient: three lengths would be on one line."""
+    came = []
+
+    class Ends(FederatedCallback):
+        facts = Facts(takes_part=False)
+
+        def on_reduced(self, server, state):
+            if server.round == 1:
+                came.append({name: value.double() for name, value in state.items()})
+                raise KeyboardInterrupt
+            return state
+
+    options = {"noise_multiplier": 1.0, "clip": 100.0, "noise_seed": None}  # so long that nobody's gradient is cut
+    for scale in (0, 1, 2, 3):
+        given = options | {changed: options[changed] * max(scale, 1)}
+        trainer = make_trainer(
+            tmp_path,
+            [Ends(), SampleDP(delta=1e-3, **given)],
+            max_rounds=1 + (scale > 0),
+            local_epochs=None,
+            local_steps=1,
+            name="a",
+        )
+        again = {"resume": "last", "allow_config_change": True} if scale else {}
+        with pytest.raises(KeyboardInterrupt) if scale else nullcontext():
+            trainer.fit(module(), datamodule=toy_data({"0": 16, "1": 24}), **again)
+    one, two, three = came
+    assert all((three[name] - 2 * two[name] + one[name]).abs().max() > 1e-3 for name in one)
 
 
 # -- a plain Trainer ---------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedlightning.algorithm import FederatedCallback, Wire
 from fedlightning.callbacks import FedAvg, FedPer, FedProto, SampleDP, SecureAggregation
 from fedlightning.callbacks.shared import masking
 from fedlightning.callbacks.shared.fixed_point import FixedPoint
@@ -135,6 +136,46 @@ def test_workers_give_the_same_bits():
         for options in ({}, {"engine": "processes", "workers": 2})
     )
     same(global_state(alone), global_state(two))
+
+
+class Hint(FederatedCallback):
+    """Sends clients a number that training may depend on, and notes at which address each draws batches and noise."""
+
+    def __init__(self, number):
+        self.number, self.drawn = number, {}
+
+    def wire(self, module):
+        return Wire(down={"number": "scalar"})
+
+    def on_broadcast(self, server, job, message):
+        message.extras[self.key] = {"number": torch.tensor(self.number)}
+
+    def on_send(self, client, update):
+        if client.message.work != 0:
+            self.drawn[client.id] = client.scratch["SampleDP"]
+
+
+class Longer(FederatedCallback):
+    """Asks for two epochs."""
+
+    def plan_round(self, server):
+        yield [server.job(client, work=2) for client in server.participants()]
+
+
+def test_what_training_may_depend_on_gives_other_batches_and_noise_and_masks_do_not():
+    """Two releases of one noise would give a gradient away: other work and other messages have other addresses."""
+    found = []
+    for hint, beside in (
+        (Hint(1.0), []),
+        (Hint(1.0), [SecureAggregation()]),
+        (Hint(2.0), []),
+        (Hint(1.0), [Longer()]),
+    ):
+        run([hint, dp(noise_seed=3), *beside])
+        found.append(hint.drawn)
+    plain, masked, *others = found
+    assert plain == masked and set(plain) == set(SIZES)
+    assert all(len({one[client] for one in (plain, *others)}) == 3 for client in SIZES)
 
 
 def test_means_by_class_do_not_travel_in_a_sum():

@@ -32,7 +32,7 @@ from fedlightning.models import MLP, Classifier
 from fedlightning.testing.runs import same_tree
 from fedlightning.visit.description import describe
 from tests.engines.sites.helpers import Line
-from tests.helpers import Spy, Toy, global_state, make_trainer, mean_of, same, toy_data
+from tests.helpers import Spy, Toy, ToyData, global_state, make_trainer, mean_of, same, toy_data
 
 SIZES = (24, 40, 17)
 ROWS = 30
@@ -100,6 +100,43 @@ def test_a_column_of_days_orders_the_rows_and_equal_days_stay_together(table):
     assert "by day" in data.partition_name and data.columns == source.columns
 
 
+def test_without_times_the_order_is_that_of_the_data_set_however_a_client_lists_its_samples():
+    source = toy_data((9, 6))
+    source.setup()
+    train = source._splits["train"]
+    source._splits["train"] = replace(train, indices=[train.indices[0][[5, 2, 8, 0, 7, 1, 4, 6, 3]], train.indices[1]])
+    data = DriftingDataModule(source, windows=3)
+    data.setup()
+    assert [sorted(data.at_round(round).indices("0").tolist()) for round in range(3)] == [
+        [0, 1, 2],
+        [3, 4, 5],
+        [6, 7, 8],
+    ]
+
+
+def test_what_the_source_does_is_done_with_windows():
+    class Grouped(ToyData):
+        planted_groups = {"0": 1, "1": 0, "2": 1}
+        datamodule = "the user's own"
+        prepared = False
+
+        def prepare_data(self):
+            self.prepared = True
+
+    source = Grouped(toy_data(SIZES).tensors, drop_last=True)
+    source.seed, source.collate_fn = 5, tuple
+    data = DriftingDataModule(source, windows=2)
+    data.prepare_data()
+    data.setup()
+    assert (
+        source.prepared
+        and data.at_round(1).planted_groups == Grouped.planted_groups
+        and data.datamodule == "the user's own"
+    )
+    assert data.original is source.original
+    assert data.seed == 5 and [type(one) for one in data.at_round(0).client_dataloader("0", "train")] == [tuple]
+
+
 def test_common_starts_cut_all_clients_at_the_same_times(table):
     data = DriftingDataModule(stays(table), by="day", starts=["2020-04-01", "2020-08-01"], scored="all")
     data.setup()
@@ -107,6 +144,12 @@ def test_common_starts_cut_all_clients_at_the_same_times(table):
         first, second, third = (data.at_round(round).sample_values(client, "train", "day") for round in range(3))
         assert max(first) < "2020-04-01" <= min(second) <= max(second) < "2020-08-01" <= min(third)
     assert data.num_samples("0", "test") == data.source.num_samples("0", "test")
+
+
+def test_sizes_are_told_until_the_last_window_begins():
+    data = drifting(3, every=2)
+    for client in data.client_ids:
+        assert data.sizes_by_round(client) == [data.at_round(round).num_samples(client) for round in range(5)]
 
 
 def test_windows_as_clients_say_how_different_they_are():
@@ -301,6 +344,7 @@ def test_what_goes_by_samples_over_rounds_is_refused(callbacks, options, words):
         (lambda path: Partitioned(drifting(2), IIDPartitioner(2)), "would lose"),
         (lambda path: DriftingDataModule(toy_data((2, 9)), windows=3), "client '0' without a training sample"),
         (lambda path: DriftingDataModule(stays(path), "day", starts=["2020-08-01", "2020-03-01"]), "become later"),
+        (lambda path: DriftingDataModule(stays(path), "day", starts=["2020-08-01", "2020-08-01"]), "become later"),
         (lambda path: DriftingDataModule(stays(path), "hospital", windows=2), "without a training sample"),
         (lambda path: DriftingDataModule(toy_data(SIZES), "day", windows=2), "no columns such as 'day'"),
     ],

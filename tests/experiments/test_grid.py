@@ -14,10 +14,12 @@ from fedlightning.commands.compare import compare
 from fedlightning.config.errors import InputError
 from fedlightning.config.parsing import refuse_grids
 from fedlightning.experiments.grid import read_grid
+from fedlightning.experiments.plan import make_plan
 from fedlightning.study.report.context import Context
 from fedlightning.study.report.sections.grid import grid
 from fedlightning.study.runs import load_study
 from fedlightning.study.study import Study
+from tests.experiments.tiny import request, small
 from tests.study.report.made_up import make_study
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +50,7 @@ def test_files_are_beside_the_grid_and_what_stands_in_it_is_a_file(tmp_path):
         ({"methods": {"a": {}}, "variants": {"b": {}}, "seeds": 3}, "is no grid"),
         ({"methods": {"a": 3}, "variants": {"b": {}}}, "3 is neither a file"),
         ({"methods": {"a b": {}, "a-b": {}}, "variants": {"c": {}}}, "one name"),
+        ({"methods": {"a": {}, "A": {}}, "variants": {"c": {}}}, "one name"),
         ({"methods": {1: {}, "1": {}}, "variants": {"c": {}}}, "names of methods have to differ"),
         ({"methods": {"a": {}}, "variants": {"": {}}}, "names of variants .* empty"),
     ],
@@ -55,6 +58,29 @@ def test_files_are_beside_the_grid_and_what_stands_in_it_is_a_file(tmp_path):
 def test_what_is_no_grid(given, reason, tmp_path):
     with pytest.raises(InputError, match=reason):
         read_grid(written(tmp_path, **given), tmp_path)
+
+
+def test_cells_read_the_grids_own_file_the_method_the_variant_and_what_overrides(tmp_path):
+    """Each file sets what those before it set too; errors and `study.json` name the grid, not a file written aside."""
+    small(tmp_path / "a.yaml", max_rounds=2)
+    for name, trainer in (("before", {"max_rounds": 9, "lr_decay": 0.5}), ("after", {"evaluate_every": 7})):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"trainer": trainer}))
+    path = written(
+        tmp_path,
+        config="a.yaml",
+        methods={"m": {"trainer": {"local_epochs": 3, "evaluate_every": 3}}, "n": {}},
+        variants={"v": {"trainer": {"local_epochs": 4, "evaluate_every": 4}}, "w": {}},
+    )
+    before, after = ([str(tmp_path / f"{name}.yaml")] for name in ("before", "after"))
+    plan = make_plan(request([], grid=str(path), before=before, after=after, baselines=["Local"]))
+    found = {method.name: method.config["trainer"] for method in plan.methods}
+    assert [found[name]["local_epochs"] for name in ("m_v", "m_w", "n_v")] == [4, 3, 4]
+    assert {(one["max_rounds"], one["lr_decay"], one["evaluate_every"]) for one in found.values()} == {(2, 0.5, 7)}
+    assert [method.cell for method in plan.methods] == [("m", "v"), ("m", "w"), ("n", "v"), ("n", "w"), None]
+    assert plan.methods[0].configs == [*before, str(tmp_path / "a.yaml"), str(path), *after]
+    path.write_text(path.read_text().replace("local_epochs: 4", "local_epoch: 4"))
+    with pytest.raises(InputError, match=r"m_v \(.*grid\.yaml"):
+        make_plan(request([], grid=str(path), baselines=[]))
 
 
 def test_a_grid_is_no_configuration_of_one_run():
@@ -108,13 +134,14 @@ def as_grid(out):
 
 
 def test_the_report_has_a_row_a_method_and_a_column_a_variant(tmp_path):
-    out = make_study(tmp_path / "a", ("m_8", "m_2", "n_8"), seeds=(0,))
+    out = make_study(tmp_path / "a", ("m_8", "m_2", "n_8"), seeds=(0, 1))
     assert grid(Context(Study(load_study([out]), "accuracy"), {})) is None
     as_grid(out)
     (table,) = grid(Context(Study(load_study([out]), "accuracy"), {})).parts
     assert [column.title for column in table.columns] == ["method", "8", "2"]
     (m, *of_m), (n, eight, two) = [[cell.text for cell in row] for row in table.cells]
     assert (m, n) == ("m", "n") and all(float(text) > 0 for text in (*of_m, eight)) and two == "not in the grid"
+    assert all(0 < float(row[1].extra.strip("±\u2009")) < 0.1 for row in table.cells)
 
 
 def test_a_cell_says_which_seeds_it_lacks_and_why(tmp_path):

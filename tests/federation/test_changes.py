@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedlightning import FederatedCallback
-from fedlightning.algorithm import Facts
+from fedlightning.algorithm import Facts, Newcomers
 from fedlightning.callbacks import (
     CFL,
     IFCA,
@@ -40,6 +40,19 @@ def fit(root, callbacks, rounds, join=False, resume=False, sizes=SIZES, module=N
     more = {"resume": "last"} if resume or join else {}
     trainer.fit(module or Toy("sgd"), datamodule=toy_data(sizes), **more, allow_new_clients=join)
     return trainer, spy
+
+
+def test_what_a_callback_cannot_take_is_refused_when_clients_join(tmp_path):
+    class Wary(FederatedCallback):
+        facts = Facts(newcomers=Newcomers(join=True))
+
+        def check(self, setup):
+            if len(setup.clients) > 3:
+                raise ValueError("a fourth client is one too many")
+
+    fit(tmp_path, [Wary()], 1, held_out=["3"])
+    with pytest.raises(ValueError, match="one too many"):
+        fit(tmp_path, [Wary()], 2, join=True)
 
 
 @pytest.mark.slow

@@ -62,6 +62,15 @@ def test_what_changed_is_known_whether_on_disk_or_not():
     assert store.get("nobody") == ClientRecord()
 
 
+def test_what_one_callback_keeps_is_forgotten_and_nothing_else():
+    store = ClientStore(limit=0)
+    for client, kept in (("a", {"one": 1, "other": 2}), ("b", {"other": 3})):
+        store.put(client, ClientRecord(state=kept, visits=4), changed=False)
+    store.forget(["a", "b", "nobody"], "one")
+    assert store.get("a") == ClientRecord(state={"other": 2}, visits=4) and store.get("b").state == {"other": 3}
+    assert store.changed == {"a"}
+
+
 def test_one_record_larger_than_the_limit_is_still_held():
     store = ClientStore(limit=1)
     store.put("a", record(1.0))

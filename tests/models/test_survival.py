@@ -227,6 +227,20 @@ def test_unos_index_does_not_follow_the_censoring():
     assert abs(uno - truth) < 0.03 < abs(harrell - truth) and 0 < stratified_c_index([whole]) < 1
 
 
+def test_uno_by_stratum_weighs_pairs_by_the_censoring_of_their_own_stratum():
+    risk, time, event = patients(size=40, seed=5)
+    event[20:] = (torch.arange(20) % 4 == 0).double()
+    strata = torch.arange(40) // 20
+    parts = [uno_concordance(risk[own], time[own], event[own], 6.0) for own in (slice(20), slice(20, 40))]
+    metrics = SurvivalMetrics(min_events=1, horizon=6.0)
+    metrics.update(risk, time, event, strata)
+    assert float(metrics.compute()["uno_c_index"]) == pytest.approx(stratified_c_index(parts), rel=1e-6)
+    risk[0] = math.nan
+    metrics.reset()
+    metrics.update(risk, time, event, strata)
+    assert metrics.compute()["uno_c_index"].isnan()
+
+
 def test_few_events_before_the_horizon_are_a_gap():
     risk, time, event = patients(ties=False)
     early = int(event[time < 1.0].sum())

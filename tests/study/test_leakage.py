@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from fedlightning.callbacks import FedAvg, Local
 from fedlightning.cli import main
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.study.leakage import in_words, leakage, membership, site_inference
+from fedlightning.study.predicted import members_of
 from tests.helpers import Toy, federate, make_trainer, toy_data
 
 SIZES = {"a": 30, "b": 20}
@@ -105,6 +107,14 @@ def test_what_cannot_be_tried_is_said():
     nobody = toy_data(SIZES, test=0)
     with pytest.raises(ValueError, match="no test samples"):
         leakage(federate(Toy(), nobody, [FedAvg()], max_rounds=1), nobody)
+
+
+def test_members_are_as_the_run_had_them():
+    """With the statistics that its clients agreed on, where there are any."""
+    agreed, plain = object(), SimpleNamespace(drifts=False, wanted_statistics=None)
+    trainer = SimpleNamespace(federation=SimpleNamespace(engine=SimpleNamespace(runner=SimpleNamespace(data=agreed))))
+    assert members_of(trainer, SimpleNamespace(drifts=False, wanted_statistics=object())) is agreed
+    assert members_of(trainer, plain) is plain
 
 
 def test_trying_changes_nothing(tmp_path):
