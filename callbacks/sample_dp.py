@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -174,6 +174,15 @@ class SampleDP(TrainingData, Private):
         """Refuse sites without a ledger, which a server could make forget what they have spent."""
         if server.sites:
             checks.refuse_forgetting(self.ledger, self.noise_seed)
+
+    def check_changes(self, changes: Sequence[str]) -> None:
+        """Refuse them: a round that was cut off is done again with the batches that it drew, and is counted once."""
+        if self.noise_seed is None:
+            raise ValueError(
+                f"{self.key} cannot go on with another configuration ({changes[0]}): a round that was cut off after updates "
+                "had left would release other updates of the same batches, and count them once. Resume the run as it was "
+                "started, or start a new one; a ledger adds up what both spend."
+            )
 
     def on_round_start(self, server: Server) -> None:
         """See that all rounds were private, with the same `noise_seed` and `unit`."""

@@ -16,6 +16,7 @@ from fedlightning.federation.federation import MARKS, Federation
 from fedlightning.federation.outgoing import outgoing_of
 from fedlightning.federation.state import check_extra, restore_state
 from fedlightning.federation.terms import spent_of
+from fedlightning.hooks.families import Protection
 from fedlightning.run.persistence import UNDONE, go_back
 
 
@@ -54,6 +55,9 @@ def restore(federation: Federation, go_on: bool, allow_changes: bool = False, al
             allow_changes=allow_changes,
             allow_new_clients=allow_new_clients,
         )
+        for callback in federation.server.callbacks:
+            if changes.configuration and isinstance(callback, Protection):
+                callback.check_changes(changes.configuration)
     federation.scored = scored_before(extra, federation.server, federation.engine.runner.described.seed)
     if not changes.joined:
         check_rescored(federation.scored, federation.server, run.path, go_on)

@@ -163,6 +163,13 @@ class Protection(FederatedCallback):
         """
         return "in the clear"
 
+    def check_changes(self, changes: Sequence[str]) -> None:
+        """Refuse to go on with a run whose configuration has changed (`allow_config_change`).
+
+        Args:
+            changes: A sentence each.
+        """
+
     def class_means(
         self, client: Client, update: Update, vectors: Callable[[], Iterable[tuple[Tensor, Tensor]]], classes: int
     ) -> dict[int, Tensor]:

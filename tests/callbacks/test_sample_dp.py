@@ -299,8 +299,12 @@ def test_a_resumed_run_gives_the_same_bits(tmp_path):
 
 
 @pytest.mark.parametrize("changed", ["noise_multiplier", "clip"])
-def test_a_round_that_is_done_again_with_other_options_has_other_noise(tmp_path, changed):
-    """Of one draw at two lengths anybody could solve for the gradient: three lengths would be on one line."""
+def test_a_round_that_is_done_again_with_other_options_has_other_noise(tmp_path, changed, monkeypatch):
+    """Of one draw at two lengths anybody could solve for the gradient: three lengths would be on one line.
+
+    A resumed run refuses other options; a site whose own configuration changed has this alone.
+    """
+    monkeypatch.setattr(SampleDP, "check_changes", lambda *_: None)
     came = []
 
     class Ends(FederatedCallback):
@@ -328,6 +332,16 @@ def test_a_round_that_is_done_again_with_other_options_has_other_noise(tmp_path,
             trainer.fit(module(), datamodule=toy_data({"0": 16, "1": 24}), **again)
     one, two, three = came
     assert all((three[name] - 2 * two[name] + one[name]).abs().max() > 1e-3 for name in one)
+
+
+def test_a_run_does_not_go_on_with_another_configuration(tmp_path):
+    """A round that was cut off would release other updates of the batches that it drew, and count them once."""
+    for rounds in (1, 2):  # more rounds are no change
+        trainer = make_trainer(tmp_path, [dp(noise_seed=None)], max_rounds=rounds, name="a")
+        trainer.fit(module(), datamodule=toy_data(SIZES), resume="last" if rounds > 1 else None)
+    again = make_trainer(tmp_path, [dp(noise_seed=None)], max_rounds=3, name="a", local_steps=1)
+    with pytest.raises(ValueError, match=r"SampleDP cannot go on with another configuration \(.*count them once"):
+        again.fit(module(), datamodule=toy_data(SIZES), resume="last", allow_config_change=True)
 
 
 # -- a plain Trainer ---------------------------------------------------------------------------------------------------
