@@ -288,16 +288,18 @@ class ClientDP(ClientSelection, Private):
         trainable = {name for name, kind in entry_kinds(client.module).items() if kind == "trainable"}
         sent = {name: client.received[name] for name in update.state}
         clip = self.clip if self.quantile is None else float(client.message.extras[self.key]["clip"])
-        changes, within = clipping.clipped(
-            (name for name in update.state if name in trainable), sent, update.state, clip
-        )
+        moved = [name for name in update.state if name in trainable]
+        factor, within = clipping.factor_of(moved, sent, update.state, clip)
         if self.quantile is not None and client.message.work != 0:
             update.extras[self.key] = {"within": torch.tensor(int(within))}
         if self.shares is not None and client.message.work != 0:
+            changes = {name: factor * (update.state[name].double() - sent[name].double()) for name in moved}
             changes = self._with_share(client, changes, self.shares)
+            now = {name: (sent[name].double() + change).to(sent[name].dtype) for name, change in changes.items()}
+        else:
+            now = {name: clipping.clipped(sent[name], update.state[name], factor) for name in moved}
         for name, value in sent.items():
-            changed = name in changes
-            update.state[name] = (value.double() + changes[name]).to(value.dtype) if changed else value.clone()
+            update.state[name] = now[name] if name in now else value.clone()
 
     def _with_share(self, client: Client, changes: State, shares: int) -> State:
         """Return the changes with this client's share of the noise, which is bound to them: two never share theirs."""

@@ -3,39 +3,64 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from fedlightning.algorithm import Message, Update
-from fedlightning.callbacks.shared.single_updates import norm_of, rounding_of
 from fedlightning.tensors import State
+from fedlightning.tensors.memory import PIECE
 
 SHARE = 1 / 20
 """Standard deviation of the count's noise over the expected number of participants, as the authors have it."""
 
 
-def clipped(moved: Iterable[str], sent: State, state: State, clip: float) -> tuple[dict[str, Tensor], bool]:
-    """Return the changes of some entries, together no longer than `clip`, in float64, and whether they were no longer.
+def _pieces(value: Tensor) -> tuple[Tensor, ...]:
+    """Return an entry in pieces that fit into a cache; on other devices whole."""
+    flat = value.detach().reshape(-1)
+    return flat.split(PIECE) if value.device.type == "cpu" else (flat,)
+
+
+def length_of_change(moved: Iterable[str], sent: State, state: State) -> float:
+    """Return the length of the changes of some entries as one vector, in float64."""
+    pairs = ((now, then) for name in moved for now, then in zip(_pieces(state[name]), _pieces(sent[name]), strict=True))
+    return _length(now.double() - then.double() for now, then in pairs)
+
+
+def _length(pieces: Iterable[Tensor]) -> float:
+    """Return the length of pieces as one vector."""
+    return math.sqrt(math.fsum(float(piece.square().sum()) for piece in pieces))
+
+
+def factor_of(moved: Sequence[str], sent: State, state: State, clip: float) -> tuple[float, bool]:
+    """Return by what to multiply the changes of some entries to clip them, and whether they were no longer before.
 
     Raises:
         ValueError: If that length is too short for the precision of the model.
     """
-    changes = {name: state[name].double() - sent[name].double() for name in moved}
-    limit = clip - _rounding_of(clip, [sent[name] for name in changes])
-    norm = norm_of(changes.values())
+    limit = clip - _rounding_of(clip, [sent[name] for name in moved])
     if limit <= 0.0:
         raise ValueError(f"ClientDP: a clip of {clip:g} is within the rounding of the model's entries. Raise clip.")
-    factor = 1.0 if norm <= limit else limit / norm
-    return {name: factor * change for name, change in changes.items()}, norm <= clip
+    length = length_of_change(moved, sent, state)
+    return (1.0 if length <= limit else limit / length), length <= clip
+
+
+def clipped(sent: Tensor, state: Tensor, factor: float) -> Tensor:
+    """Return an entry with its change times a factor, computed in float64."""
+    pairs = zip(_pieces(state), _pieces(sent), strict=True)
+    parts = [(then.double() + factor * (now.double() - then.double())).to(sent.dtype) for now, then in pairs]
+    return torch.cat(parts).reshape(sent.shape)
 
 
 def _rounding_of(clip: float, sent: list[Tensor]) -> float:
     """Return by how much a change that was cut may grow when it is added: to zeros (a new layer) it is rounded itself."""
     coarsest = max((torch.finfo(value.dtype).eps for value in sent), default=0.0)
     of_lengths = 16 * torch.finfo(torch.float64).eps  # both sides add up many squares
-    return max(rounding_of(sent), clip * (coarsest + of_lengths))
+    of_sums = sum(
+        2 * torch.finfo(value.dtype).eps * _length(piece.double() for piece in _pieces(value)) for value in sent
+    )
+    return max(of_sums, clip * (coarsest + of_lengths))
 
 
 def refuse_longer(trainable: set[str], message: Message, update: Update, clip: float) -> None:
@@ -48,8 +73,7 @@ def refuse_longer(trainable: set[str], message: Message, update: Update, clip: f
     other = [
         name for name in same if not torch.equal(update.state[name], message.state[name].to(update.state[name].dtype))
     ]
-    moved = (name for name in update.state if name in trainable)
-    norm = norm_of(update.state[name].double() - message.state[name].double() for name in moved)
+    norm = length_of_change((name for name in update.state if name in trainable), message.state, update.state)
     if other or norm > clip:
         length = f"its change has the length {norm:.4g}, more than clip={clip:g}"
         what = f"'{other[0]}' has changed" if other else length

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from dataclasses import replace
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -34,6 +36,7 @@ class ShiftedDataModule(WrappedIndexedDataModule):
     keep their labels, others have labels permuted, `y -> p_c(y)`, so that the same input means another class (IFCA,
     FedDrift and others). `planted_groups` says who has which.
 
+    Levels and concepts go by the clients that are here: a site that holds some of them shifts these among themselves.
     What a client holds does not change, so sizes and partition are those of the source. `difference` says how far the
     clients' data are apart.
 
@@ -42,9 +45,14 @@ class ShiftedDataModule(WrappedIndexedDataModule):
         features: `"none"`, `"noise"`, `"rotation"` or `"contrast"`.
         strength: Level of the last client: a variance, degrees, or a share.
         concepts: Number of concepts; 1 changes no label.
+        grows_over: Rounds over which the feature shift of training data grows: in round r, from 0, levels are
+            `min(1, r / grows_over)` of theirs. Validation and test data have the full shift in all rounds, and so have
+            training data that are asked for without a round. Methods that cannot do with data that change are
+            refused. `None`: the shift stays.
 
     Raises:
-        ValueError: If the shift does not fit its strength; at `setup`, if labels are no classes or samples are no pairs.
+        ValueError: If the shift does not fit its strength; at `setup`, if there is one client, labels are no classes, or
+            samples are no pairs.
 
     Example:
         >>> from fedlightning.datamodules import DigitsDataModule, IIDPartitioner, ShiftedDataModule
@@ -66,6 +74,7 @@ class ShiftedDataModule(WrappedIndexedDataModule):
         features: Literal["none", "noise", "rotation", "contrast"] = "none",
         strength: NonNegativeFloat = 0.0,
         concepts: PositiveInt = 1,
+        grows_over: PositiveInt | None = None,
     ) -> None:
         super().__init__(source)
         if (features == "none") != (strength == 0) or (features == "contrast" and strength > 1):
@@ -77,12 +86,22 @@ class ShiftedDataModule(WrappedIndexedDataModule):
             raise ValueError(
                 f"ShiftedDataModule got features={features!r} and strength={strength:g}; {rule}, 'none' needs 0."
             )
+        if grows_over is not None and features == "none":
+            raise ValueError(
+                f"ShiftedDataModule got grows_over={grows_over} and features='none'; only a feature shift grows."
+            )
+        self.grows_over = None if grows_over is None else int(grows_over)
         self.features, self.strength, self.concepts = features, float(strength), int(concepts)
         self._permutations: list[np.ndarray] = []
 
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
         self.set_up_source()
         clients, count = self.source.client_ids, self.source.num_classes
+        if len(clients) < 2:
+            raise ValueError(
+                f"ShiftedDataModule has {len(clients)} client, and the first one stays as it is: nothing would be shifted. "
+                "Give it the data of all clients; a site that holds one of them makes its shift in its own data."
+            )
         if self.concepts > 1 and count is None:
             raise ValueError("ShiftedDataModule permutes classes, and its source has no class labels; use concepts=1.")
         draws = [generator(self.seed, "concept", concept) for concept in range(self.concepts)]
@@ -107,14 +126,32 @@ class ShiftedDataModule(WrappedIndexedDataModule):
         return clients, found
 
     @property
+    def drifts(self) -> bool:
+        return self.grows_over is not None
+
+    def at_round(self, round: int) -> ShiftedDataModule:
+        if self.grows_over is None:
+            return self
+        made, train = copy.copy(self), self._splits["train"]
+        data = cast(_Shifted, train.dataset)
+        share = min(1.0, round / self.grows_over)
+        made._splits = {
+            **self._splits,
+            "train": replace(train, dataset=_Shifted(data.dataset, data.holder, self, "train", share)),
+        }
+        return made
+
+    @property
     def partition_name(self) -> str:
         words = [f"{self.features} up to {self.strength:g}"] if self.features != "none" else []
+        words += [f"growing over {self.grows_over} rounds"] if self.grows_over is not None else []
         words += [f"{self.concepts} concepts"] if self.concepts > 1 else []
         return ", ".join([self.source.partition_name, *words])
 
     def fingerprint(self, split: str) -> str:
         """Return a short hash of which client holds which samples, and of the shift."""
         held = f"{super().fingerprint(split)} {self.features} {self.strength} {self.concepts}"
+        held += "" if self.grows_over is None else f" {self.grows_over}"
         return hashlib.sha256(held.encode()).hexdigest()[:12]
 
     @property
@@ -142,7 +179,9 @@ class ShiftedDataModule(WrappedIndexedDataModule):
         """
         return self.strength * place / max(1, len(self.source.client_ids) - 1)
 
-    def shifted(self, x: Tensor, y: Tensor, place: int, rows: list[int], split: str) -> tuple[Tensor, Tensor]:
+    def shifted(
+        self, x: Tensor, y: Tensor, place: int, rows: list[int], split: str, share: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
         """Return a client's inputs `(batch, ...)` and labels `(batch,)` after its shift.
 
         Args:
@@ -151,8 +190,9 @@ class ShiftedDataModule(WrappedIndexedDataModule):
             place: The client's place in `client_ids`.
             rows: Places of the samples in the source's dataset, which fix their noise.
             split: The split, which fixes their noise, too.
+            share: Share of the client's level.
         """
-        level = self.level(place)
+        level = share * self.level(place)
         if level and self.features == "noise":
             draws = [generator(self.seed, "noise", split, row) for row in rows]
             noise = torch.stack([torch.randn(x.shape[1:], generator=draw) for draw in draws])
@@ -170,8 +210,10 @@ class ShiftedDataModule(WrappedIndexedDataModule):
 class _Shifted(Dataset[Any]):
     """The samples of a dataset, each shifted as its client's are."""
 
-    def __init__(self, dataset: Any, holder: np.ndarray, owner: ShiftedDataModule, split: str) -> None:
-        self.dataset, self.holder, self.owner, self.split = dataset, holder, owner, split
+    def __init__(
+        self, dataset: Any, holder: np.ndarray, owner: ShiftedDataModule, split: str, share: float = 1.0
+    ) -> None:
+        self.dataset, self.holder, self.owner, self.split, self.share = dataset, holder, owner, split, share
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -197,7 +239,7 @@ class _Shifted(Dataset[Any]):
             kept = torch.from_numpy(own)
             pair = (x[kept], y[kept])
             if place >= 0:  # a sample of nobody stays as it is
-                pair = self.owner.shifted(*pair, place, [rows[k] for k in own], self.split)
+                pair = self.owner.shifted(*pair, place, [rows[k] for k in own], self.split, self.share)
             for k, one, label in zip(own, *pair, strict=True):
                 found[k] = (one, label)
         return found

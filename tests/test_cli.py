@@ -261,6 +261,13 @@ def test_partition_shows_the_windows_of_data_that_drift(capsys: pytest.CaptureFi
     assert Path("who/windows.png").stat().st_size > 1000
 
 
+def test_partition_says_that_a_shift_grows(capsys: pytest.CaptureFixture[str]) -> None:
+    data = str(Path(QUICKSTART).parent / "data/growing_shift_digits.yaml")
+    assert main(["partition", "--config", data, "--data.init_args.source.init_args.max_train=100", "--out=who"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "change by the round" in shown and "growing over 5 rounds); shown is their last state." in shown
+
+
 def test_partition(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["partition", *SMALL, "--out=who"]) == 0
     shown = capsys.readouterr().out

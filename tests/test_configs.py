@@ -49,6 +49,7 @@ FITS = {
     "camelyon16": "camelyon_mil",
     "ptb_xl": "ptb_resnet",
     "ixi_tiny": "ixi_unet",
+    "growing_shift_digits": "digits_cnn",
     "shifted_digits": "digits_cnn",
     "drifting_digits": "digits_cnn",
     "huggingface": "mnist_cnn",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedlightning.tensors import State
+from fedlightning.tensors.memory import PIECE
 
 
 def uniform(secret: str, address: str, count: int) -> np.ndarray:
@@ -27,8 +28,17 @@ def uniform(secret: str, address: str, count: int) -> np.ndarray:
         >>> uniform("a secret", "round 1", 2).round(4).tolist() == uniform("a secret", "round 1", 2).round(4).tolist()
         True
     """
-    stream = hashlib.shake_256(f"{secret}|{address}".encode()).digest(8 * count)
-    return (np.frombuffer(stream, dtype="<u8") >> np.uint64(11)).astype(np.float64) * 2.0**-53 + 2.0**-54
+    return _between_0_and_1(_bits(secret, address, count))
+
+
+def _bits(secret: str, address: str, count: int) -> np.ndarray:
+    """Return 64 bits for each number."""
+    return np.frombuffer(hashlib.shake_256(f"{secret}|{address}".encode()).digest(8 * count), dtype="<u8")
+
+
+def _between_0_and_1(bits: np.ndarray) -> np.ndarray:
+    """Return the numbers that 64 bits each stand for."""
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53 + 2.0**-54
 
 
 def normal(secret: str, address: str, shape: torch.Size) -> Tensor:
@@ -44,10 +54,13 @@ def normal(secret: str, address: str, shape: torch.Size) -> Tensor:
         torch.Size([2, 3])
     """
     half = (shape.numel() + 1) // 2
-    first, second = np.split(uniform(secret, address, 2 * half), 2)
-    length, angle = np.sqrt(-2.0 * np.log(first)), 2.0 * np.pi * second
-    found = np.concatenate([length * np.cos(angle), length * np.sin(angle)])[: shape.numel()]
-    return torch.from_numpy(found).reshape(shape)
+    stream, found = _bits(secret, address, 2 * half), np.empty(2 * half)
+    for start in range(0, half, PIECE):
+        end = min(start + PIECE, half)
+        length = np.sqrt(-2.0 * np.log(_between_0_and_1(stream[start:end])))
+        angle = 2.0 * np.pi * _between_0_and_1(stream[half + start : half + end])
+        found[start:end], found[half + start : half + end] = length * np.cos(angle), length * np.sin(angle)
+    return torch.from_numpy(found[: shape.numel()]).reshape(shape)
 
 
 def digest_of(name: str, values: State) -> str:

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
-
-import torch
-from torch import Tensor
-
 from fedlightning.algorithm import FederatedCallback, Setup, UpdateCodec
 
 
@@ -31,13 +25,3 @@ def refuse_other_ways(owner: FederatedCallback, setup: Setup, why: str, sums: bo
             )
         if other.claims("on_update"):
             raise ValueError(f"{other.key} goes by single updates, which {owner.key} {why}. Remove one of the two.")
-
-
-def norm_of(values: Iterable[Tensor]) -> float:
-    """Return the length of tensors as one vector."""
-    return math.sqrt(math.fsum(float(value.double().square().sum()) for value in values))
-
-
-def rounding_of(values: Sequence[Tensor]) -> float:
-    """Return by how much the length of a change may grow when it is added to values of their own precision."""
-    return sum(2 * torch.finfo(value.dtype).eps * float(value.double().norm()) for value in values)

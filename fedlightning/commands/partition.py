@@ -75,6 +75,8 @@ class PartitionCommand(FederatedCLI):
         _write(folder / "partition.csv", rows)
         files = [folder / "partition.csv", folder / "partition.png"]
         windows = data.by_window() if hasattr(data, "by_window") else None
+        if data.drifts and windows is None:
+            screen.print(f"Training data change by the round ({data.partition_name}); shown is their last state.")
         changes = None if windows is None else input_separation(windows)
         if windows is not None:
             over_time = describe(windows)

@@ -107,7 +107,7 @@ class TryStep(Question):
         """Try the step on a copy."""
         with isolated(runner.settings.seed, "sanity"), quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            made = runner.data.client_dataloader(self.client, self.split)
+            made = runner.data.at_round(0).client_dataloader(self.client, self.split)
             loader = None if made is None else spread(made, whole=self.split == "train")
             if loader is None or len(loader) == 0:
                 return Tried(None if loader is None else False), None

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from fedlightning.tensors.modules import State
 
+PIECE = 2**15
+"""Numbers worked on at a time on a CPU, where new memory for long float64 tensors takes longer than their arithmetic."""
 FEW = 8
 """Up to this many tensors that already are on the CPU are copied one by one, which is cheaper than packing them."""
 

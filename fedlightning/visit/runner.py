@@ -254,7 +254,7 @@ class LocalRunner:
     def first_batch(self) -> Any:
         """Return a training batch of the first client that has one, for checks at the start; else `None`."""
         for client in self.data.client_ids:
-            loader = self.data.client_dataloader(client, "train")
+            loader = self.data.at_round(0).client_dataloader(client, "train")
             if loader is not None and len(loader) > 0:
                 dataset, size = loader.dataset, loader.batch_size or 1
                 if isinstance(dataset, IterableDataset):

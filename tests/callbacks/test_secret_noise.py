@@ -38,3 +38,12 @@ def test_every_bit_of_a_secret_counts(bits):
 
 def test_no_number_comes_twice():
     assert len(normal("secret", "a", torch.Size([10_000])).unique()) == 10_000
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 2**16 - 1, 2**16 + 1, 150_000])
+def test_pieces_hold_the_numbers_of_the_whole_formula(count):
+    half = (count + 1) // 2
+    first, second = np.split(uniform("secret", "round 1", 2 * half), 2)
+    length, angle = np.sqrt(-2.0 * np.log(first)), 2.0 * np.pi * second
+    whole = np.concatenate([length * np.cos(angle), length * np.sin(angle)])[:count]
+    assert np.array_equal(normal("secret", "round 1", torch.Size([count])).numpy(), whole)

@@ -1,4 +1,4 @@
-"""Every method on training data that change from round to round: nobody sees a sample before its window, or it is refused."""
+"""Every method on training data that change from round to round: each round sees its own, or the method is refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from fedlightning.datamodules import DriftingDataModule
+from fedlightning.datamodules import DriftingDataModule, ShiftedDataModule
 from fedlightning.hooks import Facts, FederatedCallback
 from fedlightning.tensors import module_state
 from fedlightning.testing.runs import deployed
@@ -32,30 +32,48 @@ class Began(FederatedCallback):
         self.rounds.append(server.round)
 
 
-def drifting(batch_size):
-    """Return two windows, of which only the first is trained on; every sample of the second is NaN."""
+def toys(batch_size, later):
+    """Return toy clients; `later` changes the training samples of each, told which of them are in the first half."""
     toys = ToyData()
     held = {client: {split: toys.data[client, split].tensors for split in ("train", "val")} for client in toys.names}
     for splits in held.values():
         x, y = splits["train"]
-        later = (torch.arange(len(x)) >= (len(x) + 1) // 2)[:, None]
-        splits["train"] = (torch.where(later, torch.nan, x), y)
+        first = torch.arange(len(x)) < (len(x) + 1) // 2
+        splits["train"] = later(x, y, first)
         splits["test"] = splits["val"]
-    source = helpers.ToyData(held, batch_size=batch_size)
+    return helpers.ToyData(held, batch_size=batch_size)
+
+
+def by_window(batch_size):
+    """Return two windows, of which only the first is trained on; every sample of the second is NaN."""
+    source = toys(batch_size, lambda x, y, first: (torch.where(first[:, None], x, torch.nan), y))
     return DriftingDataModule(source, windows=2, every=5, scored="all")
+
+
+class Spoilt(ShiftedDataModule):
+    """Training samples are NaN wherever the shift has its full strength."""
+
+    def shifted(self, x, y, place, rows, split, share=1.0):
+        x, y = super().shifted(x, y, place, rows, split, share)
+        return (torch.full_like(x, torch.nan) if split == "train" and share == 1.0 else x), y
+
+
+def by_shift(batch_size):
+    """Return clients whose shift has grown to a fifth when the run ends."""
+    source = toys(batch_size, lambda x, y, first: (x[first], y[first]))
+    return Spoilt(source, features="noise", strength=0.1, grows_over=5)
 
 
 @pytest.mark.fast_cases(12)
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("data", [by_window, by_shift], ids=["window", "shift"])
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_no_sample_is_seen_before_its_window(name):
+def test_no_sample_is_seen_as_in_a_later_round(name, data):
     case, rounds = CASES[name], []
     arguments = {"max_rounds": 2, "local_steps": 2, **case.arguments}
     batch_size = arguments.pop("batch_size", 6)  # no window leaves one sample alone, for batch normalisation
     try:
-        trainer = federate(
-            copy.deepcopy(case.algorithm), drifting(batch_size), None, others=[Began(rounds)], **arguments
-        )
+        trainer = federate(copy.deepcopy(case.algorithm), data(batch_size), None, others=[Began(rounds)], **arguments)
     except ValueError as error:
         assert not rounds, f"{name} fails in a round: {error}"
         assert any(words in str(error) for words in TOLD), error

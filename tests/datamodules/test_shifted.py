@@ -2,6 +2,8 @@ import numpy as np
 import pytest
 import torch
 
+from fedlightning.algorithm import FederatedCallback
+from fedlightning.callbacks import Central
 from fedlightning.datamodules import (
     ArrayDataset,
     ArrayFederatedDataModule,
@@ -11,6 +13,7 @@ from fedlightning.datamodules import (
     ShiftedDataModule,
 )
 from fedlightning.datamodules.shifted import rotated
+from fedlightning.hooks import Facts
 from fedlightning.models import MLP, Classifier
 from tests.helpers import make_trainer
 
@@ -117,8 +120,83 @@ def test_what_makes_no_sense_is_refused():
         ShiftedDataModule(LazyClients(3, lambda k: {}, sizes={"train": 1}))
 
 
+def test_one_client_alone_is_refused():
+    with pytest.raises(ValueError, match="has 1 client, and the first one stays as it is"):
+        pair(1, features="noise", strength=1.0)
+
+
 def test_other_shifts_are_other_data():
     prints = {pair(**options)[1].fingerprint("train") for options in (
         {}, {"features": "noise", "strength": 1.0}, {"features": "noise", "strength": 2.0}, {"concepts": 2}
     )}  # fmt: skip
     assert len(prints) == 4
+
+
+@pytest.mark.parametrize("features, strength", [("noise", 4.0), ("rotation", 60.0), ("contrast", 0.5)])
+def test_a_growing_shift_is_the_constant_one_of_each_round(features, strength):
+    _, grows = pair(features=features, strength=strength, grows_over=4)
+    assert grows.drifts and grows.sizes_by_round("2") == [grows.num_samples("2")]
+    for round, share in ((0, 0.0), (1, 0.25), (4, 1.0), (9, 1.0)):
+        now = grows.at_round(round)
+        still = pair(features=features, strength=share * strength)[1] if share else pair(concepts=1)[0]
+        for client in now.client_ids:
+            assert torch.equal(samples(now, client)[0], samples(still, client)[0])
+            whole = pair(features=features, strength=strength)[1]
+            assert torch.equal(samples(now, client, "test")[0], samples(whole, client, "test")[0])
+    assert not torch.equal(samples(grows, "2")[0], samples(grows.at_round(1), "2")[0])  # a copy leaves the data alone
+
+
+def run(path, rounds=4, data=None, resume=None, **options):
+    data = data or ShiftedDataModule(
+        DigitsDataModule(IIDPartitioner(3), flatten=True, max_train=90), features="noise", strength=3.0, grows_over=3
+    )
+    torch.manual_seed(0)
+    trainer = make_trainer(path, max_rounds=rounds, save_state=1, **options)
+    trainer.fit(Classifier(MLP(64, [], 10), 10, lr=0.1), data, resume=resume)
+    return trainer.server.model
+
+
+def equal(one, other):
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("options", [{"engine": "vectorized"}, {"engine": "processes"}], ids=str)
+def test_a_growing_shift_is_the_same_in_all_engines(tmp_path, options):
+    one, other = run(tmp_path / "one"), run(tmp_path / "other", **options)
+    for name in one:
+        atol = 0 if options["engine"] == "processes" else 1e-5
+        torch.testing.assert_close(one[name], other[name], rtol=0, atol=atol)
+
+
+def test_the_union_of_clients_grows_too(tmp_path):
+    class Unions(FederatedCallback):
+        facts = Facts(takes_part=False)
+
+        def on_broadcast(self, server, job, message):
+            loader = trainer.federation.engine.runner.pooled_dataloader("train", message.round)
+            seen[message.round] = torch.stack([x for x, _ in loader.dataset])
+
+    seen: dict[int, torch.Tensor] = {}
+    data = ShiftedDataModule(
+        DigitsDataModule(IIDPartitioner(3), flatten=True, max_train=90), features="noise", strength=3.0, grows_over=2
+    )
+    trainer = make_trainer(tmp_path, [Unions(), Central()], max_rounds=4)
+    trainer.fit(Classifier(MLP(64, [], 10), 10, lr=0.1), data)
+    assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2]) and torch.equal(seen[2], seen[3])
+
+
+def test_a_growing_shift_changes_the_run_by_the_round(tmp_path):
+    still = DigitsDataModule(IIDPartitioner(3), flatten=True, max_train=90)
+    assert equal(run(tmp_path / "a", 1), run(tmp_path / "b", 1, still))  # nothing has grown in round 0
+    assert not equal(run(tmp_path / "c", 2), run(tmp_path / "d", 2, still))
+
+
+def test_only_features_grow():
+    with pytest.raises(ValueError, match="grows_over=3 and features='none'; only a feature shift grows"):
+        ShiftedDataModule(Images(), concepts=2, grows_over=3)
+
+
+def test_a_growing_shift_goes_on_where_a_run_was_cut(tmp_path):
+    whole = run(tmp_path / "whole")
+    run(tmp_path / "cut", 2)
+    assert equal(whole, run(tmp_path / "cut", 4, resume="last"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning
@@ -13,8 +15,12 @@ from torch import Tensor, nn
 
 import fedlightning
 from fedlightning.blueprint.blueprint import Blueprint
-from fedlightning.run.fingerprint import of_blueprint, plain
+from fedlightning.engines.sites.greeting import keyed
+from fedlightning.hooks.families import Protection
+from fedlightning.run.files import read_json, readable_json, write_text_atomically, writing
+from fedlightning.run.fingerprint import differences, of_blueprint, plain
 from fedlightning.tensors import State
+from fedlightning.visit.runner import LocalRunner
 
 MACHINE = ("accelerator", "devices", "strategy", "num_nodes", "plugins", "profiler", "default_root_dir")
 """Arguments of a Trainer that are each machine's own."""
@@ -33,6 +39,35 @@ def agreement(blueprint: Blueprint) -> dict[str, Any]:
     found |= of_blueprint(blueprint) | held_values(blueprint.template)
     agreed: dict[str, Any] = json.loads(json.dumps(plain(found)))
     return agreed
+
+
+def refusal_of_changes(runner: LocalRunner, own: Mapping[str, Any], key: bytes, path: Path) -> str | None:
+    """Return why callbacks that protect clients do not go on with a run after a change here, whatever its server says.
+
+    Args:
+        runner: Holds the callbacks and the data.
+        own: What must not change, by a name that a person can read; how many rounds there are may.
+        key: Key of the hash of the data.
+        path: The run's file, which is written when it begins here.
+    """
+    protecting = [callback for callback in runner.callbacks if isinstance(callback, Protection)]
+    if not protecting:
+        return None
+    told = runner.describe(parts=("splits", "loaders"))
+    data = {"hash of the training data": keyed(f"{told.splits['train']} {told.content}", key, "training data")}
+    now = json.loads(json.dumps(plain({name: value for name, value in own.items() if name != "max_rounds"} | data)))
+    if not path.exists():
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text_atomically(path, readable_json(now))
+        return None
+    changes = differences(read_json(path), now)
+    try:
+        for callback in protecting if changes else ():
+            callback.check_changes(changes)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def held_values(model: nn.Module) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.public_only import public_facts
 from fedlightning.engines.sites import code
-from fedlightning.engines.sites.agreement import agreement, versions
+from fedlightning.engines.sites.agreement import agreement, refusal_of_changes, versions
 from fedlightning.engines.sites.asked import ENVELOPES, fault_of_request
 from fedlightning.engines.sites.bounds import REPEATS, Here, fault, out_of_turn
 from fedlightning.engines.sites.greeting import PARTS, leaving, own_key
@@ -259,6 +259,12 @@ class Site:
                     "it says what data have agreed on, by their statistics, and those here want to agree on nothing."
                 )
             runner.agree(asked["statistics"])
+        codes = {"hashes of the code": [code.digest(self._code), self._data_code]}
+        changed = refusal_of_changes(
+            runner, own | codes, self._key, self._folder / "configurations" / f"{asked['run']}.json"
+        )
+        if changed is not None:
+            raise RefusedError(changed)
         known = set(runner.data.client_ids)
         runner.leave_out([client for client in asked["left_out"] if client in known])
         self._given.clear()

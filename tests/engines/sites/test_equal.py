@@ -17,7 +17,9 @@ from fedlightning.callbacks import (
     SampleDP,
     TopK,
 )
+from fedlightning.federation.changes import Changes
 from fedlightning.federation.engine import Visit
+from fedlightning.federation.failures import FederationError
 from fedlightning.messages import Update, tree_bytes
 from fedlightning.testing.runs import same_tree
 from tests.conformance.case import Case, collect
@@ -113,6 +115,29 @@ def test_sites_count_where_no_server_can_make_them_forget(tmp_path):
         at_sites(Line(sites(tmp_path / "one", forgetting)), tmp_path / "first", forgetting)
     at_sites(Line(sites(tmp_path / "two", counting)), tmp_path / "second", counting)
     assert len(list((tmp_path / "l").glob("*.json"))) == 4
+
+
+@pytest.mark.filterwarnings("ignore:SampleDP")
+@pytest.mark.parametrize("changed", ["model.lr", "hash of the training data", None])
+def test_a_site_that_was_changed_goes_on_with_no_private_run(tmp_path, changed, monkeypatch):
+    """Whatever the server says: a round that was cut off would be released again of the same batches and noise."""
+    pytest.importorskip("opacus", reason="SampleDP counts with Opacus")
+    algorithm = SampleDP(delta=1e-3, noise_multiplier=1.0, ledger=str(tmp_path / "ledger"))
+    at_sites(Line(sites(tmp_path / "sites", algorithm)), tmp_path / "server", algorithm)
+    monkeypatch.setattr("fedlightning.federation.restore.changes_since", lambda *_, **__: Changes())  # the server lies
+    lr = {"lr": 0.05} if changed == "model.lr" else {}
+    there = sites(tmp_path / "sites", algorithm, max_rounds=3, **lr)
+    if changed == "hash of the training data":
+        for site in there.values():
+            site._data.whole.data["site0", "train"].tensors[0][0] += 1.0
+            site._data.whole.data["site1", "train"].tensors[0][0] += 1.0
+    again = {"resume": True, "max_rounds": 3, **lr}
+    if changed is None:
+        assert at_sites(Line(there), tmp_path / "server", algorithm, **again).rounds_done == 3
+        return
+    told = rf"A site does not take part: SampleDP cannot go on with another configuration \({changed} was"
+    with pytest.warns(UserWarning, match=told), pytest.raises(FederationError, match="no client could contribute"):
+        at_sites(Line(there), tmp_path / "server", algorithm, **again)
 
 
 def test_equal_with_every_kind_of_entry(tmp_path):
