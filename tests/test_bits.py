@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +71,10 @@ def test_digests_tell_apart(one: Any, other: Any) -> None:
 
 def test_the_order_of_names_is_no_difference() -> None:
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
+
+
+def test_other_children_of_this_process_are_left_alone(tmp_path: Path) -> None:
+    other = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked how
+    assert record(tmp_path / "bits.jsonl", CASES) == 2
+    assert other.wait() == 3

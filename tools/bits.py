@@ -34,6 +34,8 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from multiprocessing import get_context
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +134,8 @@ def run_cases(cases: Mapping[str, Any], jobs: int) -> Iterator[Entry]:
         cases: By name, functions of a scratch folder and of the dict of parts that they fill.
         jobs: Number of processes at a time.
     """
-    waiting, at_work = list(cases.items())[::-1], {}
+    waiting = list(cases.items())[::-1]
+    at_work: dict[Any, tuple[Any, str, Path, Path]] = {}
     root = Path(tempfile.mkdtemp(prefix="bits"))
     try:
         while waiting or at_work:
@@ -140,21 +143,18 @@ def run_cases(cases: Mapping[str, Any], jobs: int) -> Iterator[Entry]:
                 name, run = waiting.pop()
                 folder = root / str(len(waiting))
                 out = folder.with_suffix(".json")
-                process = os.fork()
-                if process == 0:
-                    try:
-                        _work(name, run, folder, out)
-                    finally:
-                        os._exit(0)
-                at_work[process] = name, folder, out
-            process, status = os.wait()
-            name, folder, out = at_work.pop(process)
-            crashed = {"case": name, "parts": {}, SENTENCE: f"The process ended with status {status}."}
+                process = get_context("fork").Process(target=_work, args=(name, run, folder, out))
+                process.start()
+                at_work[process.sentinel] = process, name, folder, out
+            ended = wait(list(at_work))[0]  # of these processes alone: whoever called has others, perhaps
+            process, name, folder, out = at_work.pop(ended)
+            process.join()
+            crashed = {"case": name, "parts": {}, SENTENCE: f"The process ended with status {process.exitcode}."}
             yield json.loads(out.read_text()) if out.exists() else crashed
             shutil.rmtree(folder, ignore_errors=True)
     finally:
-        for process in at_work:
-            os.kill(process, signal.SIGKILL)
+        for process, *_ in at_work.values():
+            process.kill()
         shutil.rmtree(root, ignore_errors=True)
 
 
