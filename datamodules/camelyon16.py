@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from fedlightning.datamodules.download import refuse_absent
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import cut
-from fedlightning.datamodules.tables import column_of, numbers_of, read_table
+from fedlightning.datamodules.tables import column_of, numbers_of, read_table, refuse_twice
 from fedlightning.ranges import PositiveInt, ShareBelowOne, checked
 from fedlightning.seeding import generator
 
@@ -89,6 +89,7 @@ class Camelyon16DataModule(IndexedFederatedDataModule):
                 raise ValueError(
                     f"{source}, line {line}: slide {slide!r} has the label {label}; it is not FLamby's file."
                 )
+        refuse_twice(source, slides, "slide")
         paths = [self.root / f"{slide}.npy" for slide in slides]
         absent = [path.name for path in paths if not path.is_file()]
         if absent:

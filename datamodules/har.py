@@ -11,12 +11,15 @@ import torch
 
 from fedlightning.datamodules.base import in_order
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
+from fedlightning.datamodules.tables import GAPS, finite, text_of
 from fedlightning.datamodules.views import ArrayDataset
 from fedlightning.ranges import ShareBelowOne, checked
 
 SIGNALS = tuple(f"{kind}_{axis}" for kind in ("body_acc", "body_gyro", "total_acc") for axis in "xyz")
 """Channels of a window, in order."""
 ACTIVITIES = ("WALKING", "WALKING_UPSTAIRS", "WALKING_DOWNSTAIRS", "SITTING", "STANDING", "LAYING")
+SUBJECTS = 30
+"""Numbers of the subjects: 1 to this."""
 WINDOW, FEATURES = 128, 561
 
 
@@ -104,7 +107,8 @@ class UCIHARDataModule(IndexedFederatedDataModule):
     def _read(self, part: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return inputs, classes and subjects of a part."""
         subject_file, label_file, *files = self._files(part)
-        subjects, labels = (read_numbers(path, 1)[:, 0].astype(np.int64) for path in (subject_file, label_file))
+        subjects = _numbers_up_to(subject_file, SUBJECTS, "subject")
+        labels = _numbers_up_to(label_file, len(ACTIVITIES), "activity")
         width = WINDOW if self.inputs == "signals" else FEATURES
         columns = [read_numbers(path, width) for path in files]
         for path, values in zip([label_file, *files], [labels, *columns], strict=True):
@@ -113,9 +117,6 @@ class UCIHARDataModule(IndexedFederatedDataModule):
                     f"{path} has {len(values)} lines and {subject_file.name} {len(subjects)}; the files do not belong "
                     "together."
                 )
-        if len(labels) and not 1 <= labels.min() <= labels.max() <= len(ACTIVITIES):
-            line = int(np.flatnonzero((labels < 1) | (labels > len(ACTIVITIES)))[0]) + 1
-            raise ValueError(f"{label_file}, line {line}: {labels[line - 1]} is no activity 1 ... {len(ACTIVITIES)}.")
         x = np.stack(columns, axis=1) if self.inputs == "signals" else columns[0]
         return x.astype(np.float32), labels - 1, subjects
 
@@ -126,23 +127,32 @@ def _cut_last(rows: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray
     return (rows[: max(0, len(rows) - size - 1)], rows[len(rows) - size :]) if size else (rows, rows[:0])
 
 
+def _numbers_up_to(path: Path, most: int, what: str) -> np.ndarray:
+    """Return the whole numbers from 1 of a file with one a line."""
+    values = read_numbers(path, 1)[:, 0]
+    wrong = np.flatnonzero(~np.isin(values, range(1, most + 1)))
+    if len(wrong):
+        raise ValueError(f"{path}, line {wrong[0] + 1}: {values[wrong[0]]:g} is no {what} 1 ... {most}.")
+    return values.astype(np.int64)
+
+
 def read_numbers(path: Path, width: int, delimiter: str | None = None) -> np.ndarray:
-    """Return the numbers of a file, `width` on each line, float64 `(lines, width)`; empty cells are NaN.
+    """Return the numbers of a file, `width` on each line, float64 `(lines, width)`; cells without a value are NaN.
 
     Args:
         path: The file, in UTF-8.
         width: Numbers of a line.
-        delimiter: Between two numbers; `None` for spaces.
+        delimiter: Between two numbers; `None` for spaces, and no cell is without a value.
 
     Raises:
         ValueError: With the line that holds something else.
     """
-    lines = path.read_text(encoding="utf-8").splitlines()
-    found = np.empty((len(lines), width))
+    lines = text_of(path).splitlines()
+    found, gaps = np.empty((len(lines), width)), GAPS if delimiter else ()
     for number, line in enumerate(lines, start=1):
         cells = line.split(delimiter)
         try:
-            found[number - 1] = [float(cell) if cell.strip() else np.nan for cell in cells]
+            found[number - 1] = [np.nan if cell.strip().lower() in gaps else finite(cell) for cell in cells]
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {len(cells)} cells, not {width} numbers ({error}).") from error
     return found

@@ -13,6 +13,7 @@ from fedlightning.datamodules.base import clients_here
 from fedlightning.datamodules.download import refuse_absent
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import cut
+from fedlightning.datamodules.tables import finite, text_of
 from fedlightning.datamodules.views import ArrayDataset
 from fedlightning.ranges import ShareBelowOne, at_most_one, checked
 from fedlightning.seeding import generator
@@ -169,11 +170,7 @@ def read_hospital(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         raise ValueError(
             f"{path} has more than {_LARGEST} bytes, a real one less than 20000; it is no processed UCI file."
         )
-    try:
-        text = path.read_text()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text ({error}); it is no processed UCI file.") from error
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text_of(path).splitlines(), start=1):
         cells = [cell.strip() for cell in line.split(",")]
         if cells == [""]:
             continue
@@ -183,7 +180,7 @@ def read_hospital(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         if "?" in kept:
             continue
         try:
-            rows.append([0.0 if column in _DROPPED else float(cell) for column, cell in enumerate(cells)])
+            rows.append([0.0 if column in _DROPPED else finite(cell) for column, cell in enumerate(cells)])
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}; it is no processed UCI file.") from error
     if not rows:
@@ -195,6 +192,8 @@ def read_hospital(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             raise ValueError(f"{path}: column {column} has values other than {levels}; it is no processed UCI file.")
         columns += [(table[:, column] == level).astype(np.float64) for level in levels[1:]]
     grades = table[:, 13].astype(np.int64)
+    if not np.isin(table[:, 13], range(5)).all():
+        raise ValueError(f"{path}: column 13 has values other than 0 to 4; it is no processed UCI file.")
     return np.stack(columns, axis=1), (grades > 0).astype(np.int64), grades
 
 

@@ -143,10 +143,7 @@ class KUHARDataModule(IndexedFederatedDataModule):
 
 def _read(path: Path) -> np.ndarray:
     """Return a recording's six signals, `(samples, 6)`; empty cells are NaN."""
-    try:
-        found = read_numbers(path, _COLUMNS, ",")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no table of numbers ({error}); get it again.") from error
+    found = read_numbers(path, _COLUMNS, ",")
     if not len(found):
         raise ValueError(f"{path} is empty; get it again.")
     return found[:, [1, 2, 3, 5, 6, 7]].astype(np.float32)

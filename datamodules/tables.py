@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ def read_table(
     rows: list[list[str]] = []
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file, delimiter=delimiter, skipinitialspace=True)
+            reader = csv.reader(file, delimiter=delimiter, skipinitialspace=True, strict=True)
             header = [name.strip() for name in next(reader, [])]
             if header[:1] == [""] and index is not None:
                 header[0] = index
@@ -74,8 +75,12 @@ def read_table(
                         "each column, in quotes if it holds the delimiter."
                     )
                 rows.append(row)
-    except (UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError as error:
         raise ValueError(f"{path} cannot be read as CSV in UTF-8 ({error}); save it as that.") from error
+    except csv.Error as error:  # strict: an open quote would take the next rows into its cell
+        raise ValueError(
+            f"{path}, line {reader.line_num}: {error}; it cannot be read as CSV, close each quote."
+        ) from error
     if not rows or "" in header or len(set(header)) < len(header):
         wrong = "no rows" if not rows else "a column without a name" if "" in header else "two columns of one name"
         raise ValueError(f"{path} has {wrong}; the first line names every column, the others are the samples.")
@@ -87,6 +92,25 @@ def read_table(
         cells = ["" if cell.lower() in GAPS else cell for cell in cells]
         table[name] = Column(name, cells, _numbers(path, name, cells))
     return table
+
+
+def text_of(path: Path) -> str:
+    r"""Return a file of text in UTF-8, with or without a byte order mark.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
+        >>> from fedlightning.datamodules.tables import text_of
+        >>> with TemporaryDirectory() as folder:
+        ...     path = Path(folder, "words.txt")
+        ...     _ = path.write_bytes(b"\xef\xbb\xbfpain\n")
+        ...     text_of(path)
+        'pain\n'
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8 ({error}); get it again, or save it as that.") from error
 
 
 def read_header(path: Path, delimiter: str = ",") -> list[str]:
@@ -113,6 +137,22 @@ def _numbers(path: Path, name: str, cells: Sequence[str]) -> np.ndarray | None:
     return None if words else values
 
 
+def finite(cell: str) -> float:
+    """Return a cell as a number that is neither infinite nor NaN.
+
+    Raises:
+        ValueError: If it is none.
+
+    Example:
+        >>> from fedlightning.datamodules.tables import finite
+        >>> finite(" 2.5")
+        2.5
+    """
+    if not math.isfinite(value := float(cell)):
+        raise ValueError(f"{cell!r} is no finite number")
+    return value
+
+
 def column_of(table: dict[str, Column], name: str, what: str) -> Column:
     """Return a column by its name.
 
@@ -127,6 +167,24 @@ def column_of(table: dict[str, Column], name: str, what: str) -> Column:
     near = get_close_matches(name, table, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     raise ValueError(f"There is no column {name!r} ({what}){hint} The columns are {', '.join(table)}.")
+
+
+def refuse_twice(path: Path, cells: Sequence[str], what: str) -> None:
+    """Refuse a table that has something on two lines, which may then be trained on and tested.
+
+    Raises:
+        ValueError: With the first of them.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from fedlightning.datamodules.tables import refuse_twice
+        >>> refuse_twice(Path("a.csv"), ["p1", "p2", "p1"], "patient")
+        Traceback (most recent call last):
+        ValueError: a.csv has the patient 'p1' on two lines; remove one of them.
+    """
+    again = next((cell for cell, count in Counter(cells).items() if count > 1), None)
+    if again is not None:
+        raise ValueError(f"{path} has the {what} {again!r} on two lines; remove one of them.")
 
 
 def numbers_of(path: Path, column: Column) -> np.ndarray:

@@ -13,7 +13,7 @@ from fedlightning.datamodules.base import clients_here
 from fedlightning.datamodules.download import refuse_absent
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import cut
-from fedlightning.datamodules.tables import Column, column_of, numbers_of, read_table
+from fedlightning.datamodules.tables import Column, column_of, numbers_of, read_table, refuse_twice
 from fedlightning.datamodules.views import ArrayDataset
 from fedlightning.ranges import ShareBelowOne, checked
 from fedlightning.seeding import generator
@@ -99,8 +99,7 @@ class TCGABRCADataModule(IndexedFederatedDataModule):
         path = self._file(FILES[0])
         table = read_table(path)
         patients = column_of(table, "pid", "patient").cells
-        if (again := len(patients) - len(set(patients))) > 0:
-            raise ValueError(f"{path} has {again} patients (pid) on two lines; it is not FLamby's file.")
+        refuse_twice(path, patients, "patient")
         names = [name for name in table if name not in ("pid", "E", "T")]
         if len(names) != FEATURES:
             raise ValueError(f"{path} has {len(names)} features, FLamby's file {FEATURES}; get it again.")

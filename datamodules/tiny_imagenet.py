@@ -15,6 +15,7 @@ from fedlightning.datamodules.image_files import ImageFiles, lacking_files
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.skew import DirichletPartitioner
+from fedlightning.datamodules.tables import refuse_twice, text_of
 from fedlightning.ranges import PositiveInt, ShareBelowOne, checked
 
 ANNOTATIONS = Path("val", "val_annotations.txt")
@@ -84,7 +85,7 @@ class TinyImageNetDataModule(IndexedFederatedDataModule):
 
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
         self.prepare_data()
-        self.class_names = (self.root / "wnids.txt").read_text().split()
+        self.class_names = text_of(self.root / "wnids.txt").split()
         number = {name: place for place, name in enumerate(self.class_names)}
         datasets: dict[str, Any] = {}
         labels: dict[str, np.ndarray | None] = {}
@@ -123,7 +124,7 @@ class TinyImageNetDataModule(IndexedFederatedDataModule):
         source = self.root / ANNOTATIONS
         paths: list[Path] = []
         labels: list[int] = []
-        for line, text in enumerate(source.read_text().splitlines(), start=1):
+        for line, text in enumerate(text_of(source).splitlines(), start=1):
             cells = text.split("\t")
             if len(cells) != 6 or cells[1] not in number:
                 raise ValueError(
@@ -131,5 +132,8 @@ class TinyImageNetDataModule(IndexedFederatedDataModule):
                 )
             paths.append(self.root / "val" / "images" / cells[0])
             labels.append(number[cells[1]])
+        if not paths:
+            raise ValueError(f"{source} is empty; unpack the archive again.")
+        refuse_twice(source, [path.name for path in paths], "image")
         lacking_files(self, paths, source)
         return paths, np.array(labels, dtype=np.int64)

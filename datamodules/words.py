@@ -7,6 +7,8 @@ import re
 import zlib
 from pathlib import Path
 
+from fedlightning.datamodules.tables import text_of
+
 _WORDS = re.compile(r"[\w']+|[.,!?;]")
 
 
@@ -51,7 +53,7 @@ class WordNumbers:
         if self._known is None:
             assert self.vocabulary is not None
             path = Path(self.vocabulary)
-            text = path.read_text(encoding="utf-8")
+            text = text_of(path)
             words = json.loads(text)["vocab"] if path.suffix == ".json" else text.split()
             self._known = {word: number for number, word in enumerate(dict.fromkeys(words), start=1)}
         return self._known

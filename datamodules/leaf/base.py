@@ -79,7 +79,10 @@ class LEAFDataModule(IndexedFederatedDataModule):
         """
         try:
             found = np.array([int(value) for value in user.y], dtype=np.int64)
-        except (TypeError, ValueError) as error:
+            broken = next((value for value, number in zip(user.y, found, strict=True) if float(value) != number), None)
+            if broken is not None:
+                raise ValueError(f"{broken!r}")
+        except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(
                 f"{user.path}: user {user.name!r} has a target that is no whole number ({error})."
             ) from error
@@ -123,6 +126,8 @@ class LEAFDataModule(IndexedFederatedDataModule):
                 f"{self.root}: {len(untrained)} users have test samples and no training samples, such as "
                 f"{untrained[0]!r}. Split each user's samples (preprocess.sh -t sample), not the users."
             )
+        if not held["test"]:
+            rank_zero_warn(f"{self.root}: there are no files in test/, so nothing is tested.", category=UserWarning)
         sizes = {name: len(rows) for name, rows in held["train"].items()}
         kept = sorted(in_order(sizes), key=lambda name: -sizes[name])[: self.largest]
         if len(kept) < len(sizes):

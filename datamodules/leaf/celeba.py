@@ -51,10 +51,10 @@ class LEAFCelebADataModule(LEAFDataModule):
         self._names: list[str] = []
 
     def inputs(self, user: LEAFUser) -> Tensor:
-        strange = next((value for value in user.x if not isinstance(value, str) or Path(value).name != value), None)
-        if strange is not None:
+        strange = [value for value in user.x if not isinstance(value, str) or Path(value).name != value]
+        if strange:
             raise ValueError(
-                f"{user.path}: user {user.name!r} has an input {strange!r} that is no name of an image file."
+                f"{user.path}: user {user.name!r} has an input {strange[0]!r} that is no name of an image file."
             )
         start = len(self._names)
         self._names += user.x

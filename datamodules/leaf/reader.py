@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedlightning.datamodules.tables import text_of
+
 FOLDERS = {"train": "train", "test": "test"}
 
 
@@ -84,18 +86,16 @@ def read_leaf(root: Path) -> Iterator[LEAFUser]:
 
 def _users(path: Path, split: str) -> Iterator[LEAFUser]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(text_of(path))
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{path}, line {error.lineno}: {error.msg}; it is no whole JSON file. Write it again."
         ) from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8 ({error}); it is no file of LEAF.") from error
     if not isinstance(found, dict) or not {"users", "user_data"} <= set(found):
         raise ValueError(f"{path} has no 'users' and 'user_data'; it is no file of LEAF.")
     users, data, counts = found["users"], found["user_data"], found.get("num_samples")
     if set(users) != set(data) or len(set(users)) < len(users):
-        strange = sorted(set(users) ^ set(data)) or users
+        strange = sorted(set(users) ^ set(data), key=str) or users
         raise ValueError(f"{path}: 'users' and 'user_data' do not name the same users, such as {strange[0]!r}.")
     for place, name in enumerate(users):
         x, y = data[name].get("x"), data[name].get("y")

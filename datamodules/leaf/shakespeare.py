@@ -16,6 +16,7 @@ from fedlightning.datamodules.base import in_order
 from fedlightning.datamodules.indexed import Split
 from fedlightning.datamodules.leaf.base import LEAFDataModule
 from fedlightning.datamodules.leaf.reader import LEAFUser
+from fedlightning.datamodules.tables import text_of
 from fedlightning.datamodules.views import ArrayDataset
 from fedlightning.ranges import NonNegativeInt, PositiveInt, ShareBelowOne, checked
 
@@ -127,17 +128,18 @@ class ShakespeareDataModule(LEAFDataModule):
         return rows[: len(rows) - size - LENGTH], rows[-size:]
 
     def inputs(self, user: LEAFUser) -> Tensor:
-        strange = next((text for text in user.x if not isinstance(text, str) or len(text) != LENGTH), None)
-        if strange is not None:
+        strange = [text for text in user.x if not isinstance(text, str) or len(text) != LENGTH]
+        if strange:
             raise ValueError(
-                f"{user.path}: user {user.name!r} has an input {str(strange)[:20]!r} that is no text of {LENGTH} characters."
+                f"{user.path}: user {user.name!r} has an input {str(strange[0])[:20]!r} that is no text of {LENGTH} "
+                "characters."
             )
         return torch.from_numpy(codes_of("".join(user.x), user.path)).long().reshape(-1, LENGTH)
 
     def targets(self, user: LEAFUser) -> np.ndarray:
-        strange = next((text for text in user.y if not isinstance(text, str) or len(text) != 1), None)
-        if strange is not None:
-            raise ValueError(f"{user.path}: user {user.name!r} has a target {strange!r} that is no character.")
+        strange = [text for text in user.y if not isinstance(text, str) or len(text) != 1]
+        if strange:
+            raise ValueError(f"{user.path}: user {user.name!r} has a target {strange[0]!r} that is no character.")
         return codes_of("".join(user.y), user.path).astype(np.int64)
 
 
@@ -147,10 +149,7 @@ def roles_of(path: Path) -> dict[str, str]:
     Raises:
         ValueError: If the text is no UTF-8, or no line names a role.
     """
-    try:
-        blocks = re.split(r"\n[ \t]*\n", path.read_text(encoding="utf-8").replace("\r\n", "\n"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8 ({error}).") from error
+    blocks = re.split(r"\n[ \t]*\n", text_of(path).replace("\r\n", "\n"))
     found: dict[str, list[str]] = {}
     role = None
     for block in blocks:

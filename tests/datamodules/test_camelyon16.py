@@ -64,9 +64,14 @@ def other_name(lines):
     lines[2] = lines[2].replace("normal_002", "slide_002")
 
 
+def twice(lines):
+    lines.append(lines[5])
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
+        (twice, "has the slide 'normal_005.tif' on two lines"),
         (other_label, r"line 4: slide 'normal_003.tif' has the label 1"),
         (other_hospital, "line 3: .*hospital 2"),
         (other_name, "line 3: slide 'slide_002.tif'"),

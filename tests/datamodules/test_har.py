@@ -70,9 +70,32 @@ def word(root):
     path.write_text("one\n" + path.read_text())
 
 
+def infinite(root):
+    path = root / "train" / "Inertial Signals" / "body_acc_x_train.txt"
+    path.write_text(path.read_text().replace("0.0000000e+00", "1e400", 1))
+
+
+def half(root):
+    path = root / "train" / "y_train.txt"
+    path.write_text(path.read_text().replace("1", "1.5", 1))
+
+
+def large(root):
+    path = root / "test" / "subject_test.txt"
+    path.write_text(path.read_text().replace("2", "9" * 21, 1))
+
+
+def packed(root):
+    (root / "test" / "y_test.txt").write_bytes(b"\x1f\x8b\x08")
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
+        (infinite, "body_acc_x_train.txt, line 1: 128 cells, not 128 numbers .'1e400' is no finite number"),
+        (half, "y_train.txt, line 1: 1.5 is no activity 1 ... 6"),
+        (large, r"subject_test.txt, line 1: 1e\+21 is no subject 1 ... 30"),
+        (packed, "y_test.txt is no text in UTF-8"),
         (short_line, r"body_gyro_y_test.txt, line \d+: 2 cells, not 128 numbers"),
         (fewer_labels, r"y_train.txt has 239 lines and subject_train.txt 240"),
         (seventh, r"y_test.txt, line 51: 7 is no activity"),

@@ -172,7 +172,7 @@ def test_hospitals_are_in_order_and_named_as_they_are(root, tmp_path):
 def test_a_file_that_is_no_table_is_refused(tmp_path):
     path = tmp_path / "processed.va.data"
     path.write_bytes(b"\xff\xfe\x00\x01")
-    with pytest.raises(ValueError, match="is no text"):
+    with pytest.raises(ValueError, match="is no text in UTF-8"):
         read_hospital(path)
     path.write_bytes(b"1," * 600_000)
     with pytest.raises(ValueError, match="more than 1048576 bytes"):
@@ -199,3 +199,19 @@ def test_columns_are_those_of_the_features(data):
         assert (x[sex == "1", 1].min() if "1" in sex else 1) > (x[sex == "0", 1].max() if "0" in sex else 0)
     with pytest.raises(ValueError, match="no column 'thal'"):
         data.sample_values("va", "test", "thal")
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"age": "NaN"}, r"processed.va.data, line 1: 'NaN' is no finite number"),
+        ({"chol": "1e400"}, "line 1: '1e400' is no finite number"),
+        ({"num": -1}, "column 13 has values other than 0 to 4"),
+        ({"num": 1.5}, "column 13 has values other than 0 to 4"),
+    ],
+)
+def test_numbers_that_are_none_do_not_reach_training(changes, match, tmp_path):
+    path = tmp_path / "processed.va.data"
+    path.write_text(patient(np.random.default_rng(0), True, **changes))
+    with pytest.raises(ValueError, match=match):
+        read_hospital(path)

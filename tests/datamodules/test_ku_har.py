@@ -80,7 +80,7 @@ def other_bytes(root):
     ("change", "match"),
     [
         (empty_file, "1002_A_3.csv is empty"),
-        (other_bytes, "1002_A_3.csv is no table of numbers"),
+        (other_bytes, "1002_A_3.csv is no text in UTF-8"),
         (short_line, "1002_A_3.csv, line 1: 3 cells, not 8 numbers"),
         (other_file, "notes.csv is no recording by its name"),
     ],

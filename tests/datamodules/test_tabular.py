@@ -171,3 +171,7 @@ def test_files_that_are_no_tables(tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\x00\xfe")
     with pytest.raises(ValueError, match="cannot be read as CSV in UTF-8"):
         ready(tmp_path / "binary")
+    # Without strict reading the open quote would take the second row, and the third would follow as if nothing were amiss.
+    (tmp_path / "open.csv").write_text('note,ill\n"ache,1\nbad "day",0\nfine,1\n')
+    with pytest.raises(ValueError, match=r"open.csv, line 3: .* close each quote"):
+        read_table(tmp_path / "open.csv")

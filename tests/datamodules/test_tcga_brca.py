@@ -109,7 +109,7 @@ def lose_a_region(brca, split):
         (break_a_row, r"brca.csv, line 5: 43 cells under 42 names"),
         (write_a_word, r"'sixty' in sample 3"),
         (write_a_wrong_event, "an E other than 0 and 1"),
-        (repeat_a_patient, r"1 patients \(pid\) on two lines"),
+        (repeat_a_patient, r"the patient 'TCGA-.*' on two lines"),
         (repeat_a_patient_in_another_region, r"line 98: patient 'TCGA-0-0' is on line 2, too"),
         (name_an_unknown_region, "line 3: there is no part 'train_7'"),
         (name_an_unknown_patient, "line 98: there is no patient 'TCGA-XX-1' in brca.csv"),

@@ -73,9 +73,20 @@ def no_class(root):
         path.unlink()
 
 
+def none_to_test(root):
+    (root / "val" / "val_annotations.txt").write_text("")
+
+
+def twice(root):
+    path = root / "val" / "val_annotations.txt"
+    path.write_text("\n".join([*path.read_text().splitlines(), path.read_text().splitlines()[2]]))
+
+
 @pytest.mark.parametrize(
     ("change", "kind", "match"),
     [
+        (none_to_test, ValueError, "val_annotations.txt is empty"),
+        (twice, ValueError, "has the image 'val_2.JPEG' on two lines"),
         (unknown, ValueError, "val_annotations.txt, line 5: not a file, a class of wnids.txt"),
         (no_image, FileNotFoundError, "1 of 6 images .* such as .*val_4.JPEG"),
         (no_class, FileNotFoundError, "no images in .*n0001"),

@@ -13,7 +13,7 @@ from fedlightning.datamodules import (
     LEAFSyntheticDataModule,
     ShakespeareDataModule,
 )
-from fedlightning.datamodules.leaf.shakespeare import LETTERS
+from fedlightning.datamodules.leaf.shakespeare import LETTERS, roles_of
 
 SIZES = {"w_2": (12, 3), "w_10": (20, 5), "w_1": (6, 2)}
 
@@ -221,6 +221,18 @@ def large_label(found):
     found["user_data"]["w_1"]["y"][0] = 62
 
 
+def half_a_label(found):
+    found["user_data"]["w_1"]["y"][0] = 1.5
+
+
+def endless_label(found):
+    found["user_data"]["w_1"]["y"][0] = 10**21
+
+
+def a_number_for_a_user(found):
+    found["users"][0] = 7
+
+
 def without_a_user(found):
     del found["user_data"]["w_1"]
     found["users"].remove("w_1")
@@ -238,6 +250,9 @@ def without_a_user(found):
         (a_word, "user 'w_1' has an input that is no list of 784 numbers"),
         (not_a_number, "NaN or infinity"),
         (large_label, "user 'w_1' has targets from .* to 62; the classes are 0 to 61"),
+        (half_a_label, "user 'w_1' has a target that is no whole number .1.5"),
+        (endless_label, "user 'w_1' has a target that is no whole number"),
+        (a_number_for_a_user, "do not name the same users, such as 7"),
         (without_a_user, "1 users have test samples and no training samples, such as 'w_1'"),
     ],
 )
@@ -271,6 +286,29 @@ def test_truncated_missing_and_repeated_files(tmp_path):
 def test_files_of_another_data_set_are_refused(kind, make, match, tmp_path):
     with pytest.raises(ValueError, match=match):
         kind(write(tmp_path, make)).setup()
+
+
+@pytest.mark.parametrize(("part", "word"), [("x", "input"), ("y", "target")])
+def test_an_empty_text_of_a_role_is_named(part, word, tmp_path):
+    def change(found):
+        found["user_data"]["w_1"][part][1] = None
+
+    root = write(tmp_path, lambda user, split, size: (["a" * 80] * size, ["b"] * size), change=change)
+    with pytest.raises(ValueError, match=f"user 'w_1' has an? {word} '?None'? that"):
+        ShakespeareDataModule(root).setup()
+
+
+def test_files_without_a_test_part_are_told(tmp_path):
+    root = write(tmp_path, pixels)
+    next((tmp_path / "test").iterdir()).unlink()
+    with pytest.warns(UserWarning, match="no files in test/, so nothing is tested"):
+        LEAFFEMNISTDataModule(root).setup()
+
+
+def test_a_mark_at_the_beginning_takes_no_speech_away(tmp_path):
+    path = tmp_path / "play.txt"
+    path.write_bytes(b"\xef\xbb\xbfROMEO:\nSoft!\n\nJULIET:\nAy me!\n")
+    assert roles_of(path) == {"ROMEO": "Soft!\n", "JULIET": "Ay me!\n"}
 
 
 def test_a_text_without_roles_is_refused(tmp_path):
