@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,9 +53,8 @@ class Ledger:
             runs = self._read()
             yield [steps for run, history in runs.items() if run != self.run for steps in history]
             if spent is not None:
-                aside = self.path.with_suffix(".part")
-                aside.write_text(json.dumps({"runs": runs | {self.run: [list(one) for one in spent]}}, indent=1) + "\n")
-                aside.replace(self.path)
+                told = {"runs": runs | {self.run: [list(one) for one in spent]}}
+                write_whole(self.path, json.dumps(told, indent=1) + "\n")
 
     def note(self, spent: Steps) -> None:
         """Write down what this run has spent."""
@@ -66,9 +67,27 @@ class Ledger:
             return {}
         try:
             runs = json.loads(self.path.read_text())["runs"]
-            return {str(run): [[float(one) for one in steps] for steps in history] for run, history in runs.items()}
+            return {str(run): [_steps(one) for one in history] for run, history in runs.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{self.path} is no ledger of what runs have spent ({error}). Without it nobody knows: restore it, or take "
                 "another folder for other data."
             ) from error
+
+
+def _steps(values: Sequence[object]) -> list[float]:
+    """Return a ledger's entry, which cannot take away from what others have spent."""
+    noise, rate, count = (float(one) for one in values)  # type: ignore[arg-type]
+    if not (noise >= 0 and 0 <= rate <= 1 and count >= 0 and math.isfinite(count)):
+        raise ValueError(f"{values} is no noise multiplier, rate and number of steps")
+    return [noise, rate, count]
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that it is the old one or the new one, and is on the disk before anything else happens."""
+    aside = path.with_suffix(path.suffix + ".part")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)

@@ -11,6 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from fedlightning.callbacks.shared.ledger import write_whole
+
 ROWS, TOLD = "privacy.csv", "privacy.json"
 COLUMNS = ("round", "epsilon", "delta", "noise_multiplier", "clip", "rate", "release")
 
@@ -80,16 +82,10 @@ def write_spending(folder: Path, told: Mapping[str, Any], rows: Sequence[Sequenc
         text = io.StringIO()
         new = [known.get(column, release) for column in COLUMNS]
         csv.writer(text, lineterminator="\n").writerows([COLUMNS, *rows, new])
-        _write(folder / ROWS, text.getvalue())
+        write_whole(folder / ROWS, text.getvalue())
     write_told(folder, told)
 
 
 def write_told(folder: Path, told: Mapping[str, Any]) -> None:
     """Write `privacy.json` as a whole."""
-    _write(folder / TOLD, json.dumps(told, indent=1) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    aside = path.with_suffix(path.suffix + ".part")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
+    write_whole(folder / TOLD, json.dumps(told, indent=1) + "\n")
