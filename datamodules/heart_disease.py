@@ -13,6 +13,7 @@ from fedlightning.datamodules.base import clients_here
 from fedlightning.datamodules.download import refuse_absent
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import cut
+from fedlightning.datamodules.statistics import spread_of
 from fedlightning.datamodules.tables import finite, text_of
 from fedlightning.datamodules.views import ArrayDataset
 from fedlightning.ranges import ShareBelowOne, at_most_one, checked
@@ -120,8 +121,7 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
         for name in self.hospitals:
             x, y, grade = read_hospital(self._file(name))
             train, test = _flamby_split(y, self.split_seed)
-            mean, deviation = x[train].mean(axis=0), x[train].std(axis=0)
-            features.append((x - mean) / np.where(deviation > 0, deviation, 1))
+            features.append((x - x[train].mean(axis=0)) / spread_of(x[train]))
             labels.append(grade if self.grades else y)
             fit, val = cut(train, self.val_fraction, generator(self.val_seed, "heart disease", "val", name), y)
             for split, indices in (("train", fit), ("val", val), ("test", test)):

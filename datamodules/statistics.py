@@ -131,9 +131,21 @@ def standardised(
         known = values[mine][~np.isnan(values[mine])]
         if given is None and not len(known):  # nothing is known of the column here
             continue
-        mean, deviation = (known.mean(), known.std()) if given is None else given
+        mean, deviation = (known.mean(), spread_of(known)) if given is None else given
         scaled[everything] = np.nan_to_num((values[everything] - mean) / (deviation if deviation > 0 else 1.0))
     return scaled
+
+
+def spread_of(values: np.ndarray) -> Any:
+    """Return the standard deviation of each column `(samples, ...)`; 1 where all values are one.
+
+    numpy's deviation of 0.1, 0.1, 0.1 is 1e-17, by which another value would become 1e16.
+
+    Example:
+        >>> float(spread_of(np.array([0.1, 0.1, 0.1]))), float(spread_of(np.array([1.0, 3.0])))
+        (1.0, 1.0)
+    """
+    return np.where(np.ptp(values, axis=0) > 0, values.std(axis=0), 1.0)
 
 
 def one_hot(cells: np.ndarray, words: Sequence[str], places: int) -> list[np.ndarray]:

@@ -15,6 +15,7 @@ from fedlightning.datamodules.statistics import (
     mean_and_deviation,
     moments_of,
     quantile,
+    standardised,
     words_of,
 )
 from fedlightning.federation.statistics import total
@@ -32,6 +33,12 @@ def test_totals_are_the_pooled_mean_and_deviation(centre, spread):
     assert deviation == pytest.approx(
         pooled.std(), rel=max(1e-12, 1e-15 * (centre / spread) ** 2)
     )  # what a sum can tell
+
+
+@pytest.mark.parametrize("same", [0.1, 1e6 + 0.1, 0.0])
+def test_a_column_of_one_value_is_not_divided_by_rounding(same):
+    found = standardised(np.array([same, same, same, same + 1.0]), [np.arange(3)], [np.arange(4)])
+    assert found == pytest.approx([0.0, 0.0, 0.0, 1.0], abs=1e-6)
 
 
 def test_quantiles_are_off_by_less_than_a_bin():

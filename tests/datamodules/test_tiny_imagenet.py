@@ -86,7 +86,7 @@ def twice(root):
     ("change", "kind", "match"),
     [
         (none_to_test, ValueError, "val_annotations.txt is empty"),
-        (twice, ValueError, "has the image 'val_2.JPEG' on two lines"),
+        (twice, ValueError, "has the image 'val_1.JPEG' on two lines"),
         (unknown, ValueError, "val_annotations.txt, line 5: not a file, a class of wnids.txt"),
         (no_image, FileNotFoundError, "1 of 6 images .* such as .*val_4.JPEG"),
         (no_class, FileNotFoundError, "no images in .*n0001"),

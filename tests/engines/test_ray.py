@@ -22,12 +22,14 @@ from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.ray_options import RayOptions
 from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.callbacks import FENDA, SCAFFOLD, FedAvg, FedMD, LocalCheckpoint
+from fedlightning.datamodules import DigitsDataModule, DriftingDataModule, IIDPartitioner, ShiftedDataModule
 from fedlightning.engines import make_engine, ray_cluster
 from fedlightning.engines.arena import RemoteTraceback
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.failures import FederationError
 from fedlightning.federation.store import ClientStore
 from fedlightning.hooks import CallbackList
+from fedlightning.models import MLP, Classifier
 from fedlightning.testing.toys import ToyData
 from fedlightning.testing.toys import federate as federate_toy
 from fedlightning.trainer import FederatedTrainer
@@ -60,6 +62,18 @@ RUNS: dict[str, Any] = {
         [FedAvg()],
         {"evaluate_data": ["local", "pooled"], "held_out": ["3"]},
     ),
+    "growing shift": lambda: (
+        Classifier(MLP(64, [], 10), 10, lr=0.1),
+        ShiftedDataModule(
+            DigitsDataModule(IIDPartitioner(3), flatten=True, max_train=90),
+            features="noise",
+            strength=3.0,
+            grows_over=2,
+        ),
+        [FedAvg()],
+        {"participation": 2},
+    ),
+    "drift": lambda: (Toy(), DriftingDataModule(toy_data((24, 40, 16)), windows=2), [FedAvg()], {}),
     "scaffold": lambda: (Toy("momentum"), toy_data((24, 40, 16)), [SCAFFOLD()], {"participation": 2}),
     "fenda": lambda: (PiecesStyle(), toy_data((24, 40, 16)), [FENDA(head="net.head")], {"participation": 2}),
     "fedmd": lambda: (
