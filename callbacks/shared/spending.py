@@ -31,11 +31,17 @@ def accountant_of(name: str) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def spent_by(accountant: str, delta: float, history: tuple[tuple[float, float, int], ...]) -> float:
-    """Return the epsilon of steps: noise multiplier, rate and number of each kind. Clients of one size ask alike."""
+def spent_by(
+    accountant: str, delta: float, history: tuple[tuple[float, float, int], ...], orders: tuple[float, ...] = ()
+) -> float:
+    """Return the epsilon of steps: noise multiplier, rate and number of each kind. Clients of one size ask alike.
+
+    Rényi `orders` are Opacus' own unless they are given.
+    """
     counted = accountant_of(accountant)
     counted.history = list(history)
-    return float(counted.get_epsilon(delta=delta))
+    options = {"alphas": list(orders)} if orders and accountant == "rdp" else {}
+    return float(counted.get_epsilon(delta=delta, **options))
 
 
 @lru_cache(maxsize=1024)

@@ -234,16 +234,13 @@ def epsilon(
     accountant: str = "rdp",
     orders: list[float] | None = None,
 ) -> Value:
-    """Return the epsilon that Opacus counts for a sampled Gaussian mechanism. No run is needed.
+    """Return the epsilon that ClientDP and SampleDP would count for a sampled Gaussian mechanism. No run is needed.
 
     `q` is the sampling rate, `sigma` the noise multiplier; `orders` are those of Rényi accounting.
     """
-    from opacus.accountants import create_accountant
+    from fedlightning.callbacks.shared.spending import spent_by
 
-    counted = create_accountant(accountant)
-    counted.history = [(sigma, q, steps)]
-    options = {"alphas": orders} if orders and accountant == "rdp" else {}
-    return Value(float(counted.get_epsilon(delta=delta, **options)))
+    return Value(spent_by(accountant, delta, ((sigma, q, steps),), tuple(orders or ())))
 
 
 KINDS: dict[str, Callable[..., Value]] = {

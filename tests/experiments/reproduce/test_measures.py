@@ -97,5 +97,11 @@ def test_epsilon_is_that_of_the_accountants_own_tests():
     assert value == pytest.approx(7.32911117143, abs=1e-6)
 
 
+def test_epsilon_is_what_private_runs_count(monkeypatch):
+    """A fault in what ClientDP and SampleDP count must show in the tables of epsilons."""
+    monkeypatch.setattr("fedlightning.callbacks.shared.spending.spent_by", lambda *given: float(len(given)))
+    assert found({}, "epsilon", q=0.04, sigma=1.5, steps=2250, delta=1e-5).number == 4.0
+
+
 def test_every_kind_says_what_it_is():
     assert all(made.__doc__ for made in KINDS.values())
