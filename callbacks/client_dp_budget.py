@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedlightning.callbacks.shared.ledger import Ledger, Steps
-from fedlightning.callbacks.shared.spending import most_that, releases_in, spent_by, write_spending
+from fedlightning.callbacks.shared.ledger import Ledger, Steps, forgotten
+from fedlightning.callbacks.shared.spending import merged, most_that, releases_in, spent_by, write_spending
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,13 @@ class RoundBudget:
 
     def of(self, others: Steps, rounds: int) -> float:
         """Return what a number of rounds spends, with steps of other runs."""
-        steps = [*others, (self.noise, self.rate, rounds)] if rounds else others
-        kinds = tuple((z, q, int(count)) for z, q, count in steps)
+        kinds = merged([*others, (self.noise, self.rate, rounds)])
         return spent_by(self.accountant, self.delta, kinds) if kinds else 0.0
 
     def after(self, rounds: int) -> float:
-        """Return what a number of rounds spends, with what the ledger has of other runs."""
+        """Return what a number of rounds spends, or what the ledger has of this run if that is more, with other runs."""
         with self.ledger.held(None) as others:
-            return self.of(others, rounds)
+            return self.of(others, max(rounds, len(self.ledger.releases)))
 
     def at_server(self, rounds: int) -> float:
         """Return what a number of rounds spends against the server, which sees one share of noise in each update.
@@ -80,14 +79,21 @@ class RoundBudget:
             told: What else `privacy.json` is to say.
 
         Raises:
-            ValueError: If it would exceed the budget: rounds were done again, and came out differently.
+            ValueError: If it would exceed the budget: rounds were done again, and came out differently. If the ledger has
+                forgotten an earlier release.
         """
         rows = releases_in(folder)
-        known = any(row[0] == str(round + 1) and row[-1] == release for row in rows)
-        releases = max(len(rows) + (not known), round + 1)
-        with self.ledger.held([(self.noise, self.rate, releases)]) as others:
+        written = {row[-1] for row in rows}
+        with self.ledger.held(
+            [(self.noise, self.rate, 1)], release
+        ) as others:  # a copy of this run has some of its own
+            counted = self.ledger.releases
+            if self.ledger.path is not None and (written - {release} - counted or (round > 0 and not counted)):
+                raise forgotten(self.ledger.path)
+            known = written | counted
+            releases = max(len(known | {release}), round + 1)
             epsilon = self.of(others, releases)
-            if self.epsilon is not None and not known and epsilon > self.epsilon * (1 + 1e-9):
+            if self.epsilon is not None and release not in known and epsilon > self.epsilon * (1 + 1e-9):
                 raise ValueError(
                     f"Round {round + 1} is release {releases} of this run: rounds were done again after an "
                     "interruption, or other runs of the ledger have spent. It would make epsilon "
@@ -107,4 +113,4 @@ class RoundBudget:
             "rate": self.rate,
             "accountant": self.accountant,
         }
-        write_spending(folder, own | dict(told), rows, None if known else release)
+        write_spending(folder, own | dict(told), rows, None if release in written else release)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fedlightning.algorithm import Client
-from fedlightning.callbacks.shared.ledger import Ledger, Steps
-from fedlightning.callbacks.shared.spending import most_that, solved_noise, spent_by
+from fedlightning.callbacks.shared.ledger import Ledger, Steps, forgotten
+from fedlightning.callbacks.shared.spending import merged, most_that, solved_noise, spent_by
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,14 @@ class StepBudget:
         """Return what was spent before a visit: what the file has, or what the client remembers if that is more.
 
         The client forgets visits that the server refused. What it remembers, the file of a run may lack: it is gone, or on
-        another machine.
+        another machine. A ledger may not.
+
+        Raises:
+            ValueError: If the ledger lacks it.
         """
+        counts = {(noise, rate): count for noise, rate, count in merged(others)}
+        if self.ledger is not None and any(counts.get((z, rate), 0) < count for z, rate, count in merged(history)):
+            raise forgotten(Path(self.ledger))
         return others if self.ledger is not None or self.of(others) >= self.of(history) else history
 
     def enter(self, file: Ledger, history: Steps, kind: tuple[float, float], planned: int, all_of_them: bool) -> int:
@@ -95,14 +102,6 @@ class StepBudget:
 def added(history: Steps, steps: Sequence[float]) -> list[list[float]]:
     """Return a history with more steps; those of one noise and rate are counted together."""
     return [list(one) for one in merged([*history, steps])]
-
-
-def merged(history: Steps) -> tuple[tuple[float, float, int], ...]:
-    """Return the steps of a history, those of one noise and rate together: so many visits are counted as fast as one."""
-    counted: dict[tuple[float, float], int] = {}
-    for noise, rate, count in history:
-        counted[float(noise), float(rate)] = counted.get((float(noise), float(rate)), 0) + int(count)
-    return tuple((*kind, count) for kind, count in counted.items() if count)
 
 
 def count(client: Client, key: str, steps: Sequence[float]) -> None:

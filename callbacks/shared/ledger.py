@@ -25,6 +25,9 @@ class Ledger:
         name: Whose data, such as a client's id.
         secret: The run's secret, whose hash names the run.
 
+    Attributes:
+        releases: Names of this run's releases, as the file had them when it was last held.
+
     Example:
         >>> with Ledger(None, "hospital", "a secret").held([(1.0, 0.1, 5)]) as others:
         ...     others
@@ -33,14 +36,16 @@ class Ledger:
 
     def __init__(self, path: str | None, name: str, secret: str) -> None:
         self.path = None if path is None else Path(path) / f"{quote(name, safe='')}.json"
+        self.releases: set[str] = set()
         self.run = hashlib.sha256(f"ledger|{secret}".encode()).hexdigest()[:16]
 
     @contextmanager
-    def held(self, spent: Steps | None) -> Iterator[list[Sequence[float]]]:
+    def held(self, spent: Steps | None, release: str = "") -> Iterator[list[Sequence[float]]]:
         """Give the steps of all other runs, and write down what this run has spent unless the block raises.
 
         Args:
             spent: All steps of this run, those that it is about to take too; `None`: only look.
+            release: The one release that has taken these steps, where a run writes down each by itself.
 
         Raises:
             ValueError: If the file is no ledger.
@@ -51,9 +56,11 @@ class Ledger:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self.path.with_suffix(".lock")):
             runs = self._read()
-            yield [steps for run, history in runs.items() if run != self.run for steps in history]
+            self.releases = {run.partition(" ")[2] for run in runs if run.startswith(f"{self.run} ")}
+            mine = {self.run, *(f"{self.run} {one}" for one in self.releases)}
+            yield [steps for run, history in runs.items() if run not in mine for steps in history]
             if spent is not None:
-                told = {"runs": runs | {self.run: [list(one) for one in spent]}}
+                told = {"runs": runs | {f"{self.run} {release}".rstrip(): [list(one) for one in spent]}}
                 write_whole(self.path, json.dumps(told, indent=1) + "\n")
 
     def note(self, spent: Steps) -> None:
@@ -73,6 +80,14 @@ class Ledger:
                 f"{self.path} is no ledger of what runs have spent ({error}). Without it nobody knows: restore it, or take "
                 "another folder for other data."
             ) from error
+
+
+def forgotten(path: Path) -> ValueError:
+    """Return the error of a ledger without what a run has written into it: what others have spent may be gone too."""
+    return ValueError(
+        f"{path} has lost what this run has spent before: it was removed, or changed by hand. Without it nobody knows what "
+        "was spent: restore it, or start a new run on other data."
+    )
 
 
 def _steps(values: Sequence[object]) -> list[float]:

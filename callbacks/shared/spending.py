@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fedlightning.callbacks.shared.ledger import write_whole
+from fedlightning.callbacks.shared.ledger import Steps, write_whole
 
 ROWS, TOLD = "privacy.csv", "privacy.json"
 COLUMNS = ("round", "epsilon", "delta", "noise_multiplier", "clip", "rate", "release")
@@ -54,6 +54,14 @@ def solved_noise(epsilon: float, delta: float, rate: float, rounds: int, account
             target_epsilon=epsilon, target_delta=delta, sample_rate=rate, steps=rounds, accountant=accountant
         )
     )
+
+
+def merged(history: Steps) -> tuple[tuple[float, float, int], ...]:
+    """Return the steps of a history, those of one noise and rate together: so many visits are counted as fast as one."""
+    counted: dict[tuple[float, float], int] = {}
+    for noise, rate, count in history:
+        counted[float(noise), float(rate)] = counted.get((float(noise), float(rate)), 0) + int(count)
+    return tuple((*kind, count) for kind, count in counted.items() if count)
 
 
 def most_that(fit: Callable[[int], bool], most: int) -> int:

@@ -6,6 +6,7 @@ import copy
 import json
 import warnings
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -513,6 +514,19 @@ def test_a_ledger_counts_all_runs_on_the_same_data(tmp_path):
     (tmp_path / "ledger" / "0.json").write_text("{}")
     with pytest.warns(UserWarning, match="is no ledger"):
         run("fourth", epsilon=50.0)
+
+
+@pytest.mark.parametrize("change", [Path.unlink, lambda path: path.write_text('{"runs": {}}')], ids=["gone", "edited"])
+def test_a_ledger_that_forgets_during_a_run_ends_it(change, tmp_path):
+    """What other runs have spent is gone with it: epsilon would be less than that of this run alone."""
+
+    class Between(FedAvg):
+        def on_round_start(self, server):
+            if server.round == 1:
+                change(tmp_path / "0.json")
+
+    with pytest.raises(FederationError, match=r"has lost what this run has spent before: .* restore it"):
+        federate(module(), toy_data({"0": 24}), [Between(), dp(ledger=str(tmp_path))], max_rounds=2)
 
 
 def test_steps_are_in_the_ledger_before_they_are_taken(tmp_path):

@@ -1,0 +1,59 @@
+"""What ClientDP counts in a ledger: a run that is copied, a ledger that forgets."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("opacus", reason="ClientDP counts with Opacus: pip install 'fedlightning[privacy]'")
+
+from fedlightning.algorithm import FederatedCallback
+from tests.callbacks.test_client_dp import SIZES, dp, module
+from tests.helpers import make_trainer, toy_data
+
+pytestmark = pytest.mark.filterwarnings("ignore:ClientDP")
+
+
+class Between(FederatedCallback):
+    """Changes the ledger before a run's last round, and lets a client fail in it."""
+
+    path, change, failing = None, None, None
+
+    def on_round_start(self, server):
+        if server.round == 2 and self.change is not None:
+            self.change(self.path / "ledger" / "clients.json")
+
+    def on_send(self, client, update):
+        if client.round == 2 and client.id == self.failing:
+            raise RuntimeError("no power")
+
+
+def ledger_run(path, name, rounds=3, change=None, failing=None, **options):
+    Between.path, Between.change, Between.failing = path, staticmethod(change) if change else None, failing
+    callback = dp(noise_seed=None, ledger=str(path / "ledger"))
+    trainer = make_trainer(path, [callback, Between()], max_rounds=rounds, name=name, on_client_error="skip")
+    trainer.fit(module(), datamodule=toy_data(SIZES), **options)
+    return json.loads((trainer.run.path / "privacy.json").read_text())
+
+
+@pytest.mark.parametrize("change", [Path.unlink, lambda path: path.write_text('{"runs": {}}')], ids=["gone", "edited"])
+def test_a_ledger_that_forgets_during_a_run_ends_it(change, tmp_path):
+    """What other runs have spent is gone with it: epsilon would be that of this run alone."""
+    ledger_run(tmp_path, "first")
+    with pytest.raises(ValueError, match=r"clients.json has lost what this run has spent before: .* restore it"):
+        ledger_run(tmp_path, "second", change=change)
+
+
+def test_copies_of_a_run_that_go_on_differently_are_counted_each(tmp_path):
+    """The same secret, and another mean in round 3: four releases, of which each copy knows three."""
+    ledger_run(tmp_path, "one", rounds=2)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    first = ledger_run(tmp_path, "one", failing="0", resume="last")
+    second = ledger_run(tmp_path, "two", failing="1", resume="last")
+    assert first["epsilon"] == pytest.approx(dp().epsilon_after(3)) and first["releases"] == 3
+    assert second["epsilon"] == pytest.approx(dp().epsilon_after(4)) and second["releases"] == 4
+    again = ledger_run(tmp_path, "three", rounds=1)
+    assert again["epsilon"] == pytest.approx(dp().epsilon_after(5))
