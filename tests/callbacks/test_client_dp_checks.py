@@ -1,0 +1,71 @@
+"""What ClientDP refuses or warns of before round 1."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from fedlightning.callbacks.client_dp_checks import (
+    refuse_contradictions,
+    refuse_other_rounds,
+    refuse_uncovered,
+    warn_of_few,
+)
+
+KEPT = {"given": [1.0, 0.5, None], "noise_multiplier": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("where", "shares", "rate", "quantile", "reason"),
+    [
+        ("server", 3, 1.0, None, "where='server' and shares=3"),
+        ("client", None, 1.0, None, "where='client' and shares=None"),
+        ("client", 3, 0.5, None, "Leave out rate and quantile"),
+        ("client", 3, 1.0, 0.5, "Leave out rate and quantile"),
+    ],
+)
+def test_options_that_contradict_each_other(where, shares, rate, quantile, reason):
+    with pytest.raises(ValueError, match=reason):
+        refuse_contradictions(where, shares, rate, quantile)
+
+
+def test_options_that_agree():
+    refuse_contradictions("server", None, 0.5, 0.5)
+    refuse_contradictions("client", 3, 1.0, None)
+
+
+def test_rounds_with_another_noise_are_refused():
+    refuse_other_rounds(KEPT, [1.0, 0.5, None], 1.5, 9)
+    with pytest.raises(ValueError, match=r"they were \[1.0, 0.5, None\], and are \[1.0, 0.9, None\] now"):
+        refuse_other_rounds(KEPT, [1.0, 0.9, None], None, 9)
+    with pytest.raises(ValueError, match=r"noise_multiplier=2 with max_rounds=9; the rounds .* with 1.5"):
+        refuse_other_rounds(KEPT, [1.0, 0.5, None], 2.0, 9)
+
+
+def setup(net, kinds=None, clients=200):
+    names = list(net.state_dict())
+    said = []
+    found = {"shared_names": lambda: names, "kinds": dict.fromkeys(names, "trainable") | (kinds or {}), "module": net}
+    return SimpleNamespace(**found, clients=range(clients), warn=said.append, said=said)
+
+
+def test_entries_that_are_neither_bounded_nor_covered():
+    refuse_uncovered(setup(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match="'bias' is a running statistic that travels"):
+        refuse_uncovered(setup(nn.Linear(2, 2), {"bias": "float_buffer"}))
+    with pytest.raises(ValueError, match=r"'weight' is torch\.bfloat16"):
+        refuse_uncovered(setup(nn.Linear(2, 2).to(torch.bfloat16)))
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tied[1].weight = tied[0].weight
+    with pytest.raises(ValueError, match="is one tensor under several names"):
+        refuse_uncovered(setup(tied))
+
+
+@pytest.mark.parametrize(("clients", "delta", "count"), [(200, 1e-3, 0), (50, 1e-3, 1), (50, 0.02, 2), (200, 0.005, 1)])
+def test_few_clients_and_a_large_delta_are_told(clients, delta, count):
+    asked = setup(nn.Linear(2, 2), clients=clients)
+    warn_of_few(asked, delta)
+    assert len(asked.said) == count
