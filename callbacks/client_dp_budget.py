@@ -84,10 +84,8 @@ class RoundBudget:
         """
         rows = releases_in(folder)
         written = {row[-1] for row in rows}
-        with self.ledger.held(
-            [(self.noise, self.rate, 1)], release
-        ) as others:  # a copy of this run has some of its own
-            counted = self.ledger.releases
+        with self.ledger.held([(self.noise, self.rate, 1)], release) as others:
+            counted = self.ledger.releases  # those of a copy of this run, too
             if self.ledger.path is not None and (written - {release} - counted or (round > 0 and not counted)):
                 raise forgotten(self.ledger.path)
             known = written | counted

@@ -15,7 +15,7 @@ from fedlightning.callbacks.client_dp_checks import (
     warn_of_few,
 )
 
-KEPT = {"given": [1.0, 0.5, None], "noise_multiplier": 1.5}
+FIRST_RUN = {"given": [1.0, 0.5, None], "noise_multiplier": 1.5}
 
 
 @pytest.mark.parametrize(
@@ -38,11 +38,11 @@ def test_options_that_agree():
 
 
 def test_rounds_with_another_noise_are_refused():
-    refuse_other_rounds(KEPT, [1.0, 0.5, None], 1.5, 9)
+    refuse_other_rounds(FIRST_RUN, [1.0, 0.5, None], 1.5, 9)
     with pytest.raises(ValueError, match=r"they were \[1.0, 0.5, None\], and are \[1.0, 0.9, None\] now"):
-        refuse_other_rounds(KEPT, [1.0, 0.9, None], None, 9)
+        refuse_other_rounds(FIRST_RUN, [1.0, 0.9, None], None, 9)
     with pytest.raises(ValueError, match=r"noise_multiplier=2 with max_rounds=9; the rounds .* with 1.5"):
-        refuse_other_rounds(KEPT, [1.0, 0.5, None], 2.0, 9)
+        refuse_other_rounds(FIRST_RUN, [1.0, 0.5, None], 2.0, 9)
 
 
 def setup(net, kinds=None, clients=200):
