@@ -11,7 +11,7 @@ import torch
 
 from fedlightning.datamodules.base import in_order
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
-from fedlightning.datamodules.tables import GAPS, finite, text_of
+from fedlightning.datamodules.tables import text_of
 from fedlightning.datamodules.views import ArrayDataset
 from fedlightning.ranges import ShareBelowOne, checked
 
@@ -148,11 +148,16 @@ def read_numbers(path: Path, width: int, delimiter: str | None = None) -> np.nda
         ValueError: With the line that holds something else.
     """
     lines = text_of(path).splitlines()
-    found, gaps = np.empty((len(lines), width)), GAPS if delimiter else ()
+    found = np.empty((len(lines), width))
     for number, line in enumerate(lines, start=1):
         cells = line.split(delimiter)
         try:
-            found[number - 1] = [np.nan if cell.strip().lower() in gaps else finite(cell) for cell in cells]
+            found[number - 1] = [float(cell) if cell.strip() else np.nan for cell in cells]
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {len(cells)} cells, not {width} numbers ({error}).") from error
+    wrong = np.argwhere(np.isinf(found) if delimiter else ~np.isfinite(found))
+    if len(wrong):
+        raise ValueError(
+            f"{path}, line {wrong[0][0] + 1}: number {wrong[0][1] + 1} is {found[tuple(wrong[0])]}; get it again."
+        )
     return found
