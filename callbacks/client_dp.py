@@ -106,7 +106,7 @@ class ClientDP(ClientSelection, Private):
         scores: ``"in the clear"``: validation scores and logged values leave clients, and epsilon says nothing of them.
         accountant: ``"rdp"`` (default; Rényi, orders of Opacus) or ``"prv"`` (tighter, slower).
         ledger: Folder with a file of what all runs have spent on these clients; `epsilon` is then the budget over all of
-            them. `None`: every run counts alone.
+            them. A run whose releases are gone from it ends. `None`: every run counts alone.
         noise_seed: A fixed seed in the place of the secret, for tests. The run is **not private**, and says so.
 
     Raises:

@@ -90,7 +90,8 @@ class SampleDP(TrainingData, Private):
         accountant: ``"rdp"`` (default; Rényi, orders of Opacus) or ``"prv"`` (tighter, slower).
         ledger: Folder with a file for each client of what all runs have spent on its data; `epsilon` is then the budget of
             the data, over all these runs. Needed at sites. `None`: a run counts alone, in its folder. Either counts every
-            visit that was carried out, taken in or not; a run that writes no files counts those that were taken in.
+            visit that was carried out, taken in or not; a run that writes no files counts those that were taken in. A run
+            whose steps are gone from the ledger ends.
         noise_seed: A fixed seed in the place of the secret, for tests. The run is **not private**, and says so.
         unit: What is hidden: each ``"record"``, or each ``"patient"`` with all records.
         most: With ``unit="patient"``, records of a patient in a batch at most. Any number is private; more cost more memory.
