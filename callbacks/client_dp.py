@@ -26,12 +26,14 @@ from fedlightning.algorithm import (
     warn,
 )
 from fedlightning.callbacks import client_dp_clipping as clipping
-from fedlightning.callbacks.client_dp_budget import RoundBudget
+from fedlightning.callbacks.client_dp_budget import MODEL, RoundBudget
 from fedlightning.callbacks.client_dp_checks import (
     BOUNDED,
+    OF_A_SUM,
     WHOLE_SHARES,
     refuse_contradictions,
     refuse_other_rounds,
+    refuse_other_sum,
     refuse_uncovered,
     warn_of_few,
 )
@@ -47,14 +49,17 @@ from fedlightning.callbacks.shared.private_options import (
 from fedlightning.callbacks.shared.secret_noise import digest_of, normal, uniform, with_noise
 from fedlightning.callbacks.shared.single_updates import refuse_other_ways
 from fedlightning.callbacks.shared.spending import accountant_of, releases_in, solved_noise
+from fedlightning.callbacks.shared.sum_noise import PLACE, SharesNoise, SumNoise
 from fedlightning.ranges import PositiveFloat, PositiveInt, PositiveShare, Range
 from fedlightning.tensors import entry_kinds
 
 OF_OPTIONS = ("on_broadcast", "on_update", "wire")
 """Methods that only some options need."""
+OF_UPDATES = (*OF_OPTIONS, "check_update", "denominator")
+"""Methods that work on single updates or their mean, which SecureAggregation makes."""
 
 
-class ClientDP(ClientSelection, Private):
+class ClientDP(ClientSelection, Private, SharesNoise):
     r"""Differential privacy of clients: nobody can tell from the models whether a client took part (DP-FedAvg).
 
     McMahan, Ramage, Talwar, Zhang, "Learning differentially private recurrent language models", ICLR 2018 (arXiv:1710.06963).
@@ -72,13 +77,17 @@ class ClientDP(ClientSelection, Private):
       round. Changes and count together spend what ``z`` says.
     * With ``where="client"`` each client adds noise ``N(0, (z C)^2 / shares)`` before anything leaves, and the server adds
       what is missing where fewer than `shares` came. More noise than accounted for is in rounds to which more came.
+    * With ``where="masked"`` beside :class:`~fedlightning.callbacks.SecureAggregation` the noise is of whole numbers, added
+      before the masks (discrete Gaussian; Kairouz, Liu, Steinke, ICML 2021): the server, too, sees the noised sum alone. A
+      sum of fewer than `shares` clients is not opened; the mean is over those who came.
 
     ``(epsilon, delta)`` holds for adding or removing one client with all its data, against everybody who sees all models that
     the server has sent or kept (other clients, users of the result). It does **not** hold against the server itself, which
     sees single updates; nor against whom knows who took part in which round (then ``rate`` counts as 1). With
-    ``where="client"`` who took part is known, and epsilon is about what a client sends: its change or none. Against the
-    server, which then sees noise in every update, `privacy.json` has `epsilon_server`; it counts what was sent again
-    (``on_client_error="retry"``), and does not see what a server could ask beyond one visit a round.
+    ``where="client"`` or ``"masked"`` who took part is known, and epsilon is about what a client sends: its change or none.
+    With ``"masked"`` it holds against the server too, if that keeps to the protocol. With ``"client"`` the server sees noise
+    in every update: `privacy.json` has `epsilon_server`; it counts what was sent again (``on_client_error="retry"``), and
+    does not see what a server could ask beyond one visit a round.
 
     Scores on validation data and values that the module logs do not leave clients. Epsilon counts neither test scores nor
     sample counts in the run's folder: `privacy.json` has the list. What stays with a client (personal layers and models) is
@@ -87,8 +96,9 @@ class ClientDP(ClientSelection, Private):
     Epsilon is worked out by Opacus (``pip install fedlightning[privacy]``). What is spent is in `privacy.csv` and
     `privacy.json` before a model is released; a run ends before the round that would exceed `epsilon`. Noise comes from a
     secret of the operating system's, which lies in the saved state alone: neither configuration, logs nor exported models
-    hold it. A round that a resumed run does again gives the same bits; where its mean is another one (a client failed), its
-    noise is another one too, and it counts as a further release. Attacks on the rounding of floating-point noise are not
+    hold it. A round that a resumed run does again gives the same bits; where its mean is another one (a client failed), it
+    counts as a further release: with the server's noise anew, or with the noise of one share (clients' shares stay what they
+    were, and the difference of two means may show a single one). Attacks on the rounding of floating-point noise are not
     countered.
 
     Args:
@@ -100,9 +110,10 @@ class ClientDP(ClientSelection, Private):
         quantile: Share of changes that are to be no longer than ``C``, which adapts; `None`: it does not. The authors' 0.5
             is good in most settings.
         clip_lr: Step of ``C`` where it adapts.
-        where: Who adds the noise: the ``"server"``, once for all, or each ``"client"`` its share.
-        shares: With ``where="client"``, how many shares together are the noise of the mean: the fewest clients that are
-            sure to come.
+        where: Who adds the noise: the ``"server"``, once for all, or each ``"client"`` its share; ``"masked"``: each client,
+            in the sum of SecureAggregation.
+        shares: With ``where="client"`` and ``"masked"``, how many shares together are the noise of the mean: the fewest
+            clients that are sure to come.
         scores: ``"in the clear"``: validation scores and logged values leave clients, and epsilon says nothing of them.
         accountant: ``"rdp"`` (default; Rényi, orders of Opacus) or ``"prv"`` (tighter, slower).
         ledger: Folder with a file of what all runs have spent on these clients; `epsilon` is then the budget over all of
@@ -134,22 +145,30 @@ class ClientDP(ClientSelection, Private):
         noise_seed: int | None = None,
         quantile: Annotated[float, Range("(0, 1)")] | None = None,
         clip_lr: PositiveFloat = 0.2,
-        where: Literal["server", "client"] = "server",
+        where: Literal["server", "client", "masked"] = "server",
         shares: PositiveInt | None = None,
         scores: Scores = "withheld",
     ) -> None:
         super().__init__(delta, noise_multiplier, epsilon, clip, accountant, ledger, noise_seed, scores)
-        refuse_contradictions(where, shares, rate, quantile)
+        refuse_contradictions(where, shares, rate, quantile, accountant)
         self.rate, self.quantile, self.clip_lr, self.where, self.shares = rate, quantile, clip_lr, where, shares
 
     @property
     def facts(self) -> Facts:
         """It bounds one mean of synchronous rounds, and lets no selection by scores beside it."""
-        needs = [BOUNDED, NO_SELECTION, *([WHOLE_SHARES] if self.where == "client" else [])]
+        bounded = OF_A_SUM if self.in_sum else BOUNDED
+        needs = [bounded, NO_SELECTION, *([WHOLE_SHARES] if self.shares is not None else [])]
         return super().facts.extend(changes={Change.ABSENCE}, needs=needs, asynchronous=False, no_statistics=UNCOUNTED)
+
+    @property
+    def in_sum(self) -> int:
+        """Shares of noise that a masked sum takes; 0 where the noise is no part of one."""
+        return self.shares or 0 if self.where == "masked" else 0
 
     def claims(self, name: str) -> bool:
         """Return True if this callback has such a method, and needs it with its options."""
+        if self.in_sum and name in OF_UPDATES:
+            return False
         idle = self.quantile is None and (self.where == "server" or name != "on_update")
         return super().claims(name) and not (name in OF_OPTIONS and idle)
 
@@ -180,6 +199,7 @@ class ClientDP(ClientSelection, Private):
             )
         refuse_other_ways(self, setup, "neither bounds nor covers with noise")
         refuse_uncovered(setup)
+        refuse_other_sum(setup, self._in_sum(setup.max_rounds) if self.in_sum else None)
         warn_of_few(setup, self.delta)
         if self.noise_seed is not None:
             setup.warn(self.known_noise)
@@ -218,7 +238,7 @@ class ClientDP(ClientSelection, Private):
             own = {"secret": self.new_secret(), "noise_multiplier": noise, "given": given}
             server.state[self.key] = own | {"clip": self.clip, "came": 0, "count": 0.0}
         kept = server.state[self.key]
-        solved = self._noise(server.max_rounds) if self.where == "client" else None
+        solved = self._noise(server.max_rounds) if self.shares is not None else None
         refuse_other_rounds(kept, given, solved, server.max_rounds)
         return kept if self.quantile is not None else kept | {"clip": self.clip}  # a resumed run may have another one
 
@@ -234,7 +254,8 @@ class ClientDP(ClientSelection, Private):
         ledger = Ledger(self.ledger, "clients", own["secret"])
         noise = float(own["noise_multiplier"])
         again = 0 if self.shares is None else max(server.tries_again().values(), default=0)
-        return RoundBudget(self.epsilon, self.delta, noise, self.rate, self.accountant, ledger, self.shares, again)
+        noisy = (noise, self.rate, self.accountant, ledger, self.shares, again, self.in_sum > 0)
+        return RoundBudget(self.epsilon, self.delta, *noisy)
 
     def epsilon_after(self, rounds: int, noise_multiplier: float | None = None) -> float:
         """Return what a number of rounds spends, at :attr:`delta`.
@@ -290,21 +311,30 @@ class ClientDP(ClientSelection, Private):
         clip = self.clip if self.quantile is None else float(client.message.extras[self.key]["clip"])
         moved = [name for name in update.state if name in trainable]
         factor, within = clipping.factor_of(moved, sent, update.state, clip)
+        if self.in_sum:
+            client.scratch[PLACE] = self._in_sum(client.max_rounds, self._secret(client), str(client.visit))
         if self.quantile is not None and client.message.work != 0:
             update.extras[self.key] = {"within": torch.tensor(int(within))}
-        if self.shares is not None and client.message.work != 0:
+        if self.where == "client" and client.message.work != 0:
             changes = {name: factor * (update.state[name].double() - sent[name].double()) for name in moved}
-            changes = self._with_share(client, changes, self.shares)
+            changes = self._with_share(client, changes)
             now = {name: (sent[name].double() + change).to(sent[name].dtype) for name, change in changes.items()}
         else:
             now = {name: clipping.clipped(sent[name], update.state[name], factor) for name in moved}
         for name, value in sent.items():
             update.state[name] = now[name] if name in now else value.clone()
 
-    def _with_share(self, client: Client, changes: State, shares: int) -> State:
-        """Return the changes with this client's share of the noise, which is bound to them: two never share theirs."""
+    def _secret(self, client: Client) -> str:
+        """Return what only this client knows."""
         client.state[self.key] = client.state.get(self.key) or {"secret": self.new_secret(client.id)}
-        std, secret = self._noise(client.max_rounds) * self.clip / math.sqrt(shares), client.state[self.key]["secret"]
+        return str(client.state[self.key]["secret"])
+
+    def _in_sum(self, max_rounds: int, secret: str = "", address: str = "") -> SumNoise:
+        return SumNoise(self._noise(max_rounds), self.in_sum, self.clip, secret, address)
+
+    def _with_share(self, client: Client, changes: State) -> State:
+        """Return the changes with this client's share of the noise, which is bound to them: two never share theirs."""
+        std, secret = self._noise(client.max_rounds) * self.clip / math.sqrt(self.shares or 1), self._secret(client)
         covered = changes | {f"received {name}": value for name, value in client.received.items()}
         bound = digest_of("share", covered) if self.noise_seed is None else ""
         return with_noise(changes, std, secret, f"{client.visit}|share", bound)
@@ -336,7 +366,8 @@ class ClientDP(ClientSelection, Private):
         names = sorted(set(server.trainable) & {*server.shared_names(), *state})
         mean = {name: state.get(name, server.model[name]).double() for name in names}
         digest = digest_of(f"{own['secret']}|{server.round}|{own['count']}|{own['clip']}", mean)
-        release, bound = digest[:32], digest if self.noise_seed is None else ""  # two means never share their noise
+        release = digest_of("model", {name: server.model[name] for name in names})[:MODEL] + digest[:24]
+        bound = digest if self.noise_seed is None else ""  # two means never share their noise
         self._budget(server).spend(server.round, release, server.run_dir, self.noise_seed is None, self._told(server))
         z, clip = float(own["noise_multiplier"]), float(own["clip"])
         if self.quantile is not None:
@@ -344,6 +375,8 @@ class ClientDP(ClientSelection, Private):
             drawn = float(normal(own["secret"], f"{server.round}|count|{bound}", torch.Size([1])))
             further = clipping.next_clip(clip, own["count"] + of_count * drawn, expected, self.quantile, self.clip_lr)
             z, own = clipping.noise_of_changes(z, of_count), own | {"clip": further}
+        if self.in_sum:  # the noise is in the sum
+            return state
         if self.shares is not None:  # what those who came have not brought
             z *= math.sqrt(max(self.shares - own["came"], 0) / self.shares)
         server.state[self.key] = own | {"came": 0, "count": 0.0}
@@ -354,7 +387,8 @@ class ClientDP(ClientSelection, Private):
         """Return what `privacy.json` says beside numbers."""
         against = "everybody who sees the server's models; not the server, nor who knows the participants"
         if self.shares is not None:
-            against = "everybody who sees the server's models (epsilon_server: the server); not that a client took part"
+            server_too = "and a server that keeps to the protocol" if self.in_sum else "(epsilon_server: the server)"
+            against = f"everybody who sees the server's models {server_too}; not that a client took part"
         clip = float(self._own(server)["clip"])
         return {"unit": "client", "against": against, "clip": clip, **self.items_told(server)}
 
@@ -364,4 +398,4 @@ class ClientDP(ClientSelection, Private):
         if self.noise_seed is not None:
             warn("ClientDP: this run is not private, because its noise came from a fixed seed.")
         elif server.run_dir is not None:
-            self.say_spent(server, budget.in_words(max(len(releases_in(server.run_dir)), server.round + 1)))
+            self.say_spent(server, budget.in_words(server.round + 1, {row[-1] for row in releases_in(server.run_dir)}))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedlightning.callbacks.shared.ledger import Ledger, Steps, forgotten
 from fedlightning.callbacks.shared.spending import merged, most_that, releases_in, spent_by, write_spending
+
+MODEL = 8
+"""Letters of a release's name that are those of the model before it."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class RoundBudget:
         ledger: What other runs have spent on these clients.
         shares: Shares of the noise that clients add, if they do.
         again: How many further updates a client has sent that were tried again, at most.
+        masked: Whether the server sees sums of shares alone.
     """
 
     epsilon: float | None
@@ -35,16 +39,31 @@ class RoundBudget:
     ledger: Ledger
     shares: int | None = None
     again: int = 0
+    masked: bool = False
 
-    def of(self, others: Steps, rounds: int) -> float:
-        """Return what a number of rounds spends, with steps of other runs."""
-        kinds = merged([*others, (self.noise, self.rate, rounds)])
+    @property
+    def further(self) -> tuple[float, float, int]:
+        """The step of a further release from one model: its noise, rate, and 1.
+
+        The server's noise is another one then. Clients' shares are not, since their changes are the same: two means of which
+        one lacks a client differ by that client's change with its share alone, and this is what all of them tell at most.
+        """
+        return (self.noise, self.rate, 1) if self.shares is None else (self.noise / math.sqrt(self.shares), 1.0, 1)
+
+    def of(self, others: Steps, rounds: int, further: int = 0) -> float:
+        """Return what a number of rounds spends, with steps of other runs, and with further releases from the same models."""
+        kinds = merged([*others, (self.noise, self.rate, rounds), (*self.further[:2], further)])
         return spent_by(self.accountant, self.delta, kinds) if kinds else 0.0
 
-    def after(self, rounds: int) -> float:
-        """Return what a number of rounds spends, or what the ledger has of this run if that is more, with other runs."""
+    def _counted(self, releases: Collection[str], rounds: int) -> tuple[int, int]:
+        """Return how many releases there are at least, of models each, and how many further ones of the same models."""
+        models = {release[:MODEL] for release in releases}
+        return max(len(models), rounds), len(releases) - len(models)
+
+    def after(self, rounds: int, releases: Collection[str] = ()) -> float:
+        """Return what a number of rounds spends with all their releases, those in the ledger too, and with other runs."""
         with self.ledger.held(None) as others:
-            return self.of(others, max(rounds, len(self.ledger.releases)))
+            return self.of(others, *self._counted({*releases, *self.ledger.releases}, rounds))
 
     def at_server(self, rounds: int) -> float:
         """Return what a number of rounds spends against the server, which sees one share of noise in each update.
@@ -54,12 +73,13 @@ class RoundBudget:
         noise = self.noise / math.sqrt(self.shares or 1)
         return spent_by(self.accountant, self.delta, ((noise, 1.0, rounds + self.again),))
 
-    def in_words(self, rounds: int) -> str:
-        """Return what a number of rounds spends as a sentence, with what the ledger has of other runs."""
-        at_server = f" (against the server: {self.at_server(rounds):.4g})" if self.shares else ""
+    def in_words(self, rounds: int, releases: Collection[str]) -> str:
+        """Return what a number of rounds and their releases spend as a sentence, with what the ledger has of other runs."""
+        seen = self.shares and not self.masked
+        at_server = f" (against the server: {self.at_server(max(rounds, len(releases))):.4g})" if seen else ""
         return (
-            f"epsilon={self.after(rounds):.4g}{at_server} at delta={self.delta:g} for each client, against everybody who "
-            f"sees the models (noise_multiplier={self.noise:.4g})."
+            f"epsilon={self.after(rounds, releases):.4g}{at_server} at delta={self.delta:g} for each client, against "
+            f"everybody who sees the models (noise_multiplier={self.noise:.4g})."
         )
 
     def rounds(self, most: int) -> int:
@@ -73,7 +93,7 @@ class RoundBudget:
 
         Args:
             round: The round, from 0.
-            release: Name of the release.
+            release: Name of the release, which begins with :data:`MODEL` letters for the model that the round began from.
             folder: The run's folder, if it has one.
             private: Whether the noise is secret.
             told: What else `privacy.json` is to say.
@@ -84,13 +104,16 @@ class RoundBudget:
         """
         rows = releases_in(folder)
         written = {row[-1] for row in rows}
-        with self.ledger.held([(self.noise, self.rate, 1)], release) as others:
+        step: list[tuple[float, float, int]] = [(self.noise, self.rate, 1)]
+        with self.ledger.held(step, release) as others:
             counted = self.ledger.releases  # those of a copy of this run, too
             if self.ledger.path is not None and (written - {release} - counted or (round > 0 and not counted)):
                 raise forgotten(self.ledger.path)
             known = written | counted
             releases = max(len(known | {release}), round + 1)
-            epsilon = self.of(others, releases)
+            if any(one[:MODEL] == release[:MODEL] for one in known - {release}):
+                step[:] = [self.further]
+            epsilon = self.of(others, *self._counted(known | {release}, round + 1))
             if self.epsilon is not None and release not in known and epsilon > self.epsilon * (1 + 1e-9):
                 raise ValueError(
                     f"Round {round + 1} is release {releases} of this run: rounds were done again after an "
@@ -99,11 +122,11 @@ class RoundBudget:
                 )
         if folder is None:
             return
-        at_server = {"epsilon_server": self.at_server(releases) if private else None} if self.shares else {}
+        at_server = {"epsilon_server": self.at_server(releases) if private else None}
         own = {
             "private": private,
             "epsilon": epsilon if private else None,
-            **at_server,
+            **(at_server if self.shares and not self.masked else {}),
             "delta": self.delta,
             "rounds": round + 1,
             "releases": releases,

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 
 from fedlightning.algorithm import Change, Need, Setup
+from fedlightning.callbacks.secure_aggregation import LEAST, SecureAggregation
+from fedlightning.callbacks.shared.fixed_point import FixedPoint
+from fedlightning.callbacks.shared.sum_noise import LEAST_STD, SumNoise
 from fedlightning.tensors import tied_names
 
 BOUNDED = Need(
@@ -17,26 +20,44 @@ BOUNDED = Need(
         *(Change.VALUES, Change.LOSSY, Change.NEIGHBOURS, Change.GLOBAL, Change.SHAPE),
     ),
 )
+OF_A_SUM = Need(
+    BOUNDED.what,
+    (
+        Change.REDUCED,
+        Change.DENOMINATOR,
+        Change.MODEL_OF,
+        Change.VALUES,
+        Change.NEIGHBOURS,
+        Change.GLOBAL,
+        Change.SHAPE,
+    ),
+)
+"""The same beside SecureAggregation, which makes the mean and needs the rest itself."""
 WHOLE_SHARES = Need("lets every client add its share of the noise to all that travels", (Change.PARTS,))
 FEW = 100
 """Clients below which the noise drowns what they learn, in most settings."""
 
 
-def refuse_contradictions(where: str, shares: int | None, rate: float, quantile: float | None) -> None:
+def refuse_contradictions(where: str, shares: int | None, rate: float, quantile: float | None, accountant: str) -> None:
     """Refuse options that contradict each other.
 
     Raises:
         ValueError: With the way out.
     """
-    if (where == "client") != (shares is not None):
+    if (where == "server") != (shares is None):
         raise ValueError(
             f"ClientDP got where={where!r} and shares={shares}: shares is the number of clients whose noise together is that "
-            "of the mean, for where='client' only."
+            "of the mean, for where='client' and where='masked' only."
         )
-    if where == "client" and (rate < 1.0 or quantile is not None):
+    if where != "server" and (rate < 1.0 or quantile is not None):
         raise ValueError(
-            "ClientDP(where='client') shows how many took part, by how much noise there is, so that drawing them hides "
+            f"ClientDP(where='{where}') shows how many took part, by how much noise there is, so that drawing them hides "
             "nothing; and nobody covers a count for quantile. Leave out rate and quantile, or take where='server'."
+        )
+    if where == "masked" and accountant != "rdp":
+        raise ValueError(
+            f"ClientDP(where='masked', accountant={accountant!r}): its noise is bounded by Rényi divergences. "
+            "Take accountant='rdp'."
         )
 
 
@@ -59,7 +80,8 @@ def refuse_other_rounds(kept: Mapping[str, Any], given: Sequence[Any], solved: f
         )
     if solved is not None and solved != kept["noise_multiplier"]:
         raise ValueError(
-            f"ClientDP(where='client') adds noise at clients, who solve for noise_multiplier={solved:.4g} with max_rounds="
+            "Clients of ClientDP(where='client' or 'masked') add the noise, and"
+            f" solve for noise_multiplier={solved:.4g} with max_rounds="
             f"{max_rounds}; the rounds of this run are accounted with {kept['noise_multiplier']:.4g}. Resume with the "
             "max_rounds of before, or start a new run."
         )
@@ -90,6 +112,47 @@ def refuse_uncovered(setup: Setup) -> None:
                 f"'{name}' is {entry.dtype}, and ClientDP covers float32 and float64: rounding a mean to 16 bits moves "
                 "it further than the noise allows for. precision='16-mixed' or 'bf16-mixed' keeps float32."
             )
+
+
+def refuse_other_sum(setup: Setup, noise: SumNoise | None) -> None:
+    """Refuse SecureAggregation beside noise that is not made for its sums, and such noise where it does not fit.
+
+    Args:
+        setup: The federation.
+        noise: The noise of a client, with where='masked'; else `None`.
+
+    Raises:
+        ValueError: With the way out.
+    """
+    secure = next((one for one in setup.callbacks if isinstance(one, SecureAggregation)), None)
+    if secure is None or noise is None:
+        if secure is not None or noise is not None:
+            raise ValueError(
+                "ClientDP(where='masked', shares=...) adds its noise to the whole numbers that SecureAggregation masks, and "
+                "no other ClientDP stands beside it. Take both, or leave out both SecureAggregation and where='masked'."
+            )
+        return
+    count = sum(setup.num_samples[client] > 0 for client in setup.clients)
+    if noise.shares > secure.survivors(count):
+        raise ValueError(
+            f"ClientDP(shares={noise.shares}): SecureAggregation(threshold={secure.threshold:.3g}) opens sums of "
+            f"{secure.survivors(count)} of {count} clients, which would have too little noise. Lower shares, or raise the "
+            "threshold."
+        )
+    travelling = set(setup.shared_names())
+    elements = sum(value.numel() for name, value in setup.module.named_parameters() if name in travelling)
+    points = [FixedPoint(secure.clip, secure.bits, clients) for clients in {count, max(noise.shares, LEAST)}]
+    if secure.bits > 32 or min(noise.std(point, elements) for point in points) < LEAST_STD:
+        raise ValueError(
+            f"SecureAggregation(bits={secure.bits}) has too many or too few levels for whole numbers of noise, which ClientDP"
+            "(where='masked') adds. Take bits=32."
+        )
+    least = max(noise.clip_for(point, elements) for point in points)
+    if secure.clip < least:
+        raise ValueError(
+            f"SecureAggregation(clip={secure.clip:g}) leaves no room for the noise of ClientDP(clip={noise.length:g}, "
+            f"noise_multiplier={noise.multiplier:.4g}): a sum could overflow. Take a clip of {1.1 * least:.3g} or more."
+        )
 
 
 def warn_of_few(setup: Setup, delta: float) -> None:

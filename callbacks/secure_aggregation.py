@@ -29,9 +29,12 @@ from fedlightning.algorithm import (
     Wire,
     warn,
 )
+from fedlightning.callbacks.secure_aggregation_checks import refuse_unfit
 from fedlightning.callbacks.shared import masking, masks
 from fedlightning.callbacks.shared.fixed_point import SIGNED, FixedPoint, from_wire, to_wire
+from fedlightning.callbacks.shared.secret_noise import digest_of
 from fedlightning.callbacks.shared.single_updates import refuse_other_ways
+from fedlightning.callbacks.shared.sum_noise import PLACE, SharesNoise, SumNoise
 from fedlightning.ranges import PositiveFloat, Range
 
 LEAST = 3
@@ -144,31 +147,7 @@ class SecureAggregation(SumCodec):
                     f"{other.key} weighs updates by a function of its own, which SecureAggregation does not show the server. "
                     f"Use a weighting of {sorted(WEIGHTINGS)}."
                 )
-        share, count = setup.participation, len(setup.clients)
-        drawn = share if isinstance(share, int) and not isinstance(share, bool) else round(share * count)
-        if min(drawn, count) < LEAST:
-            raise ValueError(
-                f"{min(drawn, count)} clients take part in a round, and SecureAggregation opens sums of {LEAST} at least: of "
-                "fewer, one would know the other's."
-            )
-        if FixedPoint(self.clip, self.bits, count).levels < 100 * count:
-            raise ValueError(
-                f"SecureAggregation(bits={self.bits}) leaves fewer than a hundred levels for each of {count} clients, if the "
-                "sum is not to overflow. Take more bits."
-            )
-        travelling = set(setup.shared_names())
-        for name, value in setup.module.state_dict().items():
-            if name in travelling and value.is_complex():
-                raise ValueError(
-                    f"'{name}' is complex, and SecureAggregation masks real numbers. Keep it with the clients."
-                )
-        for name, layer in setup.module.named_modules():
-            if f"{name}.num_batches_tracked" in travelling and getattr(layer, "momentum", 0) is None:
-                raise ValueError(
-                    f"'{name}' averages over all batches that it has counted (momentum=None), and SecureAggregation leaves "
-                    "integer buffers as they are. Give it a momentum, or keep such entries with the clients: "
-                    "float_buffers='local'."
-                )
+        refuse_unfit(setup, self.clip, self.bits, LEAST)
 
     def on_federation_start(self, server: Server) -> None:
         """Refuse sites, and a limit on single updates that somebody has set.
@@ -206,7 +185,7 @@ class SecureAggregation(SumCodec):
                 f"opens no sum of fewer than {LEAST}. They are not visited, and the model stays as it is."
             )
             return
-        needed = self.survivors(len(asked))
+        needed = self._needed(server, asked)
         answers = yield self._visits(server, KEYS, {client: {} for client in asked})
         weights = self._weights(server, answers)
         keys = {client: extras[KEYS] for client, extras in self._of(answers).items() if client in weights}
@@ -256,10 +235,15 @@ class SecureAggregation(SumCodec):
                 weights[answer.client] = WEIGHTINGS[str(name)](answer.num_samples)
         return weights
 
+    def _needed(self, server: Server, asked: Sequence[str]) -> int:
+        """Return how many have to stay: the threshold, or as many as the noise of the sum takes."""
+        shares = (one.in_sum for one in server.callbacks if isinstance(one, SharesNoise))
+        return max(self.survivors(len(asked)), *shares, 0)
+
     def _refuse_few(
         self, server: Server, there: Collection[str], asked: Sequence[str], what: str, answers: Iterable[Update]
     ) -> None:
-        needed = self.survivors(len(asked))
+        needed = self._needed(server, asked)
         if len(there) < needed:
             why = next((f"; {answer.error.rstrip('.')}" for answer in answers if answer.error), "")
             raise ValueError(
@@ -384,10 +368,28 @@ class SecureAggregation(SumCodec):
         share = float(came["share"]) if client.steps else 0.0
         change = [changed(update.state[name], client.received[name]) for name in names]
         integers = point.encode(change, share)
+        noise: SumNoise | None = client.scratch.get(PLACE)
+        if noise is not None:
+            self._refuse_thin(kept, share, noise)
+            covered = {f"received {name}": client.received[name] for name in names}
+            digest = digest_of("sum", covered | {"integers": to_wire(integers, self.bits)})
+            integers = noise.added(integers, point, digest)
         masked: np.ndarray = integers + masking.mask_of(kept, client.id, len(integers), self.bits)
         client.state[self.key] = kept
         update.state = {}
         update.extras[self.key] = {"masked": to_wire(masked, self.bits)}
+
+    def _refuse_thin(self, kept: Mapping[str, Any], share: float, noise: SumNoise) -> None:
+        """Refuse a sum that may be opened with less noise than is accounted for.
+
+        Raises:
+            ValueError: With what the server asked for.
+        """
+        if kept["threshold"] < noise.shares or share * len(kept["round"]) > 1.0 + 1e-9:
+            raise ValueError(
+                f"a sum of {kept['threshold']} clients, in which it has the share {share:.4g}, would have less noise than "
+                f"{noise.shares} shares of clients with equal weights: its update stays"
+            )
 
 
 def changed(new: Tensor, old: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ subtracted. These numbers are made of the output of SHAKE-256, which has as many
 from __future__ import annotations
 
 import hashlib
+import math
 
 import numpy as np
 import torch
@@ -61,6 +62,35 @@ def normal(secret: str, address: str, shape: torch.Size) -> Tensor:
         angle = 2.0 * np.pi * _between_0_and_1(stream[half + start : half + end])
         found[start:end], found[half + start : half + end] = length * np.cos(angle), length * np.sin(angle)
     return torch.from_numpy(found[: shape.numel()]).reshape(shape)
+
+
+def discrete_normal(secret: str, address: str, count: int, std: float) -> np.ndarray:
+    """Return whole numbers, int64, of which `x` has a probability proportional to ``exp(-x^2 / (2 std^2))``.
+
+    Canonne, Kamath, Steinke, "The discrete Gaussian for differential privacy", NeurIPS 2020, algorithm 3, in float64: a
+    discrete Laplace number of scale ``t`` is taken with probability ``exp(-(|x| - std^2 / t)^2 / (2 std^2))``.
+
+    Args:
+        secret: What nobody else knows.
+        address: What the numbers are for.
+        count: How many.
+        std: The parameter; from 1 on it is the standard deviation but for 1e-6.
+
+    Example:
+        >>> discrete_normal("a secret", "round 1", 3, 10.0).dtype
+        dtype('int64')
+    """
+    scale, found, tries = math.floor(std) + 1, np.empty(count, np.int64), 0
+    missing = np.arange(count)
+    while len(missing):
+        bits = _bits(secret, f"{address}|{tries}", 2 * len(missing)).reshape(2, -1)
+        size = np.floor(-scale * np.log(_between_0_and_1(bits[0])))
+        negative = (bits[0] & np.uint64(1)).astype(bool)  # of the bits that the size is not made of
+        kept = _between_0_and_1(bits[1]) < np.exp(-((size - std**2 / scale) ** 2) / (2.0 * std**2))
+        kept &= ~(negative & (size == 0))  # or 0 would be drawn twice as often
+        found[missing[kept]] = np.where(negative, -size, size)[kept]
+        missing, tries = missing[~kept], tries + 1
+    return found
 
 
 def digest_of(name: str, values: State) -> str:
