@@ -366,7 +366,7 @@ class ClientDP(ClientSelection, Private, SharesNoise):
         names = sorted(set(server.trainable) & {*server.shared_names(), *state})
         mean = {name: state.get(name, server.model[name]).double() for name in names}
         digest = digest_of(f"{own['secret']}|{server.round}|{own['count']}|{own['clip']}", mean)
-        release = digest_of("model", {name: server.model[name] for name in names})[:MODEL] + digest[:24]
+        release = digest_of(f"{server.round}", {name: server.model[name] for name in names})[:MODEL] + digest[:24]
         bound = digest if self.noise_seed is None else ""  # two means never share their noise
         self._budget(server).spend(server.round, release, server.run_dir, self.noise_seed is None, self._told(server))
         z, clip = float(own["noise_multiplier"]), float(own["clip"])

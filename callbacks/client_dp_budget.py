@@ -12,7 +12,7 @@ from fedlightning.callbacks.shared.ledger import Ledger, Steps, forgotten
 from fedlightning.callbacks.shared.spending import merged, most_that, releases_in, spent_by, write_spending
 
 MODEL = 8
-"""Letters of a release's name that are those of the model before it."""
+"""Letters of a release's name that are those of its round and the model before it."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class RoundBudget:
 
         Args:
             round: The round, from 0.
-            release: Name of the release, which begins with :data:`MODEL` letters for the model that the round began from.
+            release: Name of the release, of which :data:`MODEL` letters are those of the round and the model before it.
             folder: The run's folder, if it has one.
             private: Whether the noise is secret.
             told: What else `privacy.json` is to say.

@@ -29,12 +29,12 @@ FIRST_RUN = {"given": [1.0, 0.5, None], "noise_multiplier": 1.5}
 )
 def test_options_that_contradict_each_other(where, shares, rate, quantile, reason):
     with pytest.raises(ValueError, match=reason):
-        refuse_contradictions(where, shares, rate, quantile)
+        refuse_contradictions(where, shares, rate, quantile, "rdp")
 
 
 def test_options_that_agree():
-    refuse_contradictions("server", None, 0.5, 0.5)
-    refuse_contradictions("client", 3, 1.0, None)
+    refuse_contradictions("server", None, 0.5, 0.5, "rdp")
+    refuse_contradictions("client", 3, 1.0, None, "rdp")
 
 
 def test_rounds_with_another_noise_are_refused():

@@ -320,7 +320,7 @@ class Parts(FederatedCallback):
     ("options", "reason"),
     [
         ({"where": "client"}, "shares is the number of clients"),
-        ({"shares": 4}, "for where='client' only"),
+        ({"shares": 4}, "for where='client' and where='masked' only"),
         ({"where": "client", "shares": 4, "rate": 0.5}, "drawing them hides nothing"),
         ({"where": "client", "shares": 4, "quantile": 0.5}, "nobody covers a count"),
     ],
