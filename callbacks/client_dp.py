@@ -94,12 +94,11 @@ class ClientDP(ClientSelection, Private, SharesNoise):
     never sent, and gets no noise.
 
     Epsilon is worked out by Opacus (``pip install fedlightning[privacy]``). What is spent is in `privacy.csv` and
-    `privacy.json` before a model is released; a run ends before the round that would exceed `epsilon`. Noise comes from a
-    secret of the operating system's, which lies in the saved state alone: neither configuration, logs nor exported models
-    hold it. A round that a resumed run does again gives the same bits; where its mean is another one (a client failed), it
-    counts as a further release: with the server's noise anew, or with the noise of one share (clients' shares stay what they
-    were, and the difference of two means may show a single one). Attacks on the rounding of floating-point noise are not
-    countered.
+    `privacy.json` before a model is released; a run ends before it would exceed `epsilon`. Noise comes from a secret of the
+    operating system's in the saved state alone: neither configuration, logs nor exported models hold it. A round
+    that a resumed run does again gives the same bits; where its mean is another one (a client failed), it counts as a further
+    release: with the server's noise anew, or with the noise of one share (clients' shares stay what they were, and the
+    difference of two means may show a single one). Attacks on the rounding of floating-point noise are not countered.
 
     Args:
         delta: Probability with which the guarantee may fail; well below one over the number of clients.
@@ -330,7 +329,7 @@ class ClientDP(ClientSelection, Private, SharesNoise):
         return str(client.state[self.key]["secret"])
 
     def _in_sum(self, max_rounds: int, secret: str = "", address: str = "") -> SumNoise:
-        return SumNoise(self._noise(max_rounds), self.in_sum, self.clip, secret, address)
+        return SumNoise(self._noise(max_rounds), self.in_sum, self.clip, secret, address, self.noise_seed is None)
 
     def _with_share(self, client: Client, changes: State) -> State:
         """Return the changes with this client's share of the noise, which is bound to them: two never share theirs."""

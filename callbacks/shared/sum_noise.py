@@ -42,6 +42,7 @@ class SumNoise:
         length: Bound of the Euclidean length of a client's change.
         secret: The client's secret.
         address: What the noise is for.
+        bound: Whether other integers get other noise; noise of a fixed seed is the same whatever it covers.
     """
 
     multiplier: float
@@ -49,6 +50,7 @@ class SumNoise:
     length: float
     secret: str = ""
     address: str = ""
+    bound: bool = True
 
     def distance(self, point: FixedPoint, elements: int) -> float:
         """Return the most by which one client of equal share moves a sum: its length, and what rounding adds to it."""
@@ -67,5 +69,6 @@ class SumNoise:
     def added(self, integers: np.ndarray, point: FixedPoint, digest: str) -> np.ndarray:
         """Return integers with the noise, which is bound to them; the last one, the part beyond the bound, is 0 for all."""
         std = self.std(point, len(integers) - 1)
-        drawn = discrete_normal(self.secret, f"{self.address}|{std!r}|{digest}", len(integers) - 1, std)
+        address = f"{self.address}|{std!r}|{digest}" if self.bound else self.address
+        drawn = discrete_normal(self.secret, address, len(integers) - 1, std)
         return integers + np.append(drawn, 0).astype(integers.dtype)

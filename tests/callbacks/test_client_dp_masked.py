@@ -1,0 +1,231 @@
+"""ClientDP with discrete noise below SecureAggregation's masks, and what redone rounds of shares cost."""
+
+from __future__ import annotations
+
+import json
+import math
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from fedlightning.algorithm import FederatedCallback
+from fedlightning.callbacks import (
+    APFL,
+    SCAFFOLD,
+    ClientDP,
+    FedAdam,
+    FedPer,
+    FedProx,
+    Krum,
+    SecureAggregation,
+)
+from fedlightning.callbacks.client_dp_budget import MODEL, RoundBudget
+from fedlightning.callbacks.shared.fixed_point import FixedPoint
+from fedlightning.callbacks.shared.ledger import Ledger
+from fedlightning.callbacks.shared.spending import spent_by
+from fedlightning.federation.failures import FederationError
+from tests.callbacks.test_client_dp import module
+from tests.callbacks.test_secure_aggregation import Fails
+from tests.helpers import close, federate, global_state, make_trainer, same, toy_data
+
+THERE = find_spec("cryptography") is not None and find_spec("opacus") is not None
+pytestmark = [
+    pytest.mark.skipif(not THERE, reason="pip install 'fedlightning[privacy]'"),
+    pytest.mark.filterwarnings("ignore"),
+]
+SIZES = {str(number): 16 + 8 * number for number in range(6)}
+
+
+def dp(**options):
+    given = {"delta": 1e-3, "noise_multiplier": 1.0, "clip": 0.5, "where": "masked", "shares": 4, "noise_seed": 3}
+    return ClientDP(**given | options)
+
+
+def run(callbacks, root=None, **options):
+    torch.manual_seed(0)
+    return federate(module(), toy_data(SIZES), callbacks, root, **{"max_rounds": 1} | options)
+
+
+def told(trainer):
+    return json.loads((trainer.run.path / "privacy.json").read_text())
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("method", [None, FedPer, FedProx, APFL])
+def test_without_noise_to_speak_of_it_is_the_run_with_noise_at_the_server(method, order):
+    beside = [] if method is None else [method()]
+    masked = [*beside, dp(noise_multiplier=1e-4, clip=0.1), SecureAggregation(clip=1.0)][::order]
+    at_server = [*beside, dp(noise_multiplier=1e-4, clip=0.1, where="server", shares=None)]
+    found, expected = run(masked, max_rounds=2), run(at_server, max_rounds=2)
+    close(global_state(found), global_state(expected), atol=3e-4)
+    start = module().state_dict()
+    assert any((global_state(found)[name] - start[name]).abs().max() > 5e-3 for name in start)
+
+
+def test_the_mean_has_the_noise_of_those_who_came_and_nobody_else_adds_any():
+    """Six clients, four shares: variance 6/4 of what is accounted for, over six."""
+    plain, noisy = ([dp(noise_multiplier=z), SecureAggregation()] for z in (1e-4, 2.0))
+    first, second = global_state(run(plain)), global_state(run(noisy))
+    drawn = torch.cat([(second[name] - first[name]).flatten() for name in first])
+    assert float(drawn.std()) == pytest.approx(2.0 * 0.5 * math.sqrt(6 / 4) / 6, rel=4 / math.sqrt(2 * len(drawn)))
+    gone = global_state(run([*noisy, Fails(c1="training", c4="training")]))
+    assert not torch.equal(gone["net.0.weight"], second["net.0.weight"])
+
+
+def test_every_update_is_covered_by_its_client_before_it_is_masked(monkeypatch):
+    seen, encode = [], FixedPoint.encode
+
+    def encoding(point, parts, share):
+        seen.append(torch.cat([part.flatten() for part in parts]).norm().item())
+        return encode(point, parts, share)
+
+    monkeypatch.setattr(FixedPoint, "encode", encoding)
+    trainer = run([dp(clip=0.01, noise_seed=None), SecureAggregation()])
+    assert len(seen) == 6 and max(seen) <= 0.01
+    secrets = {trainer.store.get(client).state["ClientDP"]["secret"] for client in SIZES}
+    assert len(secrets) == 6 and trainer.server.state["ClientDP"]["secret"] not in secrets
+
+
+def test_epsilon_is_the_gaussians_and_holds_against_the_server_too(tmp_path):
+    trainer = run([dp(noise_seed=None), SecureAggregation()], tmp_path, max_rounds=2)
+    said = told(trainer)
+    assert said["private"] and said["epsilon"] == pytest.approx(dp().epsilon_after(2)) and "epsilon_server" not in said
+    assert "a server that keeps to the protocol" in said["against"] and said["releases"] == 2
+    assert any("masked" in item for item in said["noised"])
+
+
+def test_a_budget_ends_the_run_and_solves_for_noise(tmp_path):
+    ended = run([dp(epsilon=dp().epsilon_after(2) + 1e-6), SecureAggregation()], tmp_path, max_rounds=4)
+    assert ended.server.round == 1 or ended.summary["rounds"] == 2
+    solved = run([dp(noise_multiplier=None, epsilon=9.0, noise_seed=None), SecureAggregation()], tmp_path / "b")
+    assert told(solved)["epsilon"] <= 9.0 and told(solved)["noise_multiplier"] > 0
+
+
+@pytest.mark.parametrize("step", ["training", "open"])
+def test_who_drops_out_takes_his_share_along(step):
+    two = {"c0": step, "c5": step}
+    assert len(run([dp(), SecureAggregation(), Fails(**two)]).server.failures) == 2
+    with pytest.raises((ValueError, FederationError), match="opens no sum of fewer than 5"):
+        run([dp(shares=5), SecureAggregation(threshold=0.8), Fails(**two)])
+
+
+def test_a_client_refuses_a_sum_with_less_noise(monkeypatch):
+    monkeypatch.setattr(SecureAggregation, "_needed", lambda self, server, asked: 4)
+    with pytest.raises((ValueError, FederationError), match="would have less noise than 5 shares"):
+        run([dp(shares=5), SecureAggregation(threshold=0.8)])
+
+
+def test_a_resumed_run_and_a_round_done_again_give_the_same_bits(tmp_path):
+    whole = run([dp(), SecureAggregation()], tmp_path / "whole", max_rounds=2)
+    cut = make_trainer(tmp_path, [dp(), SecureAggregation()], max_rounds=1, name="cut")
+    torch.manual_seed(0)
+    cut.fit(module(), datamodule=toy_data(SIZES))
+    again = make_trainer(tmp_path, [dp(), SecureAggregation()], max_rounds=2, name="cut")
+    torch.manual_seed(0)
+    again.fit(module(), datamodule=toy_data(SIZES), resume="last")
+    same(global_state(again), global_state(whole))
+
+
+@pytest.mark.parametrize("engine", ["vectorized", pytest.param("processes", marks=pytest.mark.slow)])
+def test_every_engine_adds_the_same_noise(engine):
+    workers = {"workers": 2} if engine == "processes" else {}
+    one, other = (
+        global_state(run([dp(noise_multiplier=0.1), SecureAggregation()], **options))
+        for options in ({}, {"engine": engine} | workers)
+    )
+    close(one, other, atol=1e-5)
+
+
+# -- rounds that are done again ----------------------------------------------------------------------------------------
+class Once(FederatedCallback):
+    """Ends a run after a release and before its state is saved; the next one goes on without a client."""
+
+    ends, failing = True, None
+
+    def on_send(self, client, update):
+        if client.round == 1 and client.id == self.failing and client.message.work != 0:
+            raise RuntimeError("no power")
+
+    def on_round_end(self, server):
+        if Once.ends and server.round == 1:
+            Once.ends = False
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["client", "masked", "server"])
+@pytest.mark.parametrize("failing", [None, "2"])
+def test_a_round_done_again_without_a_client_shows_one_share(where, failing, tmp_path):
+    """The difference of both means is that client's change with its own share of the noise."""
+    Once.ends, Once.failing = True, None
+    shares = {} if where == "server" else {"shares": 4}
+    beside = [SecureAggregation()] if where == "masked" else []
+    for goes_on in ({}, {"resume": "last"}):
+        callback = dp(**{"where": where, "noise_seed": None, "shares": None} | shares)
+        trainer = make_trainer(tmp_path, [callback, *beside, Once()], max_rounds=2, name="run", on_client_error="skip")
+        torch.manual_seed(0)
+        try:
+            trainer.fit(module(), datamodule=toy_data(SIZES), **goes_on)
+        except KeyboardInterrupt:
+            Once.failing = failing
+    further = 0 if failing is None else 1
+    noise = 1.0 if where == "server" else 1.0 / math.sqrt(4)
+    history = ((1.0, 1.0, 2), (noise, 1.0, further)) if further else ((1.0, 1.0, 2),)
+    assert told(trainer)["releases"] == 2 + further
+    assert told(trainer)["epsilon"] == pytest.approx(spent_by("rdp", 1e-3, history))
+
+
+def test_a_further_release_is_in_the_ledger_with_the_noise_of_a_share(tmp_path):
+    def budget():
+        ledger = Ledger(str(tmp_path / "ledger"), "clients", "a secret")
+        return RoundBudget(None, 1e-3, 2.0, 1.0, "rdp", ledger, shares=9)
+
+    first, second, other = ("a" * MODEL + "1", "a" * MODEL + "2", "b" * MODEL + "1")
+    for round, release in ((0, first), (0, second), (0, second), (1, other)):
+        budget().spend(round, release, None, True, {})
+    entries = json.loads((tmp_path / "ledger" / "clients.json").read_text())["runs"].values()
+    assert sorted(steps for history in entries for steps in history) == [[2 / 3, 1.0, 1.0], *[[2.0, 1.0, 1.0]] * 2]
+    assert budget().after(2) == pytest.approx(spent_by("rdp", 1e-3, ((2.0, 1.0, 2), (2 / 3, 1.0, 1))))
+    assert "epsilon=" in budget().in_words(2, {first, second, other})
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("callbacks", "reason"),
+    [
+        ([dp()], "Take both, or leave out both"),
+        ([dp(where="client"), SecureAggregation()], "ClientDP"),
+        ([dp(where="server", shares=None), SecureAggregation()], "ClientDP"),
+        ([dp(shares=5), SecureAggregation()], r"opens sums of 4 of 6 clients, .* Lower shares"),
+        ([dp(noise_multiplier=40.0), SecureAggregation()], r"could overflow. Take a clip of \d+"),
+        ([dp(clip=9.0), SecureAggregation()], r"could overflow. Take a clip of \d+"),
+        ([dp(), SecureAggregation(bits=64)], "Take bits=32"),
+        ([dp(noise_multiplier=1e-6, clip=0.01), SecureAggregation(bits=16)], "Take bits=32"),
+        ([SCAFFOLD(), dp(), SecureAggregation()], "SCAFFOLD"),
+        ([Krum(), dp(), SecureAggregation()], "Krum"),
+    ],
+)
+def test_it_is_refused(callbacks, reason):
+    with pytest.raises((ValueError, FederationError), match=reason):
+        run(callbacks)
+
+
+def test_the_clip_that_a_refusal_names_is_enough():
+    with pytest.raises((ValueError, FederationError)) as refused:
+        run([dp(noise_multiplier=40.0), SecureAggregation()])
+    clip = float(str(refused.value).split("Take a clip of ")[1].split()[0])
+    run([dp(noise_multiplier=40.0), SecureAggregation(clip=clip), FedAdam()])
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"accountant": "prv"}, "Take accountant='rdp'"),
+        ({"rate": 0.5}, r"where='masked'\) shows how many"),
+        ({"quantile": 0.5}, r"where='masked'\) shows how many"),
+        ({"shares": None}, "where='masked' and shares=None"),
+    ],
+)
+def test_options_that_contradict_each_other(options, reason):
+    with pytest.raises(ValueError, match=reason):
+        dp(**options)
