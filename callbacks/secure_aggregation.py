@@ -78,7 +78,7 @@ class SecureAggregation(SumCodec):
     about who is there is not countered (there are no signed keys, no consistency round), so that sites are refused. The
     server still sees sample counts (weights), who took part, scores and logged numbers; and the sum itself, which may tell of
     a client: it is no differential privacy. :class:`~fedlightning.callbacks.SampleDP` beside it is: an update has all of its
-    noise before it is masked, so that epsilon is the same with and without masks.
+    noise before it is masked, so that epsilon is the same with and without masks; so is ``ClientDP(where="masked")``.
 
     **What the server cannot check any more**: finite numbers and lengths of single updates (`update_limit`). A client refuses
     to send a NaN, and cuts each element of its change to ``[-clip, clip]``; what part of all elements was cut is told once. A
