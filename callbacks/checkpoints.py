@@ -68,9 +68,6 @@ class LocalCheckpoint(ModelSelection):
         """Each client's best model is kept, by every client's scores."""
         return super().facts.extend(changes={Change.LOCAL_SELECTION}, needs=[facts.EVERY_SCORE])
 
-    chooses_by_scores = True
-    needs_every_score = True
-
     def __init__(
         self,
         monitor: str = "val_loss",
@@ -148,8 +145,6 @@ class GlobalCheckpoint(ModelSelection):
         >>> GlobalCheckpoint(monitor="val_accuracy", mode="max").hyperparameters()
         {'monitor': 'val_accuracy', 'mode': 'max', 'stage': 'G', 'mean': 'train'}
     """
-
-    chooses_by_scores = True
 
     @property
     def facts(self) -> Facts:

@@ -142,7 +142,8 @@ class Assembly(Fitted):
         blueprint.assigned = arguments.assigned_models(given, everybody) if assigned is None else assigned
         held_out = arguments.held_out_clients(a["held_out"], everybody)
         engine.leave_out(held_out)
-        agree_on_statistics(engine, blueprint.callbacks, None if run is None else run.path)
+        if (wanted := engine.runner.described.statistics) is not None:
+            agree_on_statistics(engine, wanted, blueprint.callbacks, None if run is None else run.path)
         known = engine.runner.described
         if a["engine"] == "auto":
             engine, a = self._chosen(engine, len(known.client_ids))

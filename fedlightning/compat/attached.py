@@ -1,19 +1,24 @@
-"""A module and the trainer it is attached to: the one place that looks at Lightning's private attribute for it."""
+"""A module as the trainer sees it that it is attached to: which one, on which device, and what its steps are called with."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 
 def trainer_of(module: LightningModule) -> Any:
-    """The trainer that ``module`` is attached to, or ``None``; the public property raises where there is none."""
+    """The trainer that ``module`` is attached to, or ``None``. Nobody else reads this private attribute.
+
+    The public property raises where there is none.
+    """
     return vars(module).get("_trainer")
 
 
@@ -62,3 +67,19 @@ def to_device(module: LightningModule, device: torch.device) -> None:
     ):
         return
     module.to(device)
+
+
+def takes_index(step: Callable[..., Any]) -> bool:
+    """Return True if a `training_step`, `validation_step` or `test_step` wants the batch's index beside the batch."""
+    return bool(is_param_in_hook_signature(step, "batch_idx", min_args=2))
+
+
+def class_takes_index(kind: Any, name: str) -> bool:
+    """Return :func:`takes_index` of the method `name` of a class; looked up once per class."""
+    return _looked_up(kind, name)
+
+
+@cache
+def _looked_up(kind: Any, name: str) -> bool:
+    step = getattr(kind, name)
+    return callable(step) and takes_index(step)

@@ -146,7 +146,7 @@ class Federation:
         self.remember_decisions()
         if told := in_words(self.server.callbacks, self.server.outgoing):
             rank_zero_info(told)
-        if self.recorder.run is not None and self.recorder.writes:
+        if self.engine.statistics is not None and self.recorder.run is not None and self.recorder.writes:
             statistics.keep(self.engine, self.recorder.run.path)
         self.server.callbacks.event("on_federation_start", self.server)
         if self._saves:

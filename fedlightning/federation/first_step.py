@@ -1,4 +1,4 @@
-"""Questions that only a step answers, asked before round 1: optimizers, sparse gradients, batches of one, metrics."""
+"""Questions that only a step answers, asked before round 1: optimizers, sparse gradients, metrics, batches of one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.nn.modules.batchnorm import _BatchNorm  # no public name for all of them
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -33,7 +32,7 @@ OF_ONE = "Expected more than 1 value per channel"
 
 
 def ask_first_step(engine: Engine, architecture: str, logged: Callable[[], Iterable[list[str]]]) -> None:
-    """Let callbacks refuse what a step of training and of validation shows, and tell of batches of one sample.
+    """Let callbacks refuse what a step of training and of validation shows.
 
     Args:
         engine: Has the runner, and its data where they are here.
@@ -47,9 +46,7 @@ def ask_first_step(engine: Engine, architecture: str, logged: Callable[[], Itera
     seen = Look()
     batch = runner.first_batch() if engine.data_here and len(blueprint.architectures) == 1 else None
     if batch is not None:
-        if asking or correcting is not None:
-            seen, _ = _first_step(runner, batch)
-        _tell_of_batches_of_one(runner)
+        seen, _ = _first_step(runner, batch)
     if correcting is not None and seen.sparse and not any(one.claims("shared_names") for one in blueprint.callbacks):
         raise ConfigurationError(
             f"The gradients of '{seen.sparse}' of {name} are sparse, and {correcting.key} adds to gradients. Make the layer "
@@ -132,11 +129,8 @@ def _as_it_is(batch: Any) -> Any:
 
 
 # -- batches of one sample ---------------------------------------------------------------------------------------------
-def _tell_of_batches_of_one(runner: LocalRunner) -> None:
-    """Say which clients' last batch is a single sample that the module cannot normalise: their visits would fail."""
-    module = runner.blueprint.template
-    if not any(isinstance(child, _BatchNorm) for child in module.modules()):
-        return
+def tell_of_batches_of_one(runner: LocalRunner) -> None:
+    """Say which clients' last batch is a single sample, which BatchNorm cannot normalise: their visits would fail."""
     found: dict[str, tuple[Any, int]] = {}  # client -> its loader, and its samples
     for client in runner.described.client_ids[:MOST_CLIENTS]:
         loader: Any = runner.data.client_dataloader(client, "train")

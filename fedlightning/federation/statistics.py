@@ -12,7 +12,7 @@ from fedlightning.datamodules.statistics import chosen_words
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.engine import Engine
 from fedlightning.hooks import FederatedCallback
-from fedlightning.run.files import is_writer, read_json, readable_json, write_text_atomically, writing
+from fedlightning.run.files import read_json, readable_json, write_text_atomically, writing
 
 FILE = "statistics.json"
 FEWEST = 3
@@ -20,7 +20,9 @@ FEWEST = 3
 MOST_WORDS = 100_000
 
 
-def agree_on_statistics(engine: Engine, callbacks: Iterable[FederatedCallback], folder: Path | None) -> None:
+def agree_on_statistics(
+    engine: Engine, wanted: Mapping[str, Any], callbacks: Iterable[FederatedCallback], folder: Path | None
+) -> None:
     """Ask the clients that train for what their data modules want to agree on, and let all data be prepared with the totals.
 
     Held-out clients give nothing, and their data are prepared with the totals of the others. A run that goes on has the
@@ -28,6 +30,7 @@ def agree_on_statistics(engine: Engine, callbacks: Iterable[FederatedCallback], 
 
     Args:
         engine: Has the clients.
+        wanted: What their data modules want to agree on.
         callbacks: Of the federation; some refuse that statistics leave.
         folder: Folder of the run, where the totals of a run that goes on are; `None`: there is none.
 
@@ -36,9 +39,6 @@ def agree_on_statistics(engine: Engine, callbacks: Iterable[FederatedCallback], 
             with other clients.
     """
     known = engine.runner.described
-    wanted = known.statistics
-    if wanted is None:
-        return
     refuse_covered(callbacks)
     clients = {client: known.num_samples(client) for client in in_order(known.client_ids)}
     path = None if folder is None else folder / FILE
@@ -59,10 +59,9 @@ def agree_on_statistics(engine: Engine, callbacks: Iterable[FederatedCallback], 
 
 def keep(engine: Engine, folder: Path) -> None:
     """Write the totals into the folder of a run that begins."""
-    if engine.statistics is not None and is_writer():
-        with writing(folder / FILE):
-            folder.mkdir(parents=True, exist_ok=True)
-            write_text_atomically(folder / FILE, readable_json(engine.statistics))
+    with writing(folder / FILE):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(folder / FILE, readable_json(engine.statistics))
 
 
 def refuse_covered(callbacks: Iterable[FederatedCallback]) -> None:

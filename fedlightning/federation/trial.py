@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.nn.modules.batchnorm import _BatchNorm  # no public name for all of them
 from torch.utils.data import DataLoader, IterableDataset
 
 from fedlightning.blueprint.evaluator import StepLosses
@@ -25,7 +26,7 @@ from fedlightning.compat.quiet import quiet
 from fedlightning.datamodules.own_generators import kept
 from fedlightning.errors import ConfigurationError, ControlFlow
 from fedlightning.federation.engine import Engine, Question
-from fedlightning.federation.first_step import ask_first_step
+from fedlightning.federation.first_step import ask_first_step, tell_of_batches_of_one
 from fedlightning.federation.trial_failure import step_failure
 from fedlightning.hooks import Phase
 from fedlightning.messages import Message
@@ -231,9 +232,12 @@ class StepTrials:
                     self._refuse_unknown_monitors(followed + self._watching(architecture), architecture)
                 for split in self.splits:
                     self._step(split, architecture)
-        for architecture in modules:
-            logged = partial(self._logged, architecture) if "val" in self.splits else list
-            ask_first_step(self.engine, architecture, logged)
+        if self.engine.data_here and len(modules) == 1 and _normalises(self.blueprint.template):
+            tell_of_batches_of_one(self.engine.runner)
+        if any(one.claims("check_step") or one.claims("correct_gradient") for one in self.blueprint.callbacks):
+            for architecture in modules:
+                logged = partial(self._logged, architecture) if "val" in self.splits else list
+                ask_first_step(self.engine, architecture, logged)
 
     def _logged(self, architecture: str) -> Iterator[list[str]]:
         """Yield what the module logs in validation, for some clients."""
@@ -315,6 +319,10 @@ class StepTrials:
                     f"{owner} monitors '{monitor}', which {type(template).__name__} does not log. It logs "
                     f"{', '.join(sorted(known)) or 'nothing'}."
                 )
+
+
+def _normalises(module: LightningModule) -> bool:
+    return any(isinstance(child, _BatchNorm) for child in module.modules())
 
 
 def _refuse_late_layers(module: LightningModule) -> None:

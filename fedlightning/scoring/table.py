@@ -79,17 +79,11 @@ def results_table(results: Sequence[Result], split: str = "test", width: int = 8
     return table
 
 
-def client_table(
-    results: Sequence[Result],
-    split: str = "test",
-    metric: str | None = None,
-    width: int = 80,
-    unseen: bool = False,
-) -> Table | None:
+def client_table(results: Sequence[Result], split: str = "test", width: int = 80, unseen: bool = False) -> Table | None:
     """Return a table with clients as rows and models as columns: one metric on each client's own data."""
     rows = [row for row in results if row["split"] == split and row["data"] == LOCAL]
     rows = [row for row in rows if (row["model"] == UNSEEN) == unseen]
-    metric = metric or next(iter(important_metrics(rows)), None)
+    metric = next(iter(important_metrics(rows)), None)
     columns = {(row["checkpoint"], row["stage"]): row for row in rows if bare(row) == metric}
     if not columns:
         return None

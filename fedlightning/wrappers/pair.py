@@ -18,8 +18,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fedlightning.compat.attached import detached_copy
-from fedlightning.compat.signatures import takes_index
+from fedlightning.compat.attached import detached_copy, takes_index
 from fedlightning.layers import ordered_layers
 from fedlightning.wrappers.features import FeatureTap
 from fedlightning.wrappers.heads import find_submodule

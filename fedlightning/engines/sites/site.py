@@ -39,7 +39,7 @@ from fedlightning.tensors import load_state, module_state
 from fedlightning.visit.description import Description
 from fedlightning.visit.failing import noting
 from fedlightning.visit.runner import LocalRunner
-from fedlightning.wire import Limits, read, write
+from fedlightning.wire import read, write
 
 TASKS = (Visit, ScoreClient, ScoreModel, Deploy, CheckThere, TryStep)
 """What a site carries out for the server."""
@@ -80,10 +80,8 @@ class Site:
         blueprint: What its clients are built from: the site's own module, callbacks and settings.
         data: Its clients' data.
         folder: Where records and exported models are kept.
-        limits: Largest requests that are accepted.
         export: Whether clients' models may be sent to the server when a run ends.
         send_texts: Whether the texts of errors leave, and what modules log besides numbers; else the kind and a reference.
-        clock: Seconds; a test brings its own.
         allow_other_code: Take part although the server has other code under the same names, if it allows that too.
 
     Attributes:
@@ -96,10 +94,8 @@ class Site:
         blueprint: Blueprint,
         data: FederatedDataModule,
         folder: Path,
-        limits: Limits | None = None,
         export: bool = False,
         send_texts: bool = False,
-        clock: Callable[[], float] = time.monotonic,
         allow_other_code: bool = False,
     ) -> None:
         self.name = name
@@ -111,9 +107,8 @@ class Site:
         self._folder = folder
         self._blueprint = blueprint
         self._data = data
-        self._limits = limits
         self._export = export
-        self._clock = clock
+        self._clock = time.monotonic  # a test brings its own
         self._session: Session | None = None
         self._stages: set[str] = set()
         self._public: dict[str, Any] | None = None
@@ -135,7 +130,7 @@ class Site:
             return write({"refused": reason})
 
     def _reply(self, request: bytes) -> bytes:
-        asked = read(request, self._limits)
+        asked = read(request)
         if not isinstance(asked, dict) or not all(isinstance(asked.get(name), str) for name in ("do", "session")):
             raise RefusedError("it is no request of a server.")
         if asked["do"] not in ENVELOPES:

@@ -25,7 +25,6 @@ class SiteLog:
         server: Address of its server.
         clients: Its clients.
         say: Is told a line at a time.
-        clock: Seconds since 1970.
     """
 
     def __init__(
@@ -35,15 +34,14 @@ class SiteLog:
         server: str = "",
         clients: Sequence[str] = (),
         say: Callable[[str], None] = _say,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self._file = StatusFile(folder, every=0.0)  # beside what each task costs, a small file is nothing
-        self._say, self._clock = say, clock
+        self._say = say
         self._told: str | None = None  # the last refusal
         self._told_round: int | None = None
         self._is_new, self._leaves = False, ""
-        self._began = clock()
-        self.status = OwnStatus(name, server, clock(), clients=list(clients))
+        self._began = time.time()
+        self.status = OwnStatus(name, server, time.time(), clients=list(clients))
         self.write()
 
     def connection(self, reason: str | None) -> None:
@@ -59,7 +57,7 @@ class SiteLog:
         if (state, reason or "") == (status.state, status.reason):
             return
         if state != status.state or status.since is None:
-            status.since = self._clock()
+            status.since = time.time()
         status.state, status.reason = state, reason or ""
         if reason is None:
             self._say(f"Connected to {status.server}.")
@@ -74,7 +72,7 @@ class SiteLog:
         self.connection(None)  # a SuperNode that finds its server again does so in silence
         status = self.status
         if status.run != run:
-            status.run, status.run_since = run, self._clock()
+            status.run, status.run_since = run, time.time()
             status.tasks = status.failures = 0
             status.round, self._told_round = None, None
             self._is_new, self._leaves = True, leaves
@@ -88,13 +86,13 @@ class SiteLog:
             self._is_new = False
             who = f"run {printable(self.status.run, 12)} with {of_clients(self.status.clients)}"
             self._say(f"Takes part in {who}.{f' Can leave: {self._leaves}.' if self._leaves else ''}")
-        self.status.doing, self._began = in_words(task), self._clock()
+        self.status.doing, self._began = in_words(task), time.time()
         self.write()
 
     def ended(self, task: Any, answer: Any) -> None:
         """Note a task that was carried out."""
         status = self.status
-        status.doing, status.last, status.last_at = "", in_words(task), self._clock()
+        status.doing, status.last, status.last_at = "", in_words(task), time.time()
         status.round = task.address[0]
         status.tasks += 1
         failed = task.failure(answer)
@@ -103,7 +101,7 @@ class SiteLog:
             self._say(f"Round {status.round}: {printable(failed[1])}")
         elif isinstance(task, Visit) and len(status.clients) <= LISTED:
             self._say(
-                f"Round {status.round}: trained {of_clients([task.client])} in {self._clock() - self._began:.1f} s."
+                f"Round {status.round}: trained {of_clients([task.client])} in {time.time() - self._began:.1f} s."
             )
         elif isinstance(task, Visit) and status.round != self._told_round:
             self._say(f"Round {status.round}: trains its clients.")
@@ -113,7 +111,7 @@ class SiteLog:
     def refused(self, reason: str) -> None:
         """Note a request that was refused. The same reason again is not said again."""
         status = self.status
-        status.doing, status.refused, status.refused_at = "", printable(reason), self._clock()
+        status.doing, status.refused, status.refused_at = "", printable(reason), time.time()
         if reason != self._told:
             self._say(f"Refused a request of {status.server}: {status.refused}")
         self._told = reason
@@ -121,7 +119,7 @@ class SiteLog:
 
     def end(self) -> None:
         """Note that the site has been stopped."""
-        self.status.state, self.status.since = "ended", self._clock()
+        self.status.state, self.status.since = "ended", time.time()
         self.status.doing = self.status.reason = ""
         self.write(lasting=True)
 

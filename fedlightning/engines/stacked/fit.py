@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedlightning.compat.signatures import takes_index
+from fedlightning.compat.attached import takes_index
 from fedlightning.engines.stacked.batches import Gatherer
 from fedlightning.engines.stacked.corrections import Correction
 from fedlightning.engines.stacked.hooks import StackHooks, Turn

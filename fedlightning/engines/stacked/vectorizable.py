@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import Metric
 
-from fedlightning.compat.signatures import takes_index
+from fedlightning.compat.attached import takes_index
 from fedlightning.engines.stacked import optimizers as stacked_optimizers
 from fedlightning.engines.stacked.planning import Clock, quietly_attached, schedules_in
 from fedlightning.engines.stacked.random import ClientDraws

@@ -14,9 +14,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 
 from fedlightning.blueprint.evaluator import names_of
-from fedlightning.compat.attached import to_device, trainer_of
+from fedlightning.compat.attached import class_takes_index, to_device, trainer_of
 from fedlightning.compat.quiet import without_warnings
-from fedlightning.compat.signatures import class_takes_index
 from fedlightning.datamodules.resident import resident_batches
 from fedlightning.visit.fast import refusals as fast_refusals
 from fedlightning.visit.fast.hooks import Hooks, of_module, per_class

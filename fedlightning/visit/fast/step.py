@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from fedlightning.compat.signatures import class_takes_index
-from fedlightning.visit.fast import sgd as fast_sgd
+from fedlightning.compat.attached import class_takes_index
 from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.fast.hooks import Hooks
 from fedlightning.visit.fast.log import LogCollector
@@ -195,16 +194,16 @@ def unrecorded_step(optimizer: Optimizer) -> Callable[[Closure], Any]:
     if inner is None or getattr(outer, "__code__", None) is not _RECORDED:  # functools.wraps copies `hooked`
         return lambda closure: optimizer.step(closure=closure)  # type: ignore[arg-type]
     everywhere = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
-    is_plain_sgd = fast_sgd.applies(optimizer)
+    plain = is_plain_sgd(optimizer)
     before, after = hooks_of(optimizer)
 
     def step(closure: Closure) -> Any:
         replaced = kind.step is not outer or "step" in vars(optimizer)
         if replaced or before or any(everywhere) or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             return optimizer.step(closure=closure)  # type: ignore[arg-type]
-        if is_plain_sgd:
+        if plain:
             result = closure()
-            fast_sgd.update(optimizer)
+            update_by_sgd(optimizer)
         else:
             result = inner(optimizer, closure=closure)
         for hook in after.values():
@@ -224,3 +223,51 @@ def count_steps(optimizer: Any, clock: dict[str, Any]) -> None:
         clock["global_step"] += 1
 
     optimizer._on_after_step = stepped
+
+
+# -- SGD without torch's calls around its update, which cost more than a small one -------------------------------------
+def is_plain_sgd(optimizer: Optimizer) -> bool:
+    """Return True if :func:`update_by_sgd` equals `optimizer.step()`: torch's own SGD, in its form for single tensors."""
+    if type(optimizer) is not SGD or not _is_torch_own(SGD.step):
+        return False
+    for group in optimizer.param_groups:
+        if group["differentiable"] or group["fused"] or group["foreach"] or isinstance(group["weight_decay"], Tensor):
+            return False
+        if any(parameter.device.type != "cpu" for parameter in group["params"]):
+            return False
+    return all(not isinstance(group["lr"], Tensor) for group in optimizer.param_groups)
+
+
+def _is_torch_own(step: Any) -> bool:
+    """Return True if `step` is torch's own (inside torch's profiler record of it), not a replacement."""
+    inner = getattr(step, "__wrapped__", step)
+    return bool(
+        inner.__code__.co_filename == torch_optimizer.__file__
+    )  # where the decorator that torch puts on it stands
+
+
+def update_by_sgd(optimizer: Optimizer) -> None:
+    """Move the parameters by the operations of `torch.optim.sgd` in its order, so that the bits are the same."""
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            lr, momentum, decay = group["lr"], group["momentum"], group["weight_decay"]
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                if group["maximize"]:
+                    gradient = -gradient
+                if decay != 0:
+                    gradient = gradient.add(parameter, alpha=decay)
+                if momentum != 0:
+                    gradient = _with_momentum(optimizer.state[parameter], gradient, group)
+                parameter.add_(gradient, alpha=-lr)
+
+
+def _with_momentum(state: dict[str, Any], gradient: Tensor, group: dict[str, Any]) -> Tensor:
+    momentum, buffer = group["momentum"], state.get("momentum_buffer")
+    if buffer is None:
+        buffer = state["momentum_buffer"] = gradient.detach().clone()
+    else:
+        buffer.mul_(momentum).add_(gradient, alpha=1 - group["dampening"])
+    return gradient.add(buffer, alpha=momentum) if group["nesterov"] else buffer

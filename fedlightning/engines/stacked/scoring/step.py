@@ -19,7 +19,7 @@ from torch.func import vmap
 from torchmetrics import Metric, MetricCollection
 
 from fedlightning.blueprint.evaluator import EvaluationNames, loss_of
-from fedlightning.compat.signatures import class_takes_index
+from fedlightning.compat.attached import class_takes_index
 from fedlightning.engines.stacked.scoring.values import NotStacked, evaluating, plain_log
 from fedlightning.engines.stacked.stack import join_tree, split_tree
 from fedlightning.engines.stacked.step import Slots

@@ -15,8 +15,7 @@ from torch.optim import SGD, Adam, Optimizer
 import fedlightning  # noqa: F401
 
 # isort: split
-from fedlightning.visit.fast import sgd as fast_sgd
-from fedlightning.visit.fast.step import unrecorded_step
+from fedlightning.visit.fast.step import is_plain_sgd, unrecorded_step, update_by_sgd
 
 OPTIONS = [
     {"momentum": momentum, "weight_decay": decay, "nesterov": nesterov, "dampening": dampening, "maximize": maximize}
@@ -46,12 +45,12 @@ def test_same_bits_as_torch(options: dict[str, float]) -> None:
     reference = SGD(
         [{"params": theirs[0].parameters(), "lr": 0.01}, {"params": theirs[2:].parameters()}], lr=0.1, **options
     )  # type: ignore[index]
-    assert fast_sgd.applies(own)
+    assert is_plain_sgd(own)
     for step in range(4):
         backward(mine, step)
         backward(theirs, step)
         own.param_groups[1]["lr"] = reference.param_groups[1]["lr"] = 0.1 / (step + 1)
-        fast_sgd.update(own)
+        update_by_sgd(own)
         reference.step()
         for left, right in zip(mine.parameters(), theirs.parameters(), strict=True):
             assert torch.equal(left, right)
@@ -75,7 +74,7 @@ class Subclass(SGD):
     ids=["subclass", "Adam", "tensor as lr", "foreach", "fused", "differentiable"],
 )
 def test_leaves_the_rest_to_torch(make: object) -> None:
-    assert not fast_sgd.applies(make(list(network().parameters())))  # type: ignore[operator]
+    assert not is_plain_sgd(make(list(network().parameters())))  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("kind", [SGD, Adam, Subclass])
