@@ -132,6 +132,11 @@ def refuse_other_sum(setup: Setup, noise: SumNoise | None) -> None:
                 "no other ClientDP stands beside it. Take both, or leave out both SecureAggregation and where='masked'."
             )
         return
+    for other in setup.callbacks:
+        if other is not secure and other.claims("on_broadcast"):
+            raise ValueError(
+                f"ClientDP {BOUNDED.what}, and {other.key} {Change.BROADCAST.value}. Remove one of the two."
+            )
     count = sum(setup.num_samples[client] > 0 for client in setup.clients)
     if noise.shares > secure.survivors(count):
         raise ValueError(

@@ -18,6 +18,7 @@ from fedlightning.callbacks import (
     FedPer,
     FedProx,
     Krum,
+    LocalAdaptation,
     SecureAggregation,
 )
 from fedlightning.callbacks.client_dp_budget import MODEL, RoundBudget
@@ -203,6 +204,7 @@ def test_a_further_release_is_in_the_ledger_with_the_noise_of_a_share(tmp_path):
         ([dp(noise_multiplier=1e-6, clip=0.01), SecureAggregation(bits=16)], "Take bits=32"),
         ([SCAFFOLD(), dp(), SecureAggregation()], "SCAFFOLD"),
         ([Krum(), dp(), SecureAggregation()], "Krum"),
+        ([LocalAdaptation(), dp(), SecureAggregation()], "LocalAdaptation changes or adds to what"),
     ],
 )
 def test_it_is_refused(callbacks, reason):
