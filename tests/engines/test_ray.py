@@ -439,6 +439,7 @@ def listening(pids: list[int]) -> list[str]:
 NODES = """
 import sys
 import fedlightning
+import ray
 import torch
 from ray.cluster_utils import Cluster
 from fedlightning.callbacks import SCAFFOLD
@@ -457,7 +458,7 @@ second = cluster.add_node(num_cpus=1)
 options = {"engine": "ray", "ray": {"address": cluster.address}}
 alone, _ = run()
 both, width = run(**options)
-nodes = {kept.about[1] for kept in ray_cluster._kept}
+nodes = {ray.get(kept.handle.hello.remote())[1] for kept in ray_cluster._kept}  # waits for one that starts late
 Lose.then.append(lambda: cluster.remove_node(second))
 lost, _ = run(**options)
 same(alone, both)
