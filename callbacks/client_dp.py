@@ -32,6 +32,7 @@ from fedlightning.callbacks.client_dp_checks import (
     OF_A_SUM,
     WHOLE_SHARES,
     refuse_contradictions,
+    refuse_fixed_draws,
     refuse_other_rounds,
     refuse_other_sum,
     refuse_uncovered,
@@ -85,9 +86,9 @@ class ClientDP(ClientSelection, Private, SharesNoise):
     the server has sent or kept (other clients, users of the result). It does **not** hold against the server itself, which
     sees single updates; nor against whom knows who took part in which round (then ``rate`` counts as 1). With
     ``where="client"`` or ``"masked"`` who took part is known, and epsilon is about what a client sends: its change or none.
-    With ``"masked"`` it holds against the server too, if that keeps to the protocol. With ``"client"`` the server sees noise
-    in every update: `privacy.json` has `epsilon_server`; it counts what was sent again (``on_client_error="retry"``), and
-    does not see what a server could ask beyond one visit a round.
+    With ``"masked"`` it holds against the server too, if that keeps to the protocol (and was not killed between a sum and its
+    entry in `privacy.json`). With ``"client"`` the server sees noise in every update: `epsilon_server` in `privacy.json`
+    counts what was sent again (``on_client_error="retry"``), not what a server could ask beyond one visit a round.
 
     Scores on validation data and values that the module logs do not leave clients. Epsilon counts neither test scores nor
     sample counts in the run's folder: `privacy.json` has the list. What stays with a client (personal layers and models) is
@@ -95,8 +96,8 @@ class ClientDP(ClientSelection, Private, SharesNoise):
 
     Epsilon is worked out by Opacus (``pip install fedlightning[privacy]``). What is spent is in `privacy.csv` and
     `privacy.json` before a model is released; a run ends before it would exceed `epsilon`. Noise comes from a secret of the
-    operating system's in the saved state alone: neither configuration, logs nor exported models hold it. A round
-    that a resumed run does again gives the same bits; where its mean is another one (a client failed), it counts as a further
+    operating system's in the saved state alone: neither configuration, logs nor exported models hold it. A round that a
+    resumed run does again gives the same bits; where its mean is another one (a client failed), it counts as a further
     release: with the server's noise anew, or with the noise of one share (clients' shares stay what they were, and the
     difference of two means may show a single one). Attacks on the rounding of floating-point noise are not countered.
 
@@ -191,11 +192,7 @@ class ClientDP(ClientSelection, Private, SharesNoise):
             ValueError: With the leak and a way out.
         """
         accountant_of(self.accountant)
-        if isinstance(setup.participation, int) or setup.participation != 1.0:
-            raise ValueError(
-                f"participation={setup.participation} draws a fixed number of clients, which ClientDP does not account for. "
-                f"Leave it out, and give ClientDP(rate=...)."
-            )
+        refuse_fixed_draws(setup)
         refuse_other_ways(self, setup, "neither bounds nor covers with noise")
         refuse_uncovered(setup)
         refuse_other_sum(setup, self._in_sum(setup.max_rounds) if self.in_sum else None)
@@ -335,7 +332,8 @@ class ClientDP(ClientSelection, Private, SharesNoise):
         """Return the changes with this client's share of the noise, which is bound to them: two never share theirs."""
         std, secret = self._noise(client.max_rounds) * self.clip / math.sqrt(self.shares or 1), self._secret(client)
         covered = changes | {f"received {name}": value for name, value in client.received.items()}
-        bound = digest_of("share", covered) if self.noise_seed is None else ""
+        # By the standard deviation too: a run may go on with another clip.
+        bound = digest_of(f"share {std!r}", covered) if self.noise_seed is None else ""
         return with_noise(changes, std, secret, f"{client.visit}|share", bound)
 
     def on_update(self, server: Server, update: Update) -> None:

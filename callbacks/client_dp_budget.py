@@ -65,18 +65,22 @@ class RoundBudget:
         with self.ledger.held(None) as others:
             return self.of(others, *self._counted({*releases, *self.ledger.releases}, rounds))
 
-    def at_server(self, rounds: int) -> float:
+    def at_server(self, rounds: int) -> float | None:
         """Return what a number of rounds spends against the server, which sees one share of noise in each update.
+
+        `None` where it sees all that clients do, or sums alone.
 
         What is sent again may have noise of another secret: that of a client's first visit is forgotten with it.
         """
-        noise = self.noise / math.sqrt(self.shares or 1)
+        if self.shares is None or self.masked:
+            return None
+        noise = self.noise / math.sqrt(self.shares)
         return spent_by(self.accountant, self.delta, ((noise, 1.0, rounds + self.again),))
 
     def in_words(self, rounds: int, releases: Collection[str]) -> str:
         """Return what a number of rounds and their releases spend as a sentence, with what the ledger has of other runs."""
-        seen = self.shares and not self.masked
-        at_server = f" (against the server: {self.at_server(max(rounds, len(releases))):.4g})" if seen else ""
+        spent = self.at_server(max(rounds, len(releases)))
+        at_server = "" if spent is None else f" (against the server: {spent:.4g})"
         return (
             f"epsilon={self.after(rounds, releases):.4g}{at_server} at delta={self.delta:g} for each client, against "
             f"everybody who sees the models (noise_multiplier={self.noise:.4g})."
@@ -122,11 +126,11 @@ class RoundBudget:
                 )
         if folder is None:
             return
-        at_server = {"epsilon_server": self.at_server(releases) if private else None}
+        at_server = self.at_server(releases)
         own = {
             "private": private,
             "epsilon": epsilon if private else None,
-            **(at_server if self.shares and not self.masked else {}),
+            **({"epsilon_server": at_server if private else None} if at_server is not None else {}),
             "delta": self.delta,
             "rounds": round + 1,
             "releases": releases,

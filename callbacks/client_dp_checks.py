@@ -22,17 +22,9 @@ BOUNDED = Need(
 )
 OF_A_SUM = Need(
     BOUNDED.what,
-    (
-        Change.REDUCED,
-        Change.DENOMINATOR,
-        Change.MODEL_OF,
-        Change.VALUES,
-        Change.NEIGHBOURS,
-        Change.GLOBAL,
-        Change.SHAPE,
-    ),
+    set(BOUNDED.without) - {Change.REDUCE, Change.PLAN, Change.BROADCAST, Change.LOSSY},
 )
-"""The same beside SecureAggregation, which makes the mean and needs the rest itself."""
+"""The same but for what SecureAggregation itself does; it refuses others that do."""
 WHOLE_SHARES = Need("lets every client add its share of the noise to all that travels", (Change.PARTS,))
 FEW = 100
 """Clients below which the noise drowns what they learn, in most settings."""
@@ -84,6 +76,19 @@ def refuse_other_rounds(kept: Mapping[str, Any], given: Sequence[Any], solved: f
             f" solve for noise_multiplier={solved:.4g} with max_rounds="
             f"{max_rounds}; the rounds of this run are accounted with {kept['noise_multiplier']:.4g}. Resume with the "
             "max_rounds of before, or start a new run."
+        )
+
+
+def refuse_fixed_draws(setup: Setup) -> None:
+    """Refuse rounds of a number of clients that is fixed.
+
+    Raises:
+        ValueError: With the way out.
+    """
+    if isinstance(setup.participation, int) or setup.participation != 1.0:
+        raise ValueError(
+            f"participation={setup.participation} draws a fixed number of clients, which ClientDP does not account for. "
+            "Leave it out, and give ClientDP(rate=...)."
         )
 
 

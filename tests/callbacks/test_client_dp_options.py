@@ -238,6 +238,16 @@ def test_the_same_change_has_the_same_noise_and_another_one_another():
     assert torch.equal(first, again) and float((first - other).abs().mean()) > 0.01
 
 
+def test_the_same_change_under_another_clip_has_other_noise():
+    """Of two sums of a change with multiples of the same noise anybody could work out the change."""
+    clients = [SimpleNamespace(id="a", state={}, visit=0, max_rounds=9)] * 2
+    first, second = (
+        sent_by(dp(clip=clip, noise_seed=None, where="client", shares=4), client).flatten()
+        for clip, client in zip((0.2, 0.4), clients, strict=True)
+    )
+    assert abs(float(torch.corrcoef(torch.stack([first, second]))[0, 1])) < 0.05
+
+
 @pytest.mark.parametrize("engine", ["vectorized", pytest.param("processes", marks=pytest.mark.slow)])
 def test_every_engine_adds_the_same_noise(engine):
     callbacks = [dp(where="client", shares=3, clip=0.1, noise_multiplier=0.1)]
