@@ -117,9 +117,11 @@ def counts(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     return found
 
 
-def commit() -> str | None:
-    """Return the commit of this package's repository, with a plus if files were changed since; `None` outside of one."""
-    root = Path(fedlightning.__file__).parents[1]
+def commit(root: Path = Path(fedlightning.__file__).parents[1]) -> str | None:
+    """Return the commit of this package's repository, with a plus if files were changed since; `None` outside of one.
+
+    Recorded verdicts are no such files: they are written one after another, and compute nothing.
+    """
     if not (root / ".git").exists():
         return None
     try:
@@ -127,7 +129,10 @@ def commit() -> str | None:
             subprocess.run(
                 ["git", "-C", str(root), *words], capture_output=True, text=True, check=True, timeout=20
             ).stdout
-            for words in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+            for words in (
+                ["rev-parse", "--short=12", "HEAD"],
+                ["status", "--porcelain", "-uno", "--", ".", ":!*/recorded/*"],
+            )
         )
     except (OSError, subprocess.SubprocessError):
         return None
