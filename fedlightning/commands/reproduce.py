@@ -34,7 +34,7 @@ from fedlightning.experiments.reproduce.record import lost, moved_goals, write_r
 from fedlightning.experiments.reproduce.results import Line, Place, measure_table
 from fedlightning.experiments.reproduce.runs import Job, obstacle, plan_jobs
 from fedlightning.experiments.reproduce.summary import as_json, write_json
-from fedlightning.experiments.reproduce.tables import Table
+from fedlightning.experiments.reproduce.tables import ALL, Table
 from fedlightning.experiments.study_file import StudyFile, only_one
 
 TABLES = FOLDER / "reproduce"
@@ -188,11 +188,13 @@ def _say_plan(
     asked: Sequence[_Asked], jobs: Sequence[Job], tasks: Sequence[Task], options: Any, screen: Console
 ) -> None:
     total = len({(job.method.name, seed) for job in jobs for seed in job.seeds})
-    minutes = sum(one.table.minutes for one in asked if not one.obstacle)
+    expected = [one.table.minutes.get(options.set or ALL) for one in asked if not one.obstacle]
+    minutes = sum(one for one in expected if one is not None)
+    about = f"{'more than' if None in expected else 'about'} {minutes:g} minutes if none was; " if minutes else ""
     say(
         screen,
         f"{len(asked)} table{'s' if len(asked) > 1 else ''}: {total} runs, {total - len(tasks)} of them there already; "
-        f"{options.jobs} at a time; about {minutes:g} minutes if none was; {shown(options.out)}",
+        f"{options.jobs} at a time; {about}{shown(options.out)}",
     )
 
 

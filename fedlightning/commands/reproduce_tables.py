@@ -29,7 +29,7 @@ def listed(tables: Sequence[Table]) -> list[dict[str, Any]]:
             "title": table.title,
             "paper": table.source.paper,
             "sets": list(table.sets),
-            "minutes": table.minutes,
+            "minutes": dict(table.minutes),
             "counts": counts(list(read_record(table.path).values())),
         }
         for table in tables
@@ -42,13 +42,15 @@ def list_tables(tables: Sequence[Table], screen: Console) -> None:
     grid.add_column("table", no_wrap=True)
     grid.add_column("paper", overflow="fold")
     grid.add_column("about", overflow="fold")
-    grid.add_column("sets", no_wrap=True)
-    grid.add_column("minutes", justify="right")
+    grid.add_column("sets: minutes", overflow="fold")
     grid.add_column("last verdicts", overflow="fold")
     for table in tables:
         last = verdict_counts(list(read_record(table.path).values())) or "none yet"
         paper = table.source.paper.partition(",")[0]
-        grid.add_row(table.name, escape(paper), escape(table.title), " ".join(table.sets), f"{table.minutes:g}", last)
+        same = len(set(table.minutes.values())) == 1
+        each = list(table.minutes.items())[: 1 if same else None]
+        minutes = ", ".join(f"{name}: {number:g}" for name, number in each)
+        grid.add_row(table.name, escape(paper), escape(table.title), minutes, last)
     print_whole(screen, grid)
     say(
         screen,

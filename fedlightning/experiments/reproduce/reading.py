@@ -10,7 +10,7 @@ from fedlightning.config.errors import InputError
 from fedlightning.experiments.reproduce.fields import Fields, read_yaml
 from fedlightning.experiments.reproduce.measures import Spec
 from fedlightning.experiments.reproduce.specs import check_measure, runs_of
-from fedlightning.experiments.reproduce.tables import READ, WHOLE, Cell, Data, Order, RunSpec, Source, Table
+from fedlightning.experiments.reproduce.tables import ALL, READ, WHOLE, Cell, Data, Order, RunSpec, Source, Table
 
 
 def read_table(path: Path, configs: Path) -> Table:
@@ -56,7 +56,7 @@ def read_table(path: Path, configs: Path) -> Table:
         cannot_detect=top.texts("cannot_detect"),
         tuned_on_test=top.flag("tuned_on_test"),
         sets=sets,
-        minutes=top.number("minutes", low=0),
+        minutes=_minutes(top, sets, runs),
         data=[read_data(one) for one in top.sections("data")],
         extras=top.texts("extras"),
         seeds=_seeds(top),
@@ -69,6 +69,17 @@ def read_table(path: Path, configs: Path) -> Table:
     )
     top.end()
     return table
+
+
+def _minutes(top: Fields, sets: Sequence[str], runs: Mapping[str, RunSpec]) -> dict[str, float]:
+    """Return the expected minutes of each set; one number is that of the table's first set, or of all runs."""
+    if not isinstance(top.whole().get("minutes"), Mapping):
+        names = [*sets[:1], *([ALL] if all(run.sets == list(sets) for run in runs.values()) else [])]
+        return dict.fromkeys(names or [ALL], top.number("minutes", low=0))
+    given, known = top.section("minutes"), [ALL, *sets, *(name for run in runs.values() for name in run.sets)]
+    for name in given.whole():
+        top.known(str(name), known, "minutes")
+    return {str(name): given.number(name, low=0) for name in given.whole()}
 
 
 def _runs(top: Fields, path: Path, configs: Path, sets: Sequence[str], reduced: bool) -> dict[str, RunSpec]:

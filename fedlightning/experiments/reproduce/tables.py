@@ -12,6 +12,8 @@ from fedlightning.experiments.reproduce.specs import runs_of
 
 READ = ("source", "re-run", "memory")
 """How a published number is known. From memory: it is printed, and never judged."""
+ALL = "all"
+"""Key of `minutes` for all runs of a table, whatever sets they are in."""
 WHOLE = "table"
 """Key of `why` for the paragraph about the whole table."""
 
@@ -168,7 +170,7 @@ class Table:
         cannot_detect: Faults that no cell would show.
         tuned_on_test: Whether the paper chose anything on test data.
         sets: Sets that the table belongs to.
-        minutes: Expected minutes on two cores.
+        minutes: By set, expected minutes of its runs on two cores; :data:`ALL`: of all runs.
         data: Files that its runs need.
         extras: Optional dependencies that its runs need, as named in `pip install 'fedlightning[EXTRA]'`.
         seeds: Seeds of every run.
@@ -191,7 +193,7 @@ class Table:
     cannot_detect: Sequence[str]
     tuned_on_test: bool
     sets: Sequence[str]
-    minutes: float
+    minutes: Mapping[str, float]
     data: Sequence[Data]
     extras: Sequence[str]
     seeds: Sequence[int]

@@ -127,6 +127,7 @@ WRONG = {
     "idle run": ({"runs": {"fedavg": "small.yaml", "more": "small.yaml"}}, "run 'more' is in no cell and in no order"),
     "seeds": ({"seeds": 0}, "has seeds: 0. Give a number of seeds"),
     "why": ({"why": {"FedAvgg": "x"}}, "names 'FedAvgg' (why)"),
+    "minutes of no set": ({"minutes": {"cpus": 3}}, "names 'cpus' (minutes), which is not in this file"),
     "missing title": ({"title": None}, "has title: None, which is no text"),
 }
 
@@ -138,6 +139,25 @@ def test_what_cannot_work_is_said_in_a_sentence(read, name):
         read(**changes)
     assert sentence in str(error.value)
     assert "\n" not in str(error.value) and str(error.value).startswith("t.yaml: ")
+
+
+@pytest.mark.parametrize(
+    ("minutes", "sets", "expected"),
+    [
+        (2, ["cpu"], {"cpu": 2.0, "all": 2.0}),
+        (2, [], {"all": 2.0}),
+        ({"cpu": 2, "all": 600}, ["cpu"], {"cpu": 2.0, "all": 600.0}),
+    ],
+)
+def test_minutes_of_each_set(read, minutes, sets, expected):
+    assert read(minutes=minutes, sets=sets).minutes == expected
+
+
+def test_minutes_of_a_table_that_has_runs_outside_of_its_set(read):
+    runs = {"fedavg": "small.yaml", "more": {"configs": "small.yaml", "sets": ["hours"]}}
+    orders = [{"better": "more", "worse": "fedavg", "measure": "final"}]
+    assert read(minutes=2, runs=runs, orders=orders).minutes == {"cpu": 2.0}
+    assert read(minutes={"hours": 60}, runs=runs, orders=orders).minutes == {"hours": 60.0}
 
 
 def test_a_key_that_is_there_twice_and_a_file_that_is_none(tmp_path):
