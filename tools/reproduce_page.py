@@ -13,7 +13,7 @@ from fedlightning.experiments.reproduce.record import moved_goals, read_record
 from fedlightning.experiments.reproduce.results import Line
 from fedlightning.experiments.reproduce.tables import WHOLE, Cell, Table
 from fedlightning.experiments.reproduce.verdicts import BAD, BY_CHANCE, INCONCLUSIVE, Verdict
-from fedlightning.experiments.reproduce.words import chance, row_of, verdict_counts
+from fedlightning.experiments.reproduce.words import chance, row_of, times, verdict_counts
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/results/reproduce.md"
 HEAD = """# Published tables, run again
@@ -38,11 +38,11 @@ def page(tables: Sequence[Table]) -> str:
 
 
 def _overview(tables: Sequence[Table], records: Mapping[str, Mapping[str, Any]]) -> str:
-    lines = ["| table | published in | sets | verdicts |", "|---|---|---|---|"]
+    lines = ["| table | published in | sets: minutes on two cores | verdicts |", "|---|---|---|---|"]
     for table in tables:
         told = verdict_counts(list(records[table.name].values())) or "not run yet"
         link = f"[{table.name}](#{table.name.replace('_', '-')})"
-        lines.append(f"| {link} | {_cell(table.source.paper)} | {' '.join(table.sets)} | {told} |")
+        lines.append(f"| {link} | {_cell(table.source.paper)} | {times(table)} | {told} |")
     return "\n".join(lines) + "\n"
 
 

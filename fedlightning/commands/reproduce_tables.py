@@ -16,7 +16,7 @@ from fedlightning.experiments.reproduce.record import counts, read_record
 from fedlightning.experiments.reproduce.results import Line
 from fedlightning.experiments.reproduce.tables import Table
 from fedlightning.experiments.reproduce.verdicts import BAD, BY_CHANCE, GOOD
-from fedlightning.experiments.reproduce.words import chance, reasons, row_of, verdict_counts
+from fedlightning.experiments.reproduce.words import chance, reasons, row_of, times, verdict_counts
 
 _COLOURS = {**dict.fromkeys(GOOD, "green"), **dict.fromkeys(BAD, "bold red"), "inconclusive": "yellow"}
 
@@ -47,10 +47,7 @@ def list_tables(tables: Sequence[Table], screen: Console) -> None:
     for table in tables:
         last = verdict_counts(list(read_record(table.path).values())) or "none yet"
         paper = table.source.paper.partition(",")[0]
-        same = len(set(table.minutes.values())) == 1
-        each = list(table.minutes.items())[: 1 if same else None]
-        minutes = ", ".join(f"{name}: {number:g}" for name, number in each)
-        grid.add_row(table.name, escape(paper), escape(table.title), minutes, last)
+        grid.add_row(table.name, escape(paper), escape(table.title), times(table), last)
     print_whole(screen, grid)
     say(
         screen,

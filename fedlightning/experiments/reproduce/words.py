@@ -8,6 +8,7 @@ from typing import Any
 
 from fedlightning.experiments.reproduce.record import counts
 from fedlightning.experiments.reproduce.results import Line
+from fedlightning.experiments.reproduce.tables import Table
 from fedlightning.experiments.reproduce.verdicts import BAD, INCONCLUSIVE
 
 
@@ -76,6 +77,13 @@ def reasons(lines: Sequence[Line]) -> list[str]:
 
 def _few(names: Sequence[str]) -> str:
     return "; ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def times(table: Table) -> str:
+    """Return the expected minutes of each set of a table, of all runs too if they are others."""
+    known = list(table.minutes.items())
+    alike = len(set(table.minutes.values())) == 1
+    return ", ".join(f"{name}: {number:g}" for name, number in known[: 1 if alike else None])
 
 
 def verdict_counts(lines: Sequence[Mapping[str, Any]]) -> str:
