@@ -56,7 +56,7 @@ def with_public(sizes=SIZES, **options):
 def test_share_one_is_local_adaptation(make):
     module, options = make(), {"max_rounds": 2, "local_epochs": 2}
     ours = federate(module, toy_data(SIZES), [Dapper(grid=[1.0])], **options)  # no public data needed
-    theirs = federate(module, toy_data(SIZES), [LocalAdaptation()], **options)
+    theirs = federate(module, toy_data(SIZES), [LocalAdaptation(epochs=1)], **options)
     beside = federate(module, with_public(), [Dapper(grid=[1.0])], **options)
     for client in SIZES:
         same(deployed(ours, client), deployed(theirs, client))
