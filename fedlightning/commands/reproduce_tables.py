@@ -13,10 +13,10 @@ from rich.table import Table as Grid
 from fedlightning.commands.terminal import say
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.experiments.reproduce.record import counts, read_record
-from fedlightning.experiments.reproduce.results import Line
+from fedlightning.experiments.reproduce.results import NOT_ASKED, Line
 from fedlightning.experiments.reproduce.tables import Table
 from fedlightning.experiments.reproduce.verdicts import BAD, BY_CHANCE, GOOD
-from fedlightning.experiments.reproduce.words import chance, reasons, row_of, times, verdict_counts
+from fedlightning.experiments.reproduce.words import chance, left_out, reasons, row_of, times, verdict_counts
 
 _COLOURS = {**dict.fromkeys(GOOD, "green"), **dict.fromkeys(BAD, "bold red"), "inconclusive": "yellow"}
 
@@ -61,9 +61,10 @@ def show_table(table: Table, lines: Sequence[Line], screen: Console) -> None:
     say(screen, f"{table.source.paper}, {table.source.table}. {table.source.link}".strip(), markup=False)
     if table.tuned_on_test:
         say(screen, "The paper chose on test data; its numbers are too good by what that gains.", markup=False)
+    shown = [line for line in lines if line.asked]
     for kind in ("cell", "order"):
-        _show_lines([row_of(line) for line in lines if line.is_order == (kind == "order")], kind, screen)
-    for text in reasons(lines):
+        _show_lines([row_of(line) for line in shown if line.is_order == (kind == "order")], kind, screen)
+    for text in (*reasons(shown), *left_out(lines)):
         say(screen, f"  {text}", markup=False)
 
 
@@ -86,7 +87,8 @@ def _show_lines(rows: Sequence[Mapping[str, str]], kind: str, screen: Console) -
 def show_summary(content: Mapping[str, Any], lost: Sequence[str], moved: Sequence[str], screen: Console) -> None:
     """Print how many cells agree, how many would disagree by chance, and what was lost or moved since the last record."""
     lines = [line for table in content["tables"] for line in (*table["cells"], *table["orders"])]
-    say(screen, f"\nAll: {verdict_counts(lines)}.")
+    asked = [line for line in lines if not line["note"].endswith(NOT_ASKED)]
+    say(screen, f"\nAll: {verdict_counts(asked)}.")
     say(screen, chance(content["chance"], round(content["chance"] / BY_CHANCE)))
     for text in (*moved, *lost):
         say(screen, f"! {text}", style="bold red", markup=False)

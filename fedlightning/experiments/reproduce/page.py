@@ -13,7 +13,7 @@ from fedlightning.experiments.reproduce.results import Line
 from fedlightning.experiments.reproduce.summary import Told
 from fedlightning.experiments.reproduce.tables import Table
 from fedlightning.experiments.reproduce.verdicts import BY_CHANCE, expected_by_chance
-from fedlightning.experiments.reproduce.words import chance, ours, reasons, row_of, verdict_counts
+from fedlightning.experiments.reproduce.words import chance, left_out, ours, reasons, row_of, verdict_counts
 from fedlightning.study.report import html
 from fedlightning.study.report.cells import Column
 from fedlightning.study.report.drawing import inline, look, save, settle, svg
@@ -40,7 +40,7 @@ def write_page(out: Path, tables: Sequence[Told], lost: Sequence[str], moved: Se
     said = [Trouble("Held against the recorded verdicts", None, [*moved, *lost])] if moved or lost else []
     page = Page(
         title="Published tables, run again",
-        subtitle=f"{len(tables)} tables: {verdict_counts([line.plain() for line in every])}. "
+        subtitle=f"{len(tables)} tables: {verdict_counts([line.plain() for line in every if line.asked])}. "
         + chance(expected, round(expected / BY_CHANCE)),
         answers={},
         problems=said,
@@ -54,7 +54,8 @@ def write_page(out: Path, tables: Sequence[Told], lost: Sequence[str], moved: Se
 
 def _section(table: Table, lines: Sequence[Line], seeds: Sequence[int], out: Path) -> Section:
     name = html.slug(table.name)
-    cells, orders = [line for line in lines if not line.is_order], [line for line in lines if line.is_order]
+    shown = [line for line in lines if line.asked]
+    cells, orders = [line for line in shown if not line.is_order], [line for line in shown if line.is_order]
     parts: list[Any] = []
     if cells:
         parts.append(
@@ -67,7 +68,7 @@ def _section(table: Table, lines: Sequence[Line], seeds: Sequence[int], out: Pat
             html.Table(f"{name}-orders", "Orders, paired over seeds", _columns(True), [row_of(line) for line in orders],
                        notes=reasons(orders))
         )  # fmt: skip
-    parts.append(Prose(terms=_terms(table, seeds), title="About this table"))
+    parts.append(Prose(terms=_terms(table, seeds, lines), title="About this table"))
     return Section(name, table.title, table.name, table.claim, parts)
 
 
@@ -113,7 +114,7 @@ def _columns(orders: bool = False) -> list[Column]:
     ]
 
 
-def _terms(table: Table, seeds: Sequence[int]) -> list[tuple[str, str]]:
+def _terms(table: Table, seeds: Sequence[int], lines: Sequence[Line]) -> list[tuple[str, str]]:
     source = table.source
     known = {
         "source": "read in the source",
@@ -128,6 +129,7 @@ def _terms(table: Table, seeds: Sequence[int]) -> list[tuple[str, str]]:
         ("Cannot detect", "; ".join(table.cannot_detect)),
         ("Chosen on test data", "The paper chose values or rounds on test data." if table.tuned_on_test else ""),
         ("Seeds", "nothing is random" if table.exact else ", ".join(map(str, seeds))),
+        ("Left out", " ".join(left_out(lines))),
         ("Runs that differ", " ".join(f"{run.name}: {run.differs}" for run in table.runs.values() if run.differs)),
     ]
     return [(term, text) for term, text in found if text]

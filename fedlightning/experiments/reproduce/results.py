@@ -21,6 +21,9 @@ from fedlightning.experiments.reproduce.verdicts import (
 )
 from fedlightning.study.runs import Run, load_run
 
+NOT_ASKED = "was not asked for"
+"""End of the reason of a line whose runs are in another set than was asked for."""
+
 
 @dataclass(frozen=True)
 class Line:
@@ -52,6 +55,11 @@ class Line:
     def is_order(self) -> bool:
         """Whether it is an order."""
         return self.published is None
+
+    @property
+    def asked(self) -> bool:
+        """Whether all its runs were asked for: those of another set were not."""
+        return not self.verdict.why.endswith(NOT_ASKED)
 
     def plain(self) -> dict[str, Any]:
         """Return it as plain values."""
@@ -143,7 +151,7 @@ class _Measurer:
         found = {}
         for seed in self.seeds:
             for name in needed:
-                place = self.places.get(name, {}).get(seed, Place(None, f"run {name} was not asked for"))
+                place = self.places.get(name, {}).get(seed, Place(None, f"run {name} {NOT_ASKED}"))
                 if place.folder is None:
                     return place
             runs = {name: self._run(str(self.places[name][seed].folder), name) for name in needed}

@@ -79,6 +79,14 @@ def _few(names: Sequence[str]) -> str:
     return "; ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
+def left_out(lines: Sequence[Line]) -> list[str]:
+    """Return a sentence on the lines that need runs of another set; none, if there are none."""
+    number = sum(not line.asked for line in lines)
+    return (
+        [f"{number} more {'need' if number > 1 else 'needs'} runs of other sets than was asked for."] if number else []
+    )
+
+
 def times(table: Table) -> str:
     """Return the expected minutes of each set of a table, of all runs too if they are others."""
     known = list(table.minutes.items())

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
+from rich.console import Console
 
 from fedlightning.commands.configs import FOLDER
+from fedlightning.commands.reproduce_tables import show_table
 from fedlightning.experiments.reproduce.reading import read_table
 from fedlightning.experiments.reproduce.results import Place, measure_table
 from tests.experiments.reproduce.writing import table, write, write_run
@@ -29,6 +33,23 @@ def test_a_run_that_diverged_disagrees_and_one_that_is_missing_was_not_run(tmp_p
     lines = measure_table(found, {"fedavg": {0: place}, "other": {0: Place(None, "it has not ended")}}, [0])
     assert [line.verdict.word for line in lines] == words
     assert lines[0].verdict.why == place.why and lines[0].failed == place.failed
+
+
+def test_lines_of_another_set_are_left_out_of_what_is_shown(tmp_path):
+    """What is missing for another reason is shown; the record and reproduce.json have all."""
+    small(tmp_path / "small.yaml")
+    orders = {"better": "fedavg", "worse": "more", "measure": "final"}
+    runs = {"fedavg": "small.yaml", "more": {"configs": "small.yaml", "sets": ["hours"]}}
+    found = read_table(write(tmp_path / "t.yaml", table(runs=runs, orders=orders)), FOLDER)
+    place = Place(None, "run fedavg, seed 0, failed: it was killed by SIGKILL.", failed=True)
+    lines = measure_table(found, {"fedavg": {0: place}}, [0])
+    assert [line.asked for line in lines] == [True, True]
+    lines = measure_table(found, {"more": {0: place}}, [0])
+    assert [line.asked for line in lines] == [False, False]
+    screen = Console(width=200, file=io.StringIO())
+    show_table(found, lines, screen)
+    shown = screen.file.getvalue()
+    assert "2 more need runs of other sets than was asked for." in shown and "FedAvg /" not in shown
 
 
 def test_a_diverged_run_that_was_published_as_worse_says_nothing(tmp_path):
