@@ -22,7 +22,7 @@ BOUNDED = Need(
 )
 OF_A_SUM = Need(
     BOUNDED.what,
-    set(BOUNDED.without) - {Change.REDUCE, Change.PLAN, Change.BROADCAST, Change.LOSSY},
+    tuple(one for one in BOUNDED.without if one not in (Change.REDUCE, Change.PLAN, Change.BROADCAST, Change.LOSSY)),
 )
 """The same but for what SecureAggregation itself does; it refuses others that do."""
 WHOLE_SHARES = Need("lets every client add its share of the noise to all that travels", (Change.PARTS,))

@@ -166,8 +166,8 @@ def _asked(tables: Sequence[Table], options: Any, seeds: Sequence[int] | None) -
         if runs or options.set is None or options.set in table.sets:
             out.append(_Asked(table, runs, obstacle(table, options.data_root), list(seeds or table.seeds)))
     if not out:
-        sets = sorted({name for table in tables for name in table.sets})
-        hint = suggestion(options.set, sets) or f"Sets: {', '.join(sets)}."
+        sets = sorted({name for table in tables for run in table.runs.values() for name in (*run.sets, *table.sets)})
+        hint = suggestion(options.set, sets) or f"Sets: {', '.join(sets)}; without --set all runs are made."
         raise InputError(f"No table is in the set '{options.set}'. {hint}")
     return out
 
@@ -188,9 +188,11 @@ def _say_plan(
     asked: Sequence[_Asked], jobs: Sequence[Job], tasks: Sequence[Task], options: Any, screen: Console
 ) -> None:
     total = len({(job.method.name, seed) for job in jobs for seed in job.seeds})
-    expected = [one.table.minutes.get(options.set or ALL) for one in asked if not one.obstacle]
-    minutes = sum(one for one in expected if one is not None)
-    about = f"{'more than' if None in expected else 'about'} {minutes:g} minutes if none was; " if minutes else ""
+    known = [one.table.minutes for one in asked if not one.obstacle]
+    wanted = options.set or ALL
+    minutes = sum(one.get(wanted, 0.0 if options.set else sum(one.values())) for one in known)
+    word = "about" if all(wanted in one for one in known) else "more than"
+    about = f"{word} {minutes:g} minutes if none was; " if minutes else ""
     say(
         screen,
         f"{len(asked)} table{'s' if len(asked) > 1 else ''}: {total} runs, {total - len(tasks)} of them there already; "

@@ -13,7 +13,7 @@ from rich.table import Table as Grid
 from fedlightning.commands.terminal import say
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.experiments.reproduce.record import counts, read_record
-from fedlightning.experiments.reproduce.results import NOT_ASKED, Line
+from fedlightning.experiments.reproduce.results import Line
 from fedlightning.experiments.reproduce.tables import Table
 from fedlightning.experiments.reproduce.verdicts import BAD, BY_CHANCE, GOOD
 from fedlightning.experiments.reproduce.words import chance, left_out, reasons, row_of, times, verdict_counts
@@ -87,8 +87,8 @@ def _show_lines(rows: Sequence[Mapping[str, str]], kind: str, screen: Console) -
 def show_summary(content: Mapping[str, Any], lost: Sequence[str], moved: Sequence[str], screen: Console) -> None:
     """Print how many cells agree, how many would disagree by chance, and what was lost or moved since the last record."""
     lines = [line for table in content["tables"] for line in (*table["cells"], *table["orders"])]
-    asked = [line for line in lines if not line["note"].endswith(NOT_ASKED)]
-    say(screen, f"\nAll: {verdict_counts(asked)}.")
+    asked = [line for line in lines if line["asked"]]
+    say(screen, f"\nAll: {verdict_counts(asked) or 'nothing was asked for'}.")
     say(screen, chance(content["chance"], round(content["chance"] / BY_CHANCE)))
     for text in (*moved, *lost):
         say(screen, f"! {text}", style="bold red", markup=False)

@@ -60,6 +60,7 @@ def test_the_list_says_what_there_is(capsys):
     [
         (["closed_form"], "There is no table 'closed_form'. Did you mean closed_forms?"),
         (["--set=cpus"], "No table is in the set 'cpus'. Did you mean cpu?"),
+        (["--set=all"], "Sets: cpu, hours, reduced; without --set all runs are made"),
         (["closed_forms", "--trainer.seed=1"], "'--trainer.seed=1' cannot be given here"),
         (["closed_forms", "--jobs=0"], "--jobs is 0"),
         (["closed_forms", "--recrd"], "there is no option '--recrd'. Did you mean --record"),
@@ -104,6 +105,19 @@ def test_numbers_from_memory_have_no_verdict_and_need_no_run(capsys):
 
 
 # -- with runs ---------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_a_set_leaves_out_what_needs_other_runs_but_no_failure(capsys):
+    bad = {"configs": "small.yaml", "options": {"model.init_args.lr": 1e30}}
+    runs = {"fedavg": "small.yaml", "bad": bad, "more": {"configs": "small.yaml", "sets": ["hours"]}}
+    orders = {"better": "more", "worse": ["fedavg", "bad"], "measure": "final"}
+    digits(Path("t.yaml"), runs=runs, orders=orders, minutes={"cpu": 0.1, "hours": 60})
+    assert reproduce("t.yaml", "--out=out", "--set=cpu", "--seeds=1", "--jobs=2") == 1
+    for shown in (capsys.readouterr().out, Path("out/report.html").read_text()):
+        assert "1 more needs runs of other sets" in shown and "more better than fedavg" not in shown
+        assert "more better than bad" in shown and "FedAvg / accuracy" in shown
+    assert {"more better than fedavg: final", "more better than bad: final"} <= set(results())
+
+
 @pytest.mark.slow
 def test_runs_are_made_once_and_cells_are_those_of_metrics_csv(tmp_path, capsys):
     digits(Path("one.yaml"))

@@ -38,9 +38,10 @@ def write_page(out: Path, tables: Sequence[Told], lost: Sequence[str], moved: Se
     every = [line for _, lines, _ in tables for line in lines]
     expected = expected_by_chance(line.verdict for line in every)
     said = [Trouble("Held against the recorded verdicts", None, [*moved, *lost])] if moved or lost else []
+    counted = verdict_counts([line.plain() for line in every if line.asked])
     page = Page(
         title="Published tables, run again",
-        subtitle=f"{len(tables)} tables: {verdict_counts([line.plain() for line in every if line.asked])}. "
+        subtitle=f"{len(tables)} tables: {counted or 'nothing was asked for'}. "
         + chance(expected, round(expected / BY_CHANCE)),
         answers={},
         problems=said,

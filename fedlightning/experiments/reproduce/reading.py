@@ -76,7 +76,9 @@ def _minutes(top: Fields, sets: Sequence[str], runs: Mapping[str, RunSpec]) -> d
     if not isinstance(top.whole().get("minutes"), Mapping):
         names = [*sets[:1], *([ALL] if all(run.sets == list(sets) for run in runs.values()) else [])]
         return dict.fromkeys(names or [ALL], top.number("minutes", low=0))
-    given, known = top.section("minutes"), [ALL, *sets, *(name for run in runs.values() for name in run.sets)]
+    given, known = top.section("minutes"), {ALL, *sets, *(name for run in runs.values() for name in run.sets)}
+    if not given.whole():
+        raise top.error("has minutes: {}. Give one number, or one for each set.")
     for name in given.whole():
         top.known(str(name), known, "minutes")
     return {str(name): given.number(name, low=0) for name in given.whole()}

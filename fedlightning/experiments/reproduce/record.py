@@ -52,7 +52,9 @@ def write_record(table: Table, lines: Sequence[Line]) -> Path:
         if line.verdict.word == NOT_RUN:
             kept += [] if old is None else [old]
             continue
-        new = {key: value for key, value in line.plain().items() if key not in ("why", "failed", "row", "column")}
+        new = {
+            key: value for key, value in line.plain().items() if key not in ("why", "failed", "row", "column", "asked")
+        }
         earlier = old.get("earlier", []) if old else []
         if old and _judged_by(old) != _judged_by(new):
             earlier = [*earlier, _judged_by(old)]
@@ -131,7 +133,7 @@ def commit(root: Path = Path(fedlightning.__file__).parents[1]) -> str | None:
             ).stdout
             for words in (
                 ["rev-parse", "--short=12", "HEAD"],
-                ["status", "--porcelain", "-uno", "--", ".", ":!*/recorded/*"],
+                ["status", "--porcelain", "-uno", "--", ".", ":!*/recorded/*.json"],
             )
         )
     except (OSError, subprocess.SubprocessError):

@@ -21,9 +21,6 @@ from fedlightning.experiments.reproduce.verdicts import (
 )
 from fedlightning.study.runs import Run, load_run
 
-NOT_ASKED = "was not asked for"
-"""End of the reason of a line whose runs are in another set than was asked for."""
-
 
 @dataclass(frozen=True)
 class Line:
@@ -39,6 +36,7 @@ class Line:
         why: Why it disagrees, from the table.
         row: Row of a cell.
         column: Column of a cell.
+        asked: Whether its runs were asked for; those of another set were not.
     """
 
     name: str
@@ -50,16 +48,12 @@ class Line:
     why: str = ""
     row: str = ""
     column: str = ""
+    asked: bool = True
 
     @property
     def is_order(self) -> bool:
         """Whether it is an order."""
         return self.published is None
-
-    @property
-    def asked(self) -> bool:
-        """Whether all its runs were asked for: those of another set were not."""
-        return not self.verdict.why.endswith(NOT_ASKED)
 
     def plain(self) -> dict[str, Any]:
         """Return it as plain values."""
@@ -81,16 +75,23 @@ class Place:
         folder: Its folder; `None` without a run.
         why: Why there is none.
         failed: Whether it was tried.
+        asked: Whether it was asked for.
     """
 
     folder: str | None
     why: str = ""
     failed: bool = False
+    asked: bool = True
 
     @property
     def diverged(self) -> bool:
         """Whether training itself ended the run: what all clients sent was refused, as NaN or far too large."""
         return self.failed and NO_UPDATE in self.why
+
+
+def _first(missing: Sequence[Place]) -> Place:
+    """Return the place to tell of: one that failed, else one that was asked for, else any."""
+    return max(missing, key=lambda place: (place.failed, place.asked))
 
 
 Places = Mapping[str, Mapping[int, Place]]
@@ -115,7 +116,7 @@ class _Measurer:
             line = {"published": cell.published, "tolerance": cell.tolerance, "row": cell.row, "column": cell.column}
             if isinstance(found, Place):
                 verdict = Verdict(DISAGREES if found.diverged and cell.judged else NOT_RUN, why=found.why)
-                out.append(Line(cell.name, verdict, failed=found.failed, **line))  # type: ignore[arg-type]
+                out.append(Line(cell.name, verdict, failed=found.failed, asked=found.asked, **line))  # type: ignore[arg-type]
                 continue
             values = {seed: value.number for seed, value in found.items()}
             beyond = any(value.beyond for value in found.values())
@@ -127,14 +128,20 @@ class _Measurer:
         return out + [self._order(order) for order in table.orders]
 
     def _order(self, order: Any) -> Line:
-        sides = []
+        sides, missing = [], []
         for run, spec, factor in zip((order.better, order.worse), order.measures, (1.0, order.factor), strict=True):
             found = self._values(run, spec, [run, *runs_of(spec)])
             if isinstance(found, Place):
-                word = ORDER_DISAGREES if found.diverged and order.judged and run == order.better else NOT_RUN
-                return Line(order.name, Verdict(word, why=found.why), tolerance=order.margin, failed=found.failed)
+                missing.append((run, found))
+                continue
             sign = 1.0 if better_is_higher(spec) else -1.0
             sides.append({seed: sign * factor * value.number for seed, value in found.items()})
+        if missing:
+            told = _first([place for _, place in missing])
+            lost = any(place.diverged for run, place in missing if run == order.better)
+            judged = order.judged and all(place.asked for _, place in missing)
+            verdict = Verdict(ORDER_DISAGREES if lost and judged else NOT_RUN, why=told.why)
+            return Line(order.name, verdict, tolerance=order.margin, failed=told.failed, asked=told.asked)
         better, worse = sides
         verdict = judge_order(list(better.values()), list(worse.values()), order.margin, exact=self.table.exact)
         if not order.judged:
@@ -149,12 +156,15 @@ class _Measurer:
         if run is None:
             return {0: measure(spec, {}, None)}
         found = {}
+        needs = {
+            (name, seed): self.places.get(name, {}).get(seed, Place(None, f"run {name} was not asked for", asked=False))
+            for seed in self.seeds
+            for name in needed
+        }
+        if missing := [place for place in needs.values() if place.folder is None]:
+            return _first(missing)
         for seed in self.seeds:
-            for name in needed:
-                place = self.places.get(name, {}).get(seed, Place(None, f"run {name} {NOT_ASKED}"))
-                if place.folder is None:
-                    return place
-            runs = {name: self._run(str(self.places[name][seed].folder), name) for name in needed}
+            runs = {name: self._run(str(needs[name, seed].folder), name) for name in needed}
             try:
                 found[seed] = measure(spec, runs, run)
             except (NoValueError, IndexError) as error:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedlightning.experiments.reproduce.record import counts
 from fedlightning.experiments.reproduce.results import Line
-from fedlightning.experiments.reproduce.tables import Table
+from fedlightning.experiments.reproduce.tables import ALL, Table
 from fedlightning.experiments.reproduce.verdicts import BAD, INCONCLUSIVE
 
 
@@ -88,10 +88,11 @@ def left_out(lines: Sequence[Line]) -> list[str]:
 
 
 def times(table: Table) -> str:
-    """Return the expected minutes of each set of a table, of all runs too if they are others."""
-    known = list(table.minutes.items())
-    alike = len(set(table.minutes.values())) == 1
-    return ", ".join(f"{name}: {number:g}" for name, number in known[: 1 if alike else None])
+    """Return the sets of a table with their expected minutes, and those of all runs if they are others."""
+    known = dict.fromkeys(table.sets) | dict(table.minutes)
+    if len(known) > 1 and known.get(ALL) == next(iter(known.values())):
+        known.pop(ALL)
+    return ", ".join(name if minutes is None else f"{name}: {minutes:g}" for name, minutes in known.items())
 
 
 def verdict_counts(lines: Sequence[Mapping[str, Any]]) -> str:

@@ -127,6 +127,7 @@ WRONG = {
     "idle run": ({"runs": {"fedavg": "small.yaml", "more": "small.yaml"}}, "run 'more' is in no cell and in no order"),
     "seeds": ({"seeds": 0}, "has seeds: 0. Give a number of seeds"),
     "why": ({"why": {"FedAvgg": "x"}}, "names 'FedAvgg' (why)"),
+    "minutes of nothing": ({"minutes": {}}, "has minutes: {}. Give one number, or one for each set"),
     "minutes of no set": ({"minutes": {"cpus": 3}}, "names 'cpus' (minutes), which is not in this file"),
     "missing title": ({"title": None}, "has title: None, which is no text"),
 }

@@ -24,5 +24,10 @@ def test_the_commit_has_a_plus_where_code_was_changed_but_not_where_verdicts_wer
     head = git(tmp_path, "rev-parse", "--short=12", "HEAD")
     recorded.write_text("2")
     assert commit(tmp_path) == head
+    (recorded.parent / "code.py").write_text("1")
+    git(tmp_path, "add", ".")
+    assert commit(tmp_path) == f"{head}+"
+    git(tmp_path, "reset", "-q", "--hard")
+    assert commit(tmp_path) == head
     code.write_text("2")
     assert commit(tmp_path) == f"{head}+"

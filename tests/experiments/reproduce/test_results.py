@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -45,6 +46,14 @@ def test_lines_of_another_set_are_left_out_of_what_is_shown(tmp_path):
     lines = measure_table(found, {"fedavg": {0: place}}, [0])
     assert [line.asked for line in lines] == [True, True]
     lines = measure_table(found, {"more": {0: place}}, [0])
+    assert [(line.asked, line.failed) for line in lines] == [(False, False), (True, True)]
+    (backwards,) = measure_table(replace(found, cells=[], orders=[replace(found.orders[0], better="more", worse="fedavg")]),
+                                 {"fedavg": {0: place}}, [0])  # fmt: skip
+    assert backwards.asked and backwards.failed and backwards.verdict.word == "not run"
+    diverged = Place(None, REFUSED, failed=True)
+    _, order = measure_table(found, {"fedavg": {0: diverged}}, [0])
+    assert order.verdict.word == "not run" and order.failed
+    lines = measure_table(found, {}, [0])
     assert [line.asked for line in lines] == [False, False]
     screen = Console(width=200, file=io.StringIO())
     show_table(found, lines, screen)
