@@ -58,6 +58,8 @@ class Classifier(SupervisedModule):
         more_metrics: Further scores: `"kappa"` (Cohen's), `"pr_auc"` (average precision, macro), or both. Off by
             default, since every client is scored at every evaluation: kappa costs about a third of all other scores together,
             the area two to eight times as much (0.6 ms a client of 20 samples and 10 classes, 0.8 and 5 ms with them).
+        channels_last: Whether weights of convolutions lie in memory with channels last, which convolutions of 2 or 3
+            dimensions are often faster with, above all with `precision="bf16-mixed"`. Sums round otherwise.
 
     Raises:
         ValueError: If both `lr` and `optimizer` are given, or a value is out of its range.
@@ -86,6 +88,7 @@ class Classifier(SupervisedModule):
         focal_gamma: Annotated[float, Range("[0, inf)", "None is cross entropy.")] | None = None,
         class_weights: Sequence[NonNegativeFloat] | None = None,
         more_metrics: Sequence[Literal["kappa", "pr_auc"]] = (),
+        channels_last: bool = False,
     ) -> None:
         super().__init__()
         check_arguments(self, Classifier.__init__, locals())
@@ -101,6 +104,10 @@ class Classifier(SupervisedModule):
         self.label_smoothing, self.focal_gamma = label_smoothing, focal_gamma
         self.class_weights = None if class_weights is None else tuple(map(float, class_weights))
         self.take_over(net, optimizer, scheduler, lr, scheduler_interval)
+        if channels_last:
+            formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+            for weight in net.parameters():
+                weight.data = weight.data.contiguous(memory_format=formats.get(weight.ndim, torch.contiguous_format))
         self.val_metrics = ClassificationMetrics(max(2, num_classes), more_metrics)
         self.test_metrics = ClassificationMetrics(max(2, num_classes), more_metrics)
 

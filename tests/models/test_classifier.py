@@ -7,7 +7,7 @@ import functools
 import pickle
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,6 +17,9 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from fedlightning import FederatedTrainer
+from fedlightning.callbacks import FedAvg
+from fedlightning.datamodules import DigitsDataModule, IIDPartitioner
 from fedlightning.models import MLP, Classifier, DigitsCNN, LogisticRegression, SmallTransformer, TinyNet
 from fedlightning.models.labels import check_labels
 
@@ -273,3 +276,44 @@ def test_further_metrics_are_logged_where_they_are_asked_for_and_survive_a_check
     assert trainer.test(again, data, verbose=False)[0] == found
     (usual,) = trainer.test(Classifier(MLP(4, [], 3), num_classes=3), data, verbose=False)
     assert not {"test_kappa", "test_pr_auc"} & set(usual)
+
+
+class Volumes(nn.Module):
+    """A convolution of two dimensions, one of three, and a linear layer; it notes whether weights are contiguous."""
+
+    inside: ClassVar[set[tuple[bool, ...]]] = set()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plane = nn.Conv2d(2, 4, 3)
+        self.space = nn.Conv3d(4, 5, (1, 3, 2))
+        self.fc = nn.Linear(5 * 4, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inside.add(tuple(weight.is_contiguous() for weight in (self.plane.weight, self.space.weight)))
+        x = self.plane(x.view(-1, 2, 8, 4)).relu()
+        return self.fc(self.space(x.unsqueeze(2)).flatten(1))
+
+
+@pytest.mark.parametrize("local_loop", ["trainer", "fast"])
+def test_channels_last_changes_the_layout_of_convolutions_and_nothing_else(local_loop: str, tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    plain = Classifier(Volumes(), 10, lr=0.05)
+    torch.manual_seed(0)
+    module = Classifier(Volumes(), 10, lr=0.05, channels_last=True)
+    models = {}
+    for each in (plain, module):
+        Volumes.inside.clear()
+        trainer = FederatedTrainer(
+            max_rounds=2, callbacks=[FedAvg()], engine="sequential", local_loop=local_loop,
+            logger=False, enable_progress_bar=False, default_root_dir=tmp_path,
+        )  # fmt: skip
+        trainer.fit(each, DigitsDataModule(partitioner=IIDPartitioner(3), max_train=200))
+        models[each] = each.state_dict()
+        assert Volumes.inside == {(each is plain, each is plain)}  # in every client's model
+    for name, value in models[module].items():
+        torch.testing.assert_close(value, models[plain][name], rtol=1e-3, atol=1e-4)
+    weights = {name: value for name, value in module.named_parameters() if value.ndim > 3}
+    assert weights["net.plane.weight"].is_contiguous(memory_format=torch.channels_last)
+    assert weights["net.space.weight"].is_contiguous(memory_format=torch.channels_last_3d)
+    assert not weights["net.space.weight"].is_contiguous()
