@@ -309,11 +309,12 @@ def test_channels_last_changes_the_layout_of_convolutions_and_nothing_else(local
             logger=False, enable_progress_bar=False, default_root_dir=tmp_path,
         )  # fmt: skip
         trainer.fit(each, DigitsDataModule(partitioner=IIDPartitioner(3), max_train=200))
-        models[each] = each.state_dict()
+        models[each] = trainer.module().state_dict()
         assert Volumes.inside == {(each is plain, each is plain)}  # in every client's model
     for name, value in models[module].items():
+        assert not torch.equal(value, module.state_dict()[name])  # trained
         torch.testing.assert_close(value, models[plain][name], rtol=1e-3, atol=1e-4)
-    weights = {name: value for name, value in module.named_parameters() if value.ndim > 3}
+    weights = models[module]
     assert weights["net.plane.weight"].is_contiguous(memory_format=torch.channels_last)
     assert weights["net.space.weight"].is_contiguous(memory_format=torch.channels_last_3d)
     assert not weights["net.space.weight"].is_contiguous()
