@@ -38,9 +38,12 @@ $(BASE): pyproject.toml constraints.txt
 	$(PIP_INSTALL) -e .
 	@touch $@
 
-# What only tests, other runners and some models need.
+# What only tests, other runners and some models need. Where the wheel of torchvision does not load beside this build of
+# torch, fedlightning's repair of it is there before anybody's first import.
+SITE_PACKAGES = $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 $(STAMP): $(BASE)
 	$(PIP_INSTALL) -e ".[test,vision,huggingface,lora,privacy,report,sweep,ray]"
+	$(BIN)/python -c "import torchvision" 2>/dev/null || echo "import fedlightning" > $(SITE_PACKAGES)/repair_torchvision.pth
 	@touch $@
 
 install: $(STAMP) ## create the environment and install FedLightning in it, editable

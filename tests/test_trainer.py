@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.demos.boring_classes import BoringModel, DemoModel, RandomDataset
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import PassThroughProfiler
 from torch.utils.data import DataLoader
 
 from fedlightning import FederatedCallback, FederatedTrainer
@@ -35,6 +36,7 @@ from tests.helpers import (
     spied,
     toy_data,
 )
+from tests.processes import forked
 
 FILES = ["metrics.csv", "summary.json", "checkpoints/global.ckpt", "checkpoints/clients/0.ckpt"]
 
@@ -523,6 +525,43 @@ def test_manual_optimization_works():
 def test_lightnings_arguments_reach_the_clients(tmp_path, capfd):
     federate(Toy(), toy_data([16]), root=tmp_path, max_rounds=1, profiler="simple", log_every_n_steps=1, num_nodes=1)
     assert capfd.readouterr().out == ""
+
+
+class FailsInOneClient(Toy):
+    """Fails in the middle of a fit where batches are small."""
+
+    def training_step(self, batch, batch_idx):
+        if len(batch[0]) < 4:
+            raise RuntimeError("a small batch")
+        return super().training_step(batch, batch_idx)
+
+
+class NotesEnds(PassThroughProfiler):
+    """Notes which of the profilers that began have been told to end; not by the garbage collector, whenever that comes."""
+
+    began, ended = set(), set()
+
+    def start(self, action_name):
+        self.began.add(id(self))
+
+    def teardown(self, stage):
+        self.ended.add(id(self))
+
+    def __del__(self):
+        pass
+
+
+def test_a_profiler_ends_with_its_fit_however_that_ends():
+    """Two of torch's that run at once end the process."""
+    profiler = NotesEnds()
+    data = toy_data([16, 3, 16])
+    federate(FailsInOneClient(), data, max_rounds=2, profiler=profiler, on_client_error="skip")
+    assert len(profiler.began) > 1 and profiler.began <= profiler.ended
+
+
+def test_torchs_profiler_measures_every_visit(tmp_path):
+    done = forked(lambda: federate(Toy(), toy_data(), root=tmp_path, max_rounds=2, profiler="pytorch") and 0, tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_a_trainer_can_fit_again(tmp_path):

@@ -1,14 +1,13 @@
-"""One guard for one trap: torchvision's wheel beside a CPU build of torch."""
+"""One guard for one trap: torchvision's wheel beside a build of torch that its extension does not load into."""
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
+import copy
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType
 
 _DECLARED: list[object] = []  # the operator library: its schemas vanish when it is collected
@@ -18,60 +17,52 @@ _SCHEMAS = {
 }
 
 
-class BeforeTorchvision(MetaPathFinder):
-    """Finds nothing: it repairs torchvision when somebody first looks for it; others are spared the import of torch."""
+class TorchvisionFinder(MetaPathFinder):
+    """Finds torchvision as the other finders do; where its import fails for want of its operators, it is tried again.
+
+    The published torchvision wheel is built against CUDA torch. Beside a CPU build its extension does not load, and
+    then `import torchvision` (and with it `import lightning`, torchmetrics and timm) dies with "operator
+    torchvision::nms does not exist". With the schemas declared the Python part works; calling `nms` still raises.
+
+    What decides is the error, not what files there are: torchvision has tried to load its extension by then, and does not
+    try again, so an operator that is declared here can never be registered a second time, which would end the process.
+    It must be there before torchvision is imported, and `import fedlightning` takes care of that.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return `None`."""
-        if fullname == "torchvision":
-            sys.meta_path.remove(self)
-            repair_torchvision()
+        """Return the spec of `torchvision` with a second try, `None` for all other modules."""
+        if fullname != "torchvision":
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = copy.copy(spec.loader)
+                    spec.loader.exec_module = functools.partial(_execute, spec.loader.exec_module)  # type: ignore[method-assign]
+                return spec
         return None
 
 
 def repair_torchvision_when_imported() -> None:
-    """Call :func:`repair_torchvision` just before torchvision is imported or looked for."""
-    if "torchvision" not in sys.modules and not any(isinstance(finder, BeforeTorchvision) for finder in sys.meta_path):
-        sys.meta_path.insert(0, BeforeTorchvision())
+    """Install :class:`TorchvisionFinder`, once; without effect where torchvision is imported already."""
+    if "torchvision" not in sys.modules and not any(isinstance(item, TorchvisionFinder) for item in sys.meta_path):
+        sys.meta_path.insert(0, TorchvisionFinder())
 
 
-def repair_torchvision() -> None:
-    """Declare torchvision's missing operator schemas when its compiled extension cannot load.
+def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    """Run torchvision's `__init__`; a second time, with its operators declared, if the first says they do not exist."""
+    try:
+        execute(module)
+    except RuntimeError as error:
+        if "operator torchvision::" not in str(error) or _DECLARED:
+            raise
+        import torch
 
-    The published torchvision wheel is built against CUDA torch. Beside a CPU build its extension does not load, and
-    then ``import torchvision`` (and with it ``import lightning``, torchmetrics and timm) dies with "operator
-    torchvision::nms does not exist". Declaring the schemas lets the Python part work; calling ``nms`` still raises.
-    Nothing is done when torchvision is not installed, is imported already, or its extension loads; a second call does
-    nothing. It must run before torchvision is imported, and ``import fedlightning`` takes care of that: import it first.
-    """
-    if _DECLARED or "torchvision" in sys.modules:
-        return
-    spec = importlib.util.find_spec("torchvision")
-    if spec is None or _extension_loads(list(spec.submodule_search_locations or [])):
-        return
-    import torch
-
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for name, schema in _SCHEMAS.items():
-        if not hasattr(torch.ops.torchvision, name):
-            library.define(schema)
-    _DECLARED.append(library)
-
-
-def _extension_loads(folders: list[str]) -> bool:
-    """Whether torchvision's operators (``_C.so`` and the like) are in one of the folders and load into this torch."""
-    import torch
-
-    for folder in folders:
-        for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-            extension = Path(folder, f"_C{suffix}")
-            if not extension.is_file():
-                continue
-            try:
-                torch.ops.load_library(str(extension))
-            except (OSError, ImportError, RuntimeError):
-                return False
-            return hasattr(torch.ops.torchvision, "nms")
-    return False
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for name, schema in _SCHEMAS.items():
+            if not hasattr(torch.ops.torchvision, name):
+                library.define(schema)
+        _DECLARED.append(library)
+        execute(module)

@@ -137,7 +137,7 @@ class SupervisedModule(LightningModule):
         if "net" not in self.hparams or "init_args" in vars(self.net):
             recipes["net"] = recipe
         self._set_hparams(recipes)
-        self._hparams_initial = copy.deepcopy(self._hparams)
+        self._hparams_initial = copy.deepcopy(self.hparams)
         self._set_hparams({"_instantiator": INSTANTIATOR})  # how load_from_checkpoint turns recipes into objects
 
     def _pair(self, batch: Any) -> tuple[Any, Tensor]:

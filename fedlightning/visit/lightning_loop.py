@@ -98,12 +98,17 @@ def train_with_lightning(
         start_sampler(epochs_before, trainer.global_rank, trainer.world_size)
         vars(trainer)["datamodule"] = inside.datamodule
         client.scratch["trainer"] = trainer
-        trainer.fit(
-            client.module,
-            train_dataloaders=loader,
-            val_dataloaders=val_loader,
-            ckpt_path="memory" if keep and memory.checkpoint is not None else None,
-        )
+        try:
+            trainer.fit(
+                client.module,
+                train_dataloaders=loader,
+                val_dataloaders=val_loader,
+                ckpt_path="memory" if keep and memory.checkpoint is not None else None,
+            )
+        except BaseException:
+            # Lightning stops the profiler of a fit that ends well only. Two of torch's that run at once end the process.
+            trainer.profiler.teardown(stage="fit")
+            raise
         expected = trainer.num_training_batches if in_epochs and not trainer.should_stop else UNKNOWN
         refuse_lost_batches(trainer.fit_loop.epoch_loop, "training_step", client.module, loader, expected)
         refuse_lost_batches(trainer.fit_loop.epoch_loop.val_loop, "validation_step", client.module, val_loader)
