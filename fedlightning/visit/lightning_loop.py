@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
@@ -107,7 +107,7 @@ def train_with_lightning(
             )
         except BaseException:
             # Lightning stops the profiler of a fit that ends well only. Two of torch's that run at once end the process.
-            trainer.profiler.teardown(stage="fit")
+            cast(Any, trainer).profiler.teardown(stage="fit")  # which Trainer sets in a function of its own
             raise
         expected = trainer.num_training_batches if in_epochs and not trainer.should_stop else UNKNOWN
         refuse_lost_batches(trainer.fit_loop.epoch_loop, "training_step", client.module, loader, expected)
