@@ -11,7 +11,7 @@ Beside it there are ranges of arguments (:mod:`fedlightning.ranges`), arithmetic
 """
 
 from fedlightning.compat.attached import detached_copy
-from fedlightning.errors import warn
+from fedlightning.errors import missing_package, warn
 from fedlightning.federation.server import Server
 from fedlightning.hooks import (
     NEWCOMER,
@@ -111,6 +111,7 @@ __all__ = [
     # small things
     "add_round",
     "detached_copy",
+    "missing_package",
     "warn",
 ]
 

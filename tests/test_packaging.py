@@ -19,6 +19,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import fedlightning
+from fedlightning.errors import EXTRAS
 
 ROOT = Path(__file__).resolve().parents[1]
 LINKED = ("callbacks", "datamodules")
@@ -150,6 +151,26 @@ def test_the_tree_names_no_registry_and_no_machine() -> None:
             if match := forbidden.search(line):
                 found.append(f"{path.relative_to(ROOT)}:{number}: {match[0]}")
     assert found == []
+
+
+def test_no_file_tells_to_install_this_package_from_an_index() -> None:
+    """The name may be anybody's there. From a checkout and from a file of a wheel it is ours."""
+    advice = re.compile(
+        r"fedlightning" + r"\[|pip3? install(?: -\S+)* [\"']?fedlightning" + r"(?![-\w./])", re.IGNORECASE
+    )
+    lines = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in _tree()
+        for number, line in enumerate(path.read_bytes().decode("utf-8", errors="ignore").splitlines(), 1)
+        if advice.search(line)
+    ]
+    assert lines == []
+
+
+def test_sentences_of_missing_packages_name_those_of_the_extras() -> None:
+    users = {name: tuple(lines) for name, lines in _project()["optional-dependencies"].items() if name in EXTRAS}
+    assert users == EXTRAS
+    assert set(_project()["optional-dependencies"]) - set(EXTRAS) <= {"dist", "docs", "test"}
 
 
 def _expected() -> set[str]:

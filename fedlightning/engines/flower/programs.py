@@ -17,7 +17,7 @@ from typing import Any
 
 from fedlightning.engines.flower import certificates as files
 from fedlightning.engines.sites.link import Answer
-from fedlightning.errors import ConfigurationError
+from fedlightning.errors import ConfigurationError, missing_package
 
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -52,7 +52,8 @@ def prepare(home: Path) -> None:
         import flwr  # noqa: F401
     except ImportError:
         raise ConfigurationError(
-            "Sites need Flower: pip install 'fedlightning[flower]' (in an environment of its own; see docs/how-to/deploy.md)."
+            missing_package("Sites need Flower", "flower")
+            + " It takes an environment of its own: docs/how-to/deploy.md."
         ) from None
 
 
