@@ -11,6 +11,7 @@ Beside it there are ranges of arguments (:mod:`fedlightning.ranges`), arithmetic
 """
 
 from fedlightning.compat.attached import detached_copy
+from fedlightning.compat.system import file_name_of
 from fedlightning.errors import missing_package, warn
 from fedlightning.federation.server import Server
 from fedlightning.hooks import (
@@ -111,6 +112,7 @@ __all__ = [
     # small things
     "add_round",
     "detached_copy",
+    "file_name_of",
     "missing_package",
     "warn",
 ]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import warnings
 from collections.abc import Iterable
+from multiprocessing import get_all_start_methods
 from pathlib import Path
 
 INSIDE = {"fedlightning", "lightning", "torch", "torchmetrics", "jsonargparse", *sys.stdlib_module_names}
@@ -57,6 +59,16 @@ def missing_package(needs: str, extra: str) -> str:
     """
     command = shlex.join(["pip", "install", *EXTRAS[extra]])
     return f"{needs}, which is not installed: {command} (in a checkout: pip install -e '.[{extra}]')."
+
+
+def refuse_without_posix(what: str, way_out: str) -> None:
+    """Refuse what shares memory with processes that are forked, or ends groups of them.
+
+    Raises:
+        ConfigurationError: On Windows.
+    """
+    if "forkserver" not in get_all_start_methods() or not hasattr(os, "killpg"):
+        raise ConfigurationError(f"{what} needs a POSIX system such as Linux or macOS, which this is not. {way_out}")
 
 
 def listed(names: Iterable[object], most: int = 5) -> str:
