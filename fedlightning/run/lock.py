@@ -90,15 +90,23 @@ class RunLock:
             except FileNotFoundError:  # released and removed between our opening and our locking it
                 still_there = False
             if not still_there:
-                os.close(file)
+                self._close(file)
                 continue
             holder = _read(file)
             elsewhere = holder.get("host", socket.gethostname()) != socket.gethostname()
             silent = time.time() - os.fstat(file).st_mtime >= SILENCE
             if (elsewhere and not silent) or (not kernel_knows and not elsewhere and _is_there(holder)):
-                os.close(file)
+                self._close(file)
                 raise self._refusal(holder)
             return file
+
+    def _close(self, file: int, remove: bool = False) -> None:
+        os.close(file)
+        if self._let_go is not None:
+            if remove:  # Windows removes no open file, and nobody else holds the lock yet
+                with contextlib.suppress(OSError):
+                    self.path.unlink()
+            self._let_go()
 
     def _refusal(self, holder: dict[str, Any]) -> RunInUseError:
         who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')} since {holder.get('since', '?')}"
@@ -117,12 +125,8 @@ class RunLock:
             return
         with contextlib.suppress(OSError):
             self.path.unlink()
-        os.close(self._file)
+        self._close(self._file, remove=True)
         self._file = -1
-        if self._let_go is not None:  # Windows removes no open file, and nobody else holds the lock yet
-            with contextlib.suppress(OSError):
-                self.path.unlink()
-            self._let_go()
         with contextlib.suppress(OSError):
             for path in self._made:
                 path.rmdir()

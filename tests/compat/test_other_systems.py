@@ -64,7 +64,12 @@ def test_a_second_writer_is_refused_without_flock(tmp_path: Path, monkeypatch: p
         assert holder_of(tmp_path / "run") == lock.holder
         lock.beat()
     assert holder_of(tmp_path / "run") is None
-    RunLock(tmp_path / "run").release()
+    elsewhere = json.dumps({"pid": 7, "host": "elsewhere", "since": "2026-01-01 00:00:00"})
+    (tmp_path / "run" / LOCK).write_text(elsewhere)
+    with pytest.raises(RunInUseError, match="process 7 on elsewhere"):
+        RunLock(tmp_path / "run")
+    (tmp_path / "run" / LOCK).unlink()
+    RunLock(tmp_path / "run").release()  # what was refused has let go
 
 
 def reserved(name: str) -> bool:
@@ -102,3 +107,18 @@ def test_clients_that_would_share_a_file_are_refused_where_names_ignore_case(mon
         _check_ids("train_dataloaders", loaders)
     monkeypatch.setattr(sys, "platform", "linux")
     _check_ids("train_dataloaders", loaders)
+
+
+@pytest.mark.slow
+def test_many_runs_are_compared_in_spawned_processes(tmp_path: Path) -> None:
+    words = [
+        "compare",
+        str(ROOT / "configs" / "quickstart.yaml"),
+        "--seeds=1",
+        "--baselines=none",
+        "--jobs=2",
+        "--out=out",
+    ]
+    done = without_posix(tmp_path, *words, "--trainer.max_rounds=1", *QUICK[3:])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "out" / "report.html").is_file()
