@@ -179,7 +179,7 @@ def test_the_tree_names_no_registry_and_no_machine() -> None:
 def test_no_file_tells_to_install_this_package_from_an_index() -> None:
     """The name may be anybody's there. From a checkout and from a file of a wheel it is ours."""
     advice = re.compile(
-        r"fedlightning" + r"\[|pip3? install(?: -\S+)* [\"']?fedlightning" + r"(?![-\w./])", re.IGNORECASE
+        r"fedlightning" + r"\\*\[|pip3? install(?: -\S+)* [\"']?fedlightning" + r"(?![-\w./])", re.IGNORECASE
     )
     lines = [
         f"{path.relative_to(ROOT)}:{number}"
