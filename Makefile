@@ -15,6 +15,7 @@ BIN := $(VENV)/bin
 BASE := $(VENV)/.installed-base
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
+DIST_STAMP := $(VENV)/.installed-dist
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -c constraints.txt
 
 # One thread a process: more of them on contended cores make small models many times slower.
@@ -25,7 +26,7 @@ PYTEST = $(ONE_THREAD) $(BYTECODE) $(BIN)/python -m pytest -q -n $(JOBS) --dist 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-all test-slow test-anywhere test-flower test-flower-all test-flower-catalogue coverage lint format types registry docs test-docs bench clean distclean
+.PHONY: help install quickstart test test-all test-slow test-anywhere test-flower test-flower-all test-flower-catalogue coverage lint format types registry docs test-docs dist hashes bench clean distclean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -106,6 +107,18 @@ docs: $(DOCS_STAMP) ## build the site in docs/_build/html: warnings are errors, 
 
 test-docs: docs ## open pages of the site in headless Chromium, if there is one: widths, colours, search
 	$(PYTEST) -n 0 -m slow tests/docs $(PYTEST_ARGS)
+
+$(DIST_STAMP): $(BASE)
+	$(PIP_INSTALL) -e ".[dist]" setuptools
+	@touch $@
+
+dist: $(DIST_STAMP) ## build the last commit in dist/: source, wheel, bill of materials, checksums; the same bytes every time
+	$(BIN)/python -m tools.dist
+
+# Every file of a version on the index, for all systems: the wheels of torch there are those with CUDA.
+hashes: $(DIST_STAMP) ## write constraints-hashes.txt from constraints.txt, by the package index
+	UV_CUSTOM_COMPILE_COMMAND="make hashes" $(BIN)/uv pip compile -q --universal --python-version 3.11.5 --generate-hashes \
+		--annotation-style line constraints.txt -o constraints-hashes.txt
 
 coverage: $(STAMP) ## run the tests and report the lines and branches they miss
 	$(PYTEST) --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)

@@ -94,7 +94,7 @@ class ClientDP(ClientSelection, Private, SharesNoise):
     sample counts in the run's folder: `privacy.json` has the list. What stays with a client (personal layers and models) is
     never sent, and gets no noise.
 
-    Epsilon is worked out by Opacus (``pip install fedlightning[privacy]``). What is spent is in `privacy.csv` and
+    Epsilon is worked out by Opacus (``pip install opacus``). What is spent is in `privacy.csv` and
     `privacy.json` before a model is released; a run ends before it would exceed `epsilon`. Noise comes from a secret of the
     operating system's in the saved state alone: neither configuration, logs nor exported models hold it. A round that a
     resumed run does again gives the same bits; where its mean is another one (a client failed), it counts as a further

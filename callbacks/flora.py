@@ -55,7 +55,7 @@ class FLoRA(ClientRanks):
 
     As everything is merged and begins anew, nothing that is tied to the factors of a round goes with it: server optimizers,
     control variates, parts that stay at a client, kept optimizers. They are refused. Adapters need `peft`
-    (`pip install "fedlightning[lora]"`).
+    (`pip install peft`).
 
     Args:
         r: Rank for all, a list dealt to the clients in turn, or a table by client. Default `(16, 8, 4)`.

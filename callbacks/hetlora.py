@@ -37,7 +37,7 @@ class HetLoRA(ClientRanks):
     * Deployed: each client the network with its first `r_i` rows; the server's model has all rows.
 
     The scale `s = alpha / max r` is one for all clients, so that padding and truncating change no adapter. Adapters need
-    `peft` (`pip install "fedlightning[lora]"`).
+    `peft` (`pip install peft`).
 
     Args:
         r: Rank for all, a list dealt to the clients in turn, or a table by client. Default `(16, 8, 4)`.

@@ -24,7 +24,7 @@ class FedIT(LowRank):
 
     Normalisation statistics of the frozen network stay as they are. ``fedlightning.wrappers.unmix(module)`` merges the
     adapters into the layers and gives the plain module back. Adapters need ``peft``
-    (``pip install "fedlightning[lora]"``).
+    (``pip install peft``).
 
     Args:
         r: Rank. Default 16 (the authors' code).

@@ -67,7 +67,7 @@ class SampleDP(TrainingData, Private):
     ``g_i`` is the mean gradient of these, and ``n`` the number of patients. The data module has to know whose a record is
     (``group=`` of :class:`~fedlightning.datamodules.Partitioned`, of data sets in arrays and of tables).
 
-    The module stays what it is: Opacus (``pip install fedlightning[privacy]``) computes the gradients of single records by
+    The module stays what it is: Opacus (``pip install opacus``) computes the gradients of single records by
     hooks, and counts epsilon. **In a plain Trainer** it is one more callback: ``Trainer(callbacks=[SampleDP(...)])``.
 
     In a federation each client has an epsilon of its own, by the size of its data; `privacy.json` has all, and the largest is

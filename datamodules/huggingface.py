@@ -16,6 +16,7 @@ from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.labels import as_classes, encode
 from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.partitioners import NaturalPartitioner
+from fedlightning.errors import missing_package
 from fedlightning.ranges import ShareBelowOne, checked, exactly_one
 
 _VALIDATION = ("validation", "val", "valid", "dev")
@@ -25,7 +26,7 @@ class HuggingFaceDataModule(IndexedFederatedDataModule):
     """A data set of Hugging Face's `datasets`: a column names the clients, or a partitioner divides the rows.
 
     Rows stay on disk, in Arrow's format, and are read when they are asked for (`num_workers` reads them in parallel);
-    clients are views of them. Needs the extra `fedlightning[huggingface]`.
+    clients are views of them. Needs the package `datasets` (extra `huggingface`).
 
     `x` is what the columns in `inputs` hold: an image as float32 `(batch, channels, height, width)` in [0, 1], numbers
     and lists of numbers as float32, whole numbers (tokens) as int64. Several columns must be numbers or lists of numbers;
@@ -142,7 +143,7 @@ class HuggingFaceDataModule(IndexedFederatedDataModule):
             import datasets
         except ImportError as error:
             raise ImportError(
-                "HuggingFaceDataModule reads by the package datasets; install the extra: fedlightning[huggingface]."
+                missing_package("HuggingFaceDataModule reads by the package datasets", "huggingface")
             ) from error
         found = self.source
         if isinstance(found, str | Path):

@@ -17,6 +17,7 @@ from fedlightning.datamodules.download import refuse_absent
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import cut
 from fedlightning.datamodules.tables import column_of, numbers_of, read_table
+from fedlightning.errors import missing_package
 from fedlightning.ranges import ShareBelowOne, checked
 from fedlightning.seeding import generator
 
@@ -175,7 +176,7 @@ def _volume(path: Path) -> Tensor:
     try:
         import nibabel
     except ImportError as error:
-        raise ImportError("IXI's images are read by nibabel; install the extra: fedlightning[clinical].") from error
+        raise ImportError(missing_package("IXI's images are read by nibabel", "clinical")) from error
     try:
         values = np.asarray(nibabel.load(path).get_fdata(dtype=np.float32))
     except Exception as error:  # of a damaged file: gzip's, nibabel's own, ValueError, EOFError

@@ -18,6 +18,7 @@ from fedlightning.datamodules.download import refuse_absent
 from fedlightning.datamodules.groups import codes_of
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.tables import column_of, numbers_of, read_table
+from fedlightning.errors import missing_package
 from fedlightning.ranges import NonNegativeInt, checked
 
 CLASSES = ("NORM", "MI", "STTC", "CD", "HYP")
@@ -189,9 +190,7 @@ class Records(Dataset[Any]):
         try:
             import wfdb
         except ImportError as error:
-            raise ImportError(
-                "PTB-XL's records are read by wfdb; install the extra: fedlightning[clinical]."
-            ) from error
+            raise ImportError(missing_package("PTB-XL's records are read by wfdb", "clinical")) from error
         try:
             signal = np.asarray(wfdb.rdrecord(str(path)).p_signal, dtype=np.float32).T
         except (OSError, ValueError, IndexError, TypeError) as error:

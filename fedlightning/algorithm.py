@@ -11,7 +11,8 @@ Beside it there are ranges of arguments (:mod:`fedlightning.ranges`), arithmetic
 """
 
 from fedlightning.compat.attached import detached_copy
-from fedlightning.errors import warn
+from fedlightning.compat.system import file_name_of
+from fedlightning.errors import missing_package, warn
 from fedlightning.federation.server import Server
 from fedlightning.hooks import (
     NEWCOMER,
@@ -111,6 +112,8 @@ __all__ = [
     # small things
     "add_round",
     "detached_copy",
+    "file_name_of",
+    "missing_package",
     "warn",
 ]
 

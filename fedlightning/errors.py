@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 import warnings
 from collections.abc import Iterable
+from multiprocessing import get_all_start_methods
 from pathlib import Path
 
 INSIDE = {"fedlightning", "lightning", "torch", "torchmetrics", "jsonargparse", *sys.stdlib_module_names}
 """Packages whose lines do not help to find an error in the user's code."""
+
+
+EXTRAS = {
+    "clinical": ("monai>=1.3", "nibabel>=5", "wfdb>=4.1"),
+    "flower": ("flwr==1.41.0",),
+    "huggingface": ("datasets>=4",),
+    "lora": ("peft>=0.15",),
+    "privacy": ("cryptography>=44", "opacus>=1.6"),
+    "ray": ("ray>=2.55",),
+    "report": ("scikit-posthocs>=0.9",),
+    "sweep": ("optuna>=4",),
+    "vision": ("timm>=1.0", "torchvision"),
+}
+"""Packages of the extras, as in `pyproject.toml`."""
 
 
 class ConfigurationError(ValueError):
@@ -25,6 +42,33 @@ class ControlFlow(BaseException):
 def warn(text: str) -> None:
     """Warn the user of something that does not stop the run."""
     warnings.warn(text, UserWarning, stacklevel=3)
+
+
+def missing_package(needs: str, extra: str) -> str:
+    """Return the sentence of an optional package that is not there.
+
+    It names the packages themselves: on an index the name of this one may be anybody's.
+
+    Args:
+        needs: What needs which package, the beginning of the sentence.
+        extra: The extra that the package is in.
+
+    Example:
+        >>> missing_package("FedIT needs peft", "lora")
+        "FedIT needs peft, which is not installed: pip install 'peft>=0.15' (in a checkout: pip install -e '.[lora]')."
+    """
+    command = shlex.join(["pip", "install", *EXTRAS[extra]])
+    return f"{needs}, which is not installed: {command} (in a checkout: pip install -e '.[{extra}]')."
+
+
+def refuse_without_posix(what: str, way_out: str) -> None:
+    """Refuse what shares memory with processes that are forked, or ends groups of them.
+
+    Raises:
+        ConfigurationError: On Windows.
+    """
+    if "forkserver" not in get_all_start_methods() or not hasattr(os, "killpg"):
+        raise ConfigurationError(f"{what} needs a POSIX system such as Linux or macOS, which this is not. {way_out}")
 
 
 def listed(names: Iterable[object], most: int = 5) -> str:

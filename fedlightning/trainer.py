@@ -58,7 +58,7 @@ class FederatedTrainer(Assembly):
             this machine with one torch thread each, the same results bit for bit (put what starts the training of a
             script under `if __name__ == "__main__":`); "vectorized": many small models as one stack in this process,
             equal up to rounding, and refused where something cannot be stacked; "ray": on Ray actors of this machine or of
-            a cluster, the same results bit for bit (`pip install fedlightning[ray]`); "auto": "vectorized" where it is
+            a cluster, the same results bit for bit (extra `ray`); "auto": "vectorized" where it is
             faster (small models, several clients a round, nothing that cannot be stacked), else "sequential", and one line
             says why. It goes by the configuration alone, so it chooses the same on every machine.
         workers: Number of worker processes of engine="processes" or "ray"; default: one for every core (of the cluster), at

@@ -19,6 +19,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import fedlightning
+from fedlightning.errors import EXTRAS
 
 ROOT = Path(__file__).resolve().parents[1]
 LINKED = ("callbacks", "datamodules")
@@ -89,6 +90,29 @@ def test_pins_satisfy_the_requirements_and_cover_them() -> None:
         assert requirement.specifier.contains(pins[name], prereleases=True), f"{text}, but pinned to {pins[name]}"
 
 
+def test_hashes_are_those_of_the_pins() -> None:
+    """`make hashes` writes them. What no pin names goes to some systems only, as CUDA's packages do."""
+    text = re.sub(r"(?m)^\s*#.*\n", "", (ROOT / "constraints-hashes.txt").read_text()).replace("\\\n", " ")
+    everywhere = {}
+    for line in text.splitlines():
+        requirement, *hashes = line.split(" --hash=")
+        read = Requirement(requirement.strip())
+        assert hashes and all(re.fullmatch(r"sha256:[0-9a-f]{64}\s*", value) for value in hashes), requirement
+        (pin,) = read.specifier
+        if read.marker is None or canonicalize_name(read.name) in _pins():
+            everywhere[canonicalize_name(read.name)] = Version(pin.version)
+    assert everywhere == _pins(), "make hashes"
+
+
+def test_the_page_of_the_package_needs_no_repository() -> None:
+    page, readme = (ROOT / "PACKAGE.md").read_text(), (ROOT / "README.md").read_text()
+    assert _project()["readme"] == "PACKAGE.md"
+    assert re.findall(r"!\[|\]\((?!https://)|<img", page) == [], "a picture or link that a page elsewhere does not have"
+    for kind in (r"(?s)```python\n.*?```", r"(?m)^- .*$"):  # it says nothing of its own there
+        assert set(re.findall(kind, page)) <= set(re.findall(kind, readme))
+    assert f"fedlightning-{fedlightning.__version__}-py3-none-any.whl" in page
+
+
 def test_pins_hold_on_every_build_of_torch() -> None:
     assert [name for name, version in _pins().items() if version.local] == []
 
@@ -150,6 +174,26 @@ def test_the_tree_names_no_registry_and_no_machine() -> None:
             if match := forbidden.search(line):
                 found.append(f"{path.relative_to(ROOT)}:{number}: {match[0]}")
     assert found == []
+
+
+def test_no_file_tells_to_install_this_package_from_an_index() -> None:
+    """The name may be anybody's there. From a checkout and from a file of a wheel it is ours."""
+    advice = re.compile(
+        r"fedlightning" + r"\\*\[|pip3? install(?: -\S+)* [\"']?fedlightning" + r"(?![-\w./])", re.IGNORECASE
+    )
+    lines = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in _tree()
+        for number, line in enumerate(path.read_bytes().decode("utf-8", errors="ignore").splitlines(), 1)
+        if advice.search(line)
+    ]
+    assert lines == []
+
+
+def test_sentences_of_missing_packages_name_those_of_the_extras() -> None:
+    users = {name: tuple(lines) for name, lines in _project()["optional-dependencies"].items() if name in EXTRAS}
+    assert users == EXTRAS
+    assert set(_project()["optional-dependencies"]) - set(EXTRAS) <= {"dist", "docs", "test"}
 
 
 def _expected() -> set[str]:

@@ -9,9 +9,10 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import quote
 
 from filelock import FileLock
+
+from fedlightning.algorithm import file_name_of
 
 Steps = Sequence[Sequence[float]]
 """Noise multiplier, rate and number of steps, for each kind of step."""
@@ -35,7 +36,7 @@ class Ledger:
     """
 
     def __init__(self, path: str | None, name: str, secret: str) -> None:
-        self.path = None if path is None else Path(path) / f"{quote(name, safe='')}.json"
+        self.path = None if path is None else Path(path) / f"{file_name_of(name)}.json"
         self.releases: set[str] = set()
         self.run = hashlib.sha256(f"ledger|{secret}".encode()).hexdigest()[:16]
 

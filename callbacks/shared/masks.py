@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedlightning.algorithm import missing_package
+
 SEED = 32
 """Bytes of keys and seeds."""
 
@@ -30,7 +32,7 @@ def library() -> Any:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
     except ImportError as error:
-        raise ValueError("Keys and masks are made by cryptography: pip install 'fedlightning[privacy]'.") from error
+        raise ValueError(missing_package("Keys and masks are made by cryptography", "privacy")) from error
     return SimpleNamespace(
         sha256=hashes.SHA256,
         private=x25519.X25519PrivateKey,

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from fedlightning.algorithm import detached_copy, probes
+from fedlightning.algorithm import detached_copy, missing_package, probes
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches
 from fedlightning.callbacks.shared.secret_noise import normal
 
@@ -208,9 +208,7 @@ def hooks_on(module: LightningModule) -> Any:
         from opacus.grad_sample.grad_sample_module import GradSampleHooks
         from opacus.validators import ModuleValidator
     except ImportError as error:
-        raise ValueError(
-            "Gradients of single records are Opacus' work: pip install 'fedlightning[privacy]'."
-        ) from error
+        raise ValueError(missing_package("Gradients of single records are made by Opacus", "privacy")) from error
     warnings.filterwarnings("ignore", message="Full backward hook is firing")  # of the first layer, whose hook is right
     was_training = module.training
     module.train()

@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from fedlightning.algorithm import missing_package
 from fedlightning.callbacks.shared.ledger import Steps, write_whole
 
 ROWS, TOLD = "privacy.csv", "privacy.json"
@@ -26,7 +27,7 @@ def accountant_of(name: str) -> Any:
     try:
         from opacus.accountants import create_accountant
     except ImportError as error:
-        raise ValueError("Epsilon is counted by Opacus: pip install 'fedlightning[privacy]'.") from error
+        raise ValueError(missing_package("Epsilon is counted by Opacus", "privacy")) from error
     return create_accountant(name)
 
 

@@ -4,7 +4,7 @@
     python examples/sites/one_machine.py --root data/heart_disease              the four hospitals of Heart Disease
 
 It makes certificates and keys, gives each folder what its machine would have and nothing else, starts the server and the
-sites, waits, and prints where the models are. It needs Flower: pip install -c constraints-flower.txt "fedlightning[flower]".
+sites, waits, and prints where the models are. It needs Flower: pip install -c constraints-flower.txt -e ".[flower]".
 """
 
 from __future__ import annotations

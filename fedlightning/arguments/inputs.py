@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from numbers import Integral
 from typing import Any
-from urllib.parse import quote
 
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities import CombinedLoader
@@ -15,6 +14,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils.data import Dataset
 
 from fedlightning.compat.pytorch_lightning import adapt
+from fedlightning.compat.system import file_name_of, same_file
 from fedlightning.datamodules.base import FederatedDataModule, in_order
 from fedlightning.datamodules.held_out import draw_clients, draw_held_out
 from fedlightning.datamodules.loaders import LoaderDataModule
@@ -156,11 +156,7 @@ def _check_ids(owner: str, ids: Iterable[Any]) -> None:
         if client is name and name.isascii() and name.isdecimal() and len(name) <= 20 and name not in seen:
             seen[name] = client  # a number is a name; a closer look at a hundred thousand takes a second
             continue
-        if (
-            isinstance(client, bool)
-            or not isinstance(client, str | Integral)
-            or len(quote(name, safe="", errors="replace")) > 240
-        ):
+        if isinstance(client, bool) or not isinstance(client, str | Integral) or len(file_name_of(name)) > 240:
             raise ConfigurationError(
                 f"{owner} has a client {client!r:.80}, which is no name of a client: it must be a whole number, or a text "
                 "after which a file can be named: at most 240 letters of plain English, fewer of others."
@@ -169,16 +165,17 @@ def _check_ids(owner: str, ids: Iterable[Any]) -> None:
             raise ConfigurationError(
                 f"{owner} has a client {client!r}, which is no valid Unicode. Give it another name."
             )
-        if name in seen:
+        key = same_file(name)
+        if key in seen:
+            one = "one name" if name == str(seen[key]) else "one file where names of files ignore case, as here"
             raise ConfigurationError(
-                f"{owner} has the clients {seen[name]!r} and {client!r}, which are one name. Give every client a name of "
-                "its own."
+                f"{owner} has the clients {seen[key]!r} and {client!r}, which are {one}. Give every client a name of its own."
             )
         if name == POOLED:
             raise ConfigurationError(
                 f"{owner} has a client '{POOLED}', which is the name of the union of all clients. Give it another name."
             )
-        seen[name] = client
+        seen[key] = client
 
 
 def _is_text(name: str) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import quote
 
 from lightning.pytorch import Callback
+
+from fedlightning.compat.system import file_name_of
 
 
 @dataclass
@@ -44,7 +45,7 @@ class LocalSettings:
     def folder_of(self, client: str) -> str | None:
         """Return the folder for what is written inside a client's training; `None` if the run writes nothing."""
         root = self.trainer_arguments.get("default_root_dir")
-        return None if root is None else str(Path(root) / "clients" / quote(client, safe=""))
+        return None if root is None else str(Path(root) / "clients" / file_name_of(client))
 
     def logs(self, client: str) -> bool:
         """Return True if the logs of a client are kept."""

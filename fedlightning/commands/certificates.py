@@ -8,7 +8,7 @@ from pathlib import Path
 from fedlightning.commands.study import Parser
 from fedlightning.config.errors import InputError
 from fedlightning.engines.flower import certificates as files
-from fedlightning.errors import ConfigurationError
+from fedlightning.errors import ConfigurationError, missing_package
 
 DESCRIPTION = (
     "Make certificates and keys for a server and its sites, in a folder for each machine. Give each its own only."
@@ -39,7 +39,7 @@ def certificates(words: Sequence[str]) -> int:
     try:
         import cryptography  # noqa: F401
     except ImportError:
-        raise ConfigurationError("Certificates need Flower's packages: pip install 'fedlightning[flower]'.") from None
+        raise ConfigurationError(missing_package("Certificates need cryptography, as Flower does", "flower")) from None
     if given.add and given.hosts is not None:
         raise InputError("--hosts is in the server's certificate, which --add leaves as it is. Leave it out.")
     hosts = given.hosts or ["127.0.0.1", "localhost"]

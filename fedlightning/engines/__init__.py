@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fedlightning.engines.sequential import SequentialEngine
+from fedlightning.errors import refuse_without_posix
 
 if TYPE_CHECKING:
     from fedlightning.federation.engine import Engine
@@ -30,6 +31,8 @@ def make_engine(
         clients_per_stack: Number of clients that train together, for `"vectorized"`.
         ray: Options for `"ray"`, as the trainer takes them.
     """
+    if name in ("processes", "ray"):
+        refuse_without_posix(f"engine='{name}'", "Use engine='sequential' or 'vectorized'.")
     if name == "processes":
         from fedlightning.engines.processes import ProcessesEngine
 

@@ -19,11 +19,11 @@ from typing import Any
 from fedlightning.blueprint.ray_options import RayOptions
 from fedlightning.engines.pool import usable_cores
 from fedlightning.engines.ray_start import HERE_ONLY, PATIENT, QUIET, TOKEN, environment, in_a_thread, start
-from fedlightning.errors import ConfigurationError
+from fedlightning.errors import ConfigurationError, missing_package
 
 MISSING = (
-    "engine='ray' needs Ray, which is not installed here: pip install 'fedlightning[ray]'. Without it engine='processes' "
-    "trains on several cores of this machine."
+    missing_package("engine='ray' needs Ray", "ray")
+    + " Without it engine='processes' trains on several cores of this machine."
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import os
 import signal
@@ -148,6 +149,9 @@ class Watchdog:
 def _interrupt(thread: int) -> None:
     """Interrupt a thread as Ctrl-C does; another one than the main thread when it next runs Python code."""
     if thread == threading.main_thread().ident:
-        signal.pthread_kill(thread, signal.SIGINT)
+        if hasattr(signal, "pthread_kill"):  # ends a call of the system that waits, too
+            signal.pthread_kill(thread, signal.SIGINT)
+        else:
+            _thread.interrupt_main()
     else:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(KeyboardInterrupt))

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from fedlightning.compat.pytorch_lightning import use_lightning_if_possible
 from fedlightning.compat.sockets import short_sockets
+from fedlightning.compat.system import kill_group, lead_group
 from fedlightning.config.errors import InputError, explain
 
 T = TypeVar("T")
@@ -156,7 +157,7 @@ class Child:
     def kill(self) -> None:
         """Kill the process and its own children."""
         try:
-            os.killpg(self.pid, signal.SIGKILL)
+            kill_group(self.pid)
         except (ProcessLookupError, PermissionError):
             self._process.kill()
         self._process.join()
@@ -200,7 +201,7 @@ def _work(
 
 def _lead(log: Path) -> None:
     """Start a session, send output to a file, and end when the parent is gone."""
-    os.setsid()
+    lead_group()
     if str(log) != os.devnull:
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(file, 1)
@@ -214,4 +215,4 @@ def _lead(log: Path) -> None:
 
 def _follow(parent: Any) -> None:
     parent.join()
-    os.killpg(os.getpgid(0), signal.SIGKILL)
+    kill_group(os.getpid())  # it leads its group

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedlightning.config.errors import InputError
+from fedlightning.errors import missing_package, refuse_without_posix
 from fedlightning.experiments.children import Child, Main, Outcome
 from fedlightning.experiments.execute import LOG, Task
 from fedlightning.experiments.methods import Method
@@ -36,13 +37,14 @@ def ray_options(runner: str, address: str | None, cpus: float | None) -> RayOpti
             if value is not None:
                 raise InputError(f"{name} is about Ray, and the runs are processes of this command: add --runner ray.")
         return None
+    refuse_without_posix("--runner ray", "Leave --runner out.")
     from fedlightning.blueprint.ray_options import RayOptions
     from fedlightning.engines import ray_cluster
 
     if not ray_cluster.installed():
         raise InputError(
-            "--runner ray needs Ray, which is not installed here: pip install 'fedlightning[ray]'. Without it, leave "
-            "--runner out: --jobs makes several runs at a time on this machine."
+            f"{missing_package('--runner ray needs Ray', 'ray')} Without it, leave --runner out: --jobs makes several runs "
+            "at a time on this machine."
         )
     return RayOptions(address, 1.0 if cpus is None else cpus)
 

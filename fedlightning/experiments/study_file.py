@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any, Literal
 
 import yaml
 
+from fedlightning.compat.system import lock_file
 from fedlightning.config.errors import InputError
 from fedlightning.experiments.children import Outcome
 from fedlightning.experiments.execute import Task, Watcher
@@ -195,7 +195,11 @@ def only_one(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            let_go = lock_file(file.fileno(), folder / ".lock")
         except OSError as error:
             raise InputError(f"Another process works in {folder}. Wait for it, or choose another --out.") from error
-        yield
+        try:
+            yield
+        finally:
+            if let_go is not None:
+                let_go()

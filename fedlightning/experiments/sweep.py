@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlightning.config.errors import InputError
+from fedlightning.errors import missing_package
 from fedlightning.experiments.methods import Config
 from fedlightning.experiments.space import Range, Values
 from fedlightning.study.columns import GLOBAL, PERSONAL
@@ -106,9 +107,7 @@ class Proposals:
         try:
             import optuna
         except ImportError as error:
-            raise InputError(
-                "--search needs Optuna: pip install 'fedlightning[sweep]', or use --grid, which does not."
-            ) from error
+            raise InputError(missing_package("--search needs Optuna", "sweep") + " --grid does without.") from error
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._failed = optuna.trial.TrialState.FAIL
         self._study = optuna.create_study(

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from lightning.pytorch import LightningModule, Trainer
 
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.client_logger import ClientLogger
 from fedlightning.compat.quiet import quiet
+from fedlightning.compat.system import file_name_of
 from fedlightning.federation.engine import Question
 from fedlightning.hooks import Stage
 from fedlightning.messages import Message
@@ -190,7 +190,7 @@ def predictions(module: LightningModule, dataloaders: Any, arguments: Mapping[st
 
 def file_of(client: str) -> str:
     """Return the name of a client's checkpoint."""
-    return f"{quote(client, safe='')}.ckpt"
+    return f"{file_name_of(client)}.ckpt"
 
 
 def no_checkpoint(client: str, reason: str) -> str:

@@ -7,11 +7,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedlightning.compat.system import peak_memory_mb
 from fedlightning.datamodules.base import SPLITS
 from fedlightning.federation.architectures import describe
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.server import Server
-from fedlightning.run.environment import peak_memory_mb, versions
+from fedlightning.run.environment import versions
 from fedlightning.run.fingerprint import config_hash
 from fedlightning.visit.description import Description
 
@@ -48,7 +49,7 @@ def summary_of(
         "local_steps_total": server.steps,
         "seconds": round(seconds, 3),
         "per_round": [dict(entry) for entry in history],
-        "peak_memory_mb": round(peak_memory_mb(), 1),
+        "peak_memory_mb": peak_memory_mb(),
         "versions": versions(),
         "config_hash": config_hash({**config, "callbacks": callbacks}),
     }

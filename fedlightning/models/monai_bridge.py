@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from fedlightning.errors import missing_package
 from fedlightning.models.recipes import recorded
 from fedlightning.models.sizes import Size
 
@@ -46,7 +47,7 @@ class MonaiUNet(nn.Module):
         try:
             from monai.networks.nets import UNet
         except ImportError as error:
-            raise ImportError("MonaiUNet needs MONAI; install the extra: fedlightning[clinical].") from error
+            raise ImportError(missing_package("MonaiUNet needs MONAI", "clinical")) from error
         strides = [2] * (len(widths) - 1)
         self.model = UNet(
             dimensions, in_channels, num_classes, list(widths), strides, num_res_units=units, norm="instance"

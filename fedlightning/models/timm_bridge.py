@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fedlightning.errors import missing_package
 from fedlightning.models.heads import head_name
 from fedlightning.ranges import PositiveInt, checked
 
@@ -99,6 +100,6 @@ def _timm() -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != "timm":
             raise
-        raise ImportError('TimmNet needs timm, which is not installed: pip install "fedlightning[vision]"') from error
+        raise ImportError(missing_package("TimmNet needs timm", "vision")) from error
     module: ModuleType = timm
     return module

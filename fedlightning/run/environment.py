@@ -1,10 +1,8 @@
-"""What a run is carried out with: versions of what its numbers depend on, and the memory that it takes."""
+"""What a run is carried out with: versions of what its numbers depend on."""
 
 from __future__ import annotations
 
 import platform
-import resource
-import sys
 from functools import cache
 from importlib import metadata
 
@@ -22,9 +20,3 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def peak_memory_mb() -> float:
-    """Largest resident memory of this process so far, in MB."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (1024 * 1024 if sys.platform == "darwin" else 1024)

@@ -181,7 +181,9 @@ def sync(file: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """Wait until the names in a folder are on the disk, where the system opens folders."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
     file = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(file)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
@@ -13,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from fedlightning.compat.system import is_alive, lock_file
 from fedlightning.errors import warn
 from fedlightning.run.files import is_writer, writing
 
@@ -62,6 +62,7 @@ class RunLock:
         try:
             with writing(self.path):
                 os.ftruncate(self._file, 0)
+                os.lseek(self._file, 0, os.SEEK_SET)
                 os.write(self._file, json.dumps(self.holder).encode())
         except BaseException:
             self.release()
@@ -71,8 +72,9 @@ class RunLock:
         while True:
             file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
             kernel_knows = True
+            self._let_go = None
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._let_go = lock_file(file, self.path)
             except BlockingIOError:
                 holder = _read(file)
                 os.close(file)
@@ -88,15 +90,23 @@ class RunLock:
             except FileNotFoundError:  # released and removed between our opening and our locking it
                 still_there = False
             if not still_there:
-                os.close(file)
+                self._close(file)
                 continue
             holder = _read(file)
             elsewhere = holder.get("host", socket.gethostname()) != socket.gethostname()
             silent = time.time() - os.fstat(file).st_mtime >= SILENCE
-            if (elsewhere and not silent) or (not kernel_knows and not elsewhere and _is_alive(holder.get("pid"))):
-                os.close(file)
+            if (elsewhere and not silent) or (not kernel_knows and not elsewhere and _is_there(holder)):
+                self._close(file)
                 raise self._refusal(holder)
             return file
+
+    def _close(self, file: int, remove: bool = False) -> None:
+        os.close(file)
+        if self._let_go is not None:
+            if remove:  # Windows removes no open file, and nobody else holds the lock yet
+                with contextlib.suppress(OSError):
+                    self.path.unlink()
+            self._let_go()
 
     def _refusal(self, holder: dict[str, Any]) -> RunInUseError:
         who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')} since {holder.get('since', '?')}"
@@ -107,7 +117,7 @@ class RunLock:
 
     def beat(self) -> None:
         """Say that the holder is alive."""
-        os.utime(self._file)
+        os.utime(self._file if os.utime in os.supports_fd else self.path)
 
     def release(self) -> None:
         """Let others write; a folder that was made for the lock and is still empty is removed."""
@@ -115,7 +125,7 @@ class RunLock:
             return
         with contextlib.suppress(OSError):
             self.path.unlink()
-        os.close(self._file)
+        self._close(self._file, remove=True)
         self._file = -1
         with contextlib.suppress(OSError):
             for path in self._made:
@@ -155,36 +165,31 @@ def holder_of(folder: Path) -> dict[str, Any] | None:
         holder = _read(file)
         if holder.get("host", socket.gethostname()) != socket.gethostname():
             return holder
-        return holder if _is_alive(holder.get("pid")) and _is_locked(file) else None
+        return holder if _is_there(holder) and _is_locked(file, folder / LOCK) else None
     finally:
         os.close(file)
 
 
-def _is_locked(file: int) -> bool:
+def _is_locked(file: int, path: Path) -> bool:
     """Return whether another process holds the lock of an open file; where there are no locks, say so."""
     try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        let_go = lock_file(file, path, shared=True)
     except OSError:  # a process of this number is there, so it is the holder where the file system has no locks
         return True
+    if let_go is not None:
+        let_go()
     return False
 
 
-def _is_alive(pid: Any) -> bool:
-    """Return whether a process of this machine is there."""
-    if not isinstance(pid, int):
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # somebody else's
-        return True
-    return True
+def _is_there(holder: dict[str, Any]) -> bool:
+    """Return whether the process that a lock names is one of this machine."""
+    return isinstance(holder.get("pid"), int) and is_alive(holder["pid"])
 
 
 def _read(file: int) -> dict[str, Any]:
     try:
-        found = json.loads(os.pread(file, 4096, 0) or b"{}")
+        os.lseek(file, 0, os.SEEK_SET)
+        found = json.loads(os.read(file, 4096) or b"{}")
     except ValueError:  # its holder is writing it
         return {}
     return found if isinstance(found, dict) else {}

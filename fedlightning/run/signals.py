@@ -17,11 +17,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from fedlightning.compat.system import signals
 from fedlightning.errors import warn
 
-SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = signals("SIGUSR1", "SIGUSR2")
 """What SLURM is asked to send before the time is over (`--signal=USR1@90`)."""
-ENDINGS = (signal.SIGTERM, signal.SIGHUP)
+ENDINGS = signals("SIGTERM", "SIGHUP")
 """What `kill`, a batch system and a closed terminal send."""
 
 PATIENCE = 5.0

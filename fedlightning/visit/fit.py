@@ -12,13 +12,13 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
-from urllib.parse import quote
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint, StochasticWeightAveraging, WeightAveraging
 
 from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.compat.attached import trainer_of
+from fedlightning.compat.system import file_name_of
 from fedlightning.hooks import CallbackList, Phase
 from fedlightning.visit import monitors
 from fedlightning.visit.client import Client
@@ -102,7 +102,7 @@ def _in_own_folder(callback: Callback, client: str, folder: str | None) -> bool:
         return True
     given = getattr(callback, "dirpath", None)
     if given is not None:
-        callback.dirpath = os.path.join(given, quote(client, safe=""))  # type: ignore[attr-defined]
+        callback.dirpath = os.path.join(given, file_name_of(client))  # type: ignore[attr-defined]
     elif folder is not None and hasattr(callback, "dirpath"):
         callback.dirpath = os.path.join(folder, "checkpoints")
     return given is not None or folder is not None

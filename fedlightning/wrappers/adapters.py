@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from fedlightning.errors import missing_package
 from fedlightning.tensors import tied_names
 from fedlightning.wrappers.mixing import AddedParametersMixin, mix, mixins_of
 from fedlightning.wrappers.submodel import shrink_layer
@@ -283,7 +284,5 @@ def _peft() -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != "peft":
             raise
-        raise ImportError(
-            'Low-rank adapters need peft, which is not installed: pip install "fedlightning[lora]"'
-        ) from error
+        raise ImportError(missing_package("Low-rank adapters need peft", "lora")) from error
     return peft

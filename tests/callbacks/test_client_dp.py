@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("opacus", reason="ClientDP counts with Opacus: pip install 'fedlightning[privacy]'")
+pytest.importorskip("opacus", reason="ClientDP counts with Opacus: pip install opacus cryptography")
 
 from fedlightning.algorithm import Change, Facts, FederatedCallback
 from fedlightning.callbacks import (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("opacus", reason="ClientDP counts with Opacus: pip install 'fedlightning[privacy]'")
+pytest.importorskip("opacus", reason="ClientDP counts with Opacus: pip install opacus cryptography")
 
 from fedlightning.algorithm import FederatedCallback
 from tests.callbacks.test_client_dp import SIZES, dp, module

@@ -32,7 +32,7 @@ from tests.helpers import close, federate, global_state, make_trainer, same, toy
 
 THERE = find_spec("cryptography") is not None and find_spec("opacus") is not None
 pytestmark = [
-    pytest.mark.skipif(not THERE, reason="pip install 'fedlightning[privacy]'"),
+    pytest.mark.skipif(not THERE, reason="pip install opacus cryptography"),
     pytest.mark.filterwarnings("ignore"),
 ]
 SIZES = {str(number): 16 + 8 * number for number in range(6)}

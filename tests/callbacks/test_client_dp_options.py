@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("opacus", reason="ClientDP counts with Opacus: pip install 'fedlightning[privacy]'")
+pytest.importorskip("opacus", reason="ClientDP counts with Opacus: pip install opacus cryptography")
 
 from fedlightning.algorithm import Change, Facts, FederatedCallback, Outgoing
 from fedlightning.callbacks import ClientDP, FedAvg, FedPer, client_dp

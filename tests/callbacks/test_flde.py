@@ -58,7 +58,7 @@ def probabilities(trainer, client="0"):
 
 
 def noisy(**options):
-    pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install 'fedlightning[privacy]'")
+    pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install opacus cryptography")
     return SampleDP(**{"delta": 1e-3, "noise_multiplier": 1.0, "noise_seed": 3} | options)
 
 

@@ -12,7 +12,7 @@ import torch
 from fedlightning.callbacks.shared import masking, masks
 from fedlightning.callbacks.shared.fixed_point import FixedPoint, from_wire, to_wire
 
-pytestmark = pytest.mark.skipif(find_spec("cryptography") is None, reason="keys: pip install 'fedlightning[privacy]'")
+pytestmark = pytest.mark.skipif(find_spec("cryptography") is None, reason="keys: pip install opacus cryptography")
 
 CLIENTS = [f"site {number}" for number in range(9)]
 GONE = ["site 1", "site 4", "site 8"]

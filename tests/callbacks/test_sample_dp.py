@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install 'fedlightning[privacy]'")
+pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install opacus cryptography")
 
 from fedlightning.algorithm import Facts, FederatedCallback, Outgoing
 from fedlightning.callbacks import (

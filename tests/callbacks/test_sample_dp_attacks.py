@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSampler, default_collate
 
-pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install 'fedlightning[privacy]'")
+pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install opacus cryptography")
 
 from lightning.pytorch.callbacks import EarlyStopping
 

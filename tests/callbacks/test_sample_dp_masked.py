@@ -20,7 +20,7 @@ from tests.helpers import Toy, close, federate, global_state, make_trainer, same
 
 THERE = find_spec("cryptography") is not None and find_spec("opacus") is not None
 pytestmark = [
-    pytest.mark.skipif(not THERE, reason="pip install 'fedlightning[privacy]'"),
+    pytest.mark.skipif(not THERE, reason="pip install opacus cryptography"),
     pytest.mark.filterwarnings("ignore"),
 ]
 SIZES = {"0": 16, "1": 24, "2": 16, "3": 32}

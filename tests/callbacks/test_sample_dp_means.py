@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install 'fedlightning[privacy]'")
+pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install opacus cryptography")
 
 from fedlightning.callbacks import FD, MOON, FedProto, SampleDP
 from fedlightning.callbacks.sample_dp_means import SURE, released_means, sums_by_class

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install 'fedlightning[privacy]'")
+pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install opacus cryptography")
 
 from fedlightning.callbacks import FedAvg, SampleDP
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches

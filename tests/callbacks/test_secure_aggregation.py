@@ -41,7 +41,7 @@ from tests.conformance.case import Case
 from tests.helpers import NormNet, Toy, close, federate, global_state, make_trainer, same, toy_data
 
 THERE = find_spec("cryptography") is not None
-pytestmark = pytest.mark.skipif(not THERE, reason="keys: pip install 'fedlightning[privacy]'")
+pytestmark = pytest.mark.skipif(not THERE, reason="keys: pip install opacus cryptography")
 
 SIZES = {str(number): 16 + 8 * number for number in range(6)}
 CASE = Case(SecureAggregation(), skip={"one_client": "a sum is of three clients at least"})

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from fedlightning.cli import main
+from fedlightning.experiments.reproduce import runs
 from tests.experiments.reproduce.writing import table, write
 from tests.experiments.tiny import HERE, small
 
@@ -73,15 +74,23 @@ def test_bad_words_are_said_in_a_sentence(words, sentence, capsys):
     assert not list(Path().iterdir())
 
 
-def test_missing_data_and_packages_are_said_and_nothing_runs(capsys):
+def test_missing_data_and_packages_are_said_and_nothing_runs(capsys, monkeypatch):
     data = {"name": "Numbers", "root": ["numbers", "Numbers"], "files": ["a.csv"], "get": "Make them"}
     digits(Path("t.yaml"), data=data)
     assert reproduce("t.yaml", "--out=out") == 0
     assert "Numbers is missing: a.csv is not in data/numbers or data/Numbers. Make them" in capsys.readouterr().out
     assert results()["FedAvg / accuracy"]["verdict"] == "not run"
-    digits(Path("t.yaml"), extras=["no_such_package"])
+    monkeypatch.setitem(runs.PACKAGES, "ray", "no_such_package")
+    digits(Path("t.yaml"), extras=["ray"])
     assert reproduce("t.yaml", "--out=out") == 0
-    assert "no_such_package is not installed: pip install 'fedlightning[no_such_package]'" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert "The table needs no_such_package, which is not installed: pip install 'ray>=2.55'" in said
+
+
+def test_an_extra_that_is_none_is_refused(capsys):
+    digits(Path("t.yaml"), extras=["privcy"])  # whoever holds that name on an index would be installed
+    assert reproduce("t.yaml", "--out=out") == 2
+    assert "t.yaml: the table has extras: ['privcy']. Give some of clinical, flower" in capsys.readouterr().err
 
 
 def test_what_a_configuration_gets_wrong_names_table_and_run(capsys):

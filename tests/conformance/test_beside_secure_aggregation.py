@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-pytest.importorskip("cryptography", reason="keys and masks: pip install 'fedlightning[privacy]'")
+pytest.importorskip("cryptography", reason="keys and masks: pip install opacus cryptography")
 
 from fedlightning.callbacks import SecureAggregation
 from fedlightning.hooks import Facts, FederatedCallback

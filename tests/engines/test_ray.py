@@ -283,7 +283,7 @@ def test_refused_arguments(options: dict[str, Any], text: str) -> None:
 
 def test_without_ray_one_is_told_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_cluster, "installed", lambda: False)
-    with pytest.raises(ConfigurationError, match=r"pip install 'fedlightning\[ray\]'"):
+    with pytest.raises(ConfigurationError, match=r"needs Ray, which is not installed: pip install 'ray>=2\.55'"):
         make_trainer(None, [FedAvg()], **RAY).fit(Toy(), datamodule=toy_data())
 
 

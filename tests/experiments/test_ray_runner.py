@@ -35,7 +35,7 @@ def test_what_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(ray_cluster, "installed", lambda: False)
     for words in (["compare", "no.yaml"], ["sweep", "--config=no.yaml", "--grid=model.lr=1"]):
         assert main([*words, *RAY]) == 2
-        assert "--runner ray needs Ray, which is not installed here: pip install" in capsys.readouterr().err
+        assert "--runner ray needs Ray, which is not installed: pip install" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from typing import Any
 
 from fedlightning.engines.flower import certificates as files
 from fedlightning.engines.sites.link import Answer
-from fedlightning.errors import ConfigurationError
+from fedlightning.errors import ConfigurationError, missing_package, refuse_without_posix
 
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -42,6 +42,7 @@ START = 60.0
 
 def prepare(home: Path) -> None:
     """Set what Flower reads from the environment, before it is imported, and keep files to this user."""
+    refuse_without_posix("A server or a site", "Run it there.")
     os.umask(0o077)  # what is written from now on, here and by Flower, is this user's only
     home.mkdir(parents=True, exist_ok=True)
     for folder in (home.parent, home):  # they may be older
@@ -52,7 +53,8 @@ def prepare(home: Path) -> None:
         import flwr  # noqa: F401
     except ImportError:
         raise ConfigurationError(
-            "Sites need Flower: pip install 'fedlightning[flower]' (in an environment of its own; see docs/how-to/deploy.md)."
+            missing_package("Sites need Flower", "flower")
+            + " It takes an environment of its own: docs/how-to/deploy.md."
         ) from None
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import uuid
 from collections.abc import Collection
 from pathlib import Path
-from urllib.parse import quote
 
+from fedlightning.compat.system import file_name_of
 from fedlightning.errors import ConfigurationError
 from fedlightning.run.files import UnreadableError, read_tensors, sync_folder, write_atomically, writing
 from fedlightning.run.plain import decode, encode
@@ -97,4 +97,4 @@ class Records:
             raise UnknownVersionError(
                 f"{run!r:.60} and {version!r:.60} are no names of a run and a version of a record"
             )
-        return self.folder / run / f"client-{quote(client, safe='')}" / f"{version}.pt"
+        return self.folder / run / f"client-{file_name_of(client)}" / f"{version}.pt"

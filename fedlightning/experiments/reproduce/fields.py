@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +106,14 @@ class Fields:
             raise self.error(f"has {key}: {value!r:.60}. Give {', '.join(known[:-1])} or {known[-1]}.")
         return str(value)
 
-    def texts(self, key: str) -> list[str]:
-        """Return a list of texts; one text is a list of one."""
+    def texts(self, key: str, among: Collection[str] | None = None) -> list[str]:
+        """Return a list of texts; one text is a list of one. `among`: those that there are; `None`: any."""
         value = self.take(key, [])
         listed = value if isinstance(value, list) else [value]
         if not all(isinstance(one, str | int | float) and not isinstance(one, bool) for one in listed):
             raise self.error(f"has {key}: {value!r:.60}. Give a text, or a list of texts.")
+        if among is not None and not set(listed) <= set(among):
+            raise self.error(f"has {key}: {value!r:.60}. Give some of {', '.join(among)}.")
         return [str(one).strip() for one in listed]
 
     def mapping(self, key: str) -> dict[str, Any]:

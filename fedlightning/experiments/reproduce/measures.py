@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fedlightning.compat.system import file_name_of
 from fedlightning.scoring.metrics import bare, higher_is_better
 from fedlightning.scoring.rows import Row
 from fedlightning.study.columns import GLOBAL, LOCAL, PERSONAL
@@ -328,7 +329,7 @@ def _state(run: Run, client: str | None) -> Mapping[str, Any]:
     import torch
 
     assert run.path is not None
-    name = "global.ckpt" if client is None else f"clients/{client}.ckpt"
+    name = "global.ckpt" if client is None else f"clients/{file_name_of(client)}.ckpt"
     path = run.path / "checkpoints" / name
     if not path.exists():
         raise NoValueError(f"no model {name} in its checkpoints")

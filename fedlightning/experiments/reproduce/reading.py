@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlightning.config.errors import InputError
+from fedlightning.errors import EXTRAS
 from fedlightning.experiments.reproduce.fields import Fields, read_yaml
 from fedlightning.experiments.reproduce.measures import Spec
 from fedlightning.experiments.reproduce.specs import check_measure, runs_of
@@ -58,7 +59,7 @@ def read_table(path: Path, configs: Path) -> Table:
         sets=sets,
         minutes=_minutes(top, sets, runs),
         data=[read_data(one) for one in top.sections("data")],
-        extras=top.texts("extras"),
+        extras=top.texts("extras", among=EXTRAS),
         seeds=_seeds(top),
         vary=top.texts("vary") if "vary" in top else None,
         exact=exact,

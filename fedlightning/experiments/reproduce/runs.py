@@ -15,6 +15,7 @@ import yaml
 
 import fedlightning
 from fedlightning.config.errors import InputError
+from fedlightning.errors import missing_package
 from fedlightning.experiments.baselines import algorithms_of
 from fedlightning.experiments.methods import Config, Method
 from fedlightning.experiments.plan import Request, make_plans
@@ -55,7 +56,7 @@ def obstacle(table: Table, root: Path) -> str:
     for extra in table.extras:
         package = PACKAGES.get(extra, extra)
         if importlib.util.find_spec(package) is None:
-            return f"{package} is not installed: pip install 'fedlightning[{extra}]'"
+            return missing_package(f"The table needs {package}", extra).rstrip(".")
     return next((missing(data, root) for data in table.data if folder_of(data, root) is None), "")
 
 

@@ -172,7 +172,7 @@ class Table:
         sets: Sets that the table belongs to.
         minutes: By set, expected minutes of its runs on two cores; :data:`ALL`: of all runs.
         data: Files that its runs need.
-        extras: Optional dependencies that its runs need, as named in `pip install 'fedlightning[EXTRA]'`.
+        extras: Optional dependencies that its runs need, by their extra.
         seeds: Seeds of every run.
         vary: Keys that are set to the seed beside `trainer.seed`; `None`: as `compare` has it.
         exact: Whether nothing in it is random: one seed is then judged as an interval of width zero.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("cryptography", reason="keys: pip install 'fedlightning[privacy]', or make test-flower")
+pytest.importorskip("cryptography", reason="keys: pip install opacus cryptography, or make test-flower")
 
 from fedlightning.cli import main
 from fedlightning.engines.flower import certificates

@@ -7,6 +7,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+from fedlightning.errors import missing_package
 from fedlightning.study.differences import best_method
 from fedlightning.study.ranks import ranks
 from fedlightning.study.report.cells import Column, interval_of, is_number, number, p_value, summary
@@ -102,7 +103,7 @@ def rank_section(context: Context, studies: Mapping[str, Study]) -> Section | No
             [picture], table, "A bar joins methods that Nemenyi’s test cannot tell apart (p ≥ 0.05)."
         )
     else:
-        said.append("The critical-difference diagram needs scikit-posthocs: pip install 'fedlightning[report]'.")
+        said.append(missing_package("The critical-difference diagram needs scikit-posthocs", "report"))
     warning = Prose(left, tone="warn") if left else None
     return context.section("ranks", title, "Ranks", [Prose(said), warning, gallery or table])
 
