@@ -8,6 +8,7 @@ import json
 import re
 import warnings
 import weakref
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -386,7 +387,7 @@ def test_files_of_a_run(tmp_path):
     assert summary["callbacks"] == {c.key: c.hyperparameters() for c in trainer.callbacks}
     assert summary["bytes_up"] == trainer.server.bytes_up > 0
     assert {"bytes_down", "seconds", "peak_memory_mb", "versions", "config_hash"} <= set(summary)
-    assert summary["versions"]["torch"] == torch.__version__
+    assert summary["versions"]["torch"] == version("torch")
     assert [entry["round"] for entry in summary["per_round"]] == [1, 2]
     for name in ("bytes_up", "bytes_down"):
         assert sum(entry[name] for entry in summary["per_round"]) == summary[name]

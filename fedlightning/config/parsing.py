@@ -170,8 +170,7 @@ class FederatedCLI(LightningCLI):
         config = self.config.clone()
         for key in set(vars(config)) - {"trainer", "model", "data"}:
             config.pop(key)
-        everything = "skip_unset" if "skip_unset" in inspect.signature(self.parser.dump).parameters else "skip_none"
-        text: str = self.parser.dump(config, skip_validation=True, **{everything: False})
+        text: str = self.parser.dump(config, skip_validation=True, skip_unset=False)
         return "# Run this again: fedlightning fit --config <this file>\n" + text
 
     def options(self) -> dict[str, Any]:
@@ -182,7 +181,7 @@ class FederatedCLI(LightningCLI):
 
 def plain_values(parser: LightningArgumentParser, config: Any) -> dict[str, Any]:
     """Return a configuration as plain values, in the form in which LightningCLI keeps hyper-parameters."""
-    text = parser.dump(config, skip_link_targets=False, skip_none=False, format="yaml")
+    text = parser.dump(config, skip_link_targets=False, skip_unset=False, format="yaml")
     values: dict[str, Any] = yaml.safe_load(text)
     return values
 
