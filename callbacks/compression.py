@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -15,6 +16,7 @@ from fedlightning.algorithm import (
     Message,
     Need,
     Server,
+    Setup,
     State,
     Update,
     UpdateCodec,
@@ -25,7 +27,8 @@ from fedlightning.ranges import PositiveShare, Range
 from fedlightning.tensors import entry_kinds, tied_names
 
 WITH_A_SERVER = Need(
-    "encodes changes of all entries that the server sent and asked for", (Change.NEIGHBOURS, Change.PARTS)
+    "encodes changes of all entries that the server sent and asked for",
+    (Change.NEIGHBOURS, Change.PARTS, Change.ONE_WAY),
 )
 
 
@@ -37,19 +40,40 @@ class _ChangeCodec(UpdateCodec):
         """It goes by the model that came, in synchronous rounds."""
         return super().facts.extend(needs=[WITH_A_SERVER], asynchronous=False)
 
+    def check(self, setup: Setup) -> None:
+        """Refuse methods whose clients send no trainable entry: there would be nothing to encode.
+
+        Raises:
+            ValueError: If nothing that is trained travels.
+        """
+        if not any(setup.kinds[name] == "trainable" for name in setup.shared_names()):
+            raise ValueError(
+                f"{self.key} encodes changes of the model's trainable entries, and none of them travels "
+                f"here. Leave {self.key} out."
+            )
+
     def encode(self, client: Client, update: Update) -> None:
-        """Put the code in the place of the entries."""
+        """Put the code in the place of the entries.
+
+        Raises:
+            ValueError: If an entry goes back that did not come.
+        """
         kinds = entry_kinds(client.module)
         chosen = [
-            name
-            for name, value in update.state.items()
-            if kinds.get(name) == "trainable" and name in client.received and value.is_floating_point()
+            name for name, value in update.state.items() if kinds.get(name) == "trainable" and value.is_floating_point()
         ]
         if not chosen or not client.steps:
             return
+        unsent = next((name for name in chosen if name not in client.received), None)
+        if unsent is not None:
+            raise ValueError(
+                f"{self.key} sends changes, and '{unsent}' did not come: there is nothing to count its change from. A method "
+                "that asks for what it does not send says so in its facts: Change.ONE_WAY"
+            )
         coded = _without_copies(chosen, tied_names(client.module))
         change = [(update.state[name].double() - client.received[name].double()).flatten() for name in coded]
-        update.extras[self.key] = self.code(torch.cat(change), client.message, client)
+        message = replace(client.message, model=update.model)  # the one that the client chose, of several that came
+        update.extras[self.key] = self.code(torch.cat(change), message, client)
         update.state = {name: value for name, value in update.state.items() if name not in chosen}
 
     def decode(self, server: Server, message: Message, update: Update) -> State:
@@ -113,7 +137,7 @@ class TopK(_ChangeCodec):
     "Deep gradient compression", ICLR 2018 (arXiv:1712.01887).
 
     * Client: ``p = (w_i - w) + e_i``; the ``k`` elements of largest magnitude go up with their places, 8 bytes each; the
-      rest is kept: ``e_i = p - sent``.
+      rest is kept: ``e_i = p - sent``, of several models that a client may choose from one each.
     * Server: ``w + sent`` in the place of ``w_i``, in whatever follows.
 
     What was left out of an update that did not arrive is not sent again. It is biased; with memory the sum of all that a
@@ -146,7 +170,8 @@ class TopK(_ChangeCodec):
 
     def code(self, change: Tensor, message: Message, client: Client) -> dict[str, Tensor]:
         """Return places, in order, and values; keep the rest."""
-        left = client.state.get(self.key, {}).get("left")
+        kept = client.state.get(self.key, {}).get("left", {})
+        left = kept.get(message.model)
         if self.feedback and left is not None and len(left) == len(change):
             change = change + left.double()
         places = change.abs().topk(count_of(self.share, len(change))).indices.sort().values
@@ -154,7 +179,7 @@ class TopK(_ChangeCodec):
         if self.feedback:
             rest = change.clone()
             rest[places] -= values.double()
-            client.state[self.key] = {"left": rest.float()}
+            client.state[self.key] = {"left": kept | {message.model: rest.float()}}
         return {"places": places.int(), "values": values}
 
     def change(self, code: Mapping[str, Tensor], size: int, message: Message, server: Server) -> Tensor:
@@ -219,6 +244,8 @@ class QSGD(_ChangeCodec):
     * Client: in buckets of `bucket` elements ``v``, ``||v|| sign(v_i) xi_i / s``, where ``s |v_i| / ||v||`` is rounded up
       with the probability of its fraction, and down else: a byte for each element, 4 for each bucket.
     * Variance of a bucket of ``d``: at most ``min(d / s^2, sqrt(d) / s) ||v||^2``.
+
+    Engines that round a change otherwise (``"vectorized"``, other devices) may move an element by one level.
 
     Args:
         levels: ``s``, 1 to 127.

@@ -69,8 +69,8 @@ class FedFomo(KeepsClientModels):
 
     @property
     def facts(self) -> Facts:
-        """Training starts from a mixture with the client's own model."""
-        return super().facts.extend(changes={Change.START})
+        """Training starts from a mixture with the client's own model, and of others' models, none of which is its own."""
+        return super().facts.extend(changes={Change.START, Change.ONE_WAY})
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedlightning.algorithm import (
     GLOBAL,
+    Change,
     Client,
     Extra,
     Facts,
@@ -97,7 +98,11 @@ class FedGH(FederatedCallback):
         (['2.weight', '2.bias'], ['prototypes', 'classes'])
     """
 
-    facts = Facts(needs=no_model("takes no model back from clients but a header"), mixes_architectures=True)
+    facts = Facts(
+        changes={Change.ONE_WAY},
+        needs=no_model("takes no model back from clients but a header"),
+        mixes_architectures=True,
+    )
 
     def __init__(
         self,

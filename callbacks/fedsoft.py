@@ -76,7 +76,7 @@ class FedSoft(Clusters):
         tensor([1.0000e+00, 1.0000e-04], dtype=torch.float64)
     """
 
-    facts = Facts(changes={Change.START}, needs=[NO_SERVER_STEP, facts.WHOLE_UPDATES])
+    facts = Facts(changes={Change.START, Change.ONE_WAY}, needs=[NO_SERVER_STEP, facts.WHOLE_UPDATES])
 
     def __init__(
         self,

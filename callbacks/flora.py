@@ -79,7 +79,7 @@ class FLoRA(ClientRanks):
     @property
     def facts(self) -> Facts:
         """The adapters become a part of the network after every round, and new ones begin."""
-        return super().facts.extend(changes={Change.PRIVATE, Change.SMALLER}, needs=[NEW_ADAPTERS])
+        return super().facts.extend(changes={Change.PRIVATE, Change.SMALLER, Change.ONE_WAY}, needs=[NEW_ADAPTERS])
 
     def __init__(
         self,

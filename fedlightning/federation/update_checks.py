@@ -36,6 +36,7 @@ def checked(server: Server, message: Message, update: Update) -> Update:
     norms: dict[str, float] = {}
     codec = server.callbacks.answering(UpdateCodec, "encode")
     try:
+        message = relative_to(server, message, update)
         single = codec is not None and not isinstance(codec, SumCodec)
         if codec is not None and single and codec.key in update.extras and update.code_bytes is None:
             _decode(server, codec, message, update)
@@ -47,6 +48,19 @@ def checked(server: Server, message: Message, update: Update) -> Update:
         return update
     answer = Update(message.round, message.client, model=message.model, tag=message.tag)
     return replace(answer, error=f"the update of client '{message.client}' was refused: {reason}")
+
+
+def relative_to(server: Server, message: Message, update: Update) -> Message:
+    """Return a message with the entries that its update counts from: those of the model that the update says it is for.
+
+    A client may choose among several models that came. Codes, limits of what a client may change, and attackers go by the
+    one that it chose.
+    """
+    chosen: Any = update.model
+    if chosen == message.model or not isinstance(chosen, str) or chosen not in server.models:
+        return message
+    model = server.models[chosen]
+    return replace(message, state={name: model.get(name, value) for name, value in message.state.items()})
 
 
 def _decode(server: Server, codec: UpdateCodec, message: Message, update: Update) -> None:

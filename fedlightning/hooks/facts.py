@@ -53,6 +53,7 @@ class Change(StrEnum):
     OWN = "trains or keeps something of each client's own beside the model that travels"
     BESIDE = "trains a model of each client's own beside the steps of the module"
     PARTS = "leaves entries out of what is sent"
+    ONE_WAY = "does not send clients the entries of the model that it asks back"
     SMALLER = "cuts entries of what is sent"
     PRIVATE = "sends entries that never leave a client, in the place of its own"
     IN_STEP = "keeps at a client what has to agree with what the server has taken in"

@@ -172,7 +172,8 @@ def check_absent_clients(algorithm: FederatedCallback, root: Path, **given: Any)
 def check_wire(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
     """Check that clients send what may leave, was asked for and is not private, bytes are counted, and `keeps` is set."""
     trainer, visits, _ = plain_run(algorithm, _FOUR | given | _FULL, written=True)
-    server = server_of(trainer)
+    server, changes = server_of(trainer), changes_of(algorithm)
+    both_ways = not changes & {Change.ONE_WAY, Change.PARTS, Change.NEIGHBOURS}
     assert server.bytes_up == sum(update.num_bytes for _, update, _ in visits.all), "Bytes up are not what was sent."
     assert server.bytes_down == sum(message.num_bytes for message, _, _ in visits.all), (
         "Bytes down are not what was sent."
@@ -180,6 +181,11 @@ def check_wire(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
     for message, update, record in visits.all:
         unasked = set(update.state) - set(message.returns)
         assert not unasked, f"{algorithm.key} lets client '{message.client}' send {sorted(unasked)} unasked."
+        unsent = {name for name in message.returns if server.kinds.get(name) == "trainable"} - message.state.keys()
+        assert not (unsent and both_ways and message.work != 0), (
+            f"{algorithm.key} asks client '{message.client}' for {sorted(unsent)}, which it did not send. Say so: facts = "
+            "Facts(changes={Change.ONE_WAY})."
+        )
         beyond = set(update.state) - leaving_of(server.blueprint, message.client).entries
         assert not beyond, (
             f"{algorithm.key} lets client '{message.client}' send {sorted(beyond)}, and wire().entries does not."
@@ -200,7 +206,6 @@ def check_wire(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
                     or bool((value == value.flatten()[0]).all())
                 ), f"{algorithm.key}: the private '{name}' of client '{message.client}' left it."
 
-    changes = changes_of(algorithm)
     if not changes & {Change.PLAN, Change.KEEPS}:  # else nobody lets its clients train twice in a round
         trained = [(update.client, record) for _, update, record in visits.all if update.steps]
         for client in server.clients:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fedlightning.callbacks import (
+    IFCA,
     QSGD,
     SCAFFOLD,
     ClientDP,
@@ -16,19 +18,25 @@ from fedlightning.callbacks import (
     FedAvg,
     FedDyn,
     FedExP,
+    FedFomo,
+    FedGH,
     FedKD,
     FedLP,
     FedPer,
+    FedProto,
+    FedSoft,
     HeteroFL,
+    HypCluster,
     QFedAvg,
     RandomK,
     TopK,
     TrimmedMean,
 )
 from fedlightning.federation.failures import FederationError
+from fedlightning.federation.update_checks import relative_to
 from fedlightning.messages import Message, Update
 from tests.conformance.case import Case
-from tests.helpers import NormNet, Spy, Toy, close, federate, global_state, make_trainer, same, toy_data
+from tests.helpers import CLASSES, NormNet, Spy, Toy, close, federate, global_state, make_trainer, same, toy_data
 
 CODE = {"one_client": "the server takes what a code stands for"}
 CASES = {
@@ -66,7 +74,7 @@ def test_the_largest_elements_are_sent_and_the_rest_is_kept():
     one, codec = client(), TopK(share=0.4)
     code = codec.code(change, visit(), one)
     assert code["places"].tolist() == [1, 3] and code["values"].tolist() == [-3.0, 2.0]
-    assert one.state["TopK"]["left"].tolist() == [0.5, 0.0, 0.25, 0.0, -1.0]
+    assert one.state["TopK"]["left"]["global"].tolist() == [0.5, 0.0, 0.25, 0.0, -1.0]
     again = codec.code(torch.tensor([2.0, 0.0, 0.0, 0.0, -1.0], dtype=torch.float64), visit(1), one)
     assert again["places"].tolist() == [0, 4] and again["values"].tolist() == [2.5, -2.0]  # what was kept is there too
 
@@ -75,7 +83,7 @@ def test_memory_telescopes():
     draw, one, codec = torch.Generator().manual_seed(0), client(), TopK(share=0.1)
     changes = [torch.randn(200, generator=draw, dtype=torch.float64) for _ in range(30)]
     sent = [stands_for(codec, change, visit(number), one) for number, change in enumerate(changes)]
-    left = one.state["TopK"]["left"].double()
+    left = one.state["TopK"]["left"]["global"].double()
     assert torch.allclose(torch.stack(changes).sum(0), torch.stack(sent).sum(0) + left, atol=1e-5)
 
 
@@ -152,6 +160,10 @@ def test_sub_models_are_encoded_at_their_own_size():
         ([FedExP(), RandomK()], "FedExP"),  # whose step goes by the lengths of changes, which a code changes
         ([QFedAvg(), RandomK()], "QFedAvg"),
         ([FedLP(), RandomK()], "FedLP"),
+        ([FedSoft(), QSGD()], "FedSoft does not send clients the entries of the model that it asks back"),
+        ([FedFomo(), RandomK()], "FedFomo does not send"),
+        ([FedGH(), QSGD()], "FedGH does not send"),
+        ([FedProto(), QSGD()], "none of them travels here"),
     ],
     ids=str,
 )
@@ -189,6 +201,45 @@ def test_resume_and_engines_give_the_same_bits(codec, tmp_path):
     lightning = trainer("other", 4, local_loop="trainer")
     lightning.fit(module(), datamodule=toy_data(SIZES))
     same(global_state(lightning), global_state(whole))
+
+
+# -- several models that a client may choose from --------------------------------------------------------------------------
+def several(callbacks, rounds=4):
+    """Clients whose labels are named differently, so that each centre has clients; and the memory that they keep."""
+    data = toy_data(SIZES | {"3": 30, "4": 20})
+    for name in ("1", "3"):
+        x, labels = data.tensors[name]["train"]
+        data.tensors[name]["train"] = (x, (labels + 1) % CLASSES)
+    trainer = federate(module(), data, callbacks, max_rounds=rounds)
+    chosen = {cluster for shares in callbacks[0].memberships(trainer.server).values() for cluster in shares}
+    return trainer, chosen
+
+
+@pytest.mark.parametrize("kind", [IFCA, HypCluster])
+@pytest.mark.parametrize("codec", [RandomK(share=1.0), TopK(share=1.0, feedback=False), QSGD(bucket=1)], ids=repr)
+def test_a_code_counts_from_the_model_that_a_client_chose(kind, codec):
+    plain, chosen = several([kind(num_clusters=2)])
+    coded, _ = several([kind(num_clusters=2), codec])
+    assert chosen == {"global", "centre 1"}
+    for name, state in plain.server.models.items():
+        close(coded.server.models[name], state, atol=1e-5)
+
+
+def test_memory_is_of_the_model_that_a_client_chose():
+    one, codec, change = client(), TopK(share=0.5), torch.tensor([1.0, -2.0], dtype=torch.float64)
+    codec.code(change, visit(), one)
+    other = codec.code(torch.zeros(2, dtype=torch.float64), replace(visit(1), model="centre 1"), one)
+    assert not other["values"].any()
+    again = codec.code(torch.zeros(2, dtype=torch.float64), visit(2), one)
+    assert again["values"].tolist() == [1.0]
+
+
+def test_an_update_that_names_another_model_is_measured_against_that():
+    server = SimpleNamespace(models={"global": {"w": torch.zeros(2)}, "centre 1": {"w": torch.ones(2)}})
+    message = replace(visit(), state={"w": torch.zeros(2)})
+    for model, value in (("global", 0.0), ("centre 1", 1.0), ("nobody's", 0.0), (["global"], 0.0)):
+        start = relative_to(server, message, Update(0, "a", model=model)).state
+        assert start["w"].tolist() == [value] * 2
 
 
 # -- what came is not to be trusted ------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from fedlightning.federation.intake import Intake
 from fedlightning.federation.loops.base import Loop, allowed, left_out
 from fedlightning.federation.loops.timing import Late, RoundTimes
 from fedlightning.federation.server import Server
-from fedlightning.federation.update_checks import checked
+from fedlightning.federation.update_checks import checked, relative_to
 from fedlightning.hooks import AsynchronousMethod, Job, Plan
 from fedlightning.messages import Message, Update
 from fedlightning.ranges import Range, needs
@@ -210,6 +210,7 @@ def visit_all(server: Server, engine: Engine, sent: Iterator[Message], evaluate:
         return
     held = list(sent)
     updates = list(engine.run(held, evaluate, check))
+    held = [relative_to(server, message, update) for message, update in zip(held, updates, strict=True)]
     for attacker in attackers:
         attacker.intercept(server, held, updates)
     yield from map(check, held, updates)
