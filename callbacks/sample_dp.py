@@ -204,17 +204,17 @@ class SampleDP(TrainingData, Private):
         client.withhold_data(checks.ONLY_STEPS.format(client.id))
         if client.is_at_site:
             checks.refuse_forgetting(self.ledger, self.noise_seed)
-        kept = client.state.get(self.key, {})
-        if "secret" not in kept:
+        if "secret" not in client.state.get(self.key, {}):
             client.state[self.key] = {"secret": self.new_secret(client.id), "history": []}
         came = hashlib.sha256()
         if (
             self.noise_seed is None
         ):  # done again with other options, a round must not scale the same noise to another length
             add_to(came, [self.noise_multiplier, self.epsilon, self.clip])
-        add_to(
-            came, [client.entries, client.training_extras, client.message.work, client.message.tag, kept.get("history")]
-        )
+        # All that this visit starts from: what came, and what the client keeps. Where a server lets two visits of one number
+        # start from two records, each is counted.
+        message, record = client.message, client.record
+        add_to(came, [client.entries, client.training_extras, message.work, message.tag, record.state, record.lightning])
         client.scratch[self.key] = f"{client.visit}|{came.hexdigest()}"
 
     def training_batches(self, client: Client, loader: DataLoader[Any]) -> DataLoader[Any]:

@@ -19,7 +19,7 @@ FEW = 4
 
 
 def add_to(digest: Any, value: Any) -> None:
-    """Add what came from the server to a hash: another message has other batches."""
+    """Add a tree of tensors and plain values to a hash; of other objects their class, which is the same in each process."""
     if isinstance(value, Mapping):
         for name in sorted(value, key=str):
             digest.update(f"|{name}=".encode())
@@ -29,8 +29,10 @@ def add_to(digest: Any, value: Any) -> None:
             add_to(digest, one)
     elif isinstance(value, torch.Tensor):
         digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    else:
+    elif value is None or isinstance(value, bool | int | float | complex | str | bytes):
         digest.update(f"|{value!r}".encode())
+    else:
+        digest.update(f"|{type(value).__qualname__}".encode())
 
 
 def planned_steps(trainer: Any, sampler: PoissonBatches) -> int:
