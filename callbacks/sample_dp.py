@@ -214,7 +214,9 @@ class SampleDP(TrainingData, Private):
         # All that this visit starts from: what came, and what the client keeps. Where a server lets two visits of one number
         # start from two records, each is counted.
         message, record = client.message, client.record
-        add_to(came, [client.entries, client.training_extras, message.work, message.tag, record.state, record.lightning])
+        add_to(
+            came, [client.entries, client.training_extras, message.work, message.tag, record.state, record.lightning]
+        )
         client.scratch[self.key] = f"{client.visit}|{came.hexdigest()}"
 
     def training_batches(self, client: Client, loader: DataLoader[Any]) -> DataLoader[Any]:

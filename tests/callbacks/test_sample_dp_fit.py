@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from fedlightning.callbacks import SampleDP
 from fedlightning.callbacks.sample_dp_fit import add_to, patients_of, planned_steps
+from fedlightning.messages import Message
+from fedlightning.visit.record import ClientRecord
 
 
 def fit(**options):
@@ -59,3 +62,30 @@ def test_patients_are_known_of_every_sample_or_refused():
         patients_of(SimpleNamespace(id="0", sample_groups=None))
     with pytest.raises(ValueError, match="Of 2 training samples of client '0' nobody knows whose"):
         patients_of(SimpleNamespace(id="0", sample_groups=np.array(["a", None, float("nan")], dtype=object)))
+
+
+def test_a_visit_is_addressed_by_all_that_it_starts_from():
+    """Two branches of a record with equal counts are two visits, whoever keeps what differs."""
+    dp = SampleDP(delta=1e-3, noise_multiplier=1.0, noise_seed=0)
+
+    def address(momentum=0.0, control=0.0, came=0.0):
+        own = {"SampleDP": {"secret": "s", "history": [[1.0, 0.5, 4]]}, "FedDyn": {"gradient": torch.tensor([control])}}
+        optimizer = {"state": {0: {"momentum_buffer": torch.tensor([momentum])}}, "param_groups": [{"lr": 0.1}]}
+        record = ClientRecord(state=own, lightning={"fit": {"checkpoint": {"optimizer_states": [optimizer]}}})
+        client = SimpleNamespace(
+            id="a",
+            visit=1,
+            state=own,
+            record=record,
+            scratch={},
+            training_extras={},
+            is_at_site=False,
+            withhold_data=lambda text: None,
+            entries={"w": torch.tensor([came])},
+            message=Message(1, "a", {}, ()),
+        )
+        dp.on_visit_start(client)
+        return client.scratch["SampleDP"]
+
+    assert address() == address()
+    assert len({address(), address(momentum=1.0), address(control=1.0), address(came=1.0)}) == 4
