@@ -26,6 +26,7 @@ from fedlightning.algorithm import (
 )
 from fedlightning.callbacks.shared.reported import reported_module, send_reported
 from fedlightning.ranges import Range
+from fedlightning.tensors import has_mean, narrow, widen
 
 ONE_MODEL = Need(
     "gives each client a share of one model's step, by its loss at the model that all are sent",
@@ -139,9 +140,9 @@ class AFL(ServerModels):
         own = server.state.get(self.key, {})
         count, mean = own.get("count", 0) + 1, own.get("mean", {})
         new = {
-            name: mean[name] + (value.double() - mean[name]) / count if name in mean else value.double()
+            name: mean[name] + (widen(value) - mean[name]) / count if name in mean else widen(value)
             for name, value in reduced.items()
-            if value.is_floating_point()
+            if has_mean(value)
         }
         server.state[self.key] = {**own, "count": count, "mean": new}
         return reduced
@@ -171,7 +172,7 @@ class AFL(ServerModels):
     def _mean(self, server: Server) -> State:
         """Return the mean of the models of all rounds, in their own precision; nothing before the first."""
         mean: State = server.state.get(self.key, {}).get("mean", {})
-        return {name: value.to(server.model[name].dtype) for name, value in mean.items()}
+        return {name: narrow(value, server.model[name]) for name, value in mean.items()}
 
 
 def nearest_shares(values: Tensor) -> Tensor:

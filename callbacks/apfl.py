@@ -22,8 +22,8 @@ from fedlightning.algorithm import (
     WeightingName,
 )
 from fedlightning.callbacks.shared.second_model import refuse_closures
-from fedlightning.callbacks.shared.wide import wide
 from fedlightning.ranges import Instance, NonNegativeFloat, Share, needs
+from fedlightning.tensors import widen
 from fedlightning.wrappers import uses_forward
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def alpha_slope(
     """
     sums = []
     for name, gradient in gradients.items():
-        term = wide(v[name] - w[name]) * wide(gradient)
+        term = widen(v[name] - w[name]) * widen(gradient)
         sums.append(term.flatten(1).sum(1) if stacked else term.sum())
     return torch.stack(sums).sum(0)
 

@@ -33,7 +33,7 @@ from fedlightning.callbacks.shared.server_models import (
     NO_SERVER_STEP,
 )
 from fedlightning.ranges import NonNegativeFloat, PositiveInt, ShareBelowOne
-from fedlightning.tensors import WeightedMean, select, subtract, ties
+from fedlightning.tensors import WeightedMean, select, subtract, ties, to_row
 
 SPLITS = Need(
     "splits the model for all into one for each cluster",
@@ -259,7 +259,7 @@ class CFL(Clusters):
 
 def flat(deltas: Mapping[str, State]) -> Tensor:
     """Return one row of float64 numbers for each client, shape `(clients, parameters)`."""
-    return torch.stack([torch.cat([value.double().flatten() for value in delta.values()]) for delta in deltas.values()])
+    return torch.stack([to_row(delta) for delta in deltas.values()])
 
 
 def cosines(rows: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ from fedlightning.callbacks.shared.single_updates import refuse_other_ways
 from fedlightning.callbacks.shared.spending import accountant_of, releases_in, solved_noise
 from fedlightning.callbacks.shared.sum_noise import PLACE, SharesNoise, SumNoise
 from fedlightning.ranges import PositiveFloat, PositiveInt, PositiveShare, Range
-from fedlightning.tensors import entry_kinds
+from fedlightning.tensors import entry_kinds, narrow, widen
 
 OF_OPTIONS = ("on_broadcast", "on_update", "wire")
 """Methods that only some options need."""
@@ -312,9 +312,9 @@ class ClientDP(ClientSelection, Private, SharesNoise):
         if self.quantile is not None and client.message.work != 0:
             update.extras[self.key] = {"within": torch.tensor(int(within))}
         if self.where == "client" and client.message.work != 0:
-            changes = {name: factor * (update.state[name].double() - sent[name].double()) for name in moved}
+            changes = {name: factor * (widen(update.state[name]) - widen(sent[name])) for name in moved}
             changes = self._with_share(client, changes)
-            now = {name: (sent[name].double() + change).to(sent[name].dtype) for name, change in changes.items()}
+            now = {name: narrow(widen(sent[name]) + change, sent[name]) for name, change in changes.items()}
         else:
             now = {name: clipping.clipped(sent[name], update.state[name], factor) for name in moved}
         for name, value in sent.items():
@@ -361,7 +361,7 @@ class ClientDP(ClientSelection, Private, SharesNoise):
         """Write down what this round spends, then add the noise: to entries that nobody has sent too."""
         own, expected = self._own(server), self.rate * len(server.clients)
         names = sorted(set(server.trainable) & {*server.shared_names(), *state})
-        mean = {name: state.get(name, server.model[name]).double() for name in names}
+        mean = {name: widen(state.get(name, server.model[name])) for name in names}
         digest = digest_of(f"{own['secret']}|{server.round}|{own['count']}|{own['clip']}", mean)
         release = digest_of(f"{server.round}", {name: server.model[name] for name in names})[:MODEL] + digest[:24]
         bound = digest if self.noise_seed is None else ""  # two means never share their noise
@@ -378,7 +378,7 @@ class ClientDP(ClientSelection, Private, SharesNoise):
             z *= math.sqrt(max(self.shares - own["came"], 0) / self.shares)
         server.state[self.key] = own | {"came": 0, "count": 0.0}
         noisy = with_noise(mean, z * clip / expected, own["secret"], f"{server.round}|noise", bound)
-        return dict(state) | {name: value.to(server.model[name].dtype) for name, value in noisy.items()}
+        return dict(state) | {name: narrow(value, server.model[name]) for name, value in noisy.items()}
 
     def _told(self, server: Server) -> dict[str, Any]:
         """Return what `privacy.json` says beside numbers."""

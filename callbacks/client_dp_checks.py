@@ -11,7 +11,7 @@ from fedlightning.algorithm import Change, Need, Setup
 from fedlightning.callbacks.secure_aggregation import LEAST, SecureAggregation
 from fedlightning.callbacks.shared.fixed_point import FixedPoint
 from fedlightning.callbacks.shared.sum_noise import LEAST_STD, SumNoise
-from fedlightning.tensors import tied_names
+from fedlightning.tensors import as_reals, tied_names
 
 BOUNDED = Need(
     "adds noise to one mean of changes whose lengths it bounds",
@@ -112,7 +112,7 @@ def refuse_uncovered(setup: Setup) -> None:
             "Keep it with the clients, or untie it."
         )
     for name, entry in setup.module.named_parameters():
-        if name in travelling and entry.requires_grad and entry.dtype not in (torch.float32, torch.float64):
+        if name in travelling and entry.requires_grad and as_reals(entry).dtype not in (torch.float32, torch.float64):
             raise ValueError(
                 f"'{name}' is {entry.dtype}, and ClientDP covers float32 and float64: rounding a mean to 16 bits moves "
                 "it further than the noise allows for. precision='16-mixed' or 'bf16-mixed' keeps float32."
@@ -150,7 +150,7 @@ def refuse_other_sum(setup: Setup, noise: SumNoise | None) -> None:
             "threshold."
         )
     travelling = set(setup.shared_names())
-    elements = sum(value.numel() for name, value in setup.module.named_parameters() if name in travelling)
+    elements = sum(as_reals(value).numel() for name, value in setup.module.named_parameters() if name in travelling)
     points = [FixedPoint(secure.clip, secure.bits, clients) for clients in {count, max(noise.shares, LEAST)}]
     if secure.bits > 32 or min(noise.std(point, elements) for point in points) < LEAST_STD:
         raise ValueError(

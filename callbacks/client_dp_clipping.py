@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedlightning.algorithm import Message, Update
-from fedlightning.tensors import State
+from fedlightning.tensors import State, as_reals, narrow, widen
 from fedlightning.tensors.memory import PIECE
 
 SHARE = 1 / 20
@@ -18,14 +18,14 @@ SHARE = 1 / 20
 
 def _pieces(value: Tensor) -> tuple[Tensor, ...]:
     """Return an entry in pieces that fit into a cache; on other devices whole."""
-    flat = value.detach().reshape(-1)
+    flat = as_reals(value.detach()).reshape(-1)
     return flat.split(PIECE) if value.device.type == "cpu" else (flat,)
 
 
 def length_of_change(moved: Iterable[str], sent: State, state: State) -> float:
     """Return the length of the changes of some entries as one vector, in float64."""
     pairs = ((now, then) for name in moved for now, then in zip(_pieces(state[name]), _pieces(sent[name]), strict=True))
-    return _length(now.double() - then.double() for now, then in pairs)
+    return _length(widen(now) - widen(then) for now, then in pairs)
 
 
 def _length(pieces: Iterable[Tensor]) -> float:
@@ -49,8 +49,8 @@ def factor_of(moved: Sequence[str], sent: State, state: State, clip: float) -> t
 def clipped(sent: Tensor, state: Tensor, factor: float) -> Tensor:
     """Return an entry with its change times a factor, computed in float64."""
     pairs = zip(_pieces(state), _pieces(sent), strict=True)
-    parts = [(then.double() + factor * (now.double() - then.double())).to(sent.dtype) for now, then in pairs]
-    return torch.cat(parts).reshape(sent.shape)
+    parts = [narrow(widen(then) + factor * (widen(now) - widen(then)), then) for now, then in pairs]
+    return narrow(torch.cat(parts), sent)
 
 
 def _rounding_of(clip: float, sent: list[Tensor]) -> float:
@@ -58,7 +58,7 @@ def _rounding_of(clip: float, sent: list[Tensor]) -> float:
     coarsest = max((torch.finfo(value.dtype).eps for value in sent), default=0.0)
     of_lengths = 16 * torch.finfo(torch.float64).eps  # both sides add up many squares
     of_sums = sum(
-        2 * torch.finfo(value.dtype).eps * _length(piece.double() for piece in _pieces(value)) for value in sent
+        2 * torch.finfo(value.dtype).eps * _length(widen(piece) for piece in _pieces(value)) for value in sent
     )
     return max(of_sums, clip * (coarsest + of_lengths))
 

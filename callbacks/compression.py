@@ -24,7 +24,7 @@ from fedlightning.algorithm import (
     generator,
 )
 from fedlightning.ranges import PositiveShare, Range
-from fedlightning.tensors import entry_kinds, tied_names
+from fedlightning.tensors import add_row, as_reals, entry_kinds, has_mean, tied_names, to_row
 
 WITH_A_SERVER = Need(
     "encodes changes of all entries that the server sent and asked for",
@@ -60,7 +60,7 @@ class _ChangeCodec(UpdateCodec):
         """
         kinds = entry_kinds(client.module)
         chosen = [
-            name for name, value in update.state.items() if kinds.get(name) == "trainable" and value.is_floating_point()
+            name for name, value in update.state.items() if kinds.get(name) == "trainable" and has_mean(value)
         ]
         if not chosen or not client.steps:
             return
@@ -71,9 +71,9 @@ class _ChangeCodec(UpdateCodec):
                 "that asks for what it does not send says so in its facts: Change.ONE_WAY"
             )
         coded = _without_copies(chosen, tied_names(client.module))
-        change = [(update.state[name].double() - client.received[name].double()).flatten() for name in coded]
+        change = to_row(update.state, coded) - to_row(client.received, coded)
         message = replace(client.message, model=update.model)  # the one that the client chose, of several that came
-        update.extras[self.key] = self.code(torch.cat(change), message, client)
+        update.extras[self.key] = self.code(change, message, client)
         update.state = {name: value for name, value in update.state.items() if name not in chosen}
 
     def decode(self, server: Server, message: Message, update: Update) -> State:
@@ -82,16 +82,13 @@ class _ChangeCodec(UpdateCodec):
         chosen = [
             name
             for name in message.returns
-            if own.kinds.get(name) == "trainable" and name in sent and sent[name].is_floating_point()
+            if own.kinds.get(name) == "trainable" and name in sent and has_mean(sent[name])
         ]
-        coded, state, place = _without_copies(chosen, own.tied), dict(update.state), 0
-        size = sum(sent[name].numel() for name in coded)
-        change = self.change(update.extras[self.key], size, message, server)
-        for name, copies in coded.items():
-            part = change[place : place + sent[name].numel()].reshape(sent[name].shape)
-            state |= dict.fromkeys(copies, (sent[name].double() + part).to(sent[name].dtype))
-            place += sent[name].numel()
-        return state
+        coded = _without_copies(chosen, own.tied)
+        start = {name: sent[name] for name in coded}
+        size = sum(as_reals(entry).numel() for entry in start.values())
+        decoded = add_row(start, self.change(update.extras[self.key], size, message, server))
+        return {**update.state, **{copy: decoded[name] for name, copies in coded.items() for copy in copies}}
 
     def code(self, change: Tensor, message: Message, client: Client) -> dict[str, Tensor]:
         """Return the code of a change, an fp64 vector."""

@@ -25,7 +25,7 @@ from fedlightning.algorithm import (
 )
 from fedlightning.layers import head_names
 from fedlightning.ranges import NonNegativeFloat, PositiveInt, PositiveShare, Range, Share
-from fedlightning.tensors import clone, equal, load_state, module_state, select
+from fedlightning.tensors import as_reals, clone, equal, load_state, module_state, narrow, select
 
 
 class FedALA(FederatedCallback):
@@ -153,10 +153,7 @@ class FedALA(FederatedCallback):
 
 def merge(own: State, sent: State, weights: State) -> State:
     """Return ``th + (Th - th) * W`` for every entry: exactly ``Th`` at 1 and exactly ``th`` at 0."""
-    return {
-        name: torch.lerp(th.to(_wide(th)), sent[name].to(_wide(th)), weights[name]).to(th.dtype)
-        for name, th in own.items()
-    }
+    return {name: narrow(torch.lerp(_wide(th), _wide(sent[name]), weights[name]), th) for name, th in own.items()}
 
 
 class _Weights:
@@ -170,7 +167,7 @@ class _Weights:
         self.sent = clone(select(received, own), client.device)
         for name, parameter in self.module.named_parameters():
             parameter.requires_grad_(name in own)
-        start = {name: torch.full_like(th, options.start, dtype=_wide(th)) for name, th in self.own.items()}
+        start = {name: torch.full_like(_wide(th), options.start) for name, th in self.own.items()}
         self.weights = start | clone(weights or {}, client.device)
 
     def learn(self, passes: int) -> None:
@@ -190,7 +187,7 @@ class _Weights:
             batch = self.client.next_batch(self.options.key, self.module)
             loss, gradients = self.client.batch_gradient(batch, self.module)
             for name, gradient in gradients.items():
-                step = gradient.to(_wide(gradient)) * (self.sent[name] - self.own[name])
+                step = _wide(gradient) * as_reals(self.sent[name] - self.own[name])
                 self.weights[name] = (self.weights[name] - self.options.weight_lr * step).clamp(0.0, 1.0)
             yield float(loss)
 
@@ -199,6 +196,7 @@ PASSES_COMPARED, SETTLED = 10, 0.1
 """The authors' stopping rule for the first time."""
 
 
-def _wide(value: Tensor) -> torch.dtype:
-    """Return the dtype for arithmetic on ``value``: fp32 at least."""
-    return torch.promote_types(value.dtype, torch.float32)
+def _wide(value: Tensor) -> Tensor:
+    """Return the real numbers of an entry in fp32 at least."""
+    numbers = as_reals(value)
+    return numbers.to(torch.promote_types(numbers.dtype, torch.float32))

@@ -7,6 +7,7 @@ from typing import Annotated
 from fedlightning.algorithm import Facts, FederatedCallback, Newcomers, Server, State, WeightingName
 from fedlightning.callbacks.shared.steps import memory, remember
 from fedlightning.ranges import PositiveFloat, Range
+from fedlightning.tensors import narrow, widen
 
 
 class FedAvgM(FederatedCallback):
@@ -74,8 +75,8 @@ class FedAvgM(FederatedCallback):
         trainable = set(server.trainable)
         for name in reduced:
             if name in trainable:
-                q = old[name].double() - reduced[name].double()
+                q = widen(old[name]) - widen(reduced[name])
                 vel[name] = self.beta * vel[name] + q if name in vel else q
-                new[name] = (old[name].double() - self.server_lr * vel[name]).to(old[name].dtype)
+                new[name] = narrow(widen(old[name]) - self.server_lr * vel[name], old[name])
         remember(server, self.key, {"vel": vel})
         return new

@@ -18,7 +18,7 @@ from fedlightning.algorithm import Server, State, WeightingName, isolated
 from fedlightning.callbacks.shared.distillation import inputs_of
 from fedlightning.callbacks.shared.fusion import EnsembleFusion, Member
 from fedlightning.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Range
-from fedlightning.tensors import WeightedMean
+from fedlightning.tensors import WeightedMean, narrow, widen
 
 
 class FedBE(EnsembleFusion):
@@ -152,7 +152,7 @@ class FedBE(EnsembleFusion):
         trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
         with torch.no_grad():
             for parameter, total in zip(trained, average.totals, strict=True):
-                parameter.copy_(total / average.count)
+                parameter.copy_(narrow(total / average.count, parameter))
         if self.update_statistics:
             ids = self.ids(server)[0]
             mode = student.training
@@ -190,7 +190,7 @@ class Average:
         self.step += 1
         past = self.step - self.start
         if self.step == self.steps or (past > 0 and past % self.every == 0):
-            now = [parameter.detach().double() for parameter in parameters]
+            now = [widen(parameter.detach()) for parameter in parameters]
             self.totals = [a + b for a, b in zip(self.totals, now, strict=True)] if self.count else now
             self.count += 1
 
@@ -223,17 +223,17 @@ def gaussian(
     """Draw models around a mean, each entry with the clients' weighted variance."""
     whole, deviation = sum(weights), dict[str, Tensor]()
     for name in dict.fromkeys(names.values()):
-        variance = torch.zeros_like(mean[name], dtype=torch.float64)
+        variance = torch.zeros_like(widen(mean[name]))
         for state, weight in zip(states, weights, strict=True):
-            variance += weight / whole * (state[name].double() - mean[name].double()).square()
+            variance += weight / whole * (widen(state[name]) - widen(mean[name])).square()
         deviation[name] = variance.sqrt()
     found = []
     for _ in range(count):
         drawn = {
-            name: mean[name].double() + spread * torch.randn(spread.shape, generator=draw, dtype=torch.float64)
+            name: widen(mean[name]) + spread * torch.randn(spread.shape, generator=draw, dtype=torch.float64)
             for name, spread in deviation.items()
         }
-        found.append({**mean, **{name: drawn[one].to(mean[name].dtype) for name, one in names.items()}})
+        found.append({**mean, **{name: narrow(drawn[one], mean[name]) for name, one in names.items()}})
     return found
 
 

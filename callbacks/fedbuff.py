@@ -14,6 +14,7 @@ from fedlightning.algorithm import (
 )
 from fedlightning.callbacks.shared.staleness import DecayRate, MaxStaleness, StalenessName, staleness_weight
 from fedlightning.ranges import PositiveFloat, PositiveInt
+from fedlightning.tensors import narrow, widen
 
 
 class FedBuff(AsynchronousMethod):
@@ -109,6 +110,6 @@ class FedBuff(AsynchronousMethod):
             return state
         old, scaled = server.models[server.combining], dict(state)
         for name in set(server.trainable) & set(state):
-            before = old[name].double()
-            scaled[name] = (before + self.server_lr * (state[name].double() - before)).to(state[name].dtype)
+            before = widen(old[name])
+            scaled[name] = narrow(before + self.server_lr * (widen(state[name]) - before), state[name])
         return scaled

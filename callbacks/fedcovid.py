@@ -26,6 +26,7 @@ from fedlightning.algorithm import (
 )
 from fedlightning.callbacks.shared.representations import features_at_start, head_path, labels_of, rows
 from fedlightning.ranges import CountOrShare, NonNegativeFloat, PositiveFloat, PositiveInt, PositiveShare, Range
+from fedlightning.tensors import as_reals
 from fedlightning.wrappers import FeatureTap
 
 LARGE, SMALL = "large", "small"
@@ -173,7 +174,7 @@ class FedCovid(FederatedCallback):
         """Send the number of parameters that the proximal term is divided by."""
         if self.lam_w > 0 and job.work != 0:
             names = set(server.trainable) & set(message.state)
-            message.extras[self.key] = {"parameters": sum(server.shapes[name].numel() for name in names)}
+            message.extras[self.key] = {"parameters": sum(as_reals(message.state[name]).numel() for name in names)}
 
     # -- the loss ------------------------------------------------------------------------------------------------------
     def training_loss(

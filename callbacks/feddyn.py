@@ -27,7 +27,7 @@ from fedlightning.algorithm import (
 from fedlightning.callbacks.shared.reported import reported_module, send_reported
 from fedlightning.callbacks.shared.steps import is_plain_sgd, largest_lr
 from fedlightning.ranges import Range
-from fedlightning.tensors import add, select, subtract, zeros_like
+from fedlightning.tensors import add, narrow, select, subtract, widen, zeros_like
 
 WHOLE_CHANGES = Need(
     "adds up the whole change of every participant, once a round, in h",
@@ -166,7 +166,7 @@ class FedDyn(ServerModels):
         total = dict(own.get("sum", {}))
         for name in server.trainable:
             if name in update.state:
-                moved = update.state[name].double() - server.model[name].double()
+                moved = widen(update.state[name]) - widen(server.model[name])
                 total[name] = total[name] + moved if name in total else moved
         server.state[self.key] = {**own, "sum": total}
 
@@ -207,4 +207,4 @@ class FedDyn(ServerModels):
 
 def _shifted(state: State, h: State, factor: float) -> State:
     """Return the entries that `h` has, moved by `factor h`."""
-    return {name: (state[name].double() + factor * h[name]).to(state[name].dtype) for name in h if name in state}
+    return {name: narrow(widen(state[name]) + factor * h[name], state[name]) for name in h if name in state}

@@ -21,6 +21,7 @@ from fedlightning.algorithm import (
 )
 from fedlightning.callbacks.shared.reported import reported_module, send_reported
 from fedlightning.ranges import NonNegativeFloat, Range
+from fedlightning.tensors import narrow, widen
 
 WHOLE_CHANGES = Need(
     "compares the lengths of the participants' whole changes with that of their mean, once a round",
@@ -110,7 +111,7 @@ class FedExP(ServerModels):
         if weight == 0.0:
             return
         names = [name for name in server.trainable if name in update.state]
-        square = sum(float((server.model[n].double() - update.state[n].double()).square().sum()) for n in names)
+        square = sum(float((widen(server.model[n]) - widen(update.state[n])).square().sum()) for n in names)
         own = server.state.get(self.key, {})
         total, weights, clients = own.get("sums", (0.0, 0.0, 0))
         server.state[self.key] = {**own, "sums": [total + weight * square, weights + weight, clients + 1]}
@@ -122,14 +123,14 @@ class FedExP(ServerModels):
             return reduced
         total, weights, clients = own["sums"]
         names = [name for name in server.trainable if name in reduced]
-        mean = {name: old[name].double() - reduced[name].double() for name in names}
+        mean = {name: widen(old[name]) - widen(reduced[name]) for name in names}
         square_of_mean = sum(float(delta.square().sum()) for delta in mean.values())
         eta = self.extrapolation(total / weights, square_of_mean, clients, server.round)
         kept = {"previous": {name: old[name] for name in names}} if self.average_last == 2 and "eta" in own else {}
         server.state[self.key] = {"eta": eta, **kept}
         if eta == 1.0:
             return reduced
-        return {**reduced, **{name: (old[name].double() - eta * mean[name]).to(old[name].dtype) for name in names}}
+        return {**reduced, **{name: narrow(widen(old[name]) - eta * mean[name], old[name]) for name in names}}
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send a client that is evaluated the mean of the last two models."""
@@ -142,7 +143,4 @@ class FedExP(ServerModels):
     def _average(self, server: Server) -> State:
         """Return the trainable entries of the mean of the last two models; nothing before there are two."""
         previous: State = server.state.get(self.key, {}).get("previous", {})
-        return {
-            name: ((server.model[name].double() + value.double()) / 2).to(value.dtype)
-            for name, value in previous.items()
-        }
+        return {name: narrow((widen(server.model[name]) + widen(value)) / 2, value) for name, value in previous.items()}

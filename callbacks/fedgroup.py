@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -32,7 +32,7 @@ from fedlightning.callbacks.shared.server_models import (
     one_visit,
 )
 from fedlightning.ranges import PositiveInt, Range
-from fedlightning.tensors import WeightedMean, select, subtract
+from fedlightning.tensors import WeightedMean, narrow, select, subtract, to_row, widen
 
 COLD_START = "cold start"
 """Key of the first model at the server while clients pre-train from it; their scores go under it too."""
@@ -173,7 +173,7 @@ class FedGroup(Clusters):
         if not answers:
             return  # nobody took a step: the next round tries again
         moved = {client: self._moved(server, state) for client, state in answers.items()}
-        points = directions(torch.stack([_row(delta) for delta in moved.values()]), self.num_clusters, self.unit)
+        points = directions(torch.stack([to_row(delta) for delta in moved.values()]), self.num_clusters, self.unit)
         groups = first_groups(points, self.num_clusters, address(server.blueprint.settings.seed, self.key))
         found: dict[str, str] = {}
         paths: dict[str, State] = {}
@@ -189,8 +189,10 @@ class FedGroup(Clusters):
         own = server.state[self.key]
         found: dict[str, str] = {}
         for client, state in (yield from self._pretrained(server, new)).items():
-            moved = _row(self._moved(server, state))
-            cosines = [float(torch.cosine_similarity(moved, _row(path), dim=0)) for path in own["directions"].values()]
+            moved = to_row(self._moved(server, state))
+            cosines = [
+                float(torch.cosine_similarity(moved, to_row(path), dim=0)) for path in own["directions"].values()
+            ]
             found[client] = self.clusters[cosines.index(max(cosines))]
         server.state[self.key] = {**own, "clusters": in_client_order(server, own["clusters"] | found)}
         return found
@@ -221,15 +223,15 @@ class FedGroup(Clusters):
         names = self._names(server)
         before = {cluster: server.models[cluster] for cluster in self.clusters}
         weights = {
-            cluster: self.mix / max(float(_row(select(w, names)).norm()), 1e-12) for cluster, w in before.items()
+            cluster: self.mix / max(float(to_row(select(w, names)).norm()), 1e-12) for cluster, w in before.items()
         }
         for cluster, own in before.items():
             others = [(weights[other], model) for other, model in before.items() if other != cluster]
             whole = 1.0 + sum(weight for weight, _ in others) if self.mix_mean else 1.0
             mixed = {}
             for name in names:
-                added = sum((weight * model[name].double() for weight, model in others), start=own[name].double())
-                mixed[name] = (added / whole).to(own[name].dtype)
+                added = sum((weight * widen(model[name]) for weight, model in others), start=widen(own[name]))
+                mixed[name] = narrow(added / whole, own[name])
             server.models[cluster] = {**own, **mixed}
 
     def memberships(self, server: Server) -> dict[str, dict[str, float]]:
@@ -265,11 +267,6 @@ def directions(rows: Tensor, count: int, unit: bool = True) -> Tensor:
     vectors = vectors[:count] * (strengths[:count, None] > 1e-12 * strengths[0].clamp_min(1e-300))
     found = (turned @ vectors.T).clamp(-1, 1)
     return torch.cat([found, found.new_zeros(len(rows), count - found.shape[1])], dim=1)
-
-
-def _row(state: Mapping[str, Tensor]) -> Tensor:
-    """Return all entries as one row of float64 numbers."""
-    return torch.cat([value.double().flatten() for value in state.values()])
 
 
 def _mean(states: Sequence[State]) -> dict[str, Any]:

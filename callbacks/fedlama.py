@@ -15,7 +15,7 @@ from fedlightning.callbacks.shared.server_models import (
 )
 from fedlightning.layers import partition
 from fedlightning.ranges import Range
-from fedlightning.tensors import distance, select, ties
+from fedlightning.tensors import as_reals, distance, select, ties
 
 Interval = Annotated[int, Range("[1, inf)", "An interval in rounds.", strict=True)]
 
@@ -139,7 +139,7 @@ class FedLAMA(ServerModels):
         """Compute `d_l` of the layers just averaged, and every `phi tau` rounds the new intervals."""
         own, layers = self._own(server), self._trainable(server, state)
         sums, d, tau = own.pop("sums", {}), dict(own["d"]), own["tau"]
-        sizes = {layer: sum(state[name].numel() for name in names) for layer, names in layers.items()}
+        sizes = {layer: sum(as_reals(state[name]).numel() for name in names) for layer, names in layers.items()}
         for layer, names in layers.items():
             total, weights = sums.get(layer, (0.0, 0.0))
             if weights > 0:  # sum_i p_i ||x_i - u||^2 = sum_i p_i ||x_i - w||^2 - ||u - w||^2, as u is the mean

@@ -28,6 +28,7 @@ from fedlightning.algorithm import (
     Wire,
 )
 from fedlightning.callbacks.fedprox import FedProx
+from fedlightning.tensors import narrow, widen
 
 
 class FedNova(FederatedCallback):
@@ -157,7 +158,7 @@ class FedNova(FederatedCallback):
         pairs = [(value, server.model[name]) for name, value in update.state.items() if name in server.trainable]
         if a <= 0.0 or not pairs:
             return
-        what, norm = f"{self.key}'s change by a", _norm(value.double() - base.double() for value, base in pairs) / a
+        what, norm = f"{self.key}'s change by a", _norm(widen(value) - widen(base) for value, base in pairs) / a
         beyond = server.norms.limit(what, "parameters", lambda: _norm(base for _, base in pairs) or 1.0, norm)
         if beyond is not None:
             raise ValueError(
@@ -174,7 +175,7 @@ class FedNova(FederatedCallback):
         trainable = set(server.trainable)
         for name in update.state:
             if name in trainable:
-                d = (server.model[name].double() - update.state[name].double()) / a
+                d = (widen(server.model[name]) - widen(update.state[name])) / a
                 for label, term in (("d", d), ("a", a), ("weight", 1.0)):
                     sums[label][name] = sums[label].get(name, 0.0) + weight * term  # type: ignore[assignment]
 
@@ -184,12 +185,12 @@ class FedNova(FederatedCallback):
         normalised = {}
         for name, d in sums["d"].items():
             total, old = sums["weight"][name], server.model[name]
-            normalised[name] = (old.double() - (sums["a"][name] / total) * (d / total)).to(old.dtype)
+            normalised[name] = narrow(widen(old) - (sums["a"][name] / total) * (d / total), old)
         return {**state, **normalised}
 
 
 def _norm(values: Iterable[Tensor]) -> float:
-    return math.hypot(*(float(value.double().norm()) for value in values))
+    return math.hypot(*(float(widen(value).norm()) for value in values))
 
 
 def count_step(a: float, c: float | None, group: Mapping[str, Any], mu: float = 0.0) -> tuple[float, float]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from fedlightning.algorithm import Facts, FederatedCallback, Newcomers, Server, State, WeightingName
 from fedlightning.callbacks.shared.steps import memory, remember
 from fedlightning.ranges import NonNegativeFloat, PositiveFloat, ShareBelowOne
+from fedlightning.tensors import narrow, widen
 
 
 class FedOpt(FederatedCallback):
@@ -91,11 +92,11 @@ class FedOpt(FederatedCallback):
         for name in reduced:
             if name not in trainable:
                 continue
-            delta = reduced[name].double() - old[name].double()
+            delta = widen(reduced[name]) - widen(old[name])
             m[name] = self.beta1 * m.get(name, delta.new_zeros(delta.shape)) + (1 - self.beta1) * delta
             v[name] = self.second_moment(v.get(name, delta.new_full(delta.shape, start)), delta)
-            moved = old[name].double() + self.server_lr * scale * m[name] / (v[name].sqrt() + self.tau)
-            new[name] = moved.to(old[name].dtype)
+            moved = widen(old[name]) + self.server_lr * scale * m[name] / (v[name].sqrt() + self.tau)
+            new[name] = narrow(moved, old[name])
         remember(server, self.key, {"m": m, "v": v, "step": step})
         return new
 

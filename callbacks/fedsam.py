@@ -25,7 +25,7 @@ from fedlightning.algorithm import (
     warn,
 )
 from fedlightning.ranges import PositiveFloat, Range
-from fedlightning.tensors import clone, load_state
+from fedlightning.tensors import as_reals, clone, load_state, narrow
 
 SMALL = 1e-16
 """What keeps a gradient of length 0 from dividing by 0 (the authors' code)."""
@@ -110,8 +110,8 @@ class FedSAM(FederatedCallback):
         for name, gradient in gradients.items():
             wide = torch.promote_types(gradient.dtype, torch.float32)
             weighs = self.adaptive and name.rpartition(".")[2] == "weight"
-            factors[name] = parameters[name].detach().to(wide).abs() + self.eta if weighs else 1.0
-            scaled[name] = factors[name] * gradient.detach().to(wide)
+            factors[name] = as_reals(parameters[name].detach().to(wide)).abs() + self.eta if weighs else 1.0
+            scaled[name] = factors[name] * as_reals(gradient.detach().to(wide))
         if not scaled:
             return {}
         norms = [torch.linalg.vector_norm(value) for value in scaled.values()]
@@ -139,7 +139,7 @@ class FedSAM(FederatedCallback):
         if not _finite(e):
             return
         y = clone(parameters)
-        load_state(pl_module, {name: (y[name] + value).to(y[name].dtype) for name, value in e.items()})
+        load_state(pl_module, {name: narrow(as_reals(y[name]) + value, y[name]) for name, value in e.items()})
         try:
             gs = self._second_gradient(trainer, pl_module, list(parameters))
         finally:

@@ -35,7 +35,7 @@ from fedlightning.callbacks.shared.server_models import (
     warn_of_weightings,
 )
 from fedlightning.ranges import NonNegativeFloat, PositiveInt, Share
-from fedlightning.tensors import WeightedMean, select, ties
+from fedlightning.tensors import WeightedMean, narrow, select, ties, widen
 
 ESTIMATE = "estimate"
 
@@ -256,6 +256,8 @@ def shares(losses: Tensor, sigma: float) -> Tensor:
 def weighted_sum(weights: Sequence[float], states: Sequence[State]) -> State:
     """Return `sum_s u_s c_s`, added up in float64, in the type of the states."""
     return {
-        name: torch.stack([u * state[name].double() for u, state in zip(weights, states, strict=True)]).sum(0).to(value)
+        name: narrow(
+            torch.stack([u * widen(state[name]) for u, state in zip(weights, states, strict=True)]).sum(0), value
+        )
         for name, value in states[0].items()
     }

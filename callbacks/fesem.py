@@ -34,7 +34,7 @@ from fedlightning.callbacks.shared.server_models import (
 )
 from fedlightning.layers import expand
 from fedlightning.ranges import NonNegativeFloat, PositiveInt, Range
-from fedlightning.tensors import select, ties
+from fedlightning.tensors import select, ties, to_row
 
 MIDDLE = "mean of the centres"
 """Key of the model from which clients train that are onboarded."""
@@ -249,7 +249,7 @@ class FeSEM(Clusters):
                 f"FeSEM compares clients by layers={self.layers}, none of which travels. Name layers that are not kept "
                 "by the clients."
             )
-        return torch.cat([state[name].double().flatten() for name in names])
+        return to_row(state, names)
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send the client's own centre."""

@@ -14,7 +14,7 @@ from fedlightning.algorithm import Change, Facts, Need, Server, Setup, isolated,
 from fedlightning.callbacks.shared.distillation import refuse_a_last_batch_of_one
 from fedlightning.callbacks.shared.robust import Combine, RobustRule
 from fedlightning.ranges import PositiveFloat, PositiveInt
-from fedlightning.tensors import module_state
+from fedlightning.tensors import module_state, to_row
 from fedlightning.wrappers import muted
 
 AS_A_WHOLE = Need(
@@ -99,7 +99,7 @@ class FLTrust(RobustRule):
             purpose=f"{self.key} {model}",
         )
         new = module_state(module)
-        own = torch.cat([(new[name].double() - old[name].double()).flatten() for name in names])
+        own = to_row(new, names) - to_row(old, names)
         return lambda changes, weights: trusted(changes, own)
 
     def combine(self, changes: Tensor, weights: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ import warnings
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from fedlightning.algorithm import Server, Setup, State
 from fedlightning.callbacks.fedamp import FLAT, PAPER_ALPHA, FedAMP
@@ -15,6 +14,7 @@ from fedlightning.callbacks.shared.server_models import (
     parameter_names,
 )
 from fedlightning.ranges import NonNegativeFloat, Share
+from fedlightning.tensors import to_row
 
 ROUNDING = 1e-14
 """What ``1 - cos`` of a vector with itself may be in float64."""
@@ -80,7 +80,7 @@ class HeurFedAMP(FedAMP):
     def unlikeness(self, server: Server, a: State, b: State) -> float:
         """Return ``1 - cos(a, b)`` over trainable parameters."""
         names = parameter_names(server, a)
-        unlike = 1.0 - float(torch.cosine_similarity(flat(a, names), flat(b, names), dim=0))
+        unlike = 1.0 - float(torch.cosine_similarity(to_row(a, names), to_row(b, names), dim=0))
         return unlike if unlike > ROUNDING else 0.0
 
     def _warn_of_attention(self, pairs: list[float]) -> None:
@@ -103,10 +103,3 @@ class HeurFedAMP(FedAMP):
         unlike = [self.unlikeness(server, models[client], models[j]) for j in others]
         weights = (1.0 - itself) * torch.softmax(-sharpness * torch.tensor(unlike, dtype=torch.float64), dim=0)
         return {j: dict(zip(others, weights.tolist(), strict=True)).get(j, itself) for j in models}
-
-
-def flat(state: State, names: list[str]) -> Tensor:
-    """Return the entries under ``names`` as one vector ``(numbers,)`` in float64; of none, nothing."""
-    if not names:  # another callback keeps all trainable parameters with the clients
-        return torch.zeros(0, dtype=torch.float64)
-    return torch.cat([state[name].double().flatten() for name in names])

@@ -26,7 +26,7 @@ from fedlightning.algorithm import (
 )
 from fedlightning.callbacks.shared.steps import is_plain_sgd, largest_lr
 from fedlightning.ranges import Range
-from fedlightning.tensors import entry_kinds, interpolate, select
+from fedlightning.tensors import entry_kinds, has_mean, interpolate, select
 
 MEAN_MODEL = Need("pulls the clients towards the mean of their models", (Change.STEP, Change.REDUCED, Change.REDUCE))
 
@@ -151,7 +151,7 @@ class L2GD(FederatedCallback):
             return
         share = max(1.0 - self.theta(own["lr"]), 0.0) ** message.extras[self.key]["m"]
         x = {name: value for name, value in own["x"].items() if name in message.state}
-        floats = {name: message.state[name] for name, value in x.items() if value.is_floating_point()}
+        floats = {name: message.state[name] for name, value in x.items() if has_mean(value)}
         message.state = {**message.state, **x, **interpolate(x, floats, share)}
 
     def on_send(self, client: Client, update: Update) -> None:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from fedlightning.algorithm import Change, Client, Facts, FederatedCallback, Setup, Stage, State, WeightingName, probes
 from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat
-from fedlightning.tensors import add, clone, load_state, module_state
+from fedlightning.tensors import add, as_reals, clone, load_state, module_state
 
 
 class PerFedAvg(FederatedCallback):
@@ -173,6 +173,6 @@ def hessian_times(module: LightningModule, batch: Any, vector: State, scale: flo
     pairs = [(g, vector[n]) for n, g in zip(parameters, gradients, strict=True) if g is not None and g.requires_grad]
     if not pairs:
         return {}  # a loss that is linear in every parameter
-    inner = torch.stack([(gradient * along).sum() for gradient, along in pairs]).sum()
+    inner = torch.stack([(as_reals(gradient) * as_reals(along)).sum() for gradient, along in pairs]).sum()
     products = torch.autograd.grad(inner, list(parameters.values()), allow_unused=True)
     return {name: p / scale for name, p in zip(parameters, products, strict=True) if p is not None}

@@ -82,6 +82,7 @@ class pFedBayes(KeepsModel):
 
     facts = KeepsModel.facts.extend(
         changes={Change.ELSEWHERE},
+        real_only=True,
         needs=[
             Need("trains the model that travels without data of its own", (Change.GRADIENT,)),
             Need("adds a spread to every parameter of the module", (Change.MODULE,)),

@@ -32,7 +32,7 @@ from fedlightning.callbacks.shared.dealt import refuse_new_deal
 from fedlightning.callbacks.shared.representations import features_at_start, head_path, other_task, targets_in
 from fedlightning.layers import expand
 from fedlightning.ranges import Length, NonNegativeFloat, Share, ShareBelowOne
-from fedlightning.tensors import WeightedMean, module_state
+from fedlightning.tensors import WeightedMean, module_state, narrow, widen
 from fedlightning.wrappers import FeatureTap
 
 LABELLED, UNLABELLED = "labelled", "unlabelled"
@@ -101,7 +101,7 @@ class pFedKnow(FederatedCallback):
     @property
     def facts(self) -> Facts:
         """Clients hold pruned models and train on another loss; shares that are dealt in turn stay."""
-        return Facts(needs=[OWN_PRUNING, OWN_LOSS], newcomers=Newcomers(join=self._join))
+        return Facts(needs=[OWN_PRUNING, OWN_LOSS], newcomers=Newcomers(join=self._join), real_only=True)
 
     def check(self, setup: Setup) -> None:
         """Refuse a server without data, a guide that trains, and a head without logits."""
@@ -186,9 +186,9 @@ class pFedKnow(FederatedCallback):
             old = server.model[name]
             total, weights = (torch.zeros_like(old, dtype=torch.float64) for _ in range(2))
             for update in updates:
-                held = kept(old, shares[update.client]).double() * server.weight(update)
-                total, weights = total + held * update.state[name].double(), weights + held
-            reduced[name] = torch.where(weights > 0, total / weights.clamp_min(1e-300), old.double()).to(old.dtype)
+                held = widen(kept(old, shares[update.client])) * server.weight(update)
+                total, weights = total + held * widen(update.state[name]), weights + held
+            reduced[name] = narrow(torch.where(weights > 0, total / weights.clamp_min(1e-300), widen(old)), old)
         return reduced
 
     @staticmethod

@@ -18,7 +18,7 @@ from fedlightning.callbacks.shared.server_models import (
 )
 from fedlightning.layers import partition
 from fedlightning.ranges import NonNegativeFloat, PositiveInt
-from fedlightning.tensors import clone, module_state, select
+from fedlightning.tensors import clone, module_state, select, widen
 
 
 class pFedLA(KeepsClientModels):
@@ -145,7 +145,7 @@ class pFedLA(KeepsClientModels):
         """
         before = self.personalised(server, client, models)
         names = parameter_names(server, trained)
-        change = {name: trained[name].double() - before[name].double() for name in names}
+        change = {name: widen(trained[name]) - widen(before[name]) for name in names}
         layers = [[name for name in layer if name in change] for layer in layers_of(server)]
         inner = torch.tensor(
             [[_inner(w, change, layer) for w in models.values()] for layer in layers], dtype=torch.float64
@@ -175,7 +175,7 @@ class pFedLA(KeepsClientModels):
 
 def _inner(model: State, change: State, names: list[str]) -> float:
     """Return the inner product of ``model`` and ``change`` over ``names``."""
-    return sum(float((model[name].double() * change[name]).sum()) for name in names)
+    return sum(float((widen(model[name]) * change[name]).sum()) for name in names)
 
 
 def layers_of(server: Server) -> list[list[str]]:

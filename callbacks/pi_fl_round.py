@@ -17,6 +17,7 @@ from fedlightning.callbacks.shared.server_models import (
 )
 from fedlightning.callbacks.shared.shapley import Coalition, Shapley, shapley_values
 from fedlightning.callbacks.shared.tokens import Ledger, contribution_ranks, levels, refund_share
+from fedlightning.tensors import to_row
 
 UTILITY, CLASSES = "utility", "classes"
 TRIAL = "trial"
@@ -151,8 +152,10 @@ class PIFLRound(Clusters):
         players = [update.client for update in answers]
         if self.utility == "gradient":
             names = [name for name in server.trainable if name in answers[0].state]
-            mean = _flat(new, names) - _flat(before, names)
-            cosines = [torch.cosine_similarity(_flat(u.state, names) - _flat(before, names), mean, 0) for u in answers]
+            mean = to_row(new, names) - to_row(before, names)
+            cosines = [
+                torch.cosine_similarity(to_row(u.state, names) - to_row(before, names), mean, 0) for u in answers
+            ]
             return Shapley(dict(zip(players, map(float, cosines), strict=True)), 0, exact=False)
         if isnan(known[0]) or isnan(known[1]):
             return Shapley(dict.fromkeys(players, 0.0), 0, exact=False)
@@ -209,10 +212,6 @@ class PIFLRound(Clusters):
         self._note(server, groups={client: self.clusters[group] for client, group in groups.items()})
         for cluster in self.clusters:
             server.models[cluster] = dict(server.model)
-
-
-def _flat(state: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
-    return torch.cat([state[name].double().flatten() for name in names])
 
 
 def shares(weights: Tensor) -> list[float]:

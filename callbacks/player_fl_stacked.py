@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fedlightning.callbacks.diagnostics.sensitivity_terms import SensitivityAccumulator
-from fedlightning.callbacks.shared.wide import wide
 from fedlightning.engines.stacked.hooks import StackHooks, Turn
 from fedlightning.layers import ForwardOrder
+from fedlightning.tensors import widen
 
 if TYPE_CHECKING:
     from fedlightning.callbacks.player_fl import PLayerFL
@@ -71,5 +71,5 @@ class StackedSensitivities(StackHooks):
 
 def _squares(parameters: Tensor, gradients: Tensor) -> list[float]:
     """`sum (theta grad)^2` of every client."""
-    values: list[float] = (wide(parameters) * wide(gradients)).square().flatten(1).sum(1).tolist()
+    values: list[float] = (widen(parameters) * widen(gradients)).square().flatten(1).sum(1).tolist()
     return values

@@ -24,6 +24,7 @@ from fedlightning.algorithm import (
 from fedlightning.callbacks.shared.server_models import parameter_names
 from fedlightning.callbacks.shared.steps import is_plain_sgd
 from fedlightning.ranges import PositiveFloat, Range
+from fedlightning.tensors import widen
 
 EPS = 1e-10
 """Added to every loss (authors' code): `F^(q-1)` of a loss of 0 is not finite for `q < 1`."""
@@ -146,7 +147,7 @@ class QFedAvg(FederatedCallback):
         own = sums.get(update.model) or {"reference": loss, "weights": 0.0, "bends": 0.0, "lr": 0.0, "steps": 0}
         weight = self._weight(update, own["reference"])
         names = parameter_names(server, update.state)
-        change = sum(float((old[name].double() - update.state[name].double()).square().sum()) for name in names)
+        change = sum(float((widen(old[name]) - widen(update.state[name])).square().sum()) for name in names)
         added = {
             "reference": own["reference"],
             "weights": own["weights"] + weight,

@@ -36,6 +36,7 @@ from fedlightning.callbacks.shared.secret_noise import digest_of
 from fedlightning.callbacks.shared.single_updates import refuse_other_ways
 from fedlightning.callbacks.shared.sum_noise import PLACE, SharesNoise, SumNoise
 from fedlightning.ranges import PositiveFloat, Range
+from fedlightning.tensors import add_row, as_reals, has_mean, widen
 
 LEAST = 3
 """Clients whose sum may be opened: of two, each would know the other's."""
@@ -256,7 +257,7 @@ class SecureAggregation(SumCodec):
         """Return the names of the entries that are summed: numbers that training may change."""
         model, kinds = server.model, server.kinds
         names = (name for name in server.returned_names() if kinds[name] in ("trainable", "float_buffer"))
-        return sorted(name for name in names if model[name].is_floating_point())
+        return sorted(name for name in names if has_mean(model[name]))
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Add what the step brings. Everybody is sent the same model, of whose change the sum is.
@@ -292,7 +293,7 @@ class SecureAggregation(SumCodec):
         if message.tag == KEYS and (sent[KEYS].dtype != torch.uint8 or len(sent[KEYS]) != masking.ADVERTISED):
             raise ValueError(f"what it advertises are not {masking.ADVERTISED} bytes")
         if message.returns and message.work != 0:
-            size = 1 + sum(server.model[name].numel() for name in self._entries(server))
+            size = 1 + sum(as_reals(server.model[name]).numel() for name in self._entries(server))
             masked = sent.get("masked", torch.empty(0))
             if masked.dtype != SIGNED[self.bits] or len(masked) != size:
                 raise ValueError(f"it holds no {size} masked integers of {self.bits} bits")
@@ -308,12 +309,8 @@ class SecureAggregation(SumCodec):
         came = sum(own["shares"][update.client] for update in updates if update.steps)
         if came == 0.0:
             return {}
-        change, state = point.decode(total) / came, {}
-        sizes = [server.model[name].numel() for name in self._entries(server)]
-        for name, part in zip(self._entries(server), change.split(sizes), strict=True):
-            old = server.model[name]
-            state[name] = (old.double() + part.reshape(old.shape)).to(old.dtype)
-        return state
+        old = {name: server.model[name] for name in self._entries(server)}
+        return add_row(old, point.decode(total) / came)
 
     def _tell(self, server: Server, part: float) -> None:
         """Say once what part of all changes was beyond the bound."""
@@ -394,4 +391,4 @@ class SecureAggregation(SumCodec):
 
 def changed(new: Tensor, old: Tensor) -> Tensor:
     """Return by how much an entry has changed; a mask of infinities that has not, by 0."""
-    return (new.double() - old.double()).masked_fill(new == old, 0.0)
+    return (widen(new) - widen(old)).masked_fill(as_reals(new) == as_reals(old), 0.0)

@@ -31,11 +31,6 @@ def refuse_unfit(setup: Setup, clip: float, bits: int, least: int) -> None:
             "sum is not to overflow. Take more bits."
         )
     travelling = set(setup.shared_names())
-    for name, value in setup.module.state_dict().items():
-        if name in travelling and value.is_complex():
-            raise ValueError(
-                f"'{name}' is complex, and SecureAggregation masks real numbers. Keep it with the clients."
-            )
     for name, layer in setup.module.named_modules():
         if f"{name}.num_batches_tracked" in travelling and getattr(layer, "momentum", 0) is None:
             raise ValueError(

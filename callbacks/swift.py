@@ -9,6 +9,7 @@ import torch
 from fedlightning.algorithm import Change, Facts, Need, Server, Setup, State, Update
 from fedlightning.callbacks.shared.gossip import Gossip, mixed
 from fedlightning.ranges import NonNegativeInt
+from fedlightning.tensors import has_mean, narrow, widen
 from fedlightning.topology import MixingWeights, Topology
 
 OWN_PACE = Need(
@@ -142,7 +143,7 @@ class SWIFT(Gossip):
         sent = {name for update in updates for name in update.state}
         first = after[server.clients[0]]
         return {
-            name: (total[name] / len(after)).to(first[name].dtype) if name in total else first[name].clone()
+            name: narrow(total[name] / len(after), first[name]) if name in total else first[name].clone()
             for name in first
             if name in sent
         }
@@ -154,11 +155,11 @@ class SWIFT(Gossip):
 
 def _total(total: State | None, before: Mapping[str, State], after: Mapping[str, State], moved: list[str]) -> State:
     """Return the sum of all clients' models in float64, integers left out: the last sum, and what has moved since."""
-    floats = [name for name, value in next(iter(after.values())).items() if value.is_floating_point()]
+    floats = [name for name, value in next(iter(after.values())).items() if has_mean(value)]
     if total is None:
-        return {name: torch.stack([state[name].double() for state in after.values()]).sum(0) for name in floats}
+        return {name: torch.stack([widen(state[name]) for state in after.values()]).sum(0) for name in floats}
     return {
-        name: total[name] + sum(after[client][name].double() - before[client][name].double() for client in moved)
+        name: total[name] + sum(widen(after[client][name]) - widen(before[client][name]) for client in moved)
         for name in floats
     }
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from fedlightning.algorithm import Client, Facts, FederatedCallback, Newcomers, Server, Setup, Update
 from fedlightning.ranges import Range
+from fedlightning.tensors import narrow, widen
 
 Positive = Annotated[float, Range("(0, inf)")]
 FACTS = Facts(mixes_architectures=True, asynchronous=True, newcomers=Newcomers(join=True))
@@ -117,6 +118,6 @@ class Attack(BadClients):
             return
         trainable = {name for name, parameter in client.module.named_parameters() if parameter.requires_grad}
         for name in sorted(trainable & update.state.keys() & client.received.keys()):
-            sent, value = client.received[name].double(), update.state[name]
-            bad = sent + self.attacked(client, value.double() - sent, name)
-            update.state[name] = bad.to(value.dtype)
+            sent, value = widen(client.received[name]), update.state[name]
+            bad = sent + self.attacked(client, widen(value) - sent, name)
+            update.state[name] = narrow(bad, value)

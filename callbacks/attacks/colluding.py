@@ -24,6 +24,7 @@ from fedlightning.algorithm import (
     warn,
 )
 from fedlightning.callbacks.attacks.base import BadClients, Positive, refuse_nothing
+from fedlightning.tensors import add_row, to_row
 
 Knows = Literal["colluders", "everybody"]
 WHOLE = Need(
@@ -91,20 +92,18 @@ class Colluding(UpdateInterception, BadClients):
             names = [name for name in server.architecture(model).trainable if name in bad[0][1].state]
             old = server.models[model]
             changes = torch.stack([change_of(*pair, old, names) for pair in known])
-            parts = self.crafted(changes, len(pairs), len(bad)).split([old[name].numel() for name in names])
-            for message, update in bad:
-                bad_state = {}
-                for name, part in zip(names, parts, strict=True):
-                    start = message.state.get(name, old[name]).double()
-                    bad_state[name] = (start + part.view_as(start)).to(update.state[name].dtype)
-                update.state = {**update.state, **bad_state}  # what the client keeps may be the same dict
+            crafted = self.crafted(changes, len(pairs), len(bad))
+            for message, update in bad:  # what the client keeps may be the same dict
+                update.state = update.state | add_row(_starts(message, old, names), crafted)
 
 
 def change_of(message: Message, update: Update, old: State, names: Sequence[str]) -> Tensor:
     """Return by how much a client has moved what it was sent, as one vector in float64."""
-    starts = [message.state.get(name, old[name]) for name in names]
-    pairs = zip(names, starts, strict=True)
-    return torch.cat([(update.state[name].double() - start.double()).flatten() for name, start in pairs])
+    return to_row(update.state, names) - to_row(_starts(message, old, names))
+
+
+def _starts(message: Message, old: State, names: Sequence[str]) -> State:
+    return {name: message.state.get(name, old[name]) for name in names}
 
 
 class InnerProductManipulation(Colluding):

@@ -12,6 +12,7 @@ from torch import Tensor
 from fedlightning.algorithm import Change, Client, Facts, Message, Need, Server, Update, UpdateInterception
 from fedlightning.callbacks.attacks.base import FACTS, Attack, Positive
 from fedlightning.ranges import Range
+from fedlightning.tensors import narrow, widen
 
 KNOWN_WEIGHTS = Need(
     "has to know its share in the mean of every entry",
@@ -93,6 +94,6 @@ class ModelReplacement(UpdateInterception, Attack):
                 factor, old = total / (bad * self.server_lr), server.models[model]
                 scaled = {}
                 for name in (name for name in server.architecture(model).trainable if name in update.state):
-                    start, value = message.state.get(name, old[name]).double(), update.state[name]
-                    scaled[name] = (start + factor * (value.double() - start)).to(value.dtype)
+                    start, value = widen(message.state.get(name, old[name])), update.state[name]
+                    scaled[name] = narrow(start + factor * (widen(value) - start), value)
                 update.state = {**update.state, **scaled}

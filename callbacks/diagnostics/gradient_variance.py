@@ -22,9 +22,9 @@ from fedlightning.callbacks.diagnostics.layer_values import (
     layer_order,
 )
 from fedlightning.callbacks.diagnostics.sensitivity_terms import counted_parameters, counts_of
-from fedlightning.callbacks.shared.wide import wide
 from fedlightning.layers import Layer, ordered_layers
 from fedlightning.ranges import checked
+from fedlightning.tensors import widen
 
 Definition = Literal["grad_var_samples", "grad_var_params"]
 
@@ -159,7 +159,7 @@ def gradient_moments(
     if order is None:
         order = layer_order(module, first, precision, *seed)
     counted = counted_parameters(module, weights_only)
-    mean = {name: torch.zeros_like(wide(parameter.detach())) for name, parameter in counted.items()}
+    mean = {name: torch.zeros_like(widen(parameter.detach())) for name, parameter in counted.items()}
     spread = {name: value.new_zeros(()) for name, value in mean.items()}
     samples, index = 0, -1
     with at_rest(module):
@@ -174,7 +174,7 @@ def gradient_moments(
 def _add(mean: State, spread: dict[str, Tensor], gradients: Mapping[str, Tensor], size: int, samples: int) -> None:
     """Add a batch of `size` samples; a parameter that its loss does not reach has gradient 0."""
     for name, before in mean.items():
-        gradient = wide(gradients[name]) if name in gradients else torch.zeros_like(before)
+        gradient = widen(gradients[name]) if name in gradients else torch.zeros_like(before)
         away = gradient - before
         mean[name] = before + away * (size / samples)
         spread[name] = spread[name] + size * (away * (gradient - mean[name])).sum()

@@ -23,9 +23,9 @@ from fedlightning.callbacks.diagnostics.layer_values import (
     layer_order,
 )
 from fedlightning.callbacks.diagnostics.sensitivity_terms import counted_parameters, counts_of
-from fedlightning.callbacks.shared.wide import wide
 from fedlightning.layers import Layer, ordered_layers
 from fedlightning.ranges import Range, checked
+from fedlightning.tensors import widen
 
 
 class HessianTrace(LayerRecorder):
@@ -136,7 +136,7 @@ def hutchinson(
     layers = ordered_layers(module, order)
     counted = counted_parameters(module, weights_only)
     blocks = [{name: counted[name] for name in layer.parameters if name in counted} for layer in layers]
-    total = wide(torch.zeros(num_probes, len(layers), device=module.device))
+    total = widen(torch.zeros(num_probes, len(layers), device=module.device))
     samples = 0
     with at_rest(module), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         for index, batch in enumerate(batches):
@@ -157,13 +157,13 @@ def _draws(
     if parameters:
         found = torch.autograd.grad(loss, list(parameters.values()), create_graph=True, allow_unused=True)
         gradients = dict(zip(parameters, found, strict=True))
-    draws = wide(loss.new_zeros(num_probes, len(layers)))
+    draws = widen(loss.new_zeros(num_probes, len(layers)))
     for column, (layer, block) in enumerate(zip(layers, blocks, strict=True)):
         curved = {n: g for n in block if (g := gradients[n]) is not None and g.requires_grad}  # others are constant
         for row in range(num_probes if curved else 0):
             z = _signs({name: block[name] for name in curved}, *seed, "signs", layer.name, row)
             products = _second_derivative(list(curved.values()), [block[name] for name in curved], list(z.values()))
-            terms = [(wide(p) * wide(s)).sum() for p, s in zip(products, z.values(), strict=True) if p is not None]
+            terms = [(widen(p) * widen(s)).sum() for p, s in zip(products, z.values(), strict=True) if p is not None]
             if terms:
                 draws[row, column] = torch.stack(terms).sum()
     return draws

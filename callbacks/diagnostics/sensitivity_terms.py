@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fedlightning.callbacks.shared.wide import wide
 from fedlightning.layers import ForwardOrder, Layer, ordered_layers, pieces
+from fedlightning.tensors import as_reals, widen
 
 
 @dataclass
@@ -176,7 +176,7 @@ def counts_of(layers: Sequence[Layer], counted: Mapping[str, Tensor]) -> list[in
         >>> counts_of(ordered_layers(module), counted_parameters(module))
         [9, 4]
     """
-    return [sum(counted[name].numel() for name in layer.parameters if name in counted) for layer in layers]
+    return [sum(as_reals(counted[name]).numel() for name in layer.parameters if name in counted) for layer in layers]
 
 
 def is_bias(name: str) -> bool:
@@ -306,4 +306,4 @@ class SensitivityAccumulator:
 
 
 def _squares(parameter: Tensor, gradient: Tensor) -> Tensor:
-    return (wide(parameter) * wide(gradient)).square().sum()
+    return (widen(parameter) * widen(gradient)).square().sum()

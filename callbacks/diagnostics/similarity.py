@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fedlightning.callbacks.shared.wide import wide
+from fedlightning.tensors import widen
 
 
 def linear_cka(x: Tensor, y: Tensor, debiased: bool = False) -> float:
@@ -75,7 +75,7 @@ def cka_of_grams(a: Tensor, b: Tensor) -> float:
         >>> round(cka_of_grams(gram, gram), 6)
         1.0
     """
-    return float((wide(a) * wide(b)).sum())
+    return float((widen(a) * widen(b)).sum())
 
 
 def pairwise_cka(grams: Sequence[Tensor]) -> Tensor:
@@ -87,12 +87,12 @@ def pairwise_cka(grams: Sequence[Tensor]) -> Tensor:
         tensor([[1., 1.],
                 [1., 1.]], dtype=torch.float64)
     """
-    flat = torch.stack([wide(gram).flatten() for gram in grams])
+    flat = torch.stack([widen(gram).flatten() for gram in grams])
     return flat @ flat.T
 
 
 def _rows(features: Tensor) -> Tensor:
-    return wide(features.detach()).reshape(len(features), -1)
+    return widen(features.detach()).reshape(len(features), -1)
 
 
 def _spread(centred: Tensor) -> Tensor:

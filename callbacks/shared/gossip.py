@@ -23,7 +23,7 @@ from fedlightning.algorithm import (
     State,
     Update,
 )
-from fedlightning.tensors import WeightedMean, select
+from fedlightning.tensors import WeightedMean, narrow, select, widen
 from fedlightning.topology import MixingWeights, Topology, contraction, make_graph, mixing_weights, without
 
 NO_SERVER = Need(
@@ -179,15 +179,13 @@ def mixed(
     found: list[State] = [{} for _ in matrix]
     dense = int(matrix.count_nonzero()) > 0.25 * matrix.numel()
     for name in names:
-        first = models[0][name]
-        wide = torch.complex128 if first.is_complex() else torch.float64
-        stacked = torch.stack([state[name].detach().to(wide).flatten() for state in models])
-        weights = matrix.to(wide)
+        stacked = torch.stack([widen(state[name].detach()).flatten() for state in models])
+        weights = matrix.to(stacked.dtype)
         rows = weights @ stacked if dense else torch.stack([row[row != 0] @ stacked[row != 0] for row in weights])
         if added:
-            rows = rows + torch.stack([(end[name].to(wide) - start[name].to(wide)).flatten() for end, start in added])
+            rows = rows + torch.stack([(widen(end[name]) - widen(start[name])).flatten() for end, start in added])
         for own, row in zip(found, rows, strict=True):
-            own[name] = row.to(first.dtype).reshape(first.shape)
+            own[name] = narrow(row, models[0][name])
     return found
 
 

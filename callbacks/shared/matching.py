@@ -11,7 +11,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from fedlightning.algorithm import Setup, State, isolated, probes
-from fedlightning.tensors import entry_kinds, load_state, module_state
+from fedlightning.tensors import entry_kinds, has_mean, load_state, module_state, widen
 from fedlightning.wrappers.heads import Convolution
 from fedlightning.wrappers.muting import muted
 from fedlightning.wrappers.submodel import Cut, plan_cuts
@@ -65,7 +65,7 @@ def matched(state: State, reference: State, cuts: Sequence[Cut]) -> State:
     found = state
     for layer in dict.fromkeys(cut.leaving for cut in cuts if cut.leaving is not None):
         names = [name for name in (f"{layer}.weight", f"{layer}.bias") if name in state]
-        own, other = (torch.cat([s[name].double().flatten(1) if s[name].ndim > 1 else s[name].double()[:, None]
+        own, other = (torch.cat([widen(s[name]).flatten(1) if s[name].ndim > 1 else widen(s[name])[:, None]
                                  for name in names], dim=1) for s in (found, reference))  # fmt: skip
         cost = (
             (own[:, None] - other).square().sum(-1)
@@ -82,9 +82,9 @@ def matched(state: State, reference: State, cuts: Sequence[Cut]) -> State:
 def squares(state: State, reference: State) -> float:
     """Return the squared distance over all entries that are no integers."""
     return sum(
-        float((value.double() - reference[name].double()).square().sum())
+        float((widen(value) - widen(reference[name])).square().sum())
         for name, value in state.items()
-        if name in reference and value.is_floating_point()
+        if name in reference and has_mean(value)
     )
 
 

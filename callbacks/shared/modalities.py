@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedlightning.algorithm import Setup, isolated, probes
 from fedlightning.callbacks.shared.representations import LABEL_KEYS
 from fedlightning.layers import expand
-from fedlightning.tensors import module_state
+from fedlightning.tensors import clone, module_state, select, to_row
 from fedlightning.wrappers import Mixin, muted
 
 Parts = dict[str, list[str]]
@@ -183,6 +183,6 @@ def bias(start: Mapping[str, Tensor], now: Mapping[str, Tensor], names: Iterable
         tensor(1., dtype=torch.float64)
     """
     kept = [name for name in names if name in start]
-    before, after = (torch.cat([s[n].detach().cpu().double().flatten() for n in kept]) for s in (start, now))
+    before, after = (to_row(clone(select(state, kept), "cpu"), kept) for state in (start, now))
     scale = before.norm() * after.norm()
     return 1.0 - before @ after / scale if scale > 0 else torch.zeros((), dtype=torch.float64)

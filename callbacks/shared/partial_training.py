@@ -54,7 +54,7 @@ from fedlightning.callbacks.shared.representations import (
 from fedlightning.callbacks.shared.submodels import limit_labels, narrow_to_labels, scale_in_training
 from fedlightning.layers import as_names
 from fedlightning.ranges import Length, PositiveShare
-from fedlightning.tensors import load_state, module_state
+from fedlightning.tensors import load_state, module_state, narrow, widen
 from fedlightning.wrappers.slices import ElementMean, Slices, take
 from fedlightning.wrappers.submodel import Units, entry_slices, plan_cuts, shrink
 from fedlightning.wrappers.submodel_check import verify
@@ -291,9 +291,9 @@ class PartialTraining(SubModels):
             extras = update.extras.get(self.key, {})
             batches += extras.get("batches", 0)
             for name, value in extras.get("statistics", {}).items():
-                sums[name] = sums.get(name, torch.zeros_like(value).double()) + extras["batches"] * value.double()
+                sums[name] = sums.get(name, widen(torch.zeros_like(value))) + extras["batches"] * widen(value)
         if batches:
-            means = {name: (total / batches).to(server.model[name].dtype) for name, total in sums.items()}
+            means = {name: narrow(total / batches, server.model[name]) for name, total in sums.items()}
             server.models[GLOBAL] = {**server.model, **means}
 
     def _fits(self, client: Client, stage: Stage) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fedlightning.algorithm import detached_copy, missing_package, probes
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches
 from fedlightning.callbacks.shared.secret_noise import normal
+from fedlightning.tensors import as_reals, narrow, widen
 
 CLOSE = 1e-3
 """Relative difference up to which two ways to the same gradient agree in float32."""
@@ -123,7 +124,7 @@ class RecordGradients:
         )
         factor = _factors(norms.square().sum(0).sqrt(), self.clip, self.size)
         sums = [
-            torch.zeros_like(parameter)
+            torch.zeros_like(as_reals(parameter))
             if one is None
             else torch.einsum("n,n...->...", factor.to(one), torch.nan_to_num(one, 0.0, 0.0, 0.0))
             for parameter, one in zip(chosen, samples, strict=True)
@@ -149,8 +150,8 @@ class RecordGradients:
         expected = self.sampler.units * self.sampler.rate
         for index, (parameter, one) in enumerate(zip(chosen, sums, strict=True)):
             noise = normal(self._secret, f"{address}|{index}", one.shape).to(one.device)
-            covered = one.double() + self.noise_multiplier * self.clip * noise
-            parameter.grad = (covered / expected).to(parameter.dtype)
+            covered = widen(one) + self.noise_multiplier * self.clip * noise
+            parameter.grad = narrow(covered / expected, parameter)
 
     def close(self) -> None:
         """Take the hooks off the module."""
@@ -166,7 +167,7 @@ def refuse_other_parts(
         ValueError: With the name of the parameter.
     """
     for parameter, one in zip(chosen, samples, strict=True):
-        whole = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        whole = as_reals(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         mean = torch.zeros_like(whole) if one is None else one.mean(0)
         if not _close(mean, whole):
             name = next(name for name, value in module.named_parameters() if value is parameter)
@@ -282,8 +283,9 @@ def _moved_a_little(module: LightningModule) -> LightningModule:
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in made.parameters():
-            if parameter.requires_grad and parameter.is_floating_point():
-                parameter.add_(0.01 * torch.randn(parameter.shape, generator=draw).to(parameter))
+            if parameter.requires_grad:
+                numbers = as_reals(parameter)
+                numbers.add_(0.01 * torch.randn(numbers.shape, generator=draw).to(numbers))
     return made
 
 
@@ -308,7 +310,7 @@ def _gradients(
     probes.training_loss(module, batch).backward()
     found = [_sample_of(parameter, count) for parameter in trainable]
     return [
-        torch.zeros(count, *parameter.shape, device=parameter.device) if one is None else one.clone()
+        torch.zeros(count, *as_reals(parameter).shape, device=parameter.device) if one is None else one.clone()
         for parameter, one in zip(trainable, found, strict=True)
     ]
 
@@ -318,7 +320,7 @@ def _cut(values: Tensor, place: int, count: int) -> Tensor:
 
 
 def _sample_of(parameter: nn.Parameter, records: int) -> Tensor | None:
-    """Return the gradients of the records for a parameter; `None` if the step has not used it.
+    """Return the gradients of the records for a parameter, in real numbers; `None` if the step has not used it.
 
     Raises:
         ValueError: If there are not as many as records.
@@ -333,7 +335,7 @@ def _sample_of(parameter: nn.Parameter, records: int) -> Tensor | None:
             f"A layer has seen {len(found)} rows in a step of {records} records. Gradients of single records need layers "
             "whose first dimension is the batch: keep sequences in the second."
         )
-    return found
+    return None if found is None else as_reals(found)
 
 
 def _wide(values: Tensor) -> Tensor:
@@ -351,5 +353,5 @@ def _factors(norms: Tensor, clip: float, size: int) -> Tensor:
 
 def _close(first: Tensor, second: Tensor) -> bool:
     limit = COARSE if torch.bfloat16 in (first.dtype, second.dtype) else CLOSE
-    difference = float((first.double() - second.double()).norm())
-    return not difference > limit * max(float(second.double().norm()), 1e-6)  # NaN: the update is refused elsewhere
+    difference = float((widen(first) - widen(second)).norm())
+    return not difference > limit * max(float(widen(second).norm()), 1e-6)  # NaN: the update is refused elsewhere

@@ -12,6 +12,7 @@ from torch import Tensor
 from fedlightning.algorithm import Change, Facts, FederatedCallback, Need, Newcomers, Server, Setup, State, Update, warn
 from fedlightning.callbacks.shared.single_updates import refuse_other_ways
 from fedlightning.ranges import Range
+from fedlightning.tensors import add_row, has_mean, narrow, to_row, widen
 
 Bad = Annotated[int, Range("[0, inf)", "It counts bad clients.")]
 """A number of bad clients that a rule is to bear."""
@@ -80,11 +81,6 @@ class RobustRule(FederatedCallback):
                 f"{self!r} needs {self.needed} clients in a round, and {drawn} take part. Raise participation, or take a "
                 "rule that needs fewer."
             )
-        numbers = setup.module.state_dict()
-        if odd := [name for name in setup.shared_names() if numbers[name].is_complex()]:
-            raise ValueError(
-                f"{self.key} judges real numbers, and '{odd[0]}' is complex. Take another rule, or the mean."
-            )
         refuse_other_ways(self, setup, "does not judge: one bad client would have its way by them")
 
     def reduce(self, server: Server, updates: list[Update]) -> State:
@@ -117,23 +113,15 @@ class RobustRule(FederatedCallback):
     def _combined(
         self, old: State, names: Sequence[str], states: Sequence[State], weights: Tensor, combine: Combine | None = None
     ) -> State:
-        rows = [
-            torch.cat([(state[name].double() - old[name].double()).flatten() for name in names]) for state in states
-        ]
-        changes = torch.stack(rows)
+        before = {name: old[name] for name in names}
+        changes = torch.stack([to_row(state, names) for state in states]) - to_row(before)
         change = (combine or self.combine)(mixed(changes, self.mixing) if self.mixing else changes, weights)
-        parts = change.split([old[name].numel() for name in names])
-        return {
-            name: (old[name].double() + part.view_as(old[name])).to(old[name].dtype)
-            for name, part in zip(names, parts, strict=True)
-        }
+        return add_row(before, change)
 
 
 def _median(values: Tensor) -> Tensor:
     """Return the coordinate-wise median; of an even number the mean of the two in the middle, of integers the lower."""
-    if not values.is_floating_point():
-        return values.median(dim=0).values
-    return middle(values.double()).to(values.dtype)
+    return narrow(middle(widen(values)), values[0]) if has_mean(values) else values.median(dim=0).values
 
 
 def middle(values: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.server import Server
 from fedlightning.messages import GLOBAL, Update
-from fedlightning.tensors import State, WeightedMean, equal
+from fedlightning.tensors import State, WeightedMean, equal, has_mean, narrow, widen
 
 
 class Aggregation:
@@ -46,10 +46,10 @@ class Aggregation:
         now, moved = self.server.models[update.model], dict(update.state)
         for name, value in update.state.items():
             then = base.get(name)
-            if then is None or then is now[name] or not value.is_floating_point():
+            if then is None or then is now[name] or not has_mean(value):
                 continue
             if not torch.equal(then, now[name]):
-                moved[name] = (now[name].double() + (value.double() - then.double())).to(value.dtype)
+                moved[name] = narrow(widen(now[name]) + (widen(value) - widen(then)), value)
         return moved
 
     def finish(self, nobody: bool = False) -> None:
@@ -89,7 +89,7 @@ class Aggregation:
             raise ConfigurationError(f"{owner.key}.denominator is {divisor!r}, which must be a positive number.")
         for name, value in found.items():
             share = mean.weight(name) / divisor
-            if value.is_floating_point() and share != 1.0:
-                old = server.models[model][name].double()
-                found[name] = (old + share * (value.double() - old)).to(value.dtype)
+            if has_mean(value) and share != 1.0:
+                old = widen(server.models[model][name])
+                found[name] = narrow(old + share * (widen(value) - old), value)
         return found

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedlightning.tensors import widen
+
 WINDOW = 25
 """Rounds whose medians are kept."""
 FACTOR = 1e3
@@ -101,12 +103,7 @@ def _norm(value: Tensor) -> float:
         norm = float(torch.linalg.vector_norm(value))
         if math.isfinite(norm):
             return norm
-    if not value.is_floating_point() and not value.is_complex():
-        value = value.double()
-    wide = (
-        torch.complex128 if value.is_complex() else torch.float64
-    )  # the squares of finite numbers can overflow in others
-    return float(torch.linalg.vector_norm(value, dtype=wide))
+    return float(torch.linalg.vector_norm(widen(value)))  # the squares of finite numbers can overflow in others
 
 
 def norm_of_sent(values: Iterable[Tensor]) -> float:

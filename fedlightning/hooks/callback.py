@@ -53,6 +53,7 @@ OF_FACTS = {
     "newcomers",
     "by_record",
     "optimizer_state",
+    "real_only",
     "no_statistics",
 }
 """Words that a callback says in :attr:`FederatedCallback.facts`, and nowhere else."""

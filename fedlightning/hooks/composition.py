@@ -35,7 +35,7 @@ def changes_in(callback: FederatedCallback, module: nn.Module) -> set[Change]:
 
 
 def refuse_combinations(callbacks: Sequence[FederatedCallback], setup: Setup) -> None:
-    """Refuse a callback that breaks what another one needs.
+    """Refuse a callback that breaks what another one needs, or that is for real numbers where parameters are complex.
 
     Args:
         callbacks: All of the run.
@@ -44,6 +44,13 @@ def refuse_combinations(callbacks: Sequence[FederatedCallback], setup: Setup) ->
     Raises:
         ConfigurationError: Naming both, the need and the change.
     """
+    odd = next((name for name, parameter in setup.module.named_parameters() if parameter.is_complex()), "")
+    for callback in callbacks:
+        if odd and callback.facts.real_only:
+            raise ConfigurationError(
+                f"'{odd}' is complex, and {callback.key} is for real numbers. Hold it as two real ones (torch.view_as_real), "
+                "or take another method."
+            )
     changes = {callback.key: changes_in(callback, setup.module) for callback in callbacks}
     for callback in callbacks:
         for need in callback.facts.needs:

@@ -206,6 +206,7 @@ class Facts:
             say; `None`: no opinion.
         beside_sums: Whether what it takes from single updates (its extras, `on_update`) holds nothing of the model, so that
             it is right where the server sees only a sum of updates (:class:`~fedlightning.hooks.SumCodec`).
+        real_only: Whether what it does to entries is right for real numbers only: complex parameters are refused.
         no_statistics: Why statistics of the data before round 1 are refused, as the end of a sentence that begins with the
             callback's name; empty: they are not.
 
@@ -226,6 +227,7 @@ class Facts:
     by_record: bool = False
     optimizer_state: Literal["reset", "keep"] | None = None
     beside_sums: bool = False
+    real_only: bool = False
     no_statistics: str = ""
 
     def __post_init__(self) -> None:

@@ -19,25 +19,32 @@ from fedlightning.tensors.arithmetic import (
 from fedlightning.tensors.mean import WeightedMean
 from fedlightning.tensors.memory import pack, side_by_side
 from fedlightning.tensors.modules import EntryKind, State, entry_kinds, load_state, module_state, tied_names
+from fedlightning.tensors.reals import add_row, as_reals, has_mean, narrow, to_row, widen
 
 __all__ = [
     "EntryKind",
     "State",
     "WeightedMean",
     "add",
+    "add_row",
+    "as_reals",
     "clone",
     "distance",
     "entry_kinds",
     "equal",
     "first_nonfinite",
+    "has_mean",
     "interpolate",
     "load_state",
     "module_state",
+    "narrow",
     "pack",
     "select",
     "side_by_side",
     "subtract",
     "tied_names",
     "ties",
+    "to_row",
+    "widen",
     "zeros_like",
 ]

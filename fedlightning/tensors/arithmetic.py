@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedlightning.tensors.memory import side_by_side
 from fedlightning.tensors.modules import State
+from fedlightning.tensors.reals import as_reals, has_mean, widen
 
 
 def select(state: Mapping[str, Tensor], names: Iterable[str]) -> State:
@@ -122,7 +123,7 @@ def interpolate(a: Mapping[str, Tensor], b: Mapping[str, Tensor], weight: float)
     """
     mixed: State = {}
     for name, value in b.items():
-        if not value.is_floating_point() or weight == 0.0:
+        if not has_mean(value) or weight == 0.0:
             mixed[name] = value
         elif weight == 1.0:
             mixed[name] = a[name]
@@ -144,7 +145,7 @@ def distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
         >>> distance({"v": torch.tensor([3.0]), "w": torch.tensor([4.0])}, {"v": torch.zeros(1), "w": torch.zeros(1)})
         5.0
     """
-    return sum(float((a[name].double() - value.double()).square().sum()) for name, value in b.items()) ** 0.5
+    return sum(float((widen(a[name]) - widen(value)).square().sum()) for name, value in b.items()) ** 0.5
 
 
 def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
@@ -167,7 +168,7 @@ def first_nonfinite(state: Mapping[str, Tensor]) -> str | None:
     """Return the first name whose tensor holds a NaN or an infinity, or `None`.
 
     Args:
-        state: Any state. Only floating-point entries are checked.
+        state: Any state. Integer entries are not checked.
 
     Example:
         >>> import torch
@@ -175,14 +176,12 @@ def first_nonfinite(state: Mapping[str, Tensor]) -> str | None:
         >>> first_nonfinite({"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])})
         'b'
     """
-    floats = [value for value in state.values() if value.is_floating_point()]
-    whole = side_by_side(floats) if len(floats) > 1 else None
+    floats = {name: as_reals(value) for name, value in state.items() if has_mean(value)}
+    whole = side_by_side(list(floats.values())) if len(floats) > 1 else None
     if whole is not None and math.isfinite(whole.sum()):
         return None
-    for name, value in state.items():
-        if not value.is_floating_point() or math.isfinite(
-            value.sum()
-        ):  # a NaN or infinity would make the sum non-finite
+    for name, value in floats.items():
+        if math.isfinite(value.sum()):  # a NaN or infinity would make the sum non-finite
             continue
         if not bool(torch.isfinite(value).all()):  # a sum of finite values can overflow
             return name

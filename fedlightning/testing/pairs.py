@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedlightning.compat.quiet import quiet
 from fedlightning.hooks import FederatedCallback
-from fedlightning.tensors import module_state
+from fedlightning.tensors import module_state, widen
 from fedlightning.testing.runs import deployed, server_of
 from fedlightning.testing.toys import ToyData, federate
 
@@ -133,7 +133,7 @@ def difference(a: Any, b: Any) -> float:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if a.shape != b.shape:
             return torch.inf
-        apart = (a.double() - b.double()).abs()[~(a.isnan() & b.isnan())]
+        apart = (widen(a) - widen(b)).abs()[~(a.isnan() & b.isnan())]
         return float(apart.nan_to_num(nan=torch.inf).max()) if apart.numel() else 0.0
     if isinstance(a, dict) and isinstance(b, dict):
         return max((difference(a[key], b[key]) for key in a), default=0.0) if a.keys() == b.keys() else torch.inf

@@ -225,6 +225,7 @@ def find_linear(module: nn.Module, targets: Sequence[str] | None, head: Iterable
         path
         for path, child in module.named_modules()
         if isinstance(child, nn.Linear)
+        and not child.weight.is_complex()
         and not any(path.startswith(f"{attention}.") for attention in hidden)
         and f"{path}.weight" not in set(head)
     ]

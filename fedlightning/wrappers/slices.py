@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fedlightning.tensors import State
+from fedlightning.tensors import State, widen
 
 Slices = dict[str, tuple[Tensor | None, ...]]
 """For each state entry and dimension the kept indices; `None` keeps all."""
@@ -77,7 +77,7 @@ class ElementMean:
             unseen = weights[at] == 0
             first[at] = torch.where(unseen, value, first[at])
             same[at] &= first[at] == value
-            total[at] += value.double() * weight
+            total[at] += widen(value) * weight
             weights[at] += weight
 
     def result(self, old: Mapping[str, Tensor], total: float | None = None) -> State:
@@ -88,6 +88,6 @@ class ElementMean:
             if total is not None:
                 absent = (total - weights).clamp_min(0.0)
                 same = same & ((absent == 0) | (first == old[name]))
-                sums, weights = sums + absent * old[name].double(), weights + absent
+                sums, weights = sums + absent * widen(old[name]), weights + absent
             mean[name] = torch.where(same | (weights == 0), kept, (sums / weights).to(kept.dtype))
         return mean

@@ -100,7 +100,7 @@ def plan_cuts(module: LightningModule, head: str | None = None) -> list[Cut]:
         if isinstance(layer, NORMS) and not parametrize.is_parametrized(layer):
             source = _source(widths, _width(layer, path, owner))[0] if widths else None
             cuts.append(Cut(path, source, source))
-        elif isinstance(layer, (nn.Linear, *Convolution)) and not parametrize.is_parametrized(layer):
+        elif _is_layer(layer) and not (parametrize.is_parametrized(layer) or layer.weight.is_complex()):
             inputs, outputs = _sizes(layer, path, owner)
             nearest = module.get_submodule(next(reversed(widths))) if widths else None
             flattens = isinstance(layer, nn.Linear) and isinstance(nearest, Convolution)

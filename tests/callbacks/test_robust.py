@@ -234,13 +234,6 @@ def test_beside_methods_that_send_parts_or_keep_several_models(others, options):
     )
 
 
-def test_complex_entries_are_refused():
-    toy = Toy()
-    toy.phase = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
-    with pytest.raises(ValueError, match="CoordinateMedian judges real numbers, and 'phase' is complex"):
-        federate(toy, toy_data(SHAPES), [CoordinateMedian()], max_rounds=1)
-
-
 def test_names_with_too_few_senders_keep_their_values():
     class Parts(FederatedCallback):
         facts = Facts(changes={Change.PARTS})

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-import torch
 from torch import nn
 
 from fedlightning.callbacks.secure_aggregation_checks import refuse_unfit
@@ -34,14 +33,6 @@ def test_integers_with_too_few_levels():
     with pytest.raises(ValueError, match=r"bits=16\) leaves fewer than a hundred levels for each of 330 clients"):
         refuse_unfit(setup(nn.Linear(2, 2), 330), 8.0, 16, least=3)
     refuse_unfit(setup(nn.Linear(2, 2), 330), 8.0, 32, least=3)
-
-
-def test_complex_entries_that_travel():
-    net = nn.Linear(2, 2)
-    net.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
-    with pytest.raises(ValueError, match="'phase' is complex, and SecureAggregation masks real numbers"):
-        refuse_unfit(setup(net), 8.0, 32, least=3)
-    refuse_unfit(setup(net, stays=("phase",)), 8.0, 32, least=3)
 
 
 def test_running_statistics_that_count_all_batches():
