@@ -108,6 +108,13 @@ class Late(Toy):
             self.net = nn.Sequential(first, nn.ReLU(), nn.Linear(8, CLASSES))
 
 
+class Spectral(Toy):
+    """A matrix of norm 1."""
+
+    def make(self, hidden, dropout):
+        return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(FEATURES, 8)), nn.Linear(8, CLASSES))
+
+
 class Shared(Toy):
     """Tied weights, and one parameter held by two submodules."""
 
@@ -144,7 +151,7 @@ class Clips(Toy):
         self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
 
 
-IDIOMS = [Gan, Metrics, Warmup, Horizon, Late, Shared, Buffers, Clips]
+IDIOMS = [Gan, Metrics, Warmup, Horizon, Late, Spectral, Shared, Buffers, Clips]
 
 
 @pytest.mark.parametrize("kind", mostly_slow(IDIOMS, (Gan, Warmup, Buffers, Shared)), ids=lambda kind: kind.__name__)
@@ -237,6 +244,7 @@ def replaced(layer):
         (Early, r"Early has no parameters.*make them in __init__ or configure_model"),
         (lambda: replaced(nn.LazyLinear(8)), r"layers without a size .'net\.0\.weight'"),
         (lambda: replaced(nn.utils.weight_norm(nn.Linear(FEATURES, 8))), r"'net\.0\.weight' of Toy is computed"),
+        (lambda: replaced(nn.utils.spectral_norm(nn.Linear(FEATURES, 8))), r"'net\.0\.weight' of Toy is computed"),
     ],
 )
 def test_modules_that_cannot_be_copied_are_refused_before_round_1(make, sentence):

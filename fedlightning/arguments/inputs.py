@@ -57,13 +57,14 @@ def _check_module(model: LightningModule) -> None:
             "know them: make them in __init__ or configure_model()."
         )
     for path, child in model.named_modules():
-        for key, value in vars(child).items():
-            if isinstance(value, Tensor) and not value.is_leaf:
+        own = dict(child.named_parameters(recurse=False))
+        for key, value in vars(child).items():  # a hook computes `weight` of `weight_orig`: an old spectral norm
+            if isinstance(value, Tensor) and (not value.is_leaf or f"{key}_orig" in own):
                 raise ConfigurationError(
                     f"'{path}.{key}'".replace("'.", "'")
                     + f" of {name} is computed from other tensors, so the module cannot "
-                    "be copied for each client. With torch.nn.utils.weight_norm use torch.nn.utils.parametrizations."
-                    "weight_norm; a tensor of your own must be detached."
+                    "be copied for each client. In the place of torch.nn.utils.weight_norm or spectral_norm use those of "
+                    "torch.nn.utils.parametrizations; a tensor of your own must be detached."
                 )
 
 

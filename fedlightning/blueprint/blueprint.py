@@ -21,6 +21,7 @@ from fedlightning.hooks import CallbackList, FederatedCallback
 from fedlightning.models.client_models import ClientModels
 from fedlightning.seeding import isolated
 from fedlightning.tensors import State, module_state
+from fedlightning.tensors.parametrized import keeps_vectors
 
 BUILDERS = ("wrap_module", "on_build", "on_receive")
 """Events in which callbacks take part in building a client's module."""
@@ -41,6 +42,7 @@ class _Made:
         claimed = {name for name in BUILDERS for callback in callbacks if callback.claims(name)}
         self.is_wrapped = "wrap_module" in claimed or is_overridden("configure_model", template)
         self.is_plain = self.copier.is_complete and not (self.is_wrapped or claimed or converts)
+        self.is_plain = self.is_plain and not keeps_vectors(module_state(template))
         self.entries = module_state(template)
         self.reference: LightningModule | None = None
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.server import Server
 from fedlightning.messages import GLOBAL, Update
-from fedlightning.tensors import State, WeightedMean, equal, has_mean, narrow, widen
+from fedlightning.tensors import State, WeightedMean, clone, equal, has_mean, load_state, module_state, narrow, widen
+from fedlightning.tensors.parametrized import keeps_vectors, settle
 
 
 class Aggregation:
@@ -74,7 +76,8 @@ class Aggregation:
             if nobody and equal(old, state):  # momentum alone would move the model
                 continue
             new = state if step is None else step.server_step(server, old, state)
-            server.models[model] = {**server.models[model], **new}
+            moved = {**server.models[model], **new}
+            server.models[model] = _settled(server.architecture(model).module, moved, new)
         server.combining = GLOBAL
 
     def _mean(self, model: str, mean: WeightedMean) -> State:
@@ -93,3 +96,13 @@ class Aggregation:
                 old = widen(server.models[model][name])
                 found[name] = narrow(old + share * (widen(value) - old), value)
         return found
+
+
+def _settled(module: nn.Module, state: State, came: Collection[str]) -> State:
+    """Return all entries of a model with the vectors of its spectral norms, which are of its matrices."""
+    if not keeps_vectors(state):
+        return state
+    made = copy.deepcopy(module)
+    load_state(made, state)
+    settle(made, came)
+    return clone(module_state(made, state))

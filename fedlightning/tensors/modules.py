@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fedlightning.tensors.parametrized import keeps_vectors, settle
+
 State = dict[str, Tensor]
 EntryKind = Literal["trainable", "float_buffer", "int_buffer", "frozen"]
 
@@ -89,6 +91,8 @@ def tied_names(module: nn.Module) -> dict[str, frozenset[str]]:
 def load_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Copy the tensors of `state` into the entries of `module` with the same names; other entries stay.
 
+    A spectral norm's vectors that are no unit vectors, as a mean is none, are worked out anew.
+
     Args:
         module: The module to write to.
         state: New values of some or all of its entries.
@@ -118,6 +122,8 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
                     f"{tuple(own[name].shape)}. Both sides must build the same model."
                 )
             own[name].copy_(value)
+    if keeps_vectors(state):
+        settle(module, own)
 
 
 def optimizers_in(value: Any) -> list[Optimizer]:

@@ -30,6 +30,7 @@ from fedlightning.hooks import POOLED, CallbackList, Phase, Stage, TrainingData
 from fedlightning.messages import Message
 from fedlightning.seeding import address, isolated
 from fedlightning.tensors import load_state
+from fedlightning.tensors.parametrized import settle
 from fedlightning.visit import fit as local_fit
 from fedlightning.visit.client import Client
 from fedlightning.visit.description import Description, Part, describe
@@ -183,6 +184,7 @@ class LocalRunner:
                     load_state(client.module, client.record.personal)
                 self.callbacks.event("on_receive", client, client.message)
                 load_state(client.module, client.message.state)
+                settle(client.module, client.message.state)
             yield client
         finally:
             for callback in self.callbacks:
