@@ -79,9 +79,10 @@ class OneBatchDone(ControlFlow):
 
 
 class StopAfterOne(Callback):
-    """Ends a fit after its first batch."""
+    """Ends a fit after its first batch, of which the module sees the end."""
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        pl_module.on_train_batch_end(*args)
         following = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau and config.strict]
         raise OneBatchDone([config.monitor for config in following if config.monitor is not None])
 

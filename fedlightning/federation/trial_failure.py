@@ -24,8 +24,9 @@ def step_failure(
     if split == "test" and not is_overridden("test_step", module):
         step = "validation_step"
     wrapping = [callback.key for callback in callbacks if callback.claims("wrap_module")]
-    wrapped = f" The module is wrapped by {' and then '.join(wrapping)}." if len(wrapping) > 1 else ""
     ran = step in {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+    told = len(wrapping) > 1 or (wrapping and not ran)  # of one, the class's name tells
+    wrapped = f" The module is wrapped by {' and then '.join(wrapping)}." if told else ""
     what = f"{type(module).__name__}.{step}" if ran else f"The {'fit' if split == 'train' else 'evaluation'}"
     text = " ".join(str(error).split()).rstrip(".")
     place = users_line(error)

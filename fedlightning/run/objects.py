@@ -62,7 +62,7 @@ class _ObjectEncoder(Encoder):
         try:
             user = user_class(value)
             maker, arguments, *rest = cast(Any, user).__reduce_ex__(value, 2)
-        except (TypeError, AttributeError, ValueError):
+        except (TypeError, AttributeError, ValueError, RuntimeError):  # torch pickles no parametrized layer
             return super().other(value)
         state, items, pairs = (*rest, None, None, None)[:3]
         plain_maker = maker is copyreg.__newobj__ and (len(arguments) == 1 or isinstance(value, nn.Module))  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.nn.utils import parametrize
 
 from fedlightning.errors import missing_package
 from fedlightning.tensors import tied_names
@@ -204,6 +205,11 @@ def untie_adapted(module: LightningModule) -> LightningModule:
             users[id(parameter)] = users.get(id(parameter), 0) + 1
     for path in adapted_layers(module):
         layer = cast(Any, module.get_submodule(path)).get_base_layer()
+        if parametrize.is_parametrized(layer):
+            raise ValueError(
+                f"The weight of '{path}' is computed by a parametrization, and adapters cannot become a part of it. Remove "
+                "the parametrization, or use FedIT, whose adapters stay beside the weights."
+            )
         if users[id(layer.weight)] > 1:
             users[id(layer.weight)] -= 1
             layer.weight = nn.Parameter(layer.weight.detach().clone(), layer.weight.requires_grad)

@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel, DemoModel
 from torch import nn
 
+import fedlightning
 from fedlightning.callbacks import FENDA, FedPer, GlobalCheckpoint, Local, LocalCheckpoint
 from fedlightning.tensors import module_state, select
 from fedlightning.wrappers import DualExtractor
@@ -174,3 +175,32 @@ class OneLayer(Toy):
 def test_what_cannot_work_is_refused_at_start(module, callbacks, sentence):
     with pytest.raises(ValueError, match=sentence):
         federate(module, toy_data(SIZES), callbacks)
+
+
+class Averaged(Toy):
+    """Keeps an average of its layers, which a wrapper knows nothing of."""
+
+    def __init__(self):
+        super().__init__()
+        self.average = torch.optim.swa_utils.AveragedModel(self.net)
+
+    def on_train_batch_end(self, *args):
+        self.average.update_parameters(self.net)
+
+
+def test_an_average_of_layers_that_are_replaced_is_refused_before_round_1():
+    federate(Averaged(), toy_data((8, 8)), sanity_check=True)
+    with pytest.raises(ValueError, match=r"tried before round 1: .*on_train_batch_end.* wrapped by FENDA"):
+        federate(Averaged(), toy_data((8, 8)), [FENDA(head="net.3")], sanity_check=True)
+
+
+def test_parametrized_layers_are_exported(tmp_path):
+    module = Toy()
+    nn.utils.parametrizations.weight_norm(module.net[0])
+    with pytest.warns(UserWarning, match="load needs a module to load the weights into"):
+        trainer = federate(module, toy_data((8, 16)), [FENDA(head="net.3")], root=tmp_path)
+    wrapped = trainer.module("1")
+    trained = {name: value.clone() for name, value in wrapped.state_dict().items()}
+    for parameter in wrapped.parameters():
+        parameter.data.zero_()
+    same(fedlightning.load(trainer.run.path / "checkpoints" / "clients" / "1.ckpt", wrapped).state_dict(), trained)

@@ -333,3 +333,10 @@ def test_tied_weights_come_apart_and_a_layer_that_is_used_twice_stays_one():
     assert differs({"a": state["net.0.weight"]}, {"a": state["net.1.weight"]})
     assert torch.equal(state["net.2.weight"], state["again.weight"])
     assert all(differs({name: start[name]}, state) for name in ("net.0.weight", "net.1.weight", "net.2.weight"))
+
+
+def test_adapters_cannot_become_a_part_of_a_computed_weight():
+    module = Toy()
+    torch.nn.utils.parametrizations.weight_norm(module.net[0])
+    with pytest.raises(ValueError, match=r"'net\.0' is computed by a parametrization.*use FedIT"):
+        federate(module, toy_data((8, 8)), [FLoRA(r=2)])
