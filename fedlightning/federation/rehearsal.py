@@ -24,6 +24,7 @@ from fedlightning.federation.outgoing import outgoing_of
 from fedlightning.federation.trial import StepTrials, Tried, TryStep
 from fedlightning.hooks import POOLED, Change, FederatedCallback, Setup, changes_of, refuse_combinations
 from fedlightning.hooks.facts import EVERY_SCORE
+from fedlightning.wrappers import user_class
 
 if TYPE_CHECKING:
     from fedlightning.federation.federation import Federation
@@ -261,6 +262,32 @@ class Rehearsal:
         """Run one batch of every step that the run will use, on copies."""
         if self.federation.sanity_check:
             self._trials.check(self.modules)
+            for architecture, names in self._trials.changed.items():
+                self._tell_of_buffers(architecture, names)
+
+    def _tell_of_buffers(self, architecture: str, changed: Sequence[str]) -> None:
+        """Say how buffers are combined that training changes: counts, or weights that each client takes from its data."""
+        server = self.server
+        if self.blueprint.settings.float_buffers != "average" or len(server.clients) < 2:
+            return
+        module, kinds = self.modules[architecture], server.architectures[architecture].kinds
+        names = [name for name in server.shared_in(architecture) if name in changed]
+        ways = {
+            "averaged over the clients": [name for name in names if kinds[name] == "float_buffer"],
+            "taken from the first client": [name for name in names if kinds[name] == "int_buffer"],
+        }
+        said = [
+            f"{listed(map(repr, found))} {'is' if len(found) == 1 else 'are'} {how}"
+            for how, found in ways.items()
+            if found
+        ]
+        if said:
+            warn(
+                f"Training changes buffers of {user_class(module).__name__}: after each round {' and '.join(said)}, and sent "
+                "to all. That is no sum over the clients, and nobody's own value. If that is not meant: "
+                f"FedPer(personal={names[:5]}) or float_buffers='local' keep them with each client, and "
+                "register_buffer(..., persistent=False) makes them new in every visit."
+            )
 
     @cached_property
     def _trials(self) -> StepTrials:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm  # no public name for all of them
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -31,7 +32,7 @@ from fedlightning.federation.trial_failure import step_failure
 from fedlightning.hooks import Phase
 from fedlightning.messages import Message
 from fedlightning.seeding import isolated
-from fedlightning.tensors import module_state
+from fedlightning.tensors import State, clone, module_state, select
 from fedlightning.visit.client import Client
 from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.record import ClientRecord
@@ -41,6 +42,8 @@ from fedlightning.wrappers import user_class
 
 MOST_CLIENTS = 3
 """Clients that are tried before a step counts as one that fails for everybody."""
+USUAL = {"running_mean", "running_var", "num_batches_tracked", "_u", "_v"}
+"""Last names of buffers that are known to be right as they are combined: statistics of normalisation, spectral norms."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Tried:
         has_batches: `False`: this client has no batch; `None`: loaders of this kind cannot be tried.
         refusal: Why the run cannot work, as a sentence; `None` if nothing was found.
         names: Of a step: metrics that schedulers follow; or those that the module logs, where it was listened to.
-        said: Of a check: what it warns of.
+        said: Of a check: what it warns of; of a training step: buffers that it changes, but for :data:`USUAL` ones.
         cause: What the step raised, where that is in this process.
     """
 
@@ -76,6 +79,7 @@ class OneBatchDone(ControlFlow):
     def __init__(self, monitors: Sequence[str] = ()) -> None:
         super().__init__()
         self.monitors = list(monitors)
+        self.changed: list[str] = []
 
 
 class StopAfterOne(Callback):
@@ -116,15 +120,15 @@ class TryStep(Question):
             module = runner.blueprint.build(self.client)
             with kept(loader.dataset):
                 try:
-                    return Tried(names=self._try(runner, module, loader)), None
+                    return self._try(runner, module, loader), None
                 except Exception as error:  # whatever the user's code may raise
                     if self.listen:
                         raise
                     text = step_failure(error, module, self.split, self.client, loader, runner.callbacks)
                     return Tried(refusal=text, cause=error), None
 
-    def _try(self, runner: LocalRunner, module: LightningModule, loader: DataLoader[Any]) -> list[str]:
-        """Run the step, and return the metrics that :class:`Tried` is to name."""
+    def _try(self, runner: LocalRunner, module: LightningModule, loader: DataLoader[Any]) -> Tried:
+        """Run the step, and return what it shows."""
         names: set[str] = set()
         try:
             if self.split == "train":
@@ -136,8 +140,8 @@ class TryStep(Question):
                 with nullcontext() if self.listen else _ends_after_one(runner.blueprint.losses):
                     names |= runner.scorer.score(module, loader, self.split).keys()
         except OneBatchDone as done:
-            return sorted(names) if self.listen else done.monitors
-        return sorted(names)
+            return Tried(names=sorted(names) if self.listen else done.monitors, said=done.changed)
+        return Tried(names=sorted(names))
 
     def _train(self, runner: LocalRunner, module: LightningModule, loader: DataLoader[Any]) -> None:
         alone = runner.beside(runner.blueprint.without_callbacks([StopAfterOne()]))
@@ -145,11 +149,17 @@ class TryStep(Question):
         while True:
             visitor = Client(alone, message, ClientRecord(), module)
             visitor.num_samples = alone.used_samples(loader)
+            before = _buffers(module)
             try:
                 alone.fit(Fit(visitor, message, Phase(), alone.settings.work, loader))
             except NotInFastLoop as reason:
                 alone.loop.give_up(str(reason))
                 module = runner.blueprint.build(self.client)
+            except OneBatchDone as done:
+                done.changed = [
+                    name for name, value in _buffers(module).items() if not _is_same(value, before.get(name))
+                ]
+                raise
             else:
                 return
 
@@ -170,6 +180,17 @@ def _ends_after_one(losses: StepLosses) -> Iterator[None]:
         yield
     finally:
         del losses.add
+
+
+def _buffers(module: LightningModule) -> State:
+    """Return copies of the buffers of a module's state whose meaning is not known by their names."""
+    entries = module_state(module)
+    names = [name for name, _ in module.named_buffers() if name in entries and name.rpartition(".")[2] not in USUAL]
+    return clone(select(entries, names), "cpu")
+
+
+def _is_same(value: Tensor, before: Tensor | None) -> bool:
+    return before is not None and torch.equal(torch.nan_to_num(value), torch.nan_to_num(before))
 
 
 def _listen(names: set[str], log: Callable[..., None], name: str, *args: Any, **kwargs: Any) -> None:
@@ -213,6 +234,7 @@ class StepTrials:
     def __init__(self, engine: Engine, splits: Sequence[str], tried: Mapping[TryStep, Tried]) -> None:
         self.engine, self.splits, self.tried = engine, splits, tried
         self.blueprint = engine.runner.blueprint
+        self.changed: dict[str, list[str]] = {}  # by architecture: buffers that a training step changes
 
     def check(self, modules: Mapping[str, LightningModule]) -> None:
         """Run one batch of every step on copies; refuse layers that come late, and metrics that nobody logs.
@@ -252,6 +274,7 @@ class StepTrials:
         first: Tried | None = None
         for tried in islice(self._tries(split, architecture), MOST_CLIENTS):
             if tried.refusal is None:
+                self.changed |= {architecture: tried.said} if split == "train" else {}
                 return tried.names
             first = first or tried
         if first is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 
 import numpy as np
 import pytest
@@ -12,10 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedlightning.algorithm import Change, Facts, FederatedCallback
-from fedlightning.callbacks import FENDA, SCAFFOLD
+from fedlightning.callbacks import FENDA, SCAFFOLD, FedPer, Local
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.trial import spread
-from tests.helpers import Toy, federate, global_state, make_trainer, same, toy_data
+from tests.helpers import CLASSES, NormNet, Toy, federate, global_state, make_trainer, same, toy_data
 
 
 class BadTest(Toy):
@@ -174,3 +175,67 @@ def test_the_users_loaders_are_not_touched():
     assert torch.equal(generator.get_state(), before)
     assert next(iter(whole))[0].tolist() == [0, 2, 4, 6]
     assert spread(DataLoader([1, 2], batch_size=None)) is None
+
+
+class Counts(NormNet):
+    """Buffers that count, beside those of batch normalisation."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("steps", torch.tensor(0))
+        self.register_buffer("fixed", torch.ones(2))
+        self.register_buffer("passing", torch.zeros(()), persistent=False)
+
+    def training_step(self, batch, batch_idx):
+        self.seen += len(batch[0])
+        self.steps += 1
+        self.passing += 1
+        return super().training_step(batch, batch_idx)
+
+
+class Weighted(Toy):
+    """A loss with weights of the client's own classes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("weights", torch.ones(CLASSES))
+
+    def on_train_start(self):
+        labels = torch.cat([y for _, y in self.trainer.train_dataloader])
+        self.weights.copy_(torch.bincount(labels, minlength=CLASSES) / len(labels))
+
+
+COUNTED = (
+    r"Counts: after each round 'seen' is averaged over the clients and 'steps' is taken from the first client, and sent"
+)
+
+
+@pytest.mark.parametrize(
+    ("module", "sentence"),
+    [
+        (Counts, COUNTED),
+        (Weighted, "Weighted: after each round 'weights' is averaged over the clients, and sent to all"),
+    ],
+)
+@pytest.mark.parametrize("loop", ["fast", "trainer"])
+def test_buffers_that_training_changes_are_told_once(module, sentence, loop):
+    with pytest.warns(UserWarning, match=sentence) as told:
+        federate(module(), toy_data((8, 16)), sanity_check=True, local_loop="auto" if module is Weighted else loop)
+    assert sum("Training changes buffers" in str(one.message) for one in told) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "callbacks", "options"),
+    [
+        (NormNet, [], {}),
+        (Counts, [FedPer(personal=["seen", "steps"])], {}),
+        (Counts, [], {"float_buffers": "local"}),
+        (Counts, [Local()], {}),
+    ],
+)
+def test_of_other_buffers_nothing_is_said(module, callbacks, options):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        federate(module(), toy_data((8, 16)), callbacks, sanity_check=True, **options)
+    assert not [one for one in told if "Training changes buffers" in str(one.message)]
