@@ -24,7 +24,7 @@ from fedlightning.algorithm import (
     facts,
     isolated,
 )
-from fedlightning.tensors import WeightedMean, clone, entry_kinds, equal, module_state, select
+from fedlightning.tensors import WeightedMean, as_reals, clone, entry_kinds, equal, module_state, select
 
 NO_SERVER_STEP = Need("keeps several models at the server, and no mean of all", (Change.STEP, Change.REDUCED))
 """Nothing can work on the one model that the clients' mean gives."""
@@ -106,7 +106,8 @@ def another_start(module: LightningModule, init: float | Literal["random"], *add
             trained = [parameter for parameter in child.parameters(recurse=False) if parameter.requires_grad]
             if init != "random":
                 for parameter in trained:
-                    parameter.add_(torch.randn_like(parameter), alpha=init)
+                    numbers = as_reals(parameter)
+                    numbers.add_(torch.randn_like(numbers), alpha=init)
             elif trained:
                 for name in ("reset_parameters", "_reset_parameters"):
                     getattr(child, name, lambda: None)()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlightning.callbacks import (
+    IFCA,
     CenteredClipping,
     ClientDP,
     CoordinateMedian,
@@ -85,6 +86,7 @@ OTHERS = {
     "CoordinateMedian": Case(CoordinateMedian()),
     "FLTrust": Case(FLTrust()),
     "GeometricMedian": Case(GeometricMedian()),
+    "IFCA noise": Case(IFCA(init=0.1)),
     "Krum": Case(Krum(bad=0)),
     "NormClippedMean": Case(NormClippedMean()),
     "TrimmedMean": Case(TrimmedMean(trim=0.25)),
@@ -97,7 +99,7 @@ OTHERS = {
 RUNS: dict[str, Case] = collect("CASES") | OTHERS
 ALWAYS = {
     *("APFL", "CoordinateMedian", "FedALA", "FedAdam", "FedAvgM", "FedDyn", "FedExP", "FedGroup mixed", "FedNova"),
-    *("L2GD", "PerFedAvg exact", "QFedAvg", "QSGD", "TopK", "pFedBayes", "SignFlip"),
+    *("IFCA noise", "L2GD", "PerFedAvg exact", "QFedAvg", "QSGD", "TopK", "pFedBayes", "SignFlip"),
 }
 REFUSED = {"pFedBayes", "pFedKnow"}
 """Methods that are for real numbers."""
