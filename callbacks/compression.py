@@ -59,9 +59,7 @@ class _ChangeCodec(UpdateCodec):
             ValueError: If an entry goes back that did not come.
         """
         kinds = entry_kinds(client.module)
-        chosen = [
-            name for name, value in update.state.items() if kinds.get(name) == "trainable" and has_mean(value)
-        ]
+        chosen = [name for name, value in update.state.items() if kinds.get(name) == "trainable" and has_mean(value)]
         if not chosen or not client.steps:
             return
         unsent = next((name for name in chosen if name not in client.received), None)
