@@ -156,7 +156,7 @@ def test_spawned_runs_have_the_same_numbers(study, tmp_path, monkeypatch):
         children.multiprocessing, "get_all_start_methods", lambda: ["spawn"]
     )  # as where nothing can fork
     small(tmp_path / "good.yaml", "GlobalCheckpoint")
-    assert main(["compare", "good.yaml", "--seeds=3", "--out=spawned", *COMMON]) == 0
+    assert main(["compare", "good.yaml", "--seeds=3,5", "--out=spawned", *COMMON]) == 0
     assert (
         Path("spawned/runs/good/seed_3/metrics.csv").read_text()
         == (study[0] / "runs/good/seed_3/metrics.csv").read_text()
