@@ -31,7 +31,7 @@ def _project() -> dict:
 
 PINS = "constraints.txt"
 LOWEST = "constraints-lowest.txt"
-TOOLS = {"docs", "test"}
+TOOLS = {"dist", "docs", "test"}
 """Extras of which nobody needs old versions."""
 APART = {"flower": "constraints-flower.txt"}
 """Extras whose own pins clash with ours: an environment of its own."""
@@ -86,7 +86,9 @@ def test_pins_satisfy_the_requirements_and_cover_them() -> None:
     project = _project()
     extras = project["optional-dependencies"]
     needed = [(text, APART.get(extra, PINS)) for extra, lines in extras.items() for text in lines]
-    needed += [(text, LOWEST) for extra, lines in extras.items() if extra not in {"docs", *APART} for text in lines]
+    needed += [
+        (text, LOWEST) for extra, lines in extras.items() if extra not in {"dist", "docs", *APART} for text in lines
+    ]
     needed += [(text, file) for text in project["dependencies"] for file in (PINS, LOWEST, *APART.values())]
     for text, file in needed:
         requirement, pins = Requirement(text), _pins(file)
