@@ -2,6 +2,7 @@
 #     make quickstart                               the shortest way to a federated run
 #     make test PYTEST_ARGS="-k fedavg -x"          arguments for pytest (or BENCH_ARGS, QUICKSTART_ARGS, PIP_ARGS)
 #     make test PYTHON=python3.12 VENV=.venv312     another interpreter
+#     make test-versions VERSIONS=newest            other versions of the packages than those of constraints.txt
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,6 +11,8 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 QUICKSTART_ARGS ?=
+
+EXTRAS := test,vision,huggingface,lora,privacy,report,sweep,ray
 
 BIN := $(VENV)/bin
 BASE := $(VENV)/.installed-base
@@ -26,7 +29,7 @@ PYTEST = $(ONE_THREAD) $(BYTECODE) $(BIN)/python -m pytest -q -n $(JOBS) --dist 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-all test-slow test-anywhere test-flower test-flower-all test-flower-catalogue coverage lint format types registry docs test-docs dist hashes bench clean distclean
+.PHONY: help install quickstart test test-all test-slow test-anywhere test-versions test-flower test-flower-all test-flower-catalogue coverage lint format types registry docs test-docs dist hashes bench clean distclean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,7 +46,7 @@ $(BASE): pyproject.toml constraints.txt
 # torch, fedlightning's repair of it is there before anybody's first import.
 SITE_PACKAGES = $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 $(STAMP): $(BASE)
-	$(PIP_INSTALL) -e ".[test,vision,huggingface,lora,privacy,report,sweep,ray]"
+	$(PIP_INSTALL) -e ".[$(EXTRAS)]"
 	$(BIN)/python -c "import torchvision" 2>/dev/null || echo "import fedlightning" > $(SITE_PACKAGES)/repair_torchvision.pth
 	@touch $@
 
@@ -70,6 +73,20 @@ PLACE ?= kathmandu
 
 test-anywhere: $(STAMP) ## run the tests as another machine would: processor, clock, place, terminal, order (PLACE=newfoundland)
 	$(ONE_THREAD) $(BYTECODE) $(BIN)/python -m tools.anywhere $(PLACE) -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+
+VERSIONS ?= lowest
+VERSIONS_VENV = .venv-$(VERSIONS)
+VERSIONS_STAMP = $(VERSIONS_VENV)/.installed
+VERSIONS_INSTALL = $(VERSIONS_VENV)/bin/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -c constraints-$(VERSIONS).txt
+
+$(VERSIONS_STAMP): pyproject.toml constraints-$(VERSIONS).txt
+	test -x $(VERSIONS_VENV)/bin/python || $(PYTHON) -m venv $(VERSIONS_VENV)
+	$(VERSIONS_INSTALL) torch
+	$(VERSIONS_INSTALL) -e ".[$(EXTRAS),clinical]"
+	@touch $@
+
+test-versions: $(VERSIONS_STAMP) ## run the tests with the oldest versions of all packages, in an environment of its own (VERSIONS=newest)
+	$(ONE_THREAD) $(BYTECODE) $(VERSIONS_VENV)/bin/python -m pytest -q -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 FLOWER_VENV ?= .venv-flower
 FLOWER_INSTALL = $(FLOWER_VENV)/bin/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -c constraints-flower.txt
@@ -148,5 +165,5 @@ clean: ## remove build products and caches (not the environment, not the results
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* htmlcov
 	find . -name __pycache__ -type d -not -path './.venv*' -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-distclean: clean ## clean, and remove the environment
-	rm -rf $(VENV) $(FLOWER_VENV)
+distclean: clean ## clean, and remove the environments
+	rm -rf $(VENV) $(FLOWER_VENV) .venv-lowest .venv-newest

@@ -249,7 +249,7 @@ def in_time(column: str, cells: Sequence[float | str]) -> np.ndarray:
             if wrong is not None:  # numpy reads 20200401 as a year, and "today" as the day of the run
                 raise ValueError(f"{wrong!r} is no such date")
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*timezones")  # numpy takes the offset from UTC off
+                warnings.filterwarnings("ignore", message=".*timezone")  # numpy takes the offset from UTC off
                 dates = np.array(words, dtype="datetime64[us]")
         except ValueError as error:
             raise ValueError(

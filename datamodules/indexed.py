@@ -53,6 +53,14 @@ class Split:
     sampler: Callable[[Dataset[Any]], Any] | None = None
     groups: np.ndarray | None = None
 
+    def __post_init__(self) -> None:
+        # A view of the dataset's own tensors would end with their memory: torch moves it into shared memory when it sends
+        # them to a loader's worker that is not forked, and the view then shows whatever comes to lie in the old place.
+        for name in ("labels", "groups"):
+            array = getattr(self, name)
+            if isinstance(array, np.ndarray) and not array.flags.owndata:
+                setattr(self, name, array.copy())
+
 
 class IndexedFederatedDataModule(FederatedDataModule):
     """Base of federated data modules over datasets that are held once; a client is a view by index.

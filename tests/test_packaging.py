@@ -30,6 +30,11 @@ def _project() -> dict:
 
 
 PINS = "constraints.txt"
+LOWEST = "constraints-lowest.txt"
+TOOLS = {"dist", "docs", "test"}
+"""Extras of which nobody needs old versions."""
+APART = {"flower": "constraints-flower.txt"}
+"""Extras whose own pins clash with ours: an environment of its own."""
 
 
 def _pins(file: str = PINS) -> dict[str, Version]:
@@ -80,9 +85,11 @@ def test_versions_agree() -> None:
 def test_pins_satisfy_the_requirements_and_cover_them() -> None:
     project = _project()
     extras = project["optional-dependencies"]
-    apart = {"flower": "constraints-flower.txt"}  # whose own pins clash with ours: an environment of its own
-    needed = [(text, apart.get(extra, PINS)) for extra, lines in extras.items() for text in lines]
-    needed += [(text, file) for text in project["dependencies"] for file in (PINS, *apart.values())]
+    needed = [(text, APART.get(extra, PINS)) for extra, lines in extras.items() for text in lines]
+    needed += [
+        (text, LOWEST) for extra, lines in extras.items() if extra not in {"dist", "docs", *APART} for text in lines
+    ]
+    needed += [(text, file) for text in project["dependencies"] for file in (PINS, LOWEST, *APART.values())]
     for text, file in needed:
         requirement, pins = Requirement(text), _pins(file)
         name = canonicalize_name(requirement.name)
@@ -113,8 +120,20 @@ def test_the_page_of_the_package_needs_no_repository() -> None:
     assert f"fedlightning-{fedlightning.__version__}-py3-none-any.whl" in page
 
 
-def test_pins_hold_on_every_build_of_torch() -> None:
-    assert [name for name, version in _pins().items() if version.local] == []
+def test_lower_bounds_are_the_oldest_versions_that_are_tested() -> None:
+    project, pins = _project(), _pins(LOWEST)
+    extras = {
+        extra: lines for extra, lines in project["optional-dependencies"].items() if extra not in TOOLS | {*APART}
+    }
+    for text in [*project["dependencies"], *(line for lines in extras.values() for line in lines)]:
+        requirement = Requirement(text)
+        bounds = [Version(part.version) for part in requirement.specifier if part.operator == ">="]
+        assert bounds == [pins[canonicalize_name(requirement.name)]], f"{text}: the bound is not the pin in {LOWEST}"
+
+
+@pytest.mark.parametrize("file", [PINS, LOWEST])
+def test_pins_hold_on_every_build_of_torch(file: str) -> None:
+    assert [name for name, version in _pins(file).items() if version.local] == []
 
 
 def test_core_imports_no_extra() -> None:

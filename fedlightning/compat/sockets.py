@@ -26,8 +26,11 @@ def short_sockets() -> None:
     It makes a folder of its own in the temporary folder, once for a process, and keeps it. With a long `TMPDIR` every
     process that is started would fail with "AF_UNIX path too long".
     """
+    short = short_temporary_folder()
+    if short == tempfile.gettempdir():
+        return
     before = tempfile.tempdir
-    tempfile.tempdir = short_temporary_folder()
+    tempfile.tempdir = short
     try:
         util.get_temp_dir()
     finally:

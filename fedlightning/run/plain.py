@@ -46,8 +46,8 @@ def encode(value: Any, owner: str, encoder: type[Encoder] | None = None) -> Any:
     Example:
         >>> import numpy as np
         >>> tree = encode({"best": np.float32(0.5), "scores": [1, 2.5]}, "the server")
-        >>> decode(tree)
-        {'best': np.float32(0.5), 'scores': [1, 2.5]}
+        >>> decode(tree) == {"best": np.float32(0.5), "scores": [1, 2.5]}
+        True
         >>> encode({"Mine": {"score": print}}, "client 'a'")
         Traceback (most recent call last):
         fedlightning.run.plain.NotPlainError: What client 'a' keeps under ['Mine']['score'] is a builtin_function...

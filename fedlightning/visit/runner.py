@@ -19,6 +19,7 @@ from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.client_logger import ClientLogger
 from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.compat.attached import detached
+from fedlightning.compat.loader_workers import preload_fork_server
 from fedlightning.compat.quiet import quiet
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.held_out import FewerClients, without
@@ -77,6 +78,7 @@ class LocalRunner:
     _described: Description | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
+        preload_fork_server()
         self._make_scorer()
         self.loop = LoopChoice(self.blueprint)
         if self.settings.log_clients is True:

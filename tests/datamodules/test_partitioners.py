@@ -139,7 +139,7 @@ def test_dirichlet_by_client_gives_equal_sizes_and_less_pure_clients_with_alpha(
         assert all((table.sum(axis=1) == 100).all() for table in counts)
         return np.mean([table.max(axis=1) / 100 for table in counts])
 
-    assert purity(1e-3) > purity(1.0) > purity(100.0)
+    assert purity(0.1) > purity(1.0) > purity(100.0)
     assert purity(1e-3) > 0.6
 
 

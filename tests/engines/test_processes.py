@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -196,16 +197,47 @@ def test_every_algorithm(name: str, tmp_path: Path) -> None:
     assert_same_run(first, second)
 
 
-@pytest.mark.slow
-def test_loaders_with_workers_of_their_own(tmp_path: Path) -> None:
+@pytest.fixture
+def start_method() -> Iterator[Callable[[str], None]]:
+    """Sets how this program starts processes unless it says otherwise; Python 3.14's default is the fork server."""
+    before = multiprocessing.get_start_method()
+    yield lambda name: multiprocessing.set_start_method(name, force=True)
+    multiprocessing.set_start_method(before, force=True)
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize(
+    ("method", "engine"),
+    [
+        ("forkserver", "sequential"),
+        ("spawn", "sequential"),
+        ("fork", "processes"),
+        ("forkserver", "processes"),
+        ("spawn", "processes"),
+    ],
+)
+def test_loaders_with_workers_of_their_own(method: str, engine: str, tmp_path: Path, start_method: Any) -> None:
     trained = []
-    for name, options in (("a", {}), ("b", PROCESSES)):
+    for name, options in (("fork", {}), (method, PROCESSES if engine == "processes" else {})):
+        start_method(name)
         torch.manual_seed(0)
-        trainer = make_trainer(tmp_path / name, [FedAvg()], **options)
-        data = toy_data()
+        trainer = make_trainer(tmp_path / f"{name} {len(trained)}", [FedAvg()], **options, max_rounds=1)
+        data = toy_data((12, 12))
         data.num_workers = 1
         trainer.fit(Toy(dropout=0.3), datamodule=data)
         trained.append(trainer)
+    assert_same_run(*trained)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_however_the_program_starts_processes(method: str, tmp_path: Path, start_method: Any) -> None:
+    trained = []
+    for name, options in (("fork", {}), (method, PROCESSES)):
+        start_method(name)
+        torch.manual_seed(0)
+        trained.append(make_trainer(tmp_path / f"{name} {len(trained)}", [SCAFFOLD()], **options))
+        trained[-1].fit(Toy(dropout=0.3), datamodule=toy_data())
     assert_same_run(*trained)
 
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from fedlightning.cli import main
 from fedlightning.commands.report import write_report
 from fedlightning.commands.study import gpus_to_share
+from fedlightning.experiments import children
 from fedlightning.experiments.children import Outcome
 from fedlightning.experiments.execute import Task, execute
 from fedlightning.experiments.progress import Estimate, View, duration, rounds_begun
@@ -147,6 +148,19 @@ def test_the_same_run_by_hand_has_the_same_numbers(study, tmp_path):
     words = ["fit", "--config", str(out / "runs/good/seed_5/config.yaml"), f"--trainer.default_root_dir={tmp_path}"]
     assert main(words) == 0
     assert (tmp_path / "good/seed_5/metrics.csv").read_text() == (out / "runs/good/seed_5/metrics.csv").read_text()
+
+
+@pytest.mark.slow
+def test_spawned_runs_have_the_same_numbers(study, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        children.multiprocessing, "get_all_start_methods", lambda: ["spawn"]
+    )  # as where nothing can fork
+    small(tmp_path / "good.yaml", "GlobalCheckpoint")
+    assert main(["compare", "good.yaml", "--seeds=3,5", "--out=spawned", *COMMON]) == 0
+    assert (
+        Path("spawned/runs/good/seed_3/metrics.csv").read_text()
+        == (study[0] / "runs/good/seed_3/metrics.csv").read_text()
+    )
 
 
 @pytest.mark.slow
