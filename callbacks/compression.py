@@ -62,7 +62,7 @@ class _ChangeCodec(UpdateCodec):
         chosen = [
             name for name, value in update.state.items() if kinds.get(name) == "trainable" and value.is_floating_point()
         ]
-        if not chosen or not client.steps:
+        if not chosen or not client.contributed:
             return
         unsent = next((name for name in chosen if name not in client.received), None)
         if unsent is not None:

@@ -20,6 +20,7 @@ from fedlightning.algorithm import (
     Setup,
     State,
     Update,
+    contributors,
     detached_copy,
     facts,
     isolated,
@@ -94,7 +95,7 @@ def warn_of_weightings(callback: FederatedCallback, setup: Setup) -> None:
 
 def sent_models(updates: Iterable[Update]) -> dict[str, State]:
     """Return the models of the clients that took a step, by client."""
-    return {update.client: dict(update.state) for update in updates if update.steps and update.state}
+    return {update.client: dict(update.state) for update in contributors(updates) if update.state}
 
 
 def another_start(module: LightningModule, init: float | Literal["random"], *address: object) -> State:

@@ -21,7 +21,7 @@ from fedlightning.federation.failures import at_site
 from fedlightning.federation.models import KeepsModels
 from fedlightning.federation.norms import Norms
 from fedlightning.hooks import POOLED, CallbackList, ClientSelection, FederatedCallback, Job, Outgoing
-from fedlightning.messages import GLOBAL, Message, Update, check_extras
+from fedlightning.messages import GLOBAL, Message, Update, check_extras, contributors
 from fedlightning.seeding import first_of_permutation, generator
 from fedlightning.tensors import State, clone, module_state
 
@@ -311,7 +311,7 @@ class Server(KeepsModels):
         return message
 
     def weight(self, update: Update) -> float:
-        """Return an update's weight before normalisation; 0 for an update without a real step."""
-        if update.steps == 0:
+        """Return an update's weight before normalisation; 0 for one that does not count."""
+        if not contributors([update]):
             return 0.0
         return self.callbacks.weight(self, update)

@@ -72,6 +72,16 @@ class Trainee:
     done: bool = False
 
     @property
+    def contributed(self) -> bool:
+        """Whether its optimizer has stepped: in a stack nothing else moves entries."""
+        return self.steps > 0
+
+    @property
+    def unseen(self) -> str:
+        """Empty: all steps of a stack are seen."""
+        return ""
+
+    @property
     def expected(self) -> int:
         """Number of batches it trains on."""
         return self.max_steps if self.max_steps is not None else self.batches * (self.max_epochs or 0)
