@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -252,10 +251,6 @@ class Server(KeepsModels):
         if failure not in self.failures or decision:  # else: a repeated test
             self.failures.append(failure)
         warn(f"{when or f'Round {self.round + 1}'}: {reason}{f'; {decision}' if decision else ''}.")
-
-    def tries_again(self) -> Counter[str]:
-        """Return by client how often a visit of it has been tried again, because it failed or its update was refused."""
-        return Counter(one["client"] for one in self.failures if one["decision"].startswith("tried again"))
 
     def job(self, client: str, **options: Any) -> Job:
         """Return a job for a client with the model that it is sent (:meth:`model_of`).
