@@ -52,7 +52,7 @@ class KeepsClientModels(ServerModels):
     Example:
         >>> from types import SimpleNamespace
         >>> server = SimpleNamespace(state={}, clients=["a", "b"], model={"w": torch.zeros(1)})
-        >>> base, update = KeepsClientModels(), SimpleNamespace(client="a", steps=1, state={"w": torch.ones(1)})
+        >>> base, update = KeepsClientModels(), Update(0, "a", {"w": torch.ones(1)}, contributed=True)
         >>> base.reduce(server, [update]), base.models(server)
         ({}, {'a': {'w': tensor([1.])}, 'b': {'w': tensor([0.])}})
     """
