@@ -112,7 +112,7 @@ class Skips(Toy):
 
 
 def test_a_client_without_a_step_brings_its_noise_and_its_weight():
-    """Else who took one would show, and the mean of those who did would have more noise than is accounted for."""
+    """Else the mean would be over those who took one, which tells who did, and has the noise of all."""
 
     def global_of(z, kind):
         torch.manual_seed(0)
