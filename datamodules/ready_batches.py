@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 
@@ -57,14 +57,7 @@ def samples_of(batch: Any) -> int:
         >>> samples_of((torch.zeros(8, 3), torch.zeros(8))), samples_of((torch.zeros(3), torch.tensor(1)))
         (8, 1)
     """
-    sizes = [len(leaf) if leaf.dim() else 1 for leaf in _tensors(batch)]
+    sizes: list[int] = []
+    apply_to_collection(batch, Tensor, lambda leaf: sizes.append(len(leaf) if leaf.dim() else 1))
     size, count = Counter(sizes).most_common(1)[0] if sizes else (1, 1)
     return size if 2 * count > len(sizes) else 1
-
-
-def _tensors(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(part)

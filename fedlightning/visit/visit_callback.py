@@ -76,7 +76,6 @@ class VisitCallback(Callback):
         self.steps = 0
         self.attempts = 0
         self._others = 0  # steps of the other optimizers
-        self._stepped_any = False
         self._moved = False
         self._announced: set[int] = set()  # optimizers whose next step Lightning has told of
         self._past_lightning = False
@@ -94,12 +93,12 @@ class VisitCallback(Callback):
     @property
     def contributed(self) -> bool:
         """Whether any optimizer stepped, or trainable entries moved without one that is known here."""
-        return self._stepped_any or self._moved
+        return bool(self.steps or self._others or self._moved)
 
     @property
     def unseen(self) -> str:
         """How entries moved past the hooks of optimizers, as the end of a sentence; empty: they did not."""
-        if self.contributed and not self._stepped_any:
+        if self._moved:
             return "moves its entries without a step of the optimizers that configure_optimizers returns"
         return "steps its optimizers past Lightning (use_pl_optimizer=False)" if self._past_lightning else ""
 
@@ -209,8 +208,8 @@ class VisitCallback(Callback):
         self.attempts += index == 0 and not told
         self._others += index != 0 and moved
         self.steps += index == 0 and moved  # a training_step that returned None moves nothing
-        if moved and not self._stepped_any:
-            self._stepped_any, self._before = True, []
+        if moved:
+            self._before = []
 
     def _settle(self, which: tuple[int, int]) -> None:
         """Add up the learning rates of one optimizer's group, in the order of its steps."""
@@ -300,15 +299,12 @@ def refuse_unseen(callbacks: Iterable[FederatedCallback], module: LightningModul
         UnseenStepsError: If one of them corrects gradients or counts steps that nobody sees, or the trainer counts these.
     """
     uncounted = not visit.steps and not visit.lr_sums
-    owner = next(
-        (one.key for one in callbacks if one.claims("correct_gradient") or (uncounted and one.facts.counts_steps)), ""
-    )
-    if not owner and uncounted and unit == "steps":
-        owner = "local_steps"
-    if owner:
+    going = [one.key for one in callbacks if one.claims("correct_gradient") or (uncounted and one.facts.counts_steps)]
+    going += ["local_steps"] if uncounted and unit == "steps" else []
+    if going:
         raise UnseenStepsError(
-            f"{owner} goes by the steps of optimizers, and {user_class(module).__name__} {visit.unseen}: they cannot be "
-            f"corrected or counted. Call step() on what self.optimizers() returns, or leave out {owner}."
+            f"{going[0]} goes by the steps of optimizers, and {user_class(module).__name__} {visit.unseen}: they cannot be "
+            f"corrected or counted. Call step() on what self.optimizers() returns, or leave out {going[0]}."
         )
 
 
