@@ -111,7 +111,7 @@ class AFL(ServerModels):
 
     def on_send(self, client: Client, update: Update) -> None:
         """Send `F_k(w)`."""
-        if client.steps and self.gamma:
+        if client.contributed and self.gamma:
             update.extras[self.key] = {"loss": client.scratch[self.key]}
 
     # -- server --------------------------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ class APFL(Stackable):
 
     def personal_module(self, client: Client, stage: Stage) -> LightningModule:
         """Return `vbar`, with the `w` that the client's module holds at `stage`; `w` where no `v` was ever trained for it."""
-        if client.message.tag == NEWCOMER and self.key not in client.state and not client.steps:
+        if client.message.tag == NEWCOMER and self.key not in client.state and not client.contributed:
             return client.copy_module()
         return self._mixture(client).deployed(client.copy_module())
 

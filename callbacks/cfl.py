@@ -27,6 +27,7 @@ from fedlightning.algorithm import (
     State,
     Update,
     WeightingName,
+    contributors,
 )
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
 from fedlightning.callbacks.shared.server_models import (
@@ -134,7 +135,7 @@ class CFL(Clusters):
         ]
         yield []
         for cluster, clients in members.items():
-            answers = {update.client: update for update in updates if update.client in clients and update.steps}
+            answers = {update.client: update for update in contributors(updates) if update.client in clients}
             heard = [client for client in clients if server.num_samples[client]]  # the others never have an update
             if answers and all(client in answers for client in heard):  # else some are not heard: not in this round
                 self._split_if_due(server, cluster, before[cluster], answers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -30,7 +29,6 @@ from fedlightning.callbacks.client_dp_budget import MODEL, RoundBudget
 from fedlightning.callbacks.client_dp_checks import (
     BOUNDED,
     OF_A_SUM,
-    WHOLE_SHARES,
     refuse_contradictions,
     refuse_fixed_draws,
     refuse_other_rounds,
@@ -55,7 +53,7 @@ from fedlightning.ranges import PositiveFloat, PositiveInt, PositiveShare, Range
 from fedlightning.tensors import entry_kinds, narrow, widen
 
 OF_OPTIONS = ("on_broadcast", "on_update", "wire")
-"""Methods that only some options need."""
+"""Methods that only `quantile` needs."""
 OF_UPDATES = (*OF_OPTIONS, "check_update", "denominator")
 """Methods that work on single updates or their mean, which SecureAggregation makes."""
 
@@ -76,8 +74,6 @@ class ClientDP(ClientSelection, Private, SharesNoise):
       private learning with adaptive clipping", NeurIPS 2021, arXiv:1905.03871): a client sends whether its change was no
       longer than ``C`` too; the server adds noise to the count, and takes ``C exp(-clip_lr (share - quantile))`` in the next
       round. Changes and count together spend what ``z`` says.
-    * With ``where="client"`` each client adds noise ``N(0, (z C)^2 / shares)`` before anything leaves, and the server adds
-      what is missing where fewer than `shares` came. More noise than accounted for is in rounds to which more came.
     * With ``where="masked"`` beside :class:`~fedlightning.callbacks.SecureAggregation` the noise is of whole numbers, added
       before the masks (discrete Gaussian; Kairouz, Liu, Steinke, ICML 2021): the server, too, sees the noised sum alone. A
       sum of fewer than `shares` clients is not opened; the mean is over those who came.
@@ -85,10 +81,11 @@ class ClientDP(ClientSelection, Private, SharesNoise):
     ``(epsilon, delta)`` holds for adding or removing one client with all its data, against everybody who sees all models that
     the server has sent or kept (other clients, users of the result). It does **not** hold against the server itself, which
     sees single updates; nor against whom knows who took part in which round (then ``rate`` counts as 1). With
-    ``where="client"`` or ``"masked"`` who took part is known, and epsilon is about what a client sends: its change or none.
-    With ``"masked"`` it holds against the server too, if that keeps to the protocol (and was not killed between a sum and its
-    entry in `privacy.json`). With ``"client"`` the server sees noise in every update: `epsilon_server` in `privacy.json`
-    counts what was sent again (``on_client_error="retry"``), not what a server could ask beyond one visit a round.
+    ``where="masked"`` who took part is known, and epsilon is about what a client sends: its change or none; it holds against
+    the server too, if that keeps to the protocol (and was not killed between a sum and its entry in `privacy.json`).
+
+    A client whose training took no step sends a change of zero, with its noise and its weight: who counts in a round depends
+    on no record.
 
     Scores on validation data and values that the module logs do not leave clients. Epsilon counts neither test scores nor
     sample counts in the run's folder: `privacy.json` has the list. What stays with a client (personal layers and models) is
@@ -99,7 +96,7 @@ class ClientDP(ClientSelection, Private, SharesNoise):
     operating system's in the saved state alone: neither configuration, logs nor exported models hold it. A round that a
     resumed run does again gives the same bits; where its mean is another one (a client failed), it counts as a further
     release: with the server's noise anew, or with the noise of one share (clients' shares stay what they were, and the
-    difference of two means may show a single one). Attacks on the rounding of floating-point noise are not countered.
+    difference of two sums may show a single one). Attacks on the rounding of floating-point noise are not countered.
 
     Args:
         delta: Probability with which the guarantee may fail; well below one over the number of clients.
@@ -110,10 +107,10 @@ class ClientDP(ClientSelection, Private, SharesNoise):
         quantile: Share of changes that are to be no longer than ``C``, which adapts; `None`: it does not. The authors' 0.5
             is good in most settings.
         clip_lr: Step of ``C`` where it adapts.
-        where: Who adds the noise: the ``"server"``, once for all, or each ``"client"`` its share; ``"masked"``: each client,
-            in the sum of SecureAggregation.
-        shares: With ``where="client"`` and ``"masked"``, how many shares together are the noise of the mean: the fewest
-            clients that are sure to come.
+        where: Who adds the noise: the ``"server"``, once for all; ``"masked"``: each client its share, in the sum of
+            SecureAggregation.
+        shares: With ``where="masked"``, how many shares together are the noise of the mean: the fewest clients that are sure
+            to come.
         scores: ``"in the clear"``: validation scores and logged values leave clients, and epsilon says nothing of them.
         accountant: ``"rdp"`` (default; Rényi, orders of Opacus) or ``"prv"`` (tighter, slower).
         ledger: Folder with a file of what all runs have spent on these clients; `epsilon` is then the budget over all of
@@ -131,6 +128,7 @@ class ClientDP(ClientSelection, Private, SharesNoise):
     """
 
     weighting = "uniform"
+    counts_everybody = True
     rank = 1000  # clips what everybody else has made of the update
 
     def __init__(
@@ -145,7 +143,7 @@ class ClientDP(ClientSelection, Private, SharesNoise):
         noise_seed: int | None = None,
         quantile: Annotated[float, Range("(0, 1)")] | None = None,
         clip_lr: PositiveFloat = 0.2,
-        where: Literal["server", "client", "masked"] = "server",
+        where: Literal["server", "masked"] = "server",
         shares: PositiveInt | None = None,
         scores: Scores = "withheld",
     ) -> None:
@@ -156,21 +154,19 @@ class ClientDP(ClientSelection, Private, SharesNoise):
     @property
     def facts(self) -> Facts:
         """It bounds one mean of synchronous rounds, and lets no selection by scores beside it."""
-        bounded = OF_A_SUM if self.in_sum else BOUNDED
-        needs = [bounded, NO_SELECTION, *([WHOLE_SHARES] if self.shares is not None else [])]
+        needs = [OF_A_SUM if self.in_sum else BOUNDED, NO_SELECTION]
         return super().facts.extend(changes={Change.ABSENCE}, needs=needs, asynchronous=False, no_statistics=UNCOUNTED)
 
     @property
     def in_sum(self) -> int:
         """Shares of noise that a masked sum takes; 0 where the noise is no part of one."""
-        return self.shares or 0 if self.where == "masked" else 0
+        return self.shares or 0
 
     def claims(self, name: str) -> bool:
         """Return True if this callback has such a method, and needs it with its options."""
         if self.in_sum and name in OF_UPDATES:
             return False
-        idle = self.quantile is None and (self.where == "server" or name != "on_update")
-        return super().claims(name) and not (name in OF_OPTIONS and idle)
+        return super().claims(name) and not (name in OF_OPTIONS and self.quantile is None)
 
     def wire(self, module: Any) -> Wire:
         """With `quantile`: the length to clip to, and whether a change was no longer (1) or longer (0)."""
@@ -232,7 +228,7 @@ class ClientDP(ClientSelection, Private, SharesNoise):
                 )
             noise = self._noise(server.max_rounds)
             own = {"secret": self.new_secret(), "noise_multiplier": noise, "given": given}
-            server.state[self.key] = own | {"clip": self.clip, "came": 0, "count": 0.0}
+            server.state[self.key] = own | {"clip": self.clip, "count": 0.0}
         kept = server.state[self.key]
         solved = self._noise(server.max_rounds) if self.shares is not None else None
         refuse_other_rounds(kept, given, solved, server.max_rounds)
@@ -249,8 +245,7 @@ class ClientDP(ClientSelection, Private, SharesNoise):
         own = self._own(server)
         ledger = Ledger(self.ledger, "clients", own["secret"])
         noise = float(own["noise_multiplier"])
-        again = 0 if self.shares is None else max(server.tries_again().values(), default=0)
-        noisy = (noise, self.rate, self.accountant, ledger, self.shares, again, self.in_sum > 0)
+        noisy = (noise, self.rate, self.accountant, ledger, self.shares)
         return RoundBudget(self.epsilon, self.delta, *noisy)
 
     def epsilon_after(self, rounds: int, noise_multiplier: float | None = None) -> float:
@@ -297,7 +292,7 @@ class ClientDP(ClientSelection, Private, SharesNoise):
             message.extras[self.key] = {"clip": torch.tensor(self._own(server)["clip"], dtype=torch.float64)}
 
     def on_send(self, client: Client, update: Update) -> None:
-        """Cut the change to length ``C``, and cover it with this client's noise; what is not trained goes back as it came.
+        """Cut the change to length ``C``; what is not trained goes back as it came.
 
         Raises:
             ValueError: If that length is too short for the precision of the model.
@@ -311,12 +306,7 @@ class ClientDP(ClientSelection, Private, SharesNoise):
             client.scratch[PLACE] = self._in_sum(client.max_rounds, self._secret(client), str(client.visit))
         if self.quantile is not None and client.message.work != 0:
             update.extras[self.key] = {"within": torch.tensor(int(within))}
-        if self.where == "client" and client.message.work != 0:
-            changes = {name: factor * (widen(update.state[name]) - widen(sent[name])) for name in moved}
-            changes = self._with_share(client, changes)
-            now = {name: narrow(widen(sent[name]) + change, sent[name]) for name, change in changes.items()}
-        else:
-            now = {name: clipping.clipped(sent[name], update.state[name], factor) for name in moved}
+        now = {name: clipping.clipped(sent[name], update.state[name], factor) for name in moved}
         for name, value in sent.items():
             update.state[name] = now[name] if name in now else value.clone()
 
@@ -328,30 +318,22 @@ class ClientDP(ClientSelection, Private, SharesNoise):
     def _in_sum(self, max_rounds: int, secret: str = "", address: str = "") -> SumNoise:
         return SumNoise(self._noise(max_rounds), self.in_sum, self.clip, secret, address, self.noise_seed is None)
 
-    def _with_share(self, client: Client, changes: State) -> State:
-        """Return the changes with this client's share of the noise, which is bound to them: two never share theirs."""
-        std, secret = self._noise(client.max_rounds) * self.clip / math.sqrt(self.shares or 1), self._secret(client)
-        covered = changes | {f"received {name}": value for name, value in client.received.items()}
-        # By the standard deviation too: a run may go on with another clip.
-        bound = digest_of(f"share {std!r}", covered) if self.noise_seed is None else ""
-        return with_noise(changes, std, secret, f"{client.visit}|share", bound)
-
     def on_update(self, server: Server, update: Update) -> None:
-        """Count who came, and whose change was no longer than ``C``."""
+        """Count whose change was no longer than ``C``."""
         if not self.claims("on_update"):
             return
         kept, said = self._own(server), update.extras.get(self.key)
         within = 0.0 if said is None else int(said["within"]) - 0.5
-        server.state[self.key] = kept | {"came": kept["came"] + 1, "count": kept["count"] + within}
+        server.state[self.key] = kept | {"count": kept["count"] + within}
 
     def check_update(self, server: Server, message: Message, update: Update) -> None:
-        """Refuse an update whose change is longer than ``C``, unless noise is in it: the guarantee rests on it.
+        """Refuse an update whose change is longer than ``C``: the guarantee rests on it.
 
         Raises:
             ValueError: With both lengths.
         """
         clip = self.clip if self.quantile is None else self._own(server)["clip"]
-        clipping.refuse_longer(set(server.trainable), message, update, clip if self.where == "server" else math.inf)
+        clipping.refuse_longer(set(server.trainable), message, update, clip)
 
     def denominator(self, server: Server) -> float:
         """Return the expected number of participants, whoever came."""
@@ -374,18 +356,17 @@ class ClientDP(ClientSelection, Private, SharesNoise):
             z, own = clipping.noise_of_changes(z, of_count), own | {"clip": further}
         if self.in_sum:  # the noise is in the sum
             return state
-        if self.shares is not None:  # what those who came have not brought
-            z *= math.sqrt(max(self.shares - own["came"], 0) / self.shares)
-        server.state[self.key] = own | {"came": 0, "count": 0.0}
+        server.state[self.key] = own | {"count": 0.0}
         noisy = with_noise(mean, z * clip / expected, own["secret"], f"{server.round}|noise", bound)
         return dict(state) | {name: narrow(value, server.model[name]) for name, value in noisy.items()}
 
     def _told(self, server: Server) -> dict[str, Any]:
         """Return what `privacy.json` says beside numbers."""
         against = "everybody who sees the server's models; not the server, nor who knows the participants"
-        if self.shares is not None:
-            server_too = "and a server that keeps to the protocol" if self.in_sum else "(epsilon_server: the server)"
-            against = f"everybody who sees the server's models {server_too}; not that a client took part"
+        if self.in_sum:
+            against = (
+                "everybody who sees the server's models and a server that keeps to the protocol; not who took part"
+            )
         clip = float(self._own(server)["clip"])
         return {"unit": "client", "against": against, "clip": clip, **self.items_told(server)}
 

@@ -27,8 +27,6 @@ class RoundBudget:
         accountant: Name of Opacus' accountant.
         ledger: What other runs have spent on these clients.
         shares: Shares of the noise that clients add, if they do.
-        again: How many further updates a client has sent that were tried again, at most.
-        masked: Whether the server sees sums of shares alone.
     """
 
     epsilon: float | None
@@ -38,14 +36,12 @@ class RoundBudget:
     accountant: str
     ledger: Ledger
     shares: int | None = None
-    again: int = 0
-    masked: bool = False
 
     @property
     def further(self) -> tuple[float, float, int]:
         """The step of a further release from one model: its noise, rate, and 1.
 
-        The server's noise is another one then. Clients' shares are not, since their changes are the same: two means of which
+        The server's noise is another one then. Clients' shares are not, since their changes are the same: two sums of which
         one lacks a client differ by that client's change with its share alone, and this is what all of them tell at most.
         """
         return (self.noise, self.rate, 1) if self.shares is None else (self.noise / math.sqrt(self.shares), 1.0, 1)
@@ -65,24 +61,10 @@ class RoundBudget:
         with self.ledger.held(None) as others:
             return self.of(others, *self._counted({*releases, *self.ledger.releases}, rounds))
 
-    def at_server(self, rounds: int) -> float | None:
-        """Return what a number of rounds spends against the server, which sees one share of noise in each update.
-
-        `None` where it sees all that clients do, or sums alone.
-
-        What is sent again may have noise of another secret: that of a client's first visit is forgotten with it.
-        """
-        if self.shares is None or self.masked:
-            return None
-        noise = self.noise / math.sqrt(self.shares)
-        return spent_by(self.accountant, self.delta, ((noise, 1.0, rounds + self.again),))
-
     def in_words(self, rounds: int, releases: Collection[str]) -> str:
         """Return what a number of rounds and their releases spend as a sentence, with what the ledger has of other runs."""
-        spent = self.at_server(max(rounds, len(releases)))
-        at_server = "" if spent is None else f" (against the server: {spent:.4g})"
         return (
-            f"epsilon={self.after(rounds, releases):.4g}{at_server} at delta={self.delta:g} for each client, against "
+            f"epsilon={self.after(rounds, releases):.4g} at delta={self.delta:g} for each client, against "
             f"everybody who sees the models (noise_multiplier={self.noise:.4g})."
         )
 
@@ -126,11 +108,9 @@ class RoundBudget:
                 )
         if folder is None:
             return
-        at_server = self.at_server(releases)
         own = {
             "private": private,
             "epsilon": epsilon if private else None,
-            **({"epsilon_server": at_server if private else None} if at_server is not None else {}),
             "delta": self.delta,
             "rounds": round + 1,
             "releases": releases,

@@ -25,7 +25,6 @@ OF_A_SUM = Need(
     tuple(one for one in BOUNDED.without if one not in (Change.REDUCE, Change.PLAN, Change.BROADCAST, Change.LOSSY)),
 )
 """The same but for what SecureAggregation itself does; it refuses others that do."""
-WHOLE_SHARES = Need("lets every client add its share of the noise to all that travels", (Change.PARTS,))
 FEW = 100
 """Clients below which the noise drowns what they learn, in most settings."""
 
@@ -36,14 +35,14 @@ def refuse_contradictions(where: str, shares: int | None, rate: float, quantile:
     Raises:
         ValueError: With the way out.
     """
-    if (where == "server") != (shares is None):
+    if (where == "masked") != (shares is not None):
         raise ValueError(
             f"ClientDP got where={where!r} and shares={shares}: shares is the number of clients whose noise together is that "
-            "of the mean, for where='client' and where='masked' only."
+            "of the mean, for where='masked' only."
         )
-    if where != "server" and (rate < 1.0 or quantile is not None):
+    if where == "masked" and (rate < 1.0 or quantile is not None):
         raise ValueError(
-            f"ClientDP(where='{where}') shows how many took part, by how much noise there is, so that drawing them hides "
+            "ClientDP(where='masked') shows how many took part, by how much noise there is, so that drawing them hides "
             "nothing; and nobody covers a count for quantile. Leave out rate and quantile, or take where='server'."
         )
     if where == "masked" and accountant != "rdp":
@@ -72,8 +71,7 @@ def refuse_other_rounds(kept: Mapping[str, Any], given: Sequence[Any], solved: f
         )
     if solved is not None and solved != kept["noise_multiplier"]:
         raise ValueError(
-            "Clients of ClientDP(where='client' or 'masked') add the noise, and"
-            f" solve for noise_multiplier={solved:.4g} with max_rounds="
+            f"Clients of ClientDP(where='masked') add the noise, and solve for noise_multiplier={solved:.4g} with max_rounds="
             f"{max_rounds}; the rounds of this run are accounted with {kept['noise_multiplier']:.4g}. Resume with the "
             "max_rounds of before, or start a new run."
         )

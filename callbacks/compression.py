@@ -60,7 +60,7 @@ class _ChangeCodec(UpdateCodec):
         """
         kinds = entry_kinds(client.module)
         chosen = [name for name, value in update.state.items() if kinds.get(name) == "trainable" and has_mean(value)]
-        if not chosen or not client.steps:
+        if not chosen or not client.contributed:
             return
         unsent = next((name for name in chosen if name not in client.received), None)
         if unsent is not None:

@@ -262,7 +262,7 @@ class FCCL(FederatedCallback):
                     "collaborate_lr_factor"
                 )
             update.extras[self.key] = {"rows": rows}
-        elif client.steps and self.inter:
+        elif client.contributed and self.inter:
             client.state[self.key] = {**client.state.get(self.key, {}), "previous": client.model_state()}
 
 

@@ -219,7 +219,7 @@ class FD(FederatedCallback):
         Raises:
             FloatingPointError: If an output is not finite. The core then drops the update.
         """
-        if not client.steps:
+        if not client.contributed:
             return
         if (protection := client.protection) is not None:
             width = head_widths(client.module, self.head)[1]

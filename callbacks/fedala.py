@@ -146,7 +146,7 @@ class FedALA(FederatedCallback):
 
     def on_send(self, client: Client, update: Update) -> None:
         """Keep ``th`` for the next merge."""
-        if client.steps:
+        if client.contributed:
             th = module_state(client.module, self._merged(client.module))
             client.state[self.key] = {**client.state.get(self.key, {}), "th": clone(th, "cpu")}
 

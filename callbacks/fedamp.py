@@ -275,7 +275,7 @@ class FedAMP(KeepsClientModels):
 
     def on_send(self, client: Client, update: Update) -> None:
         """Keep ``w_i``: the core does not keep what a client sends."""
-        if client.steps:
+        if client.contributed:
             client.state[self.key] = {"w": clone(module_state(client.module, client.received), "cpu")}
 
     def personal_module(self, client: Client, stage: Stage) -> LightningModule:

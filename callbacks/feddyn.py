@@ -96,7 +96,9 @@ class FedDyn(ServerModels):
     def facts(self) -> Facts:
         """`h` agrees with the `g_k`, which the clients keep; strengths by the mean size would change with new clients."""
         newcomers = Newcomers() if self.size_scaled else Newcomers(join=self._join)
-        return Facts(changes={Change.IN_STEP}, keeps=True, needs=[WHOLE_CHANGES], newcomers=newcomers)
+        return Facts(
+            changes={Change.IN_STEP}, keeps=True, counts_steps=True, needs=[WHOLE_CHANGES], newcomers=newcomers
+        )
 
     def claims(self, role: str) -> bool:
         """Decline what the options do not use."""
@@ -160,7 +162,7 @@ class FedDyn(ServerModels):
 
     def on_update(self, server: Server, update: Update) -> None:
         """Add ``theta_k - theta`` to the sum of the round, in float64."""
-        if not update.steps:
+        if not update.contributed:
             return
         own = server.state.get(self.key, {})
         total = dict(own.get("sum", {}))

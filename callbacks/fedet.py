@@ -23,6 +23,7 @@ from fedlightning.algorithm import (
     ServerModels,
     Setup,
     WeightingName,
+    contributors,
 )
 from fedlightning.callbacks.shared.distillation import check_public_logits, logits_of
 from fedlightning.layers import as_names, expand
@@ -179,7 +180,7 @@ class FedET(ServerModels):
         """Let clients train; average; then let what came teach the large model."""
         answers = yield [server.job(client, keep=bool(self.steps)) for client in server.participants()]
         yield []  # the means
-        members = [(a.model, a.state) for a in answers if a.error is None and a.state and a.steps]
+        members = [(a.model, a.state) for a in contributors(answers) if a.state]
         if not self.steps or not members:
             return
         ids = (

@@ -173,7 +173,7 @@ class FedFomo(KeepsClientModels):
 
     def on_send(self, client: Client, update: Update) -> None:
         """Keep ``th_i``, since the core does not keep what a client sends. Send the scores."""
-        if client.steps == 0:
+        if not client.contributed:
             return
         names = client.message.returns
         client.state[self.key] = {"own": clone(module_state(client.module, names), "cpu")}

@@ -227,7 +227,7 @@ class FedGH(FederatedCallback):
         Raises:
             FloatingPointError: If one is not finite. The core then drops the update.
         """
-        if not client.steps:
+        if not client.contributed:
             return
         means = ClassMeans()
         for batch, found in client.feature_pass(self.feature_taps):

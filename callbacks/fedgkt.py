@@ -279,7 +279,7 @@ class FedGKT(FederatedCallback):
         Raises:
             FloatingPointError: If a feature or logit is not finite. The core then drops the update.
         """
-        if client.message.tag != TRAIN or not client.steps:
+        if client.message.tag != TRAIN or not client.contributed:
             return
         labels = torch.cat([labels_of(batch, self.key) for batch in client.samples()])
         classes = 0

@@ -24,6 +24,7 @@ from fedlightning.algorithm import (
     Update,
     WeightingName,
     address,
+    contributors,
 )
 from fedlightning.callbacks.shared.grouping import first_groups
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
@@ -163,7 +164,7 @@ class FedGroup(Clusters):
         updates = yield jobs
         yield []  # their mean is made of that model, which is not kept
         del server.models[COLD_START]
-        return {update.client: update.state for update in updates if update.steps and update.state}
+        return {update.client: update.state for update in contributors(updates) if update.state}
 
     def _cold_start(self, server: Server) -> Generator[list[Job], list[Update], None]:
         self._names(server)

@@ -204,7 +204,7 @@ class FedKD(SharedPeer):
     # -- client to server ----------------------------------------------------------------------------------------------
     def on_send(self, client: Client, update: Update) -> None:
         """Send changes of matrices at low rank, and keep the student that came."""
-        if not client.steps or not self.compresses:
+        if not client.contributed or not self.compresses:
             return
         extras: dict[str, Tensor] = {}
         state, sent = dict(update.state), client.message.extras[self.key]
@@ -221,7 +221,7 @@ class FedKD(SharedPeer):
     def check_update(self, server: Server, message: Message, update: Update) -> None:
         """Refuse a matrix that is neither there nor in three factors that fit."""
         extras = update.extras.get(self.key, {})
-        for name in message.returns if self.compresses and update.steps and message.work != 0 else ():
+        for name in message.returns if self.compresses and update.contributed and message.work != 0 else ():
             sizes = {
                 value.shape[place]
                 for part, place in (("u", 1), ("s", 0), ("v", 0))
@@ -233,7 +233,7 @@ class FedKD(SharedPeer):
 
     def on_update(self, server: Server, update: Update) -> None:
         """Note which student the client has."""
-        if self.compresses and update.steps:
+        if self.compresses and update.contributed:
             own = server.state.get(self.key, {})
             there = {**own.get("there", {}), update.client: own.get("version", 0)}
             server.state[self.key] = {**own, "there": there}

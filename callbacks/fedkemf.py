@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedlightning.algorithm import GLOBAL, Plan, Server, Setup, WeightingName
+from fedlightning.algorithm import GLOBAL, Plan, Server, Setup, WeightingName, contributors
 from fedlightning.callbacks.shared.distillation import check_public_logits, logits_of
 from fedlightning.callbacks.shared.mutual import SharedPeer, divergence
 from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -107,7 +107,7 @@ class FedKEMF(SharedPeer):
     def plan_round(self, server: Server) -> Plan:
         """Plan ordinary visits; when all are back, distil the ensemble into their mean."""
         updates = yield [server.job(client, keep=self.steps > 0) for client in server.participants()]
-        teachers = [update.state for update in updates if update.error is None and update.steps and update.state]
+        teachers = [update.state for update in contributors(updates) if update.state]
         if self.steps == 0 or len(teachers) < 2:
             return
         yield []  # the mean

@@ -67,8 +67,8 @@ class FedMultimodal(FederatedCallback):
     def facts(self) -> Facts:
         """Encoders without samples are left out."""
         if not self.holders_only:
-            return Facts()
-        return Facts(changes={Change.PARTS}, needs=[HOLDERS])
+            return Facts(counts_steps=True)
+        return Facts(changes={Change.PARTS}, needs=[HOLDERS], counts_steps=True)
 
     def check(self, setup: Setup) -> None:
         """Refuse modules without encoders, and those that train an encoder without its modality."""

@@ -74,7 +74,8 @@ class FedNova(FederatedCallback):
             Need(
                 "averages normalised changes, each the sum of a client's steps from w^t", (Change.REDUCE, Change.START)
             )
-        ]
+        ],
+        counts_steps=True,
     )
 
     def __init__(self, weighting: WeightingName | None = None) -> None:
@@ -145,7 +146,7 @@ class FedNova(FederatedCallback):
 
     def on_send(self, client: Client, update: Update) -> None:
         """Send ``A_i``. It is kept too, since a plan may collect the update later."""
-        if client.steps:
+        if client.contributed:
             counter = client.scratch[self.key]
             client.state[self.key] = {"a": counter["a"]} | ({"c": counter["kept"]} if client.keeps_optimizers else {})
         if update.state and self.key in client.state:

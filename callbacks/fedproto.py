@@ -200,7 +200,7 @@ class FedProto(FederatedCallback):
         Raises:
             FloatingPointError: If a prototype is not finite. The core then drops the update.
         """
-        if not client.steps:
+        if not client.contributed:
             return
         if (protection := client.protection) is not None:
             classes = head_widths(client.module, self.head)[1]

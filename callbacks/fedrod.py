@@ -145,7 +145,7 @@ class FedRoD(ServerModels):
     def personal_module(self, client: Client, stage: Stage) -> LightningModule:
         """Return the model with the sum of both heads; the generic one where no personal head was ever trained."""
         module = client.copy_module()
-        if client.steps or client.record.visits:
+        if client.contributed or client.record.visits:
             add_personal_head(module)
         return module
 

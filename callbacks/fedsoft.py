@@ -24,6 +24,7 @@ from fedlightning.algorithm import (
     State,
     Update,
     Wire,
+    contributors,
     facts,
 )
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
@@ -146,7 +147,7 @@ class FedSoft(Clusters):
         chosen = [client for client in available if any(client in members for members in drawn.values())]
         answers = {}
         for update in (yield [Job(client, keep=True) for client in chosen]) if chosen else ():
-            if update.error is None and update.steps:
+            if contributors([update]):
                 answers[update.client] = update
         for centre, weights in drawn.items():
             mean = WeightedMean()

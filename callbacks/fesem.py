@@ -25,6 +25,7 @@ from fedlightning.algorithm import (
     WeightingName,
     Wire,
     address,
+    contributors,
 )
 from fedlightning.callbacks.shared.grouping import first_groups
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
@@ -130,7 +131,7 @@ class FeSEM(Clusters):
         """Train the centres, then take E- and M-steps on what came back."""
         late = self._late(server)
         jobs = [Job(client, keep=True, tag=LATE if client in late else "") for client in server.participants()]
-        answers = {update.client: update for update in (yield jobs) if update.error is None and update.steps}
+        answers = {update.client: update for update in contributors((yield jobs))}
         if answers:
             self._cluster(server, answers)
 

@@ -100,5 +100,5 @@ class FLIU(FederatedCallback):
 
     def on_send(self, client: Client, update: Update) -> None:
         """Keep ``theta_k`` for the next blend."""
-        if client.steps:
+        if client.contributed:
             client.state[self.key] = {"theta": clone(module_state(client.module, client.received))}

@@ -31,6 +31,7 @@ from fedlightning.algorithm import (
     WeightingName,
     Wire,
     address,
+    contributors,
     warn,
 )
 from fedlightning.callbacks.shared.grouping import clusters_of
@@ -190,7 +191,7 @@ class Harmony(Clusters):
             ]  # fmt: skip
             down, up = tuple(n for n in names if n in shared), tuple(n for n in fusion if n in returned)
             jobs.append(Job(client, down=down, returns=up, tag=FUSION, keep=True))
-        self.regroup(server, [u for u in (yield jobs) if u.error is None and u.steps])
+        self.regroup(server, contributors((yield jobs)))
 
     def _note_modalities(self, server: Server, answers: Sequence[Update]) -> None:
         own, modalities = server.state[self.key], list(self.networks(server.module))
@@ -328,7 +329,7 @@ class Harmony(Clusters):
             self._count(client, passed_over)
         if client.message.tag == ASK:
             update.extras[self.key] = {"present": self._present(client).float()}
-        elif client.message.tag == FUSION and client.steps:
+        elif client.message.tag == FUSION and client.contributed:
             there = client.scratch[self.key].tolist()
             encoders = parts_of(client.module, self.encoders, "encoders")
             start, now = client.state[self.key]["start"], client.entries

@@ -177,7 +177,7 @@ class HetLoRA(ClientRanks):
         if own is None or not update.state:
             return
         rank = own["rank"]
-        if client.steps and float(self._tail(own, client.entries)) < own["norm"]:
+        if client.contributed and float(self._tail(own, client.entries)) < own["norm"]:
             rank = self.pruned(rank)
         update.state = self._truncated(update.state, own["layers"], rank)
 
@@ -200,7 +200,7 @@ class HetLoRA(ClientRanks):
         """Return the weighted mean of the padded factors, and of the head."""
         weights = [server.weight(update) for update in updates]
         if not any(weights):  # no adapter has moved
-            weights = [float(update.steps > 0) for update in updates]
+            weights = [float(bool(update.contributed)) for update in updates]
         mean = WeightedMean()
         for update, weight in zip(updates, weights, strict=True):
             mean.add({name: padded(value, server.model[name]) for name, value in update.state.items()}, weight)

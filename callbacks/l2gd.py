@@ -79,6 +79,7 @@ class L2GD(FederatedCallback):
         return Facts(
             changes={Change.START, Change.WORK},
             needs=[MEAN_MODEL],
+            counts_steps=True,
             most_work=lambda usual: most,
             newcomers=Newcomers(join=True),
         )
@@ -156,6 +157,10 @@ class L2GD(FederatedCallback):
 
     def on_send(self, client: Client, update: Update) -> None:
         """Keep ``x_i`` and the learning rate it moved with."""
+        if client.contributed and not client.steps:
+            raise ValueError(
+                "L2GD goes by the learning rate of the first optimizer's steps, and in this visit it took none"
+            )
         if client.steps:
             moving = [name for name, kind in entry_kinds(client.module).items() if kind != "frozen"]
             x = select(client.model_state(), set(moving) & set(client.received))

@@ -25,6 +25,7 @@ from fedlightning.algorithm import (
     Update,
     Wire,
     add_round,
+    contributors,
     warn,
 )
 from fedlightning.callbacks.shared.server_models import (
@@ -165,7 +166,7 @@ class MaxFL(FederatedCallback):
         server.models[ALONE] = clone(module_state(server.module))
         answers = yield [Job(client, model=ALONE, work=self.alone, returns=(), tag=ALONE) for client in new]
         del server.models[ALONE]
-        found = {update.client for update in answers if update.error is None and update.steps}
+        found = {update.client for update in contributors(answers)}
         own = server.state[self.key]
         known = found.union(own["known"])
         server.state[self.key] = {**own, "known": [client for client in server.clients if client in known]}
@@ -214,7 +215,7 @@ class MaxFL(FederatedCallback):
         Raises:
             FloatingPointError: If a loss is NaN. The core then drops the update.
         """
-        if not client.steps:
+        if not client.contributed:
             return
         if client.message.tag == ALONE or "requirement" not in client.state.get(self.key, {}):
             client.state[self.key] = {"requirement": client.loss()}

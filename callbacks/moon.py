@@ -113,5 +113,5 @@ class MOON(FederatedCallback):
 
     def on_send(self, client: Client, update: Update) -> None:
         """Keep the local model for the next visit."""
-        if client.steps and self.mu > 0:
+        if client.contributed and self.mu > 0:
             client.state[self.key] = {"previous": client.model_state()}

@@ -138,6 +138,6 @@ class PerFCL(FENDA):
 
     def on_send(self, client: Client, update: Update) -> None:
         """Keep the global extractor for the next visit. The local one stays with the client anyway."""
-        if client.steps and self._contrasts:
+        if client.contributed and self._contrasts:
             u = module_state(client.module, global_names(client.module))
             client.state[self.key] = {"previous": clone(u, "cpu")}

@@ -213,7 +213,7 @@ class pFedHR(FederatedCallback):
         Raises:
             FloatingPointError: If an entry is not finite. The core then drops the update.
         """
-        if not client.steps or self.lam == 0:
+        if not client.contributed or self.lam == 0:
             return
         state = client.model_state()
         if (bad := first_nonfinite(state)) is not None:

@@ -164,7 +164,7 @@ class pFedLA(KeepsClientModels):
         models = self.models(server)
         psi = dict(server.state.get(self.key, {}).get("psi", {}))
         for update in updates:
-            if update.steps and update.state:
+            if update.contributed and update.state:
                 slope = self.gradient(server, update.client, models, update.state)
                 old = self.psi(server, update.client)
                 psi[update.client] = {name: value + self.hn_lr * slope[name] for name, value in old.items()}

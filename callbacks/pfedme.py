@@ -181,7 +181,7 @@ class pFedMe(FederatedCallback):
 
     def on_send(self, client: Client, update: Update) -> None:
         """Keep ``theta_i``."""
-        if client.steps:
+        if client.contributed:
             client.state[self.key] = {"theta": clone(module_state(client.scratch[self.key]), "cpu")}
 
     # -- server --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedlightning.algorithm import POOLED, Job, Server, State, Update
+from fedlightning.algorithm import POOLED, Job, Server, State, Update, contributors
 from fedlightning.callbacks.shared.class_scores import groups_by_class_scores
 from fedlightning.callbacks.shared.memberships import Clusters
 from fedlightning.callbacks.shared.server_models import (
@@ -106,7 +106,7 @@ class PIFLRound(Clusters):
         jobs = [Job(client, model=cluster, keep=settles) for cluster in self.clusters for client in chosen[cluster]]
         answers: dict[str, list[Update]] = {cluster: [] for cluster in self.clusters}
         for job, update in zip(jobs, (yield jobs) if jobs else (), strict=True):
-            if update.error is None and update.steps:
+            if contributors([update]):
                 answers[job.model].append(update)
             else:
                 ledger.give_back(job.client, job.model)
@@ -201,12 +201,11 @@ class PIFLRound(Clusters):
         if not last:
             return
         scores: dict[str, Tensor] = {}
-        for update in updates:
-            if update.error is None and update.steps:
-                server.models[TRIAL] = {**server.model, **update.state}
-                (answer,) = yield [Job(POOLED, model=TRIAL, data="pooled", work=0, returns=(), tag=CLASSES)]
-                if answer.error is None:
-                    scores[update.client] = answer.extras[self.key]["f1"]
+        for update in contributors(updates):
+            server.models[TRIAL] = {**server.model, **update.state}
+            (answer,) = yield [Job(POOLED, model=TRIAL, data="pooled", work=0, returns=(), tag=CLASSES)]
+            if answer.error is None:
+                scores[update.client] = answer.extras[self.key]["f1"]
         server.models.pop(TRIAL, None)
         groups = groups_by_class_scores(scores, self.num_clusters, server.blueprint.settings.seed)
         self._note(server, groups={client: self.clusters[group] for client, group in groups.items()})

@@ -94,7 +94,7 @@ class QFedAvg(FederatedCallback):
     @property
     def facts(self) -> Facts:
         """Every change is weighed by one loss; what the server keeps is of one round."""
-        return Facts(needs=[LOSS_OF_WHAT_CAME] if self.q else [], newcomers=Newcomers(join=True))
+        return Facts(needs=[LOSS_OF_WHAT_CAME] if self.q else [], counts_steps=True, newcomers=Newcomers(join=True))
 
     def claims(self, role: str) -> bool:
         """Decline the divisor where `q = 0`, which is FedAvg."""
@@ -129,7 +129,7 @@ class QFedAvg(FederatedCallback):
 
     def on_send(self, client: Client, update: Update) -> None:
         """Send `F_k(w)`."""
-        if client.steps and self.q:
+        if client.contributed and self.q:
             update.extras[self.key] = {"loss": client.scratch[self.key]}
 
     # -- server --------------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class QFedAvg(FederatedCallback):
 
     def on_update(self, server: Server, update: Update) -> None:
         """Add `F_k^q` and `F_k^(q-1) ||w - w_k||^2` to the sums of the model, both relative to `reference^q`."""
-        if not (self.q and update.steps):
+        if not (self.q and update.contributed):
             return
         loss, old = self._loss(update), server.models[update.model]
         sums = server.state[self.key]["sums"]

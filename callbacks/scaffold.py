@@ -92,7 +92,7 @@ class SCAFFOLD(FederatedCallback):
     @property
     def facts(self) -> Facts:
         """`c` is the mean of all `c_i`, which the clients keep."""
-        return Facts(changes={Change.IN_STEP}, keeps=True, newcomers=Newcomers(join=self._join))
+        return Facts(changes={Change.IN_STEP}, keeps=True, counts_steps=True, newcomers=Newcomers(join=self._join))
 
     def claims(self, role: str) -> bool:
         """Decline the server step where ``eta_s = 1``, so that a server optimizer may take the role."""
@@ -201,7 +201,7 @@ class SCAFFOLD(FederatedCallback):
                 while training runs; :meth:`check` finds the others).
         """
         own = client.state.get(self.key)
-        if client.steps == 0 or own is None:
+        if not client.contributed or own is None:
             return
         c, old = client.message.extras[self.key]["c"], own["c"]
         if self.option == 1:

@@ -27,6 +27,7 @@ from fedlightning.algorithm import (
     SumCodec,
     Update,
     Wire,
+    contributors,
     warn,
 )
 from fedlightning.callbacks.secure_aggregation_checks import refuse_unfit
@@ -71,9 +72,9 @@ class SecureAggregation(SumCodec):
 
     Then ``w + sum_u p_u x_u / sum_u p_u`` over the survivors; the server's optimizer, if there is one, sees no difference. A
     client that fails or is late after step 2 has dropped out, one that fails before is not in the round. Fewer survivors than
-    ``t`` end the run with a sentence; a round that fewer than three take part in (`PoissonSampling`) leaves the model as it
-    is, and says so. Secrets come from the operating system, and are deleted when the round ends. The sum does not depend on
-    them, so that runs agree bit for bit.
+    ``t`` end the run with a sentence; a round that fewer than three take part in (`PoissonSampling`), or in which fewer than
+    three took a real step, leaves the model as it is, and says so. Secrets come from the operating system, and are deleted
+    when the round ends. The sum does not depend on them, so that runs agree bit for bit.
 
     **Against whom**: a server that follows the protocol and looks at all that it gets, in a simulation. A server that lies
     about who is there is not countered (there are no signed keys, no consistency round), so that sites are refused. The
@@ -202,6 +203,15 @@ class SecureAggregation(SumCodec):
         answers = yield self._visits(server, "", training)
         there = [answer.client for answer in answers if answer.error is None]
         self._refuse_few(server, there, asked, "have sent masked updates", answers)
+        if (
+            len(moved := contributors(answers)) < LEAST
+        ):  # the changes of the others are zero: the sum would show one or two
+            warn(
+                f"Round {server.round + 1}: {len(moved)} of {len(there)} clients that have sent masked updates took a real "
+                f"step, and SecureAggregation opens no sum of fewer than {LEAST}. The model stays as it is."
+            )
+            self._keep(server)
+            return
         flags = {client: torch.tensor(client in there) for client in sealed}
         answers = yield self._visits(server, OPEN, {client: {"there": flags} for client in there})
         opened = {client: extras[OPEN] for client, extras in self._of(answers).items()}
@@ -300,15 +310,15 @@ class SecureAggregation(SumCodec):
 
     def reduce(self, server: Server, updates: list[Update]) -> State:
         """Return the model moved by the mean change: the sum of the masked integers without its masks."""
-        own = server.state[self.key]
+        own = server.state.get(self.key, {})
         self._keep(server)
+        if "opened" not in own:
+            return {}
         masked = {update.client: from_wire(update.extras[self.key]["masked"], self.bits) for update in updates}
         total = masking.opened_sum(masked, own["keys"], own["shares"], own["opened"], self.bits)
         point = FixedPoint(self.clip, self.bits, len(own["shares"]))
         self._tell(server, point.clipped(total, len(masked)))
-        came = sum(own["shares"][update.client] for update in updates if update.steps)
-        if came == 0.0:
-            return {}
+        came = sum(own["shares"][update.client] for update in contributors(updates))
         old = {name: server.model[name] for name in self._entries(server)}
         return add_row(old, point.decode(total) / came)
 
@@ -362,7 +372,7 @@ class SecureAggregation(SumCodec):
         names = sorted(came["entries"])
         kept = masking.receive(client.state.get(self.key, {}), client.id, came["shares"])
         point = FixedPoint(self.clip, self.bits, len(kept["round"]))
-        share = float(came["share"]) if client.steps else 0.0
+        share = float(came["share"]) if client.contributed else 0.0
         change = [changed(update.state[name], client.received[name]) for name in names]
         integers = point.encode(change, share)
         noise: SumNoise | None = client.scratch.get(PLACE)

@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, ChainDataset, ConcatDataset, DataLoad
 from fedlightning.datamodules.base import SPLITS, FederatedDataModule, in_order
 from fedlightning.datamodules.own_generators import going_on
 from fedlightning.datamodules.partitioned import loader_options
+from fedlightning.datamodules.ready_batches import gives_batches, note_samples, samples_in
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.views import worker_options
 
@@ -91,7 +92,10 @@ class LoaderDataModule(FederatedDataModule):
             return None
         if split not in self._unions:
             self._unions[split] = union_of(loaders, split)
-        return union_loader(self._unions[split], loaders[0], split)
+        union = union_loader(self._unions[split], loaders[0], split)
+        if gives_batches(union):
+            note_samples(union, sum(map(samples_in, loaders)))
+        return union
 
     def without(self, clients: Collection[str]) -> LoaderDataModule:
         """Return the same data without some clients; asked by name, it still gives those clients' loaders."""
@@ -101,9 +105,8 @@ class LoaderDataModule(FederatedDataModule):
         return few
 
     def num_samples(self, client: str, split: str = "train") -> int:
-        """Return the length of the client's dataset."""
-        loader = self._loaders[split].get(client)
-        return 0 if loader is None else len(loader.dataset)
+        """Return the length of the client's dataset; where that gives batches, the samples in them."""
+        return samples_in(self._loaders[split].get(client))
 
 
 def union_of(loaders: Sequence[DataLoader[Any]], split: str) -> Any:
@@ -120,12 +123,13 @@ def union_of(loaders: Sequence[DataLoader[Any]], split: str) -> Any:
 
 def union_loader(union: Any, first: DataLoader[Any], split: str) -> DataLoader[Any]:
     """Return a loader over a union of datasets."""
+    size = None if gives_batches(first) else first.batch_size or 1
     if isinstance(union, IterableDataset):
-        return DataLoader(union, batch_size=first.batch_size or 1, collate_fn=first.collate_fn)
+        return DataLoader(union, batch_size=size, collate_fn=first.collate_fn)
     sampler = AddressedSampler(len(union), "pooled", shuffle=split == "train")
     return DataLoader(
         union,
-        batch_size=first.batch_size or 1,
+        batch_size=size,
         sampler=sampler,
         collate_fn=first.collate_fn,
         generator=sampler.generator,
@@ -184,7 +188,7 @@ def _with_new_workers(loader: DataLoader[Any]) -> DataLoader[Any]:
         batches = {"batch_sampler": loader.batch_sampler}
     if isinstance(loader.dataset, IterableDataset):
         batches.pop("sampler")
-    return DataLoader(
+    fresh: DataLoader[Any] = DataLoader(
         loader.dataset,
         **batches,
         **worker_options(loader),
@@ -192,6 +196,9 @@ def _with_new_workers(loader: DataLoader[Any]) -> DataLoader[Any]:
         generator=loader.generator,
         persistent_workers=True,
     )
+    if gives_batches(fresh):
+        note_samples(fresh, samples_in(loader))
+    return fresh
 
 
 def _warn_of_generators(loaders: Mapping[str, Any]) -> None:

@@ -49,7 +49,7 @@ from fedlightning.hooks import (
     WeightingName,
     facts,
 )
-from fedlightning.messages import GLOBAL, Extra, Message, Update, Wire
+from fedlightning.messages import GLOBAL, Extra, Message, Update, Wire, contributors
 from fedlightning.run.round_table import add_round
 from fedlightning.seeding import address, generator, isolated
 from fedlightning.tensors import State
@@ -101,6 +101,7 @@ __all__ = [
     "Message",
     "Update",
     "Wire",
+    "contributors",
     # named tensors, with `fedlightning.tensors`
     "State",
     # randomness

@@ -7,7 +7,7 @@ optimizer and no data.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -168,8 +168,12 @@ class Update:
         state: The entries that were asked for.
         extras: Per callback key, the extras that the callback declared in `wire().up`.
         num_samples: Training samples that an epoch really uses; the default weight.
-        steps: Optimizer steps really taken (a step skipped by the gradient scaler is none). Of a job with `work=0` those of
-            the client's last fit, as for `lr_sum`; `num_samples` too if it asks for entries.
+        contributed: Whether the client counts in the round (:func:`contributors`): an optimizer of its federated fits has
+            stepped, or their trainable entries have moved; under client-level privacy it always does. `None`: it had no
+            such fit. Of a job with `work=0` as for `steps`, where it did.
+        steps: Steps really taken by the first optimizer (one skipped by the gradient scaler is none): a measure of work,
+            not of whether there was any. Of a job with `work=0` those of the client's last fit, as for `lr_sum`;
+            `num_samples` too if it asks for entries.
         skipped: Steps that the scaler skipped.
         own_steps: Steps of phases that are not federated: models of the client's own, fine-tuning.
         selections: Passes over validation data with which the client has chosen something.
@@ -195,6 +199,7 @@ class Update:
     state: State = field(default_factory=dict)
     extras: dict[str, Any] = field(default_factory=dict)
     num_samples: int = 0
+    contributed: bool | None = None
     steps: int = 0
     skipped: int = 0
     own_steps: int = 0
@@ -219,6 +224,17 @@ class Update:
         """Traffic over all links: tensors at their own width, numbers as 8 bytes. Scores and counters are not counted."""
         size = tree_bytes(self.state) + tree_bytes(self.extras) if self.code_bytes is None else self.code_bytes
         return size * (1 if self.links is None else self.links)
+
+
+def contributors(updates: Iterable[Update]) -> list[Update]:
+    """Return the updates that count in a round: weights, thresholds, denominators and shares of noise follow from this list.
+
+    Example:
+        >>> updates = [Update(0, "a", contributed=True), Update(0, "b", contributed=False), Update(0, "c", error="late")]
+        >>> [update.client for update in contributors(updates)]
+        ['a']
+    """
+    return [update for update in updates if update.error is None and update.contributed]
 
 
 def tree_bytes(tree: Any) -> int:

@@ -21,6 +21,7 @@ from fedlightning.algorithm import (
     State,
     Update,
     UpdateInterception,
+    contributors,
     warn,
 )
 from fedlightning.callbacks.attacks.base import BadClients, Positive, refuse_nothing
@@ -75,7 +76,7 @@ class Colluding(UpdateInterception, BadClients):
 
     def intercept(self, server: Server, sent: Sequence[Message], updates: Sequence[Update]) -> None:
         """Put one change in the place of those of all bad clients that trained a model."""
-        there = [pair for pair in zip(sent, updates, strict=True) if pair[1].error is None and pair[1].steps]
+        there = [pair for pair in zip(sent, updates, strict=True) if contributors(pair[1:])]
         for model in dict.fromkeys(update.model for _, update in there):
             pairs = [pair for pair in there if pair[1].model == model and pair[1].state]
             bad = [pair for pair in pairs if pair[1].client in self.clients]

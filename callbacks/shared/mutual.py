@@ -158,7 +158,7 @@ class SharedPeer(ServerModels):
 
     def _private_is_better(self, client: Client, both: LightningModule) -> bool:
         """Return True if the private model has trained and has the lower loss on the client's validation data."""
-        loader = client.loader("val") if client.steps or client.record.visits else None
+        loader = client.loader("val") if client.contributed or client.record.visits else None
         if not loader:
             return False
 

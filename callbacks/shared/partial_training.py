@@ -249,7 +249,7 @@ class PartialTraining(SubModels):
         if client.message.tag == STATISTICS:
             statistics, batches = client.normalisation_statistics()
             update.extras[self.key] = {"statistics": statistics, "batches": batches}
-        elif client.steps and f"{self.key} classes" in client.scratch:
+        elif client.contributed and f"{self.key} classes" in client.scratch:
             update.extras[self.key] = {"classes": client.scratch[f"{self.key} classes"]}
 
     def check_update(self, server: Server, message: Message, update: Update) -> None:

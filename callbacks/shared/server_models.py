@@ -20,6 +20,7 @@ from fedlightning.algorithm import (
     Setup,
     State,
     Update,
+    contributors,
     detached_copy,
     facts,
     isolated,
@@ -51,7 +52,7 @@ class KeepsClientModels(ServerModels):
     Example:
         >>> from types import SimpleNamespace
         >>> server = SimpleNamespace(state={}, clients=["a", "b"], model={"w": torch.zeros(1)})
-        >>> base, update = KeepsClientModels(), SimpleNamespace(client="a", steps=1, state={"w": torch.ones(1)})
+        >>> base, update = KeepsClientModels(), Update(0, "a", {"w": torch.ones(1)}, contributed=True)
         >>> base.reduce(server, [update]), base.models(server)
         ({}, {'a': {'w': tensor([1.])}, 'b': {'w': tensor([0.])}})
     """
@@ -94,7 +95,7 @@ def warn_of_weightings(callback: FederatedCallback, setup: Setup) -> None:
 
 def sent_models(updates: Iterable[Update]) -> dict[str, State]:
     """Return the models of the clients that took a step, by client."""
-    return {update.client: dict(update.state) for update in updates if update.steps and update.state}
+    return {update.client: dict(update.state) for update in contributors(updates) if update.state}
 
 
 def another_start(module: LightningModule, init: float | Literal["random"], *address: object) -> State:

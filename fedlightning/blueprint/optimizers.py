@@ -28,7 +28,7 @@ def optimizers_of(module: LightningModule) -> list[Optimizer]:
             f"{type(module).__name__}.configure_optimizers fails: {' '.join(str(error).split()).rstrip('.')} "
             f"({type(error).__name__})."
         ) from error
-    if made is None:
+    if made is None and module.automatic_optimization:  # a module that optimizes manually may move its entries itself
         raise ConfigurationError(
             f"{type(module).__name__}.configure_optimizers returns nothing, so nothing would train. Return an optimizer."
         )

@@ -13,7 +13,7 @@ from fedlightning.federation.failures import FailurePolicy, FederationError, Too
 from fedlightning.federation.server import Server
 from fedlightning.federation.stages import ScoringError
 from fedlightning.hooks import SumCodec
-from fedlightning.messages import Update
+from fedlightning.messages import Update, contributors
 from fedlightning.scoring.rows import not_scored
 from fedlightning.tensors import State
 
@@ -100,13 +100,16 @@ class Intake:
         ) from self.cause
 
     def refuse_if_too_few(self) -> None:
-        """End the run where fewer clients than needed contributed."""
+        """End the run where fewer clients than needed contributed; of one it is enough that it came."""
         server = self.server
         clients = [one for one in self.done if one.client in server.num_samples and not one.left_out]
         visited = dict.fromkeys(update.client for update in clients)
-        failed = {update.client: update.error for update in clients if update.error is not None}
+        counted = {update.client for update in contributors(clients)}
+        idle = {one.client for one in clients if one.contributed is False} - counted
+        failed = {client: f"client '{client}' took no real step" for client in visited if client in idle}
+        failed |= {update.client: update.error for update in clients if update.error is not None}
         needed, there = self.policy.needed(len(visited)), len(visited) - len(failed)
-        if there < needed:
+        if there < needed and not (needed == 1 and idle):
             raise TooFewClientsError(
                 f"Round {server.round + 1}: {there} of {len(visited)} clients contributed, and min_clients="
                 f"{self.policy.min_clients} asks for {needed}; {str(next(iter(failed.values()))).rstrip('.')}"
@@ -130,10 +133,11 @@ def tell_of_misses(server: Server, updates: list[Update], policy: FailurePolicy)
             continue
         if update.error is not None:
             server.note_failure(update.client, update.error)
-        elif update.steps == 0 and update.skipped:
+        elif update.contributed is False:
+            skipped = f": {update.skipped} had no gradient, or were skipped by the gradient scaler"
             warn(
-                f"Round {server.round + 1}: client '{update.client}' took no real step, so its weight is 0: "
-                f"{update.skipped} had no gradient, or were skipped by the gradient scaler."
+                f"Round {server.round + 1}: client '{update.client}' took no real step, so its weight is 0"
+                f"{skipped if update.skipped else ', and none of its entries moved'}."
             )
         for stage, data, split, reason in update.gaps:
             missed = not_scored(update.client, stage, data, split, reason)

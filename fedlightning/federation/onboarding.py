@@ -163,7 +163,7 @@ class Onboarding:
             engine.store = ClientStore()  # every visit is a first one
             for update in engine.run(self._messages(jobs), Evaluate(), partial(checked, server)):
                 reason = update.error
-                if reason is None and not update.steps:
+                if reason is None and not update.contributed:
                     reason = f"client '{update.client}' took no training step, by which it would find its place"
                 if reason is None:
                     answers.append(update)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -21,7 +20,7 @@ from fedlightning.federation.failures import at_site
 from fedlightning.federation.models import KeepsModels
 from fedlightning.federation.norms import Norms
 from fedlightning.hooks import POOLED, CallbackList, ClientSelection, FederatedCallback, Job, Outgoing
-from fedlightning.messages import GLOBAL, Message, Update, check_extras
+from fedlightning.messages import GLOBAL, Message, Update, check_extras, contributors
 from fedlightning.seeding import first_of_permutation, generator
 from fedlightning.tensors import State, clone, module_state
 
@@ -253,10 +252,6 @@ class Server(KeepsModels):
             self.failures.append(failure)
         warn(f"{when or f'Round {self.round + 1}'}: {reason}{f'; {decision}' if decision else ''}.")
 
-    def tries_again(self) -> Counter[str]:
-        """Return by client how often a visit of it has been tried again, because it failed or its update was refused."""
-        return Counter(one["client"] for one in self.failures if one["decision"].startswith("tried again"))
-
     def job(self, client: str, **options: Any) -> Job:
         """Return a job for a client with the model that it is sent (:meth:`model_of`).
 
@@ -311,7 +306,7 @@ class Server(KeepsModels):
         return message
 
     def weight(self, update: Update) -> float:
-        """Return an update's weight before normalisation; 0 for an update without a real step."""
-        if update.steps == 0:
+        """Return an update's weight before normalisation; 0 for one that does not count."""
+        if not contributors([update]):
             return 0.0
         return self.callbacks.weight(self, update)

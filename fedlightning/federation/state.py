@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ EXTRA = (
 )
 """Values that lie beside the server's state and the records."""
 RECORD_TYPES: dict[str, Any] = {
-    field.name: dict if field.default_factory is not MISSING else int | float if field.name == "lr_sum" else int
+    field.name: {"int": int, "float": int | float, "bool": bool}.get(str(field.type), dict)
     for field in fields(ClientRecord)
 }
 
@@ -126,7 +126,7 @@ def _check(saved: persistence.SavedState, what: str, found: dict[str, Any], type
 
 
 def _fits(name: str, value: Any, kind: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, kind):
+    if isinstance(value, bool) != (kind is bool) or not isinstance(value, kind):
         return False
     if name == "personal":
         return _is_state(value)

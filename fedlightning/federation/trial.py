@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from fedlightning.blueprint.evaluator import StepLosses
 from fedlightning.compat.quiet import quiet
 from fedlightning.datamodules.own_generators import kept
+from fedlightning.datamodules.ready_batches import gives_batches
 from fedlightning.errors import ConfigurationError, ControlFlow
 from fedlightning.federation.engine import Engine, Question
 from fedlightning.federation.first_step import ask_first_step, tell_of_batches_of_one
@@ -38,6 +39,7 @@ from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Fit
 from fedlightning.visit.runner import LocalRunner
+from fedlightning.visit.visit_callback import UnseenStepsError, VisitCallback, refuse_unseen
 from fedlightning.wrappers import user_class
 
 MOST_CLIENTS = 3
@@ -74,11 +76,12 @@ class OneBatchDone(ControlFlow):
 
     Args:
         monitors: Metrics that the fit's learning-rate schedulers follow.
+        visit: What the fit did.
     """
 
-    def __init__(self, monitors: Sequence[str] = ()) -> None:
+    def __init__(self, monitors: Sequence[str] = (), visit: VisitCallback | None = None) -> None:
         super().__init__()
-        self.monitors = list(monitors)
+        self.monitors, self.visit = list(monitors), visit
         self.changed: list[str] = []
 
 
@@ -88,7 +91,9 @@ class StopAfterOne(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         pl_module.on_train_batch_end(*args)
         following = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau and config.strict]
-        raise OneBatchDone([config.monitor for config in following if config.monitor is not None])
+        visit = next(one for one in trainer.callbacks if isinstance(one, VisitCallback))  # type: ignore[attr-defined]
+        visit.look()
+        raise OneBatchDone([config.monitor for config in following if config.monitor is not None], visit)
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,8 @@ class TryStep(Question):
             with kept(loader.dataset):
                 try:
                     return self._try(runner, module, loader), None
+                except UnseenStepsError as error:
+                    return Tried(refusal=str(error)), None
                 except Exception as error:  # whatever the user's code may raise
                     if self.listen:
                         raise
@@ -140,6 +147,8 @@ class TryStep(Question):
                 with nullcontext() if self.listen else _ends_after_one(runner.blueprint.losses):
                     names |= runner.scorer.score(module, loader, self.split).keys()
         except OneBatchDone as done:
+            if done.visit is not None and done.visit.unseen:
+                refuse_unseen(runner.callbacks, module, done.visit, runner.settings.unit)
             return Tried(names=sorted(names) if self.listen else done.monitors, said=done.changed)
         return Tried(names=sorted(names))
 
@@ -203,14 +212,17 @@ def spread(loader: Any, whole: bool = True) -> DataLoader[Any] | None:
 
     `None` if the loader is of a kind for which there is none.
     """
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
-    samples, size = len(loader.dataset), loader.batch_size  # type: ignore[arg-type]
+    ready = gives_batches(loader)
+    if loader.batch_size is None and not ready:
+        return None
+    samples, size = len(loader.dataset), loader.batch_size or 1  # type: ignore[arg-type]
     batches = max(samples // size, 1)
     order = [index for start in range(batches) for index in range(start, samples, batches)]
     return DataLoader(
         loader.dataset,
-        batch_size=size,
+        batch_size=None if ready else size,
         sampler=order if whole else order[:size],
         drop_last=loader.drop_last and whole,
         collate_fn=loader.collate_fn,

@@ -82,6 +82,8 @@ def _first_fault(server: Server, message: Message, update: Update, norms: dict[s
         count = getattr(update, name)
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < MOST:
             return f"{name} is {count!r}, which is no count"
+    if update.contributed is not None and not isinstance(update.contributed, bool):
+        return f"contributed is {update.contributed!r:.80}, which is neither yes nor no"
     own = server.num_samples.get(message.client)
     most = sum(server.num_samples.values()) if own is None else own
     if update.num_samples > most:
@@ -257,7 +259,7 @@ def _fault_of_extras(
     declared = wire.up
     for name, spec in declared.items():
         extra = Extra.of(spec)
-        if name not in found and message.tag in extra.due and (message.work == 0 or update.steps):
+        if name not in found and message.tag in extra.due and (message.work == 0 or update.contributed):
             return f"{key}'s '{name}' is missing"
         words = {size for size in extra.form if isinstance(size, str)} if isinstance(extra.form, tuple) else set()
         for other in found if words and name not in found else ():

@@ -121,6 +121,11 @@ class CallbackList:
         protecting = (one for one in self.callbacks if isinstance(one, Protection))
         return next((one.key for one in protecting if one.covers(Outgoing(kind)) == "withheld"), "")
 
+    @property
+    def counts_everybody(self) -> bool:
+        """Whether a client counts in a round whatever its training did, because a callback hides whether it did anything."""
+        return any(isinstance(one, Protection) and one.counts_everybody for one in self.callbacks)
+
     def weight(self, server: Server, update: Update) -> float:
         """Return an update's weight before normalisation, by the weighting that the callbacks agree on."""
         wishes = (callback.weighting for callback in self.callbacks if callback.weighting is not None)

@@ -204,6 +204,8 @@ class Facts:
             clipped gradients of single records it has to be.
         optimizer_state: Whether optimizers begin anew in every visit (`"reset"`) or go on (`"keep"`) where the user does not
             say; `None`: no opinion.
+        counts_steps: Whether it goes by the steps that optimizers took or by their learning rates (`client.steps`, `lr_sums`,
+            `gradient_weights`): refused where a module moves its entries past them.
         beside_sums: Whether what it takes from single updates (its extras, `on_update`) holds nothing of the model, so that
             it is right where the server sees only a sum of updates (:class:`~fedlightning.hooks.SumCodec`).
         real_only: Whether what it does to entries is right for real numbers only: complex parameters are refused.
@@ -226,6 +228,7 @@ class Facts:
     newcomers: Newcomers = Newcomers()
     by_record: bool = False
     optimizer_state: Literal["reset", "keep"] | None = None
+    counts_steps: bool = False
     beside_sums: bool = False
     real_only: bool = False
     no_statistics: str = ""

@@ -153,7 +153,13 @@ class Protection(FederatedCallback):
 
     What a run releases is one list, known before round 1: the entries and extras that callbacks declare, and what the core
     sends. A dry run, the log and the run's summary show for each item what :meth:`covers` says of it.
+
+    Attributes:
+        counts_everybody: Whether a client that has trained counts in the round whatever its training did: where it took no
+            step its change is zero, with the noise and the weight of any other. Else who counts would tell of its data.
     """
+
+    counts_everybody: bool = False
 
     def covers(self, item: Outgoing) -> Cover:
         """Return how an item of what leaves is covered. Default: it leaves in the clear.

@@ -38,7 +38,7 @@ MANIFEST = "manifest.json"
 BEFORE = "manifest-before.json"
 """The manifest of the state before the newest one."""
 TEMPLATE = "template.pt"
-VERSION = 1
+VERSION = 2
 """Version of the format: plain trees, which cannot run code, and the manifest that names them."""
 PACK = 2**28
 """Bytes of records in one file, at most (but one record at least): what is held in memory while it is written."""

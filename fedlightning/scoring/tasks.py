@@ -12,6 +12,7 @@ from typing import Any, cast
 from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
+from fedlightning.datamodules.ready_batches import samples_in
 from fedlightning.hooks import POOLED, Stage
 from fedlightning.messages import Message, tree_bytes
 from fedlightning.scoring.rows import EVERYBODY, OTHERS, UNSEEN, Gap, Row
@@ -292,7 +293,7 @@ def _requests(
     split, data, make = source
     try:
         loader = make()
-        size = 0 if loader is None or len(loader) == 0 else len(loader.dataset)  # type: ignore[arg-type]
+        size = 0 if loader is None or len(loader) == 0 else samples_in(loader)
     except BaseException as error:
         places.append((Place(client, split, data, 0), MissingScores(client_failure(error))))
         return

@@ -207,7 +207,7 @@ def check_wire(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
                 ), f"{algorithm.key}: the private '{name}' of client '{message.client}' left it."
 
     if not changes & {Change.PLAN, Change.KEEPS}:  # else nobody lets its clients train twice in a round
-        trained = [(update.client, record) for _, update, record in visits.all if update.steps]
+        trained = [(update.client, record) for _, update, record in visits.all if update.contributed]
         for client in server.clients:
             kept = [(record.state, _trained(server, record)) for name, record in trained if name == client][:2]
             assert same_tree(kept[0], kept[-1]), (

@@ -30,7 +30,9 @@ class Client(ReadsData):
         record: What the client keeps (see :class:`~fedlightning.visit.record.ClientRecord`).
         received: Model entries as the server sent them, before any callback merged them.
         evaluating: Whether the visit only evaluates. Then nothing that is written to :attr:`state` is kept.
-        steps: Optimizer steps of this visit's federated fits.
+        contributed: Whether an optimizer has stepped in this visit's federated fits, or trainable entries have moved: whether
+            the client counts. `None`: there was no such fit.
+        steps: Steps of the first optimizer in these fits.
         skipped: Steps of these fits that the gradient scaler skipped.
         own_steps: Optimizer steps of the other fits.
         selections: Passes over validation data that callbacks asked for in this visit.

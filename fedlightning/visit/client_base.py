@@ -44,6 +44,7 @@ class ClientBase:
         self.record = record
         self.evaluating = False
         self.received: State = {}
+        self.contributed: bool | None = None
         self.steps = 0
         self.skipped = 0
         self.own_steps = 0

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fedlightning.datamodules.public import addressable, is_iterable, public_loader, size_of
+from fedlightning.datamodules.ready_batches import gives_batches
 from fedlightning.datamodules.views import samples_at
 from fedlightning.visit import probes
 from fedlightning.visit.client_base import ClientBase
@@ -132,5 +133,6 @@ class ReadsData(ClientBase):
                 order = torch.arange(count)
             for start in range(0, count - size + 1 if loader.drop_last else count, size):
                 picked = order[start : start + size].tolist()
-                yield loader.collate_fn(samples_at(loader.dataset, picked))
+                samples = loader.dataset[picked[0]] if gives_batches(loader) else samples_at(loader.dataset, picked)
+                yield loader.collate_fn(samples)
             lap += 1

@@ -51,7 +51,8 @@ def fit(
 ) -> VisitCallback:
     """Train `client.module` in place, and keep in the client's record what Lightning needs for the next visit."""
     record = client.record.lightning.setdefault(phase.name, {})
-    kind = KeepingVisitCallback if settings.optimizer_state == "keep" else VisitCallback
+    manual_steps = not client.module.automatic_optimization and (phase.unit or settings.unit) == "steps"
+    kind = KeepingVisitCallback if settings.optimizer_state == "keep" or manual_steps else VisitCallback
     visit = kind(client, callbacks, settings, phase, work)
     ordinary = [copy.deepcopy(callback) for callback in settings.callbacks]
     ordinary = [callback for callback in ordinary if _in_own_folder(callback, client.id, inside.folder)]

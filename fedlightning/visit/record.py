@@ -27,6 +27,7 @@ class ClientRecord:
         checkpoints: By callback key, selected models and their scores.
         lightning: By phase, what Lightning keeps (gradient scaler, callback states, optimizers under `keep`).
         num_samples: Training samples of the last fit, for a later job that only collects its result.
+        contributed: Whether the client counted by the last fit, as in an update.
         steps: Optimizer steps of the last fit.
         lr_sum: Sum of the learning rate of the last fit.
         visits: Number of visits in which the client has trained.
@@ -38,6 +39,7 @@ class ClientRecord:
     checkpoints: dict[str, dict[str, Any]] = field(default_factory=dict)
     lightning: dict[str, dict[str, Any]] = field(default_factory=dict)
     num_samples: int = 0
+    contributed: bool = False
     steps: int = 0
     lr_sum: float = 0.0
     visits: int = 0

@@ -81,8 +81,16 @@ class FitResult(Protocol):
     """Result of a fit."""
 
     @property
+    def contributed(self) -> bool:
+        """Whether any optimizer stepped, or trainable entries moved."""
+
+    @property
+    def unseen(self) -> str:
+        """How entries moved past the hooks of optimizers, as the end of a sentence; empty: they did not."""
+
+    @property
     def steps(self) -> int:
-        """Optimizer steps taken."""
+        """Steps taken by the first optimizer."""
 
     @property
     def attempts(self) -> int:

@@ -25,6 +25,7 @@ from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.held_out import FewerClients, without
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.datamodules.own_generators import kept, readdress
+from fedlightning.datamodules.ready_batches import samples_in
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.views import samples_at
 from fedlightning.hooks import POOLED, CallbackList, Phase, Stage, TrainingData
@@ -216,7 +217,7 @@ class LocalRunner:
         """Return the samples that one epoch uses, after `drop_last` and `limit_train_batches`."""
         if loader is None or len(loader) == 0:
             return 0
-        samples = len(loader.dataset)  # type: ignore[arg-type]
+        samples = samples_in(loader)
         size = loader.batch_size or math.ceil(samples / len(loader))
         batches = self.settings.train_batches(len(loader))
         return min(samples, batches * size)
@@ -261,8 +262,8 @@ class LocalRunner:
             loader = self.data.at_round(0).client_dataloader(client, "train")
             if loader is not None and len(loader) > 0:
                 dataset, size = loader.dataset, loader.batch_size or 1
-                if isinstance(dataset, IterableDataset):
-                    with isolated(self.settings.seed, "first batch"):
+                if isinstance(dataset, IterableDataset) or loader.batch_sampler is None:
+                    with isolated(self.settings.seed, "first batch"), kept(dataset):
                         return self.blueprint.precision.convert_input(next(iter(loader)))
                 chosen = range(min(size, len(dataset)))  # type: ignore[arg-type]
                 with kept(dataset):

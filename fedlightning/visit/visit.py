@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import LightningModule
 
+from fedlightning.datamodules.ready_batches import samples_in
 from fedlightning.hooks import POOLED, Phase, Stage, UpdateCodec
 from fedlightning.messages import Message, Update
 from fedlightning.seeding import seed_all
@@ -26,6 +27,7 @@ from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.monitors import NeedsValidationError
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Evaluate, Fit, FitResult, MissingScores, Score, ScoreRequest, Scores, VisitSteps
+from fedlightning.visit.visit_callback import refuse_unseen
 
 if TYPE_CHECKING:
     from fedlightning.visit.runner import LocalRunner
@@ -119,6 +121,9 @@ def _train(runner: LocalRunner, client: Client, loader: Any) -> Generator[Fit, A
             assert before is not None
             load_state(client.module, before)
         if phase.federated:
+            if fitted.unseen:
+                refuse_unseen(runner.callbacks, client.module, fitted, runner.settings.unit)
+            client.contributed = bool(client.contributed) or fitted.contributed
             client.steps += fitted.steps
             client.skipped += fitted.attempts - fitted.steps
             for name, lr_sum in fitted.lr_sums.items():
@@ -128,6 +133,8 @@ def _train(runner: LocalRunner, client: Client, loader: Any) -> Generator[Fit, A
         else:
             client.own_steps += fitted.steps
     client.lr_sum = max(client.lr_sums.values(), default=0.0)
+    if runner.callbacks.counts_everybody:
+        client.contributed = True
 
 
 def _note_work(client: Client, update: Update) -> None:
@@ -137,9 +144,10 @@ def _note_work(client: Client, update: Update) -> None:
         record.visits += 1
         record.last_round = message.round
         record.num_samples = update.num_samples
-        record.steps, record.lr_sum = client.steps, client.lr_sum
+        record.contributed, record.steps, record.lr_sum = bool(client.contributed), client.steps, client.lr_sum
     elif message.returns:
         update.num_samples = record.num_samples
+    update.contributed = client.contributed if message.work != 0 else record.contributed or None
     update.steps, update.skipped, update.lr_sum = record.steps, client.skipped, record.lr_sum
     update.own_steps, update.selections = client.own_steps, client.selections
     update.metrics, update.logs = client.metrics, client.logs
@@ -218,7 +226,7 @@ def _evaluate(
         if isinstance(scores, MissingScores):
             update.gaps.append((stage, data, split, scores.reason))
             continue
-        size = len(request.loader.dataset)  # type: ignore[arg-type]
+        size = samples_in(request.loader)
         rows += [(stage, data, split, metric, value, size) for metric, value in scores.items()]
         if data == "local":
             runner.callbacks.event("on_client_evaluated", client, stage, split, scores, module)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from operator import add
@@ -14,9 +14,12 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from fedlightning.blueprint.settings import LocalSettings
+from fedlightning.errors import ConfigurationError
 from fedlightning.hooks import CallbackList, FederatedCallback, GradientContext, Phase
 from fedlightning.seeding import seed_all
 from fedlightning.visit.client import Client
+from fedlightning.visit.requests import FitResult
+from fedlightning.wrappers import user_class
 
 
 @dataclass
@@ -50,8 +53,8 @@ class VisitCallback(Callback):
 
     Attributes:
         unit: `"epochs"` or `"steps"`.
-        steps: Optimizer steps taken.
-        attempts: Optimizer steps attempted; the gradient scaler may have skipped some.
+        steps: Steps taken by the first optimizer.
+        attempts: Steps attempted by the first optimizer; the gradient scaler may have skipped some.
         lr_sums: By parameter name, the sum of its learning rate over the steps taken.
         gradient_weights: By parameter name, the sum of the weights with which SGD has added up its gradients.
     """
@@ -72,6 +75,11 @@ class VisitCallback(Callback):
         self.work = work
         self.steps = 0
         self.attempts = 0
+        self._others = 0  # steps of the other optimizers
+        self._moved = False
+        self._announced: set[int] = set()  # optimizers whose next step Lightning has told of
+        self._past_lightning = False
+        self._before: list[tuple[Tensor, Tensor]] = []  # what trains, and its values at the start; until a step is seen
         self.first_epoch = 0
         self.lr_sums: dict[str, float] = {}
         self.gradient_weights: dict[str, float] = {}
@@ -82,8 +90,25 @@ class VisitCallback(Callback):
         self._moves: dict[tuple[int, int], _Moves] = {}
         self._payload: Mapping[str, Any] = client.message.extras
 
+    @property
+    def contributed(self) -> bool:
+        """Whether any optimizer stepped, or trainable entries moved without one that is known here."""
+        return bool(self.steps or self._others or self._moved)
+
+    @property
+    def unseen(self) -> str:
+        """How entries moved past the hooks of optimizers, as the end of a sentence; empty: they did not."""
+        if self._moved:
+            return "moves its entries without a step of the optimizers that configure_optimizers returns"
+        return "steps its optimizers past Lightning (use_pl_optimizer=False)" if self._past_lightning else ""
+
+    def look(self) -> None:
+        """Look whether entries have moved, if no optimizer is known to have moved them."""
+        self._moved = any(not torch.equal(value, before) for value, before in self._before)
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.first_epoch = trainer.current_epoch
+        self._before = [(p, p.detach().clone()) for p in pl_module.parameters() if p.requires_grad]
         self._names = {id(p): name for name, p in pl_module.named_parameters(remove_duplicate=False)}
         scaler = self.client.record.lightning.get(self.phase, {}).get("precision")
         if scaler and self.settings.optimizer_state == "reset":  # under "keep" Lightning itself restored it
@@ -124,10 +149,16 @@ class VisitCallback(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         epoch = trainer.current_epoch - self.first_epoch
+        if epoch > 0 and self.unit == "steps" and not (self.attempts or self._others):
+            raise ValueError(
+                f"{user_class(pl_module).__name__} has taken no step of an optimizer in a whole epoch, and its work "
+                "is counted in steps: it would never end. Set local_epochs, or step self.optimizers()."
+            )
         seed_all(self.settings.seed, self.client.visit, self.client.id, self.address, epoch)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self.attempts += optimizer is trainer.optimizers[0]
+        self._announced.add(id(optimizer))
         if not self.correctors:
             return
         for group in optimizer.param_groups:
@@ -171,7 +202,14 @@ class VisitCallback(Callback):
             moved |= bool(moves.names)
             if type(optimizer) is not SGD:
                 self._not_sgd.update(moves.names)
+        told = id(optimizer) in self._announced
+        self._announced.discard(id(optimizer))
+        self._past_lightning |= moved and not told
+        self.attempts += index == 0 and not told
+        self._others += index != 0 and moved
         self.steps += index == 0 and moved  # a training_step that returned None moves nothing
+        if moved:
+            self._before = []
 
     def _settle(self, which: tuple[int, int]) -> None:
         """Add up the learning rates of one optimizer's group, in the order of its steps."""
@@ -204,6 +242,8 @@ class VisitCallback(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for handle in self._handles:
             handle.remove()
+        self.look()
+        self._before = []
         for which in list(self._moves):
             self._settle(which)
         for name in self._not_sgd:  # no sum of gradients: there is no such weight
@@ -211,10 +251,14 @@ class VisitCallback(Callback):
 
 
 class KeepingVisitCallback(VisitCallback):
-    """Ends a visit under `optimizer_state="keep"`, where the Trainer's limit is the horizon of the whole federation."""
+    """Ends a visit where the Trainer's own limit does not.
+
+    Under `optimizer_state="keep"` that is the horizon of the whole federation; under manual optimization it counts only the
+    steps that go through Lightning.
+    """
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        if self.unit == "steps" and self.attempts >= self.work:
+        if self.unit == "steps" and (self.attempts or self._others) >= self.work:
             trainer.should_stop = True
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -236,6 +280,32 @@ def step_of_ones(
         return 1.0, velocity
     velocity = 1.0 if velocity is None else momentum * velocity + 1.0 - dampening
     return 1.0 + momentum * velocity if nesterov else velocity, velocity
+
+
+class UnseenStepsError(ConfigurationError):
+    """A module moves its entries past the optimizers whose steps something goes by."""
+
+
+def refuse_unseen(callbacks: Iterable[FederatedCallback], module: LightningModule, visit: FitResult, unit: str) -> None:
+    """Refuse what goes by the steps of optimizers where a module moves its entries past them.
+
+    Args:
+        callbacks: The federated callbacks.
+        module: The module that trained.
+        visit: What it did.
+        unit: What the trainer counts.
+
+    Raises:
+        UnseenStepsError: If one of them corrects gradients or counts steps that nobody sees, or the trainer counts these.
+    """
+    uncounted = not visit.steps and not visit.lr_sums
+    going = [one.key for one in callbacks if one.claims("correct_gradient") or (uncounted and one.facts.counts_steps)]
+    going += ["local_steps"] if uncounted and unit == "steps" else []
+    if going:
+        raise UnseenStepsError(
+            f"{going[0]} goes by the steps of optimizers, and {user_class(module).__name__} {visit.unseen}: they cannot be "
+            f"corrected or counted. Call step() on what self.optimizers() returns, or leave out {going[0]}."
+        )
 
 
 def address_of(phase: Phase) -> str:

@@ -22,9 +22,9 @@ FIRST_RUN = {"given": [1.0, 0.5, None], "noise_multiplier": 1.5}
     ("where", "shares", "rate", "quantile", "reason"),
     [
         ("server", 3, 1.0, None, "where='server' and shares=3"),
-        ("client", None, 1.0, None, "where='client' and shares=None"),
-        ("client", 3, 0.5, None, "Leave out rate and quantile"),
-        ("client", 3, 1.0, 0.5, "Leave out rate and quantile"),
+        ("masked", None, 1.0, None, "where='masked' and shares=None"),
+        ("masked", 3, 0.5, None, "Leave out rate and quantile"),
+        ("masked", 3, 1.0, 0.5, "Leave out rate and quantile"),
     ],
 )
 def test_options_that_contradict_each_other(where, shares, rate, quantile, reason):
@@ -34,7 +34,7 @@ def test_options_that_contradict_each_other(where, shares, rate, quantile, reaso
 
 def test_options_that_agree():
     refuse_contradictions("server", None, 0.5, 0.5, "rdp")
-    refuse_contradictions("client", 3, 1.0, None, "rdp")
+    refuse_contradictions("masked", 3, 1.0, None, "rdp")
 
 
 def test_rounds_with_another_noise_are_refused():

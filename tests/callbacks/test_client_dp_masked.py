@@ -28,7 +28,7 @@ from fedlightning.callbacks.shared.spending import spent_by
 from fedlightning.federation.failures import FederationError
 from tests.callbacks.test_client_dp import module
 from tests.callbacks.test_secure_aggregation import Fails
-from tests.helpers import close, federate, global_state, make_trainer, same, toy_data
+from tests.helpers import Toy, close, federate, global_state, make_trainer, same, toy_data
 
 THERE = find_spec("cryptography") is not None and find_spec("opacus") is not None
 pytestmark = [
@@ -91,7 +91,7 @@ def test_every_update_is_covered_by_its_client_before_it_is_masked(monkeypatch):
 def test_epsilon_is_the_gaussians_and_holds_against_the_server_too(tmp_path):
     trainer = run([dp(noise_seed=None), SecureAggregation()], tmp_path, max_rounds=2)
     said = told(trainer)
-    assert said["private"] and said["epsilon"] == pytest.approx(dp().epsilon_after(2)) and "epsilon_server" not in said
+    assert said["private"] and said["epsilon"] == pytest.approx(dp().epsilon_after(2))
     assert "a server that keeps to the protocol" in said["against"] and said["releases"] == 2
     assert any("masked" in item for item in said["noised"])
 
@@ -101,6 +101,46 @@ def test_a_budget_ends_the_run_and_solves_for_noise(tmp_path):
     assert ended.server.round == 1 or ended.summary["rounds"] == 2
     solved = run([dp(noise_multiplier=None, epsilon=9.0, noise_seed=None), SecureAggregation()], tmp_path / "b")
     assert told(solved)["epsilon"] <= 9.0 and told(solved)["noise_multiplier"] > 0
+
+
+class Skips(Toy):
+    """Takes no step with fewer than 40 samples."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss if self.trainer.num_training_batches >= 5 else None
+
+
+def test_a_client_without_a_step_brings_its_noise_and_its_weight():
+    """Else the mean would be over those who took one, which tells who did, and has the noise of all."""
+
+    def global_of(z, kind):
+        torch.manual_seed(0)
+        return global_state(
+            federate(kind(), toy_data(SIZES), [dp(noise_multiplier=z), SecureAggregation()], max_rounds=1)
+        )
+
+    quiet, noisy, everybody = global_of(1e-4, Skips), global_of(2.0, Skips), global_of(1e-4, Toy)
+    drawn = torch.cat([(noisy[name] - quiet[name]).flatten() for name in quiet])
+    assert float(drawn.std()) == pytest.approx(2.0 * 0.5 * math.sqrt(6 / 4) / 6, rel=4 / math.sqrt(2 * len(drawn)))
+    torch.manual_seed(0)
+    start = Toy().state_dict()
+    moved = [
+        math.sqrt(sum(float((one[name] - start[name]).square().sum()) for name in start)) for one in (quiet, everybody)
+    ]
+    assert 0.2 * moved[1] < moved[0] < 0.8 * moved[1]  # three of six changes, over six
+
+
+def test_clients_do_not_solve_for_other_rounds_than_are_accounted(tmp_path):
+    callbacks = [[dp(noise_multiplier=None, epsilon=9.0), SecureAggregation()] for _ in range(2)]
+    torch.manual_seed(0)
+    make_trainer(tmp_path, callbacks[0], max_rounds=1, name="run").fit(module(), datamodule=toy_data(SIZES))
+    with pytest.raises(
+        (ValueError, FederationError), match=r"solve for noise_multiplier=.* max_rounds=2; .* accounted with"
+    ):
+        make_trainer(tmp_path, callbacks[1], max_rounds=2, name="run").fit(
+            module(), datamodule=toy_data(SIZES), resume="last"
+        )
 
 
 @pytest.mark.parametrize("step", ["training", "open"])
@@ -154,7 +194,7 @@ class Once(FederatedCallback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("where", ["client", "masked", "server"])
+@pytest.mark.parametrize("where", ["masked", "server"])
 @pytest.mark.parametrize("failing", [None, "2"])
 def test_a_round_done_again_without_a_client_shows_one_share(where, failing, tmp_path):
     """The difference of both means is that client's change with its own share of the noise."""
@@ -195,7 +235,6 @@ def test_a_further_release_is_in_the_ledger_with_the_noise_of_a_share(tmp_path):
     ("callbacks", "reason"),
     [
         ([dp()], "Take both, or leave out both"),
-        ([dp(where="client"), SecureAggregation()], "ClientDP"),
         ([dp(where="server", shares=None), SecureAggregation()], "ClientDP"),
         ([dp(shares=5), SecureAggregation()], r"opens sums of 4 of 6 clients, .* Lower shares"),
         ([dp(noise_multiplier=40.0), SecureAggregation()], r"could overflow. Take a clip of \d+"),

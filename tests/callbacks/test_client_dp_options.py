@@ -1,4 +1,4 @@
-"""ClientDP with a clip that adapts, and with noise that clients add."""
+"""ClientDP with a clip that adapts, and its options."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ import torch
 
 pytest.importorskip("opacus", reason="ClientDP counts with Opacus: pip install opacus cryptography")
 
-from fedlightning.algorithm import Change, Facts, FederatedCallback, Outgoing
-from fedlightning.callbacks import ClientDP, FedAvg, FedPer, client_dp
-from fedlightning.callbacks.client_dp_budget import RoundBudget
+from fedlightning.algorithm import FederatedCallback, Outgoing
+from fedlightning.callbacks import FedAvg, client_dp
 from fedlightning.callbacks.client_dp_clipping import next_clip, noise_of_changes, noise_of_count
-from fedlightning.callbacks.shared.ledger import Ledger
 from fedlightning.callbacks.shared.secret_noise import with_noise
 from fedlightning.federation.failures import FederationError
 from fedlightning.messages import Update
 from fedlightning.testing.toys import ToyData, ToyModule
-from tests.callbacks.test_client_dp import SIZES, TINY, dp, module
+from tests.callbacks.test_client_dp import SIZES, dp, module
 from tests.conformance.case import collect
-from tests.helpers import federate, global_state, make_trainer, same, toy_data
+from tests.helpers import global_state, make_trainer, same, toy_data
 
 pytestmark = pytest.mark.filterwarnings("ignore:ClientDP")
 
@@ -65,7 +63,6 @@ def reduced(callback, came, **options):
         model={"w": torch.zeros(100, 200)},
         max_rounds=9,
         shared_names=lambda: ("w",),
-        tries_again=dict,
     )
     callback.on_federation_start(server)
     for within in came:
@@ -79,7 +76,7 @@ def test_changes_get_the_rest_of_the_noise_at_the_clip_of_their_round():
     noise, server = reduced(callback, [1] * 40 + [0] * 10)
     std = noise_of_changes(1.5, 50 / 20) * 0.2 / 50
     assert float(noise.std()) == pytest.approx(std, rel=0.03)
-    assert server.state["ClientDP"]["clip"] != 0.2 and server.state["ClientDP"]["came"] == 0
+    assert server.state["ClientDP"]["clip"] != 0.2
 
 
 def test_every_entry_has_noise_of_its_own():
@@ -173,46 +170,7 @@ def test_a_resumed_run_with_another_clip_has_the_noise_of_that_clip(tmp_path, mo
     assert stds == pytest.approx([0.1 / 3, 5.0 / 3])
 
 
-def test_clients_do_not_solve_for_other_rounds_than_are_accounted(tmp_path):
-    callbacks = [dp(where="client", shares=3, noise_multiplier=None, epsilon=5.0) for _ in range(2)]
-    with pytest.raises(ValueError, match=r"solve for noise_multiplier=.* with max_rounds=2; .* are accounted with"):
-        cut_and_resumed(tmp_path, *callbacks, rounds=(50, 2))
-
-
-# -- noise of clients --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("came", "left"), [(8, 0.0), (10, 0.0), (5, 3 / 8), (1, 7 / 8)])
-def test_the_server_adds_what_is_missing(came, left):
-    callback = dp(clip=0.2, noise_multiplier=1.5, noise_seed=None, where="client", shares=8)
-    noise, _ = reduced(callback, [None] * came)
-    assert float(noise.std()) == pytest.approx(1.5 * 0.2 / 100 * math.sqrt(left), rel=0.03, abs=1e-12)
-
-
-def sent_by(callback, client, length=0.1):
-    received = {"w": torch.zeros(100, 100)}
-    update = Update(0, client.id, state={"w": torch.full((100, 100), length / 100)})
-    net = torch.nn.Module()
-    net.w = torch.nn.Parameter(received["w"])
-    client.module, client.received, client.message = net, received, SimpleNamespace(work=None, extras={})
-    callback.on_send(client, update)
-    return update.state["w"] - length / 100
-
-
-def test_shares_add_up_to_the_noise_of_the_mean():
-    callback = dp(clip=0.2, noise_multiplier=1.5, noise_seed=None, where="client", shares=4)
-    clients = [SimpleNamespace(id=name, state={}, visit=0, max_rounds=9) for name in "abcd"]
-    shares = torch.stack([sent_by(callback, client) for client in clients])
-    assert float(shares.sum(0).std()) == pytest.approx(1.5 * 0.2, rel=0.03)
-    assert abs(torch.corrcoef(shares.flatten(1)) - torch.eye(4)).max() < 0.05
-    assert len({client.state["ClientDP"]["secret"] for client in clients}) == 4
-
-
-def test_known_noise_differs_from_client_to_client():
-    callback = dp(where="client", shares=2)
-    clients = [SimpleNamespace(id=name, state={}, visit=0, max_rounds=9) for name in "ab"]
-    shares = torch.stack([sent_by(callback, client).flatten() for client in clients])
-    assert abs(float(torch.corrcoef(shares)[0, 1])) < 0.05
-
-
+# -- who takes part, and what leaves ------------------------------------------------------------------------------------
 def test_other_participants_are_drawn_in_every_round():
     callback, kept = dp(rate=0.5), {}
     clients = [str(one) for one in range(40)]
@@ -231,108 +189,11 @@ def test_logged_values_go_with_scores_and_others_extras_are_in_the_clear(scores)
     assert dp(scores=scores).covers(Outgoing("extra", owner="ClientDP")) == "noised"
 
 
-def test_the_same_change_has_the_same_noise_and_another_one_another():
-    callback = dp(clip=0.2, noise_seed=None, where="client", shares=4)
-    client = SimpleNamespace(id="a", state={}, visit=0, max_rounds=9)
-    first, again, other = sent_by(callback, client), sent_by(callback, client), sent_by(callback, client, length=0.05)
-    assert torch.equal(first, again) and float((first - other).abs().mean()) > 0.01
-
-
-def test_the_same_change_under_another_clip_has_other_noise():
-    """Of two sums of a change with multiples of the same noise anybody could work out the change."""
-    clients = [SimpleNamespace(id="a", state={}, visit=0, max_rounds=9)] * 2
-    first, second = (
-        sent_by(dp(clip=clip, noise_seed=None, where="client", shares=4), client).flatten()
-        for clip, client in zip((0.2, 0.4), clients, strict=True)
-    )
-    assert abs(float(torch.corrcoef(torch.stack([first, second]))[0, 1])) < 0.05
-
-
-@pytest.mark.parametrize("engine", ["vectorized", pytest.param("processes", marks=pytest.mark.slow)])
-def test_every_engine_adds_the_same_noise(engine):
-    callbacks = [dp(where="client", shares=3, clip=0.1, noise_multiplier=0.1)]
-    workers = {"workers": 2} if engine == "processes" else {}
-    found = [
-        global_state(federate(module(), toy_data(SIZES), callbacks, max_rounds=2, **options))
-        for options in ({}, {"engine": engine} | workers)
-    ]
-    torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-4)
-
-
-def test_noise_leaves_with_every_update_and_both_epsilons_are_told(tmp_path):
-    class Look(FederatedCallback):
-        facts = Facts(takes_part=False)
-        seen = []
-
-        def check_update(self, server, message, update):
-            self.seen.append(update.state["net.0.weight"] - message.state["net.0.weight"])
-
-    Look.seen = []
-    callback = dp(clip=TINY * 1e6, noise_multiplier=1e5, noise_seed=None, where="client", shares=3)
-    trainer = make_trainer(tmp_path, [Look(), callback], max_rounds=1)
-    trainer.fit(module(), datamodule=toy_data(SIZES))
-    assert len(Look.seen) == 3 and all(float(one.std()) > 0.01 for one in Look.seen)
-    told = json.loads((trainer.run.path / "privacy.json").read_text())
-    one = ClientDP(delta=1e-3, noise_multiplier=1e5 / math.sqrt(3))
-    assert told["epsilon_server"] == pytest.approx(one.epsilon_after(1)) and told["epsilon"] <= told["epsilon_server"]
-
-
-@pytest.mark.parametrize("refused", ["1", "01"])
-def test_an_update_that_is_sent_again_is_one_more_release_to_the_server(tmp_path, refused):
-    """The client's record is not kept where its update is refused, so that the second one has other noise."""
-    seen = []
-
-    class RefusesOnce(FederatedCallback):
-        facts = Facts(takes_part=False)
-
-        def check_update(self, server, message, update):
-            seen.append((message.client, update.state["net.0.weight"]))
-            if message.client in refused and [client for client, _ in seen].count(message.client) == 1:
-                raise ValueError("a bit has flipped")
-
-    callback = dp(noise_multiplier=2.0, noise_seed=None, where="client", shares=3)
-    trainer = make_trainer(tmp_path, [RefusesOnce(), callback], max_rounds=2, on_client_error="retry")
-    trainer.fit(module(), datamodule=toy_data(SIZES))
-    first, second, *_ = (value for client, value in seen if client == "1")
-    assert not torch.equal(first, second)
-    told = json.loads((trainer.run.path / "privacy.json").read_text())
-    one = ClientDP(delta=1e-3, noise_multiplier=2.0 / math.sqrt(3))
-    assert told["epsilon_server"] == pytest.approx(one.epsilon_after(3)) and told["releases"] == 2
-
-
-def test_against_the_server_chance_does_not_hide_who_takes_part_and_known_noise_no_promise(tmp_path):
-    one, all_of_them = (
-        RoundBudget(None, 1e-3, noise, rate, "rdp", Ledger(None, "", ""), shares)
-        for noise, rate, shares in ((2.0, 0.5, 4), (1.0, 1.0, None))
-    )
-    assert one.at_server(3) == pytest.approx(all_of_them.of([], 3))
-    trainer = federate(module(), toy_data(SIZES), [dp(where="client", shares=3)], tmp_path, max_rounds=1)
-    told = json.loads((trainer.run.path / "privacy.json").read_text())
-    assert told["epsilon"] is None and told["epsilon_server"] is None and not told["private"]
-
-
-def test_a_layer_that_stays_gets_no_noise_of_the_client():
-    callback = dp(noise_multiplier=1e4, where="client", shares=3)
-    callbacks = [FedPer(personal=["net.3"]), callback]
-    trainer = federate(module(), toy_data(SIZES), callbacks, max_rounds=1, update_limit=None)
-    assert float(trainer.store.get("0").personal["net.3.weight"].abs().max()) < 10
-    assert float(global_state(trainer)["net.0.weight"].abs().max()) > 100
-
-
-class Parts(FederatedCallback):
-    facts = Facts(changes={Change.PARTS})
-
-    def on_send(self, client, update):
-        update.state = {}
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"where": "client"}, "shares is the number of clients"),
-        ({"shares": 4}, "for where='client' and where='masked' only"),
-        ({"where": "client", "shares": 4, "rate": 0.5}, "drawing them hides nothing"),
-        ({"where": "client", "shares": 4, "quantile": 0.5}, "nobody covers a count"),
+        ({"where": "client", "shares": 4}, "where='client'. Use 'server' or 'masked'"),
+        ({"shares": 4}, "for where='masked' only"),
     ],
 )
 def test_options_that_contradict_each_other(options, reason):
@@ -340,20 +201,14 @@ def test_options_that_contradict_each_other(options, reason):
         dp(**options)
 
 
-def test_clients_that_leave_entries_out_would_leave_noise_out():
-    with pytest.raises(ValueError, match="lets every client add its share of the noise"):
-        federate(module(), toy_data(SIZES), [Parts(), dp(where="client", shares=3)], max_rounds=1)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"where": "client", "shares": 3}, {"quantile": 0.5}], ids=str)
 @pytest.mark.parametrize("name", sorted(collect("CASES")))
-def test_every_method_is_covered_or_refused_before_round_1(name, options, tmp_path):
+def test_every_method_is_covered_or_refused_before_round_1(name, tmp_path):
     """Nothing fails later, and of what other callbacks send nothing leaves in the clear."""
     case, wanted = collect("CASES")[name], ("participation", "loop", "engine", "optimizer_state", "local_epochs")
     given = {key: value for key, value in case.arguments.items() if key in wanted}
     given |= {} if "local_epochs" in given else {"local_steps": 2}
-    callback = dp(clip=0.1, **options)
+    callback = dp(clip=0.1, quantile=0.5)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:

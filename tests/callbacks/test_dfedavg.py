@@ -107,7 +107,9 @@ def _set(trainer, rows):
 
 def _one_more_round(trainer, callback, rows):
     """Mix what the nodes hold, as after a round of training that changed nothing."""
-    updates = [Update(1, name, {"w": row}, num_samples=1, steps=1) for name, row in zip(NAMES, rows, strict=True)]
+    updates = [
+        Update(1, name, {"w": row}, num_samples=1, contributed=True) for name, row in zip(NAMES, rows, strict=True)
+    ]
     trainer.server.models["global"] = callback.reduce(trainer.server, updates)
     return trainer
 
@@ -239,8 +241,8 @@ def test_entries_that_a_node_does_not_send_are_not_mixed_with_it():
     trainer = federate(Quadratic(), quadratic_data(A, B), [callback := DFedAvg("complete")], max_rounds=1)
     rows = torch.arange(15, dtype=torch.float64).reshape(5, 3)
     _set(trainer, rows)
-    updates = [Update(1, name, {"w": rows[int(name)]}, num_samples=1, steps=1) for name in NAMES[1:]]
-    callback.reduce(trainer.server, [Update(1, "0", {}, num_samples=1, steps=1), *updates])
+    updates = [Update(1, name, {"w": rows[int(name)]}, num_samples=1, contributed=True) for name in NAMES[1:]]
+    callback.reduce(trainer.server, [Update(1, "0", {}, num_samples=1, contributed=True), *updates])
     found = nodes(trainer)
     assert torch.equal(found[0], rows[0])
     torch.testing.assert_close(found[2], (2 * rows[2] + rows[1] + rows[3] + rows[4]) / 5)

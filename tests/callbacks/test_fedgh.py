@@ -267,7 +267,9 @@ def test_labels_to_ignore_are_in_no_mean():
     z, y = torch.eye(4, 8), torch.tensor([1, -100, 1, -100])
     for means in ("samples", "batches"):
         update = SimpleNamespace(extras={})
-        FedGH(means=means).on_send(SimpleNamespace(steps=1, feature_pass=lambda taps: [((z, y), {"z": z})]), update)
+        FedGH(means=means).on_send(
+            SimpleNamespace(contributed=True, feature_pass=lambda taps: [((z, y), {"z": z})]), update
+        )
         assert update.extras["FedGH"]["classes"].tolist() == [1]
         torch.testing.assert_close(update.extras["FedGH"]["prototypes"][0], (z[0] + z[2]) / 2)
 

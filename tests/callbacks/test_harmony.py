@@ -125,7 +125,7 @@ def test_clusters_are_found_on_columns_of_one_scale():
 class TookNoStep(FederatedCallback):
     def on_send(self, client, update):
         if client.id == "1" and client.message.tag == "fusion":
-            update.steps = 0
+            update.contributed = False
 
 
 def test_a_client_without_a_step_has_no_part_in_its_cluster():

@@ -81,7 +81,7 @@ def test_a_saved_state_is_made_of(tmp_path):
     client = client["0"]  # one file holds the records of several clients
     costs = {"bytes_up", "bytes_down", "steps", "time"}
     assert set(server) == {"models", "state", "checkpoints", "model_architectures", "loop"} | costs
-    visit = {"num_samples", "steps", "lr_sum", "visits", "last_round"}
+    visit = {"num_samples", "contributed", "steps", "lr_sum", "visits", "last_round"}
     assert set(client) == {"personal", "state", "checkpoints", "lightning"} | visit
     selected = ["model", "name", "round", "score", "stage"]
     assert entries(server["checkpoints"]) == {"GlobalCheckpoint": selected}

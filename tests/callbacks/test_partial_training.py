@@ -97,7 +97,7 @@ def test_a_late_update_is_merged_where_it_was_cut(method):
     assert slices
     old = clone(server.model)
     state = {name: value + 1.0 for name, value in take(old, slices).items()}
-    update = Update(round=1, client="1", state=state, num_samples=40, steps=1)
+    update = Update(round=1, client="1", state=state, num_samples=40, contributed=True)
     server.round = 5
     new = method.reduce(server, [update])
     same(take(new, slices), state)

@@ -262,7 +262,7 @@ class Desk:
 
 def answer(client, steps=3, error=None, **extras):
     state = {"w": torch.full((1,), float(ord(client)))}
-    return Update(0, client, state, {"PIFL": extras} if extras else {}, steps=steps, error=error)
+    return Update(0, client, state, {"PIFL": extras} if extras else {}, contributed=steps > 0, error=error)
 
 
 def carried_out(steps, reply):

@@ -108,6 +108,37 @@ def test_statistics_are_averaged_and_counters_stay(others):
     assert counters and all(int(masked[name]) == 0 for name in counters)  # of no single client
 
 
+class Skips(Toy):
+    """Takes no step with fewer than `most` samples."""
+
+    most = 0
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss if self.trainer.num_training_batches * 8 >= self.most else None
+
+
+@pytest.mark.filterwarnings("ignore:.*took no real step")
+@pytest.mark.parametrize(("most", "moved"), [(40, 3), (48, 2), (56, 1), (64, 0)])
+def test_a_sum_of_fewer_than_three_changes_is_not_opened(most, moved, monkeypatch):
+    """The masked update of a client without a step holds zeros: with it one could count to three."""
+    recorder = Recorder(monkeypatch)
+    monkeypatch.setattr(Skips, "most", most)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = federate(module(Skips), toy_data(SIZES), [SecureAggregation(), FedAdam()], max_rounds=2)
+    said = [str(one.message) for one in caught if "opens no sum" in str(one.message)]
+    if moved >= 3:
+        plain = federate(module(Skips), toy_data(SIZES), [FedAdam()], max_rounds=2)
+        close(global_state(trainer), global_state(plain), atol=2e-5)
+        assert len(recorder.sums) == 2 and not said
+    else:
+        same(global_state(trainer), module(Skips).state_dict())
+        assert recorder.sums == [] and len(said) == 2
+        assert f"Round 1: {moved} of 6 clients that have sent masked updates took a real step" in said[0]
+    assert all("SecureAggregation" not in trainer.store.get(client).state for client in trainer.store)
+
+
 class Masked(Toy):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)

@@ -16,7 +16,7 @@ def test_a_late_change_counts_from_where_the_server_is_now():
     then, now = torch.zeros_like(server.model[NAME]), torch.full_like(server.model[NAME], 4.0)
     server.models["global"] = {**server.model, NAME: now}
     aggregation = Aggregation(server)
-    aggregation.fold(Update(0, "0", {NAME: then + 0.5}, num_samples=3, steps=1), base={NAME: then})
-    aggregation.fold(Update(0, "1", {NAME: then + 2.5}, num_samples=1, steps=1), base={NAME: then})
+    aggregation.fold(Update(0, "0", {NAME: then + 0.5}, num_samples=3, contributed=True), base={NAME: then})
+    aggregation.fold(Update(0, "1", {NAME: then + 2.5}, num_samples=1, contributed=True), base={NAME: then})
     aggregation.finish()
     assert torch.equal(server.model[NAME], now + (3 * 0.5 + 1 * 2.5) / 4)

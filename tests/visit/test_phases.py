@@ -336,7 +336,7 @@ class Weighs(FederatedCallback):
         return module(paired.batch[0]).square().mean()
 
     def on_send(self, client, update):
-        if not client.steps:
+        if not client.contributed:
             return
         x = torch.cat([batch[0] for batch in client.samples()])
         numbers = torch.cat(client.scratch["rows"]).long()

@@ -53,6 +53,7 @@ class Trainee:
         metrics: Values that the module logged, when it is done.
         error: Exception that ended its training, if any.
         done: Whether it is done.
+        unseen: Empty: all steps of a stack are seen.
     """
 
     client: Client
@@ -70,6 +71,12 @@ class Trainee:
     metrics: dict[str, float] = field(default_factory=dict)
     error: BaseException | None = None
     done: bool = False
+    unseen: str = ""
+
+    @property
+    def contributed(self) -> bool:
+        """Whether its optimizer has stepped: in a stack nothing else moves entries."""
+        return self.steps > 0
 
     @property
     def expected(self) -> int:

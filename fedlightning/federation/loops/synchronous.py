@@ -17,7 +17,7 @@ from fedlightning.federation.loops.timing import Late, RoundTimes
 from fedlightning.federation.server import Server
 from fedlightning.federation.update_checks import checked, relative_to
 from fedlightning.hooks import AsynchronousMethod, Job, Plan
-from fedlightning.messages import Message, Update
+from fedlightning.messages import Message, Update, contributors
 from fedlightning.ranges import Range, needs
 from fedlightning.visit.requests import Evaluate
 
@@ -176,7 +176,7 @@ def run_round(
     intake.refuse_if_all_failed()
     intake.refuse_if_too_few()
     if server.callbacks.role("denominator") is not None:  # a sum over a fixed number, which nobody's work may be too
-        visited = any(update.error is None and update.steps for update in intake.done)
+        visited = bool(contributors(intake.done))
     intake.step(nobody=not visited)
     return intake.done
 

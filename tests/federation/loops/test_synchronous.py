@@ -189,12 +189,12 @@ def test_a_late_update_is_folded_in_where_the_model_is_now():
     trained = {name: value + 0.25 for name, value in sent.items()}
     before = dict(server.model)
     aggregation = Aggregation(server)
-    aggregation.fold(Update(0, "0", state=trained, num_samples=3, steps=1), base=sent)
+    aggregation.fold(Update(0, "0", state=trained, num_samples=3, contributed=True), base=sent)
     aggregation.finish()
     for name, value in before.items():
         torch.testing.assert_close(server.model[name], value + 0.25)
     fresh = Aggregation(server)
     now = {name: value.clone() for name, value in server.model.items()}
-    fresh.fold(Update(0, "0", state=trained, num_samples=3, steps=1), base=now)
+    fresh.fold(Update(0, "0", state=trained, num_samples=3, contributed=True), base=now)
     fresh.finish()
     same(server.model, trained)  # nothing has moved: the update as it came

@@ -11,7 +11,6 @@ from tests.helpers import Toy, federate, toy_data
 
 DP = {
     "client": lambda: ClientDP(delta=1e-3, noise_multiplier=2.0, rate=0.5),
-    "shares": lambda: ClientDP(delta=1e-3, noise_multiplier=2.0, where="client", shares=3),
     "record": lambda: SampleDP(delta=1e-3, noise_multiplier=2.0),
     "known": lambda: ClientDP(delta=1e-3, noise_multiplier=2.0, noise_seed=0),
 }
@@ -31,9 +30,8 @@ def test_what_is_spent_and_not_counted_stands_in_the_report(name, tmp_path):
     section = page[page.index('id="privacy"') :]
     assert "What was promised" in section and told["against"] in section and told["in_the_clear"][0] in section
     assert (told["epsilon"] is None) == (name == "known")
-    for key in ("epsilon", "epsilon_server"):
-        if told.get(key) is not None:
-            assert f"{told[key]:.3f}" in section
+    if told["epsilon"] is not None:
+        assert f"{told['epsilon']:.3f}" in section
 
 
 def test_without_a_promise_or_with_a_damaged_file_there_is_no_section(tmp_path):

@@ -24,7 +24,6 @@ def privacy(context: Context) -> Section | None:
         Column("unit", "hides", "text", help="whose part in the training the guarantee is about"),
         Column("epsilon", "epsilon", decimals=3, help="the largest of all clients where each has its own; none: the noise "
                "came from a fixed seed, and nothing is private"),
-        Column("server", "against the server", decimals=3, help="where clients add the noise"),
         Column("delta", "delta", "text", help="probability with which the guarantee may fail"),
         Column("noise", "noise multiplier", decimals=3),
         Column("clip", "clip", decimals=3, help="the most that one of them may change a sum"),
@@ -59,7 +58,6 @@ def _row(method: str, seed: str, told: Mapping[str, Any]) -> dict[str, Any]:
         "seed": seed,
         "unit": str(told.get("unit", "")),
         "epsilon": number("epsilon"),
-        "server": number("epsilon_server"),
         "delta": "" if delta is None else f"{delta:g}",
         "noise": number("noise_multiplier"),
         "clip": number("clip"),
