@@ -15,15 +15,15 @@ INSIDE = {"fedlightning", "lightning", "torch", "torchmetrics", "jsonargparse", 
 
 
 EXTRAS = {
-    "clinical": ("monai>=1.3", "nibabel>=5", "wfdb>=4.1"),
+    "clinical": ("monai>=1.3", "nibabel>=5", "wfdb>=4.3"),
     "flower": ("flwr==1.41.0",),
     "huggingface": ("datasets>=4",),
-    "lora": ("peft>=0.15",),
+    "lora": ("peft>=0.18",),
     "privacy": ("cryptography>=44", "opacus>=1.6"),
     "ray": ("ray>=2.55",),
-    "report": ("scikit-posthocs>=0.9",),
+    "report": ("scikit-posthocs>=0.16.1",),
     "sweep": ("optuna>=4",),
-    "vision": ("timm>=1.0", "torchvision"),
+    "vision": ("timm>=1.0.11", "torchvision>=0.22"),
 }
 """Packages of the extras, as in `pyproject.toml`."""
 

@@ -174,7 +174,9 @@ def test_the_users_loaders_are_not_touched():
     assert [len(batch[0]) for batch in one] == [4]
     assert torch.equal(generator.get_state(), before)
     assert next(iter(whole))[0].tolist() == [0, 2, 4, 6]
-    assert spread(DataLoader([1, 2], batch_size=None)) is None
+    ready = DataLoader([torch.ones(3), torch.zeros(3)], batch_size=None, shuffle=True, generator=generator)
+    assert [batch.tolist() for batch in spread(ready)] == [[1.0] * 3, [0.0] * 3]
+    assert torch.equal(generator.get_state(), before)
 
 
 class Counts(NormNet):
