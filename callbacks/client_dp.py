@@ -95,8 +95,9 @@ class ClientDP(ClientSelection, Private, SharesNoise):
     `privacy.json` before a model is released; a run ends before it would exceed `epsilon`. Noise comes from a secret of the
     operating system's in the saved state alone: neither configuration, logs nor exported models hold it. A round that a
     resumed run does again gives the same bits; where its mean is another one (a client failed), it counts as a further
-    release: with the server's noise anew, or with the noise of one share (clients' shares stay what they were, and the
-    difference of two sums may show a single one). Attacks on the rounding of floating-point noise are not countered.
+    release: with the server's noise anew but of the same draw of participants (k of them: a step of the noise z / sqrt(k)),
+    or with the noise of one share (clients' shares stay what they were, and the difference of two sums may show one).
+    Attacks on the rounding of floating-point noise are not countered.
 
     Args:
         delta: Probability with which the guarantee may fail; well below one over the number of clients.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,29 +38,34 @@ class RoundBudget:
     ledger: Ledger
     shares: int | None = None
 
-    @property
-    def further(self) -> tuple[float, float, int]:
-        """The step of a further release from one model: its noise, rate, and 1.
+    def steps(self, rounds: int, releases: Collection[str] = ()) -> list[tuple[float, float, int]]:
+        """Return what a number of rounds takes: one step each, and what further releases from the same models add."""
+        counts = Counter(release[:MODEL] for release in releases)
+        more = [self.further(place) for count in counts.values() for place in range(2, count + 1)]
+        return [(self.noise, self.rate, max(len(counts), rounds)), *more]
 
-        The server's noise is another one then. Clients' shares are not, since their changes are the same: two sums of which
-        one lacks a client differ by that client's change with its share alone, and this is what all of them tell at most.
+    def further(self, place: int) -> tuple[float, float, int]:
+        """Return the step of the second, third, ... release from one model.
+
+        With the server's noise each is a step like the first where all clients take part. Else they have one draw of
+        participants, which hides a client once for all of them: `k` releases are one step of the noise ``z / sqrt(k)``. The
+        step of the last covers those before, which stay written down too.
+
+        Clients' shares of noise are not drawn anew, since their changes are the same: two sums of which one lacks a client
+        differ by that client's change with its share alone, and this is what all of them tell at most.
         """
-        return (self.noise, self.rate, 1) if self.shares is None else (self.noise / math.sqrt(self.shares), 1.0, 1)
+        drawn_once = place if self.rate < 1 else 1
+        return (self.noise / math.sqrt(self.shares or drawn_once), self.rate, 1)
 
-    def of(self, others: Steps, rounds: int, further: int = 0) -> float:
-        """Return what a number of rounds spends, with steps of other runs, and with further releases from the same models."""
-        kinds = merged([*others, (self.noise, self.rate, rounds), (*self.further[:2], further)])
+    def of(self, others: Steps, rounds: int, releases: Collection[str] = ()) -> float:
+        """Return what a number of rounds with all their releases spends, with steps of other runs."""
+        kinds = merged([*others, *self.steps(rounds, releases)])
         return spent_by(self.accountant, self.delta, kinds) if kinds else 0.0
-
-    def _counted(self, releases: Collection[str], rounds: int) -> tuple[int, int]:
-        """Return how many releases there are at least, of models each, and how many further ones of the same models."""
-        models = {release[:MODEL] for release in releases}
-        return max(len(models), rounds), len(releases) - len(models)
 
     def after(self, rounds: int, releases: Collection[str] = ()) -> float:
         """Return what a number of rounds spends with all their releases, those in the ledger too, and with other runs."""
         with self.ledger.held(None) as others:
-            return self.of(others, *self._counted({*releases, *self.ledger.releases}, rounds))
+            return self.of(others, rounds, {*releases, *self.ledger.releases})
 
     def in_words(self, rounds: int, releases: Collection[str]) -> str:
         """Return what a number of rounds and their releases spend as a sentence, with what the ledger has of other runs."""
@@ -97,9 +103,10 @@ class RoundBudget:
                 raise forgotten(self.ledger.path)
             known = written | counted
             releases = max(len(known | {release}), round + 1)
-            if any(one[:MODEL] == release[:MODEL] for one in known - {release}):
-                step[:] = [self.further]
-            epsilon = self.of(others, *self._counted(known | {release}, round + 1))
+            place = 1 + sum(other[:MODEL] == release[:MODEL] for other in known - {release})
+            if place > 1:
+                step[:] = [self.further(place)]
+            epsilon = self.of(others, round + 1, known | {release})
             if self.epsilon is not None and release not in known and epsilon > self.epsilon * (1 + 1e-9):
                 raise ValueError(
                     f"Round {round + 1} is release {releases} of this run: rounds were done again after an "
