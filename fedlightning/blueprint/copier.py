@@ -29,6 +29,10 @@ ATOMIC = (
 """Types that `copy.deepcopy` does not copy: the copy holds the same object."""
 
 
+class _Builder(pickle.Unpickler):
+    """An unpickler whose `persistent_load` can be set: from Python 3.13 on that of the class itself is read-only."""
+
+
 class CannotRecord(Exception):
     """The object graph holds something that pickling and deep copying treat differently."""
 
@@ -85,7 +89,7 @@ class Copier:
         for place, is_plain in self._tensors.items():
             if kept[place] is self._kept[place]:
                 kept[place] = _clone(kept[place]) if is_plain else copy.deepcopy(kept[place], memo)
-        builder = pickle.Unpickler(io.BytesIO(self._recipe))
+        builder = _Builder(io.BytesIO(self._recipe))
         builder.persistent_load = kept.__getitem__  # type: ignore[method-assign]  # a C call for every kept object
         return builder.load()
 
