@@ -63,21 +63,23 @@ def kept(*values: Any) -> Iterator[None]:
         True
     """
     found = [generator for value in values for _, generator in own_generators(value)]
-    states = [_state(generator) for generator in found]
+    states = [state_of(generator) for generator in found]
     try:
         yield
     finally:
         for generator, state in zip(found, states, strict=True):
-            _set_state(generator, state)
+            set_state(generator, state)
 
 
-def _state(generator: Any) -> Any:
+def state_of(generator: Any) -> Any:
+    """Return where a generator stands."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
 
 
-def _set_state(generator: Any, state: Any) -> None:
+def set_state(generator: Any, state: Any) -> None:
+    """Let a generator stand where it stood."""
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, np.random.Generator):

@@ -9,7 +9,6 @@ from weakref import WeakSet
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
-from torchmetrics import Metric
 
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.evaluator import names_of
@@ -18,6 +17,7 @@ from fedlightning.compat.quiet import quiet
 from fedlightning.visit.fast import refusals
 from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.fast.evaluation import Evaluation, evaluate, may_stay_open, module_refusal
+from fedlightning.visit.kept import Kept
 from fedlightning.visit.lost_batches import refuse_lost_batches
 from fedlightning.visit.surroundings import ClientData
 from fedlightning.visit.undefined import nan_where_undefined
@@ -70,10 +70,13 @@ class Scorer:
         logged = self._fast(module, loader, testing)
         if logged is None:
             losses.reset()
-            trainer = self._blueprint.trainer
-            with quiet(), nan_where_undefined(module):
-                run = trainer.test if testing else trainer.validate
-                results = run(module, dataloaders=loader, verbose=False)
+            trainer, kept = self._blueprint.trainer, Kept(module)
+            try:
+                with quiet(), nan_where_undefined(module):
+                    run = trainer.test if testing else trainer.validate
+                    results = run(module, dataloaders=loader, verbose=False)
+            finally:
+                kept.put_back()
             step, loop = ("test_step", trainer.test_loop) if testing else ("validation_step", trainer.validate_loop)
             refuse_lost_batches(loop, step, module, loader, sum(loop.max_batches), fitting=False)
             logged = {name: value for result in results for name, value in result.items()}
@@ -109,7 +112,7 @@ class Scorer:
                     logged = evaluation.run(loader)
                     found.append({name: float(value) for name, value in logged.items()} or losses.result())
         except NotInFastLoop:
-            self._refuse(module)
+            self._refused.add(type(module))
         finally:
             to_device(module, home)
             module.trainer = before
@@ -141,7 +144,7 @@ class Scorer:
         try:
             logged = evaluate(scored, loader, trainer, testing, losses.add, self._inference_mode)
         except NotInFastLoop:
-            self._refuse(module)
+            self._refused.add(type(module))
             return None
         self._tried.add((kind, testing))
         return logged
@@ -154,9 +157,3 @@ class Scorer:
         if not self.fast or type(module) in self._refused:
             return "the Trainer was asked for, or has been needed before"
         return module_refusal(module, self._blueprint.trainer)
-
-    def _refuse(self, module: LightningModule) -> None:
-        self._refused.add(type(module))
-        for child in module.modules():
-            if isinstance(child, Metric):
-                child.reset()

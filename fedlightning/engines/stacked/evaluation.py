@@ -18,7 +18,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from torchmetrics import Metric
 
 from fedlightning.blueprint.evaluator import names_of
 from fedlightning.compat.attached import on_device
@@ -44,6 +43,7 @@ from fedlightning.visit.failing import client_failure
 from fedlightning.visit.fast import refusals as fast_refusals
 from fedlightning.visit.fast.evaluation import refusal
 from fedlightning.visit.fast.hooks import of_module
+from fedlightning.visit.kept import Kept
 from fedlightning.visit.probes import TRANSFERS
 from fedlightning.visit.requests import ScoreRequest, Scores, Scoring, finish, score_in_turn, score_one
 from fedlightning.visit.runner import LocalRunner
@@ -155,10 +155,6 @@ class StackedEvaluation:
                     client_failure(error)
                 self._decided[key] = 0
                 rewind()
-                for signature in signatures:
-                    for child in signature.module.modules():
-                        if isinstance(child, Metric):
-                            child.reset()
         return [score_one(self._runner, member) for member in members]
 
     def _agrees(self, members: Sequence[ScoreRequest], kind: Kind) -> int:
@@ -202,6 +198,7 @@ class StackedEvaluation:
         mode = self._runner.settings.trainer_arguments.get("inference_mode", True)
         found: list[Scores] = []
         drawn = generator_states(device)
+        kept = {signature: Kept(signature.module) for signature in dict.fromkeys(signatures)}
         try:
             models = Models(signatures, device)
             with torch.inference_mode() if mode else torch.no_grad(), without_warnings():
@@ -215,11 +212,14 @@ class StackedEvaluation:
                     own = bool(feed or hooks.before or hooks.after)
                     # without metrics, only numbers are logged
                     scores = scores_of(signature.module, hooks, feed, logged, sums.metrics, device) if own else logged
+                    kept[signature].put_back()
                     found.append(cast(Scores, scores))
             if not same_states(drawn, generator_states(device)):
                 raise NotStacked("random numbers are drawn")
         finally:
             set_generators(drawn, device)
+            for one in kept.values():
+                one.put_back()
         return [scores or loss for scores, loss in zip(found, sums.losses(), strict=True)]
 
     def _steps(

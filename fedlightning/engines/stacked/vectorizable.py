@@ -27,6 +27,7 @@ from fedlightning.hooks import FederatedCallback, Stackable
 from fedlightning.seeding import isolated
 from fedlightning.tensors import module_state
 from fedlightning.tensors.modules import optimizers_in
+from fedlightning.visit.kept import Kept
 from fedlightning.visit.probes import move_batch
 from fedlightning.visit.runner import LocalRunner
 from fedlightning.wrappers.mixing import user_class
@@ -202,6 +203,7 @@ def _try_step(runner: LocalRunner, module: LightningModule, draws: ClientDraws |
         return found
     home = module.device
     module.to(runner.blueprint.device)
+    before_step = Kept(module)
     try:
         stack = Stack(module, 2, runner.blueprint.device)
         for row in range(2):
@@ -249,7 +251,10 @@ def _try_step(runner: LocalRunner, module: LightningModule, draws: ClientDraws |
     except Exception as error:
         found.reason = f"{name}.training_step does not run under torch.func.vmap ({_clause(error)}){_hint(module)}"
     finally:
+        changed = before_step.put_back()
         module.to(home)
+    if found.reason is None and changed:
+        found.reason = f"{name}.training_step changes {changed[0]}, which a stack does not keep for each client"
     return found
 
 

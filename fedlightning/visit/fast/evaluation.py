@@ -22,6 +22,7 @@ from fedlightning.visit.fast.hooks import Hooks, of_module, per_class
 from fedlightning.visit.fast.log import LogCollector
 from fedlightning.visit.fast.trainer import FastTrainer
 from fedlightning.visit.fast.values import Value
+from fedlightning.visit.kept import Kept
 from fedlightning.visit.probes import TRANSFERS
 from fedlightning.visit.undefined import nan_where_undefined
 
@@ -163,10 +164,14 @@ class Evaluation(AbstractContextManager["Evaluation"]):
                 parameter.grad = None
         else:
             self._open()
-        with self._without_gradients():
-            logged = self._epoch(loader, count)
-        self._collector.clear()
-        return logged
+        try:
+            with self._without_gradients():
+                logged = self._epoch(loader, count)
+            # a metric may compute the very tensor that it keeps
+            return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in logged.items()}
+        finally:
+            self._kept.put_back()
+            self._collector.clear()
 
     def _open(self) -> None:
         module, hooks, names, precision = self._module, self._hooks, self._names, self._precision
@@ -187,6 +192,7 @@ class Evaluation(AbstractContextManager["Evaluation"]):
         self._batch_start, self._batch_end = (hooks.find(f"on_{names.hook}_batch_{when}") for when in ("start", "end"))
         self._epoch_end, self._end = (hooks.find(f"on_{names.hook}_{when}") for when in ("epoch_end", "end"))
         module.eval()
+        self._kept = Kept(module)
         self._is_open = True
 
     def _close(self) -> None:
