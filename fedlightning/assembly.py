@@ -43,6 +43,7 @@ from fedlightning.run.folder import (
     killed_version,
     refuse_requeued,
 )
+from fedlightning.run.lock import only_thread
 from fedlightning.run.recorder import Recorder
 from fedlightning.scoring.tasks import LOCAL
 from fedlightning.seeding import preserved
@@ -187,6 +188,7 @@ class Assembly(Fitted):
         )
         return self.federation
 
+    @only_thread()
     def dry_run(
         self,
         model: LightningModule | None = None,

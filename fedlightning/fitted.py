@@ -31,7 +31,7 @@ from fedlightning.hooks import CallbackList
 from fedlightning.run.checkpoints import Exporter
 from fedlightning.run.files import is_writer, writing
 from fedlightning.run.folder import RunFolder
-from fedlightning.run.lock import only_writer
+from fedlightning.run.lock import only_thread, only_writer
 from fedlightning.run.recorder import Recorder
 from fedlightning.scoring.results import summarise
 from fedlightning.scoring.rows import UNSEEN, Row
@@ -161,6 +161,7 @@ class Fitted:
         """Score models of the federation on test data, local and pooled, and print the table."""
         return self._score("test", model, datamodule, checkpoint, ckpt_path, run, verbose)
 
+    @only_thread()
     def _score(
         self,
         split: str,
@@ -204,6 +205,7 @@ class Fitted:
             federation.summarise(self.arguments)
         return summarise(rows)
 
+    @only_thread()
     def onboard(
         self,
         newcomers: FederatedDataModule | None = None,
@@ -274,6 +276,7 @@ class Fitted:
                     print_results(results, split)
         return results
 
+    @only_thread()
     def predict(
         self, dataloaders: Any = None, client: str | None = None, *, checkpoint: str = "latest"
     ) -> list[Any] | None:
@@ -298,6 +301,7 @@ class Fitted:
         known = self._fitted().engine.runner.described
         return ClientView(str(client), self.module(str(client)), known.num_samples(str(client)))
 
+    @only_thread()
     def module(self, client: str | None = None, checkpoint: str = "latest") -> LightningModule:
         """Return a copy of the global model (`client=None`) or of the model that `client` deploys."""
         federation = self._fitted()

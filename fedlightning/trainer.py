@@ -28,7 +28,7 @@ from fedlightning.fitted import ClientView as ClientView
 from fedlightning.hooks import CallbackList, FederatedCallback
 from fedlightning.run.files import is_writer
 from fedlightning.run.folder import AUTO, RunFolder, folder_of
-from fedlightning.run.lock import only_writer
+from fedlightning.run.lock import only_thread, only_writer
 from fedlightning.run.recorder import Recorder
 from fedlightning.run.signals import StopRequest, of_first_rank, requeue, stop_requests
 from fedlightning.scoring.tasks import LOCAL
@@ -242,6 +242,7 @@ class FederatedTrainer(Assembly):
         self._max_time = arguments.parse_time(max_time)
 
     # -- fit -------------------------------------------------------------------------------------------------------
+    @only_thread()
     def fit(
         self,
         model: LightningModule | None = None,
@@ -321,6 +322,7 @@ class FederatedTrainer(Assembly):
                 if is_writer():
                     requeue(request, federation.rounds_done, self.max_rounds)
 
+    @only_thread()
     def restore(self, model: LightningModule, datamodule: LightningDataModule, run: str | Path) -> None:
         """Load the state that a run saved last, to evaluate it or to predict with it; nothing is trained.
 

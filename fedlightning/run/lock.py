@@ -1,4 +1,4 @@
-"""One writer for a run's folder: :class:`RunLock`."""
+"""One writer for a run's folder, :class:`RunLock`, and one thread of a process at work, :func:`only_thread`."""
 
 from __future__ import annotations
 
@@ -6,20 +6,47 @@ import contextlib
 import json
 import os
 import socket
+import threading
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from fedlightning.compat.system import is_alive, lock_file
-from fedlightning.errors import warn
+from fedlightning.errors import ConfigurationError, warn
 from fedlightning.run.files import is_writer, writing
 
 LOCK = ".lock"
 SILENCE = 600.0
 """Seconds without a heartbeat after which the holder of another machine is taken for dead: more than a long round's
 evaluation on a shared file system, and short enough for a requeued job."""
+
+
+_at_work = threading.RLock()
+
+
+@contextmanager
+def only_thread() -> Iterator[None]:
+    """Within the block, no other thread of this process works on a federation; the same thread may, as a hook that fits does.
+
+    Also a decorator.
+
+    Raises:
+        ConfigurationError: If another thread does.
+    """
+    if not _at_work.acquire(blocking=False):
+        raise ConfigurationError(
+            f"The thread '{threading.current_thread().name}' asks for work on a federation while another thread of this "
+            "process is at work on one. Threads share the global random generators, so both would have other results each "
+            "time. Let one wait for the other, or give each a process of its own (concurrent.futures.ProcessPoolExecutor, "
+            "or `fedlightning sweep`)."
+        )
+    try:
+        yield
+    finally:
+        _at_work.release()
 
 
 class RunInUseError(ValueError):

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,9 @@ import pytest
 from fedlightning import FederatedCallback
 from fedlightning.algorithm import Facts
 from fedlightning.cli import main
+from fedlightning.errors import ConfigurationError
 from fedlightning.run.lock import LOCK, SILENCE, RunInUseError, RunLock
-from tests.helpers import Toy, make_trainer, toy_data
+from tests.helpers import Toy, global_state, make_trainer, same, toy_data
 
 ROOT = Path(__file__).parents[2]
 HOLD = """
@@ -121,3 +123,52 @@ def test_a_run_that_is_being_written_cannot_be_resumed(tmp_path):
     with pytest.raises(RunInUseError, match=f"process {os.getpid()}"):
         trainer.fit(Toy(), datamodule=toy_data())
     assert not list(tmp_path.rglob(LOCK))
+
+
+class Asking(Toy):
+    """Calls a function when its training begins."""
+
+    def on_fit_start(self):
+        Asking.ask()
+
+
+def fitted_asking(ask):
+    Asking.ask = ask
+    return fitted(Asking())
+
+
+def fitted(module):
+    trainer = make_trainer(None, max_rounds=1)
+    trainer.fit(module, toy_data((8,)))
+    return trainer
+
+
+@pytest.mark.parametrize("asked", ["fit", "test", "validate", "predict", "module", "dry_run", "onboard"])
+def test_a_second_thread_is_refused_while_one_is_at_work(asked):
+    other, answers = fitted(Toy()), []
+    given = (Toy(), toy_data((8,))) if asked in ("fit", "dry_run") else ()
+
+    def ask():
+        with ThreadPoolExecutor(1, "sweep") as pool:
+            answers.append(pool.submit(getattr(other, asked), *given).exception())
+
+    fitted_asking(ask)
+    assert answers and all(isinstance(answer, ConfigurationError) for answer in answers)
+    assert str(answers[0]).startswith("The thread 'sweep_0' asks for work on a federation while another thread")
+    fitted(Toy())  # nobody is at work any more
+
+
+def test_a_fit_within_a_fit_of_the_same_thread_and_one_after_another_in_threads_are_alike():
+    inside = []
+
+    def alone():
+        with_same_start = Toy()
+        with_same_start.load_state_dict(start)
+        return fitted(with_same_start)
+
+    start = Toy().state_dict()
+    fitted_asking(lambda: inside.append(alone()))
+    with ThreadPoolExecutor(1) as pool:
+        apart = pool.submit(alone).result()
+    for trainer in (*inside, apart):
+        same(global_state(trainer), global_state(alone()))
