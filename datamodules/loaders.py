@@ -24,9 +24,9 @@ class LoaderDataModule(FederatedDataModule):
     has an address (seed, round, client, phase, epoch) in every visit, so the order is the same under every engine and in
     a resumed run. A generator of the loader's own would go on from visit to visit: a loader that shuffles by one gets
     an `AddressedSampler` instead, whose address the generator's seed is part of, and the torch generator of any other
-    sampler is seeded by the visit's address. Generators that a dataset or a sampler keeps otherwise do go on; a warning
-    names them. Workers persist within a visit. Data in memory (`TensorDataset`, `ArrayDataset`, and `Subset` and
-    `ConcatDataset` of them) are read a batch at a time.
+    sampler is seeded by the visit's address. So are, in worker processes, generators that a dataset keeps; without workers
+    they go on, and a warning names them. Workers persist within a visit. Data in memory (`TensorDataset`,
+    `ArrayDataset`, and `Subset` and `ConcatDataset` of them) are read a batch at a time.
 
     Args:
         train: A loader per client id. Its keys are the clients.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 from fedlightning.seeding import address
 
 KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+NOT_LOOKED_INTO = (Tensor, np.ndarray, nn.Module, ModuleType, type, str, bytes)
 MOST_ENTRIES = 64
 """Longer lists are data, which are not looked through."""
 DEEPEST = 5
@@ -32,7 +34,7 @@ def own_generators(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _found(value: Any, place: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
-    if id(value) in seen or depth > DEEPEST or isinstance(value, Tensor | np.ndarray | nn.Module | type | str | bytes):
+    if id(value) in seen or depth > DEEPEST or isinstance(value, NOT_LOOKED_INTO):
         return
     seen.add(id(value))
     if isinstance(value, KINDS):
@@ -86,6 +88,64 @@ def set_state(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
     else:
         generator.set_state(state)
+
+
+class _Seeding:
+    """Seeds, in a worker process, the generators that its copies of a dataset and a collate function keep, each by torch's
+    seed of the worker, then does what the loader's own function does.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.owners, self.then = (loader.dataset, loader.collate_fn), loader.worker_init_fn
+
+    def __call__(self, worker: int) -> None:
+        for owner in self.owners:
+            for place, generator in own_generators(owner):
+                seed = address(torch.initial_seed(), place)
+                if isinstance(generator, torch.Generator):
+                    generator.manual_seed(seed)
+                elif isinstance(generator, np.random.Generator):
+                    generator.bit_generator.state = type(generator.bit_generator)(seed).state
+                else:
+                    generator.seed(seed % 2**32)
+        if self.then is not None:
+            self.then(worker)
+
+
+def seed_in_workers(loader: Any) -> None:
+    """Let each worker process of a loader draw from its dataset's own generators what no other one draws.
+
+    Workers get copies, so all of them, in every epoch and visit, would draw the same. Torch's seed of a worker has the
+    address of visit and epoch.
+
+    Example:
+        >>> data = torch.utils.data.TensorDataset(torch.zeros(3))
+        >>> data.noise = random.Random(0)
+        >>> loader = DataLoader(data, num_workers=2)
+        >>> seed_in_workers(loader)
+        >>> loader.worker_init_fn is None
+        False
+    """
+    if isinstance(loader, DataLoader) and loader.num_workers and not isinstance(loader.worker_init_fn, _Seeding):
+        if any(True for owner in (loader.dataset, loader.collate_fn) for _ in own_generators(owner)):
+            loader.worker_init_fn = _Seeding(loader)
+
+
+@contextmanager
+def read_for_scores(loader: Any) -> Iterator[None]:
+    """Within the block, a loader is read for scores: it draws what it would have drawn whoever was scored before.
+
+    Example:
+        >>> data = torch.utils.data.TensorDataset(torch.zeros(3))
+        >>> data.noise = random.Random(0)
+        >>> with read_for_scores(DataLoader(data)):
+        ...     first = data.noise.random()
+        >>> data.noise.random() == first
+        True
+    """
+    seed_in_workers(loader)
+    with kept(getattr(loader, "dataset", None)):
+        yield
 
 
 def readdress(loader: Any, *parts: object) -> None:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.compat.attached import detached
 from fedlightning.compat.quiet import quiet
-from fedlightning.datamodules.own_generators import readdress
+from fedlightning.datamodules.own_generators import readdress, seed_in_workers
 from fedlightning.datamodules.public import addressable, public_loader, size_of
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.seeding import address, generator, isolated
@@ -175,6 +175,7 @@ class TrainsAtServer:
     def _start(self, loader: Any, purpose: str) -> None:
         """Address the order of a loader's batches by (seed, round, server, purpose)."""
         seed = address(self.blueprint.settings.seed, "server", purpose)
+        seed_in_workers(loader)
         sampler = getattr(loader, "sampler", None)
         if isinstance(sampler, AddressedSampler):
             sampler.start(seed=seed, round=self.round, epochs_per_round=EPOCHS_OF_A_ROUND)

@@ -24,7 +24,7 @@ from fedlightning.compat.quiet import quiet
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.held_out import FewerClients, without
 from fedlightning.datamodules.loaders import LoaderDataModule
-from fedlightning.datamodules.own_generators import kept, readdress
+from fedlightning.datamodules.own_generators import kept, readdress, seed_in_workers
 from fedlightning.datamodules.ready_batches import samples_in
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.views import samples_at
@@ -232,6 +232,7 @@ class LocalRunner:
         world_size: int = 1,
     ) -> None:
         """Address the order of the batches: a function of (seed, client, visit, epoch), wherever the visit runs."""
+        seed_in_workers(loader)
         sampler = getattr(loader, "sampler", None)
         if isinstance(sampler, AddressedSampler):
             seed = self.settings.seed

@@ -14,6 +14,7 @@ from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.evaluator import names_of
 from fedlightning.compat.attached import detached_copy, to_device, trainer_of
 from fedlightning.compat.quiet import quiet
+from fedlightning.datamodules.own_generators import read_for_scores
 from fedlightning.visit.fast import refusals
 from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.fast.evaluation import Evaluation, evaluate, may_stay_open, module_refusal
@@ -67,22 +68,26 @@ class Scorer:
         before = trainer_of(module)
         losses = self._blueprint.losses
         self.set_up(module)
-        logged = self._fast(module, loader, testing)
-        if logged is None:
-            losses.reset()
-            trainer, kept = self._blueprint.trainer, Kept(module)
-            try:
-                with quiet(), nan_where_undefined(module):
-                    run = trainer.test if testing else trainer.validate
-                    results = run(module, dataloaders=loader, verbose=False)
-            finally:
-                kept.put_back()
-            step, loop = ("test_step", trainer.test_loop) if testing else ("validation_step", trainer.validate_loop)
-            refuse_lost_batches(loop, step, module, loader, sum(loop.max_batches), fitting=False)
-            logged = {name: value for result in results for name, value in result.items()}
+        with read_for_scores(loader):
+            logged = self._fast(module, loader, testing)
+            if logged is None:
+                logged = self._by_trainer(module, loader, testing)
         to_device(module, home)
         module.trainer = before
         return {name: float(value) for name, value in logged.items()} or losses.result()
+
+    def _by_trainer(self, module: LightningModule, loader: DataLoader[Any], testing: bool) -> dict[str, Any]:
+        self._blueprint.losses.reset()
+        trainer, kept = self._blueprint.trainer, Kept(module)
+        try:
+            with quiet(), nan_where_undefined(module):
+                run = trainer.test if testing else trainer.validate
+                results = run(module, dataloaders=loader, verbose=False)
+        finally:
+            kept.put_back()
+        step, loop = ("test_step", trainer.test_loop) if testing else ("validation_step", trainer.validate_loop)
+        refuse_lost_batches(loop, step, module, loader, sum(loop.max_batches), fitting=False)
+        return {name: value for result in results for name, value in result.items()}
 
     def score_each(
         self,
@@ -109,7 +114,8 @@ class Scorer:
                         break
                     start(place)
                     losses.reset()
-                    logged = evaluation.run(loader)
+                    with read_for_scores(loader):
+                        logged = evaluation.run(loader)
                     found.append({name: float(value) for name, value in logged.items()} or losses.result())
         except NotInFastLoop:
             self._refused.add(type(module))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -15,8 +18,8 @@ from torch.utils.data import (
 )
 
 import fedlightning
-from fedlightning.datamodules.own_generators import going_on, readdress
-from tests.helpers import Toy, global_state, make_trainer, same
+from fedlightning.datamodules.own_generators import going_on, readdress, seed_in_workers
+from tests.helpers import Toy, differs, global_state, make_trainer, mostly_slow, same
 
 SIZE = 20
 
@@ -51,9 +54,9 @@ class Noisy(Dataset):
         return x + torch.randn(6, generator=self.noise), y
 
 
-def fitted(folder, rounds, loaders, resume=None, **options):
+def fitted(folder, rounds, loaders, resume=None, module=Toy, **options):
     trainer = make_trainer(folder, max_rounds=rounds, **options)
-    trainer.fit(Toy(), train_dataloaders=loaders, resume=resume)
+    trainer.fit(module(), train_dataloaders=loaders, resume=resume)
     return trainer
 
 
@@ -102,3 +105,85 @@ def test_persistent_workers_end_with_the_visit():
     assert made is not given
     assert made.persistent_workers
     assert (made.batch_size, made.drop_last, made.sampler) == (6, True, given.sampler)
+
+
+KINDS = {
+    "numpy": (lambda: np.random.default_rng(0), lambda own: own.random()),
+    "old numpy": (lambda: np.random.RandomState(0), lambda own: own.random_sample()),
+    "torch": (lambda: torch.Generator().manual_seed(0), lambda own: float(torch.rand(1, generator=own))),
+    "random": (lambda: random.Random(0), lambda own: own.random()),
+}
+
+
+class Augmented(Dataset):
+    """Draws from a generator of its own, of one of the kinds there are, inside a transform."""
+
+    def __init__(self, client, kind):
+        self.data, self.kind, self.transforms = data(client), kind, [{"own": KINDS[kind][0]()}]
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        x, y = self.data[index]
+        return torch.cat([x[:5], torch.tensor([KINDS[self.kind][1](self.transforms[0]["own"])])]), y
+
+
+class Listening(Toy):
+    """Notes what the data drew."""
+
+    def training_step(self, batch, batch_idx):
+        drawn.extend(batch[0][:, 5].tolist())
+        return super().training_step(batch, batch_idx)
+
+
+drawn = []
+
+
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, ["numpy"]))
+def test_workers_seed_a_datasets_own_generators_by_address(tmp_path, kind):
+    def run(folder, rounds, resume=None, **options):
+        drawn.clear()
+        loaders = {client: DataLoader(Augmented(0, kind), batch_size=5, num_workers=2) for client in "ab"}
+        torch.manual_seed(0)
+        trainer = fitted(
+            tmp_path / folder, rounds, loaders, resume, Listening, local_epochs=2, evaluate_every=0, **options
+        )
+        return global_state(trainer), [*drawn]
+
+    whole, draws = run("whole", 2)
+    assert len(set(draws)) == len(draws) == 2 * 2 * 2 * SIZE
+    same(whole, run("again", 2)[0])
+    assert differs(whole, run("seed", 2, seed=1)[0])
+    run("parts", 1)
+    same(whole, run("parts", 2, resume="last")[0])
+
+
+def test_a_loaders_own_worker_function_has_the_last_word():
+    def own(worker):
+        torch.utils.data.get_worker_info().dataset.transforms[0]["own"] = random.Random(7)
+
+    loader = DataLoader(Augmented(0, "random"), batch_size=5, num_workers=1, worker_init_fn=own)
+    for _ in range(2):  # once is enough
+        seed_in_workers(loader)
+    assert float(next(iter(loader))[0][0, 5]) == pytest.approx(random.Random(7).random())
+
+
+def test_workers_of_other_loaders_stay_as_they_are():
+    loader = DataLoader(data(0), num_workers=2)
+    seed_in_workers(loader)
+    assert loader.worker_init_fn is None
+
+
+@pytest.mark.filterwarnings("ignore:The training loader of client")
+def test_scores_of_noisy_data_do_not_depend_on_the_engine(tmp_path):
+    def rows(**options):
+        torch.manual_seed(0)
+        trainer = make_trainer(tmp_path / str(options), max_rounds=2, **options)
+        trains = {client: DataLoader(data(int(client)), batch_size=6) for client in "012"}
+        noisy = Augmented(0, "numpy")  # one for all
+        vals = {client: DataLoader(noisy, batch_size=6) for client in "012"}
+        trainer.fit(Toy(), train_dataloaders=trains, val_dataloaders=vals)
+        return [row.cells for row in trainer.rows]
+
+    assert rows() == rows(engine="processes", workers=2)
