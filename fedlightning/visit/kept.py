@@ -54,6 +54,7 @@ class Kept:
         >>> module.seen.append(2)
         >>> module.count = 5
         >>> kept.put_back()
+        ['an attribute of Linear', 'Linear.seen']
         >>> module.seen, hasattr(module, "count")
         ([1], False)
     """
