@@ -15,7 +15,7 @@ INSIDE = {"fedlightning", "lightning", "torch", "torchmetrics", "jsonargparse", 
 
 
 EXTRAS = {
-    "clinical": ("monai>=1.3", "nibabel>=5", "wfdb>=4.3"),
+    "clinical": ("monai>=1.3", "nibabel>=5", "wfdb>=4.3.1"),
     "flower": ("flwr==1.41.0",),
     "huggingface": ("datasets>=4",),
     "lora": ("peft>=0.18",),
@@ -23,7 +23,7 @@ EXTRAS = {
     "ray": ("ray>=2.55",),
     "report": ("scikit-posthocs>=0.16.1",),
     "sweep": ("optuna>=4",),
-    "vision": ("timm>=1.0.11", "torchvision>=0.22"),
+    "vision": ("timm>=1.0.11", "torchvision>=0.23"),
 }
 """Packages of the extras, as in `pyproject.toml`."""
 
@@ -55,7 +55,7 @@ def missing_package(needs: str, extra: str) -> str:
 
     Example:
         >>> missing_package("FedIT needs peft", "lora")
-        "FedIT needs peft, which is not installed: pip install 'peft>=0.15' (in a checkout: pip install -e '.[lora]')."
+        "FedIT needs peft, which is not installed: pip install 'peft>=0.18' (in a checkout: pip install -e '.[lora]')."
     """
     command = shlex.join(["pip", "install", *EXTRAS[extra]])
     return f"{needs}, which is not installed: {command} (in a checkout: pip install -e '.[{extra}]')."

@@ -30,7 +30,7 @@ def settle(module: nn.Module, came: Collection[str]) -> None:
 
     Example:
         >>> layer = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 2))
-        >>> _ = layer.parametrizations.weight.original.mul_(5.0)
+        >>> _ = layer.parametrizations.weight.original.data.mul_(5.0)
         >>> settle(layer, ["parametrizations.weight.original"])
         >>> round(float(torch.linalg.matrix_norm(layer.eval().weight, 2)), 4)
         1.0

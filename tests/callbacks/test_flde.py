@@ -310,6 +310,19 @@ def test_it_stands_beside_layers_at_home_and_frozen_entries():
 
 
 # -- without noise beside SampleDP -------------------------------------------------------------------------------------
+@pytest.fixture
+def draws_by_visit(monkeypatch):
+    """Let SampleDP draw by the number of the visit alone, not also by the record, which holds the expert."""
+    start = SampleDP.on_visit_start
+
+    def on_visit_start(self, client):
+        start(self, client)
+        client.scratch[self.key] = str(client.visit)
+
+    monkeypatch.setattr(SampleDP, "on_visit_start", on_visit_start)
+
+
+@pytest.mark.usefixtures("draws_by_visit")
 @pytest.mark.filterwarnings("ignore:SampleDP", "ignore:Optimal order", "ignore:.*LeafSpec", "ignore:.*exploded")
 def test_the_expert_has_no_noise_where_the_global_model_is_noise():
     data, given = toy_data({"0": 64, "1": 64}), {"max_rounds": 4, "local_epochs": 4}
@@ -328,6 +341,7 @@ def test_the_expert_has_no_noise_where_the_global_model_is_noise():
     same(global_state(trainer), global_state(other))  # noise and clipping read neither expert nor gate
 
 
+@pytest.mark.usefixtures("draws_by_visit")
 @pytest.mark.filterwarnings("ignore:SampleDP", "ignore:Optimal order", "ignore:.*LeafSpec")
 def test_beside_sample_dp_the_server_and_epsilon_are_those_without_experts():
     """sigma > 0 and any clip: the released model does not know that there are experts."""

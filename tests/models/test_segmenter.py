@@ -79,5 +79,5 @@ def test_monais_unet_keeps_the_shape_and_its_recipe():
 def test_without_monai_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "monai", None)
     monkeypatch.setitem(__import__("sys").modules, "monai.networks.nets", None)
-    with pytest.raises(ImportError, match=r"pip install 'monai>=1\.3' 'nibabel>=5' 'wfdb>=4\.1'"):
+    with pytest.raises(ImportError, match=r"pip install 'monai>=\S+' 'nibabel>=\S+' 'wfdb>="):
         MonaiUNet(2)

@@ -389,7 +389,7 @@ def test_without_the_extra_the_report_says_what_to_install(several, monkeypatch)
     monkeypatch.setattr("fedlightning.study.report.sections.statistics.find_spec", lambda name: None)
     studies = {str(i): study for i, study in enumerate(several[1])}
     section = rank_section(Context(several[1][0], styles(several[1][0].methods)), studies)
-    assert "pip install 'scikit-posthocs>=0.9'" in " ".join(section.parts[0].paragraphs)
+    assert "pip install 'scikit-posthocs>=" in " ".join(section.parts[0].paragraphs)
     assert section.parts[-1].rows, "the ranks are there as a table"
 
 
