@@ -1,8 +1,10 @@
-"""FedAvg on one GPU beside hand-written loops that take the same steps: `python -m benchmarks.gpu WORK [--device cpu --tiny]`.
+"""FedAvg on one GPU beside hand-written loops that take the same steps: `python -m benchmarks.gpu WORK`.
 
-Each line that it prints is the JSON of one contestant: seconds of each round after the first, samples a second, memory, the loss
-of the final model, and whether that is the bare loop's loss. Every contestant has the same batches in the same order, and
-the loss may differ by rounding alone (with dropout: by its random numbers).
+    python -m benchmarks.gpu WORK [--device cpu --tiny] [--contestants "bare|stacked"]
+
+Each line is the JSON of one contestant: seconds of each round after the first, samples a second, memory, the loss of the
+final model, and whether that is the bare loop's loss. All have the same batches in the same order, so the loss may differ by
+rounding alone; with dropout by its random numbers too.
 """
 
 from __future__ import annotations
@@ -261,14 +263,20 @@ def lightning(row: Row, device: torch.device) -> Result:
     data = Data(row.work)
     data.setup("fit")
     module = Module(row.work.make, row.work.lr)
+    clients = len(row.work.sizes)
     trainer = Trainer(
-        accelerator=device.type, devices=1, precision=row.precision, max_epochs=len(row.work.sizes) * (row.rounds + 1), logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[Epochs()],
-    )  # fmt: skip
+        accelerator=device.type,
+        devices=1,
+        precision=row.precision,
+        max_epochs=clients * (row.rounds + 1),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Epochs()],
+    )
     Epochs.times[:] = [time.perf_counter()]
     trainer.fit(module, data.client_dataloader("0", "train"))
-    synchronize(device)
-    clients = len(row.work.sizes)
     rounds = Epochs.times[::clients]
     return [after - before for before, after in itertools.pairwise(rounds)], module.net
 
@@ -349,9 +357,7 @@ def main() -> None:
     parser.add_argument("work", choices=ROWS)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal: few samples, one counted round")
-    parser.add_argument(
-        "--contestants", help="of the row's, with commas as '|': bare|stacked; the bare loop always runs"
-    )
+    parser.add_argument("--contestants", help="of the row's, with | between; the bare loop always runs")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = False
