@@ -104,8 +104,7 @@ def train(work: Work, rounds: int, loaders: bool = False, **options: Any) -> tup
             save_state=0,
             logger=False,
             enable_progress_bar=False,
-            accelerator="cpu",
-            **{"default_root_dir": folder} | options,
+            **{"default_root_dir": folder, "accelerator": "cpu"} | options,
         )
         if loaders:
             trainer.fit(Module(work.make, work.lr), train_dataloaders=plain_loaders(work))

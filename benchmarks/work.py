@@ -51,7 +51,7 @@ def logistic() -> nn.Module:
 
 @dataclass(frozen=True)
 class Work:
-    """A federation to be trained by plain SGD, one local epoch a round.
+    """A federation to be trained by plain SGD.
 
     Attributes:
         make: Function that makes the network.
@@ -59,6 +59,8 @@ class Work:
         batch: Number of samples in a step.
         lr: Learning rate.
         participants: Number of clients in a round. `None` takes all.
+        shape: Shape of an image.
+        epochs: Number of local epochs a round, in `benchmarks.gpu` alone; elsewhere it is one.
     """
 
     make: Callable[[], nn.Module]
@@ -66,6 +68,8 @@ class Work:
     batch: int = 50
     lr: float = 0.05
     participants: int | None = None
+    shape: tuple[int, ...] = (1, 28, 28)
+    epochs: int = 1
 
     @property
     def steps(self) -> int:
@@ -73,9 +77,9 @@ class Work:
         return sum(-(-size // self.batch) for size in self.sizes)
 
     def data(self) -> list[tuple[Tensor, Tensor]]:
-        """Return each client's images `(n, 1, 28, 28)` and labels `(n,)`, the same for every contestant."""
+        """Return each client's images `(n, *shape)` and labels `(n,)`, the same for every contestant."""
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn(max(self.sizes), 1, 28, 28, generator=generator)  # clients share images: only time matters
+        x = torch.randn(max(self.sizes), *self.shape, generator=generator)  # clients share images: only time matters
         y = torch.randint(0, 10, (max(self.sizes),), generator=generator)
         return [(x[:size], y[:size]) for size in self.sizes]
 

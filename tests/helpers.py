@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,8 @@ def quadratic_data(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], *
 # -- running -------------------------------------------------------------------------------------------------------
 
 QUIET = {"enable_progress_bar": False, "logger": False}
+ACCELERATOR = os.environ.get("FEDLIGHTNING_TEST_ACCELERATOR", "cpu")
+"""Where tests train that say nothing of it."""
 
 
 def make_trainer(root: str | Path | None, callbacks: Sequence[Callback] = (), **options: Any) -> FederatedTrainer:
@@ -235,7 +238,7 @@ def make_trainer(root: str | Path | None, callbacks: Sequence[Callback] = (), **
 
     Without the sanity check, since modules of tests count the calls of their steps.
     """
-    given = {"max_rounds": 2, "accelerator": "cpu", "sanity_check": False} | QUIET | options
+    given = {"max_rounds": 2, "accelerator": ACCELERATOR, "sanity_check": False} | QUIET | options
     if root is None:
         given = {"evaluate_every": 0} | given
     trainer = FederatedTrainer(callbacks=list(callbacks), default_root_dir=root or "unused", **given)
@@ -259,8 +262,9 @@ def federate(
     **options: Any,
 ) -> FederatedTrainer:
     """Fit and return the trainer."""
+    resume = options.pop("resume", None)
     trainer = make_trainer(root, callbacks, **options)
-    trainer.fit(module, datamodule=data)
+    trainer.fit(module, datamodule=data, resume=resume)
     return trainer
 
 
@@ -290,7 +294,7 @@ def plain_fit(
     loader = data.client_dataloader(client, "train")
     loader.sampler.start(seed=seed, round=0, epochs_per_round=epochs_per_round)
     trainer = Trainer(
-        accelerator="cpu",
+        accelerator=ACCELERATOR,
         devices=1,
         logger=False,
         enable_checkpointing=False,
