@@ -173,7 +173,7 @@ class Scene:
 
     Attributes:
         module: A key of `MODULES`.
-        callbacks: Keys of `CALLBACKS`, or callbacks.
+        callbacks: Keys of `CALLBACKS`, cases, or callbacks.
         sizes: Training samples of the clients.
         loader: How they are read.
         options: Arguments of the trainer.
@@ -196,11 +196,15 @@ class Scene:
         """Return this scene with more callbacks."""
         return replace(self, callbacks=(*self.callbacks, *callbacks))
 
+    def cases(self) -> list[Case]:
+        """Return the callbacks with what they need."""
+        cases = [CALLBACKS[entry] if isinstance(entry, str) else entry for entry in self.callbacks]
+        return [entry if isinstance(entry, Case) else Case(entry) for entry in cases]
+
     def arguments(self) -> dict[str, Any]:
         """Return the trainer's arguments: those that the methods need come before those drawn."""
         arguments: dict[str, Any] = {"max_rounds": 3, "local_steps": 3, "sanity_check": True} | self.options
-        for name in self.callbacks:
-            wanted = CALLBACKS[name].arguments if isinstance(name, str) else {}
+        for wanted in (case.arguments for case in self.cases()):
             if "local_epochs" in wanted:
                 arguments.pop("local_steps", None)
             arguments |= {key: value for key, value in wanted.items() if key not in ("full", "batch_size")}
@@ -209,14 +213,13 @@ class Scene:
     def make_data(self) -> Data:
         """Return the data module."""
         data = Data(self.sizes, self.loader, **self.data)
-        for name in self.callbacks:
-            wanted = CALLBACKS[name].arguments if isinstance(name, str) else {}
-            data.batch_size = wanted.get("batch_size", data.batch_size)
+        for case in self.cases():
+            data.batch_size = case.arguments.get("batch_size", data.batch_size)
         return data
 
     def make_callbacks(self) -> list[Any]:
         """Return new callbacks."""
-        return [copy.deepcopy(CALLBACKS[name].algorithm if isinstance(name, str) else name) for name in self.callbacks]
+        return [copy.deepcopy(case.algorithm) for case in self.cases()]
 
     def make_module(self) -> Any:
         """Return the module, always the same one."""
