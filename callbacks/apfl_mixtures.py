@@ -70,9 +70,11 @@ class ParameterMixture(SecondModel):
         v = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
             parameter.copy_(mix(v[name], w[name], self.alpha))
-        _, at_vbar = self.client.batch_gradient(batch, self.twin, update_buffers=True, batch_idx=batch_idx)
-        for name, parameter in self.parameters.items():
-            parameter.copy_(v[name])
+        try:
+            _, at_vbar = self.client.batch_gradient(batch, self.twin, update_buffers=True, batch_idx=batch_idx)
+        finally:  # also where the step skips the batch
+            for name, parameter in self.parameters.items():
+                parameter.copy_(v[name])
         slope = alpha_slope(v, w, at_vbar) if at_vbar else torch.zeros((), device=self.module.device)
         return {name: self.alpha * gradient for name, gradient in at_vbar.items()}, slope
 

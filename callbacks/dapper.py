@@ -92,6 +92,7 @@ class Dapper(AdaptsAtEnd):
             ValueError: If there are no public data, several shares but nowhere validation data, or the module optimizes
                 manually.
         """
+        setup.refuse_manual("Dapper", "compares models by the loss that training_step returns")
         super().check(setup)
         if not self.claims("training_loss"):
             return
@@ -106,7 +107,6 @@ class Dapper(AdaptsAtEnd):
                 f"Dapper chooses among the shares {list(self.grid)} on validation data, but no client has any. Set "
                 "val_fraction in the data module, or give one share."
             )
-        setup.refuse_manual("Dapper", "adds a second loss to training_step's")
 
     # -- the visit after the last round --------------------------------------------------------------------------------
     def local_phases(self, client: Client) -> Iterable[Phase]:

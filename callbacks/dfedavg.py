@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fedlightning.callbacks.shared.gossip import Gossip
+from fedlightning.callbacks.shared.gossip import Gossip, of_a_random_graph
 from fedlightning.ranges import Range
 from fedlightning.topology import MixingWeights, Topology
 
@@ -52,6 +52,7 @@ class DFedAvg(Gossip):
         tensor([0.3333, 0.6667, 0.0000], dtype=torch.float64)
     """
 
+    @of_a_random_graph
     def __init__(
         self,
         topology: Topology = "ring",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedlightning.algorithm import Server, Setup, State
-from fedlightning.callbacks.shared.gossip import Gossip, mixed
+from fedlightning.callbacks.shared.gossip import Gossip, mixed, of_a_random_graph
 from fedlightning.topology import MixingWeights, Topology
 
 
@@ -47,6 +47,7 @@ class DSGD(Gossip):
         ['b', 'd']
     """
 
+    @of_a_random_graph
     def __init__(
         self,
         topology: Topology = "ring",

@@ -177,7 +177,7 @@ class FedGKT(FederatedCallback):
                 f"FedGKT needs a row of logits for each sample and a logit for each class; {name} gives "
                 f"{tuple(logits.shape)} for {len(labels)} samples whose largest label is {int(labels.max())}."
             )
-        if self.alpha and not torch.allclose(loss.float(), F.cross_entropy(logits, labels), rtol=1e-3, atol=1e-4):
+        if self.alpha and not torch.allclose(loss, F.cross_entropy(logits, labels).to(loss), rtol=1e-3, atol=1e-4):
             raise ValueError(
                 f"FedGKT trains clients by the cross entropy of forward's logits, and training_step of {name} has another "
                 f"loss ({float(loss):.4g}, not {float(F.cross_entropy(logits, labels)):.4g}). Use alpha=0, or a task of that "
@@ -212,7 +212,7 @@ class FedGKT(FederatedCallback):
             torch.cat([payload[part] for payload in sent.values()]) for part in ("features", "logits", "labels")
         )
         width, classes = features.shape[1], logits.shape[1]
-        head = make_head(width, self.server_hidden, classes, server.seed, self.key)
+        head = make_head(width, self.server_hidden, classes, server.seed, self.key).to(features.dtype)
         if "head" in own:
             head.load_state_dict(own["head"])
         loader = DataLoader(
@@ -321,6 +321,7 @@ class FedGKT(FederatedCallback):
         outer, _, inner = head_path(module, self.head).rpartition(".")
         sizes = [value.shape for name, value in entries.items() if name.endswith("weight")]
         head = make_head(sizes[0][1], [size[0] for size in sizes[:-1]], sizes[-1][0], 0, self.key)
+        head = head.to(next(iter(entries.values())).dtype)
         head.load_state_dict(entries)
         setattr(module.get_submodule(outer), inner, head.to(module.device))
         return module

@@ -24,7 +24,7 @@ from fedlightning.algorithm import (
     probes,
     warn,
 )
-from fedlightning.ranges import PositiveFloat, Range
+from fedlightning.ranges import PositiveFloat, Range, needs
 from fedlightning.tensors import as_reals, clone, load_state, narrow
 
 SMALL = 1e-16
@@ -75,6 +75,7 @@ class FedSAM(FederatedCallback):
         mixes_architectures=True,
     )
 
+    @needs("eta", "adaptive", why="plain FedSAM has no T. Set adaptive=True, or leave eta out.")
     def __init__(
         self,
         rho: Annotated[float, Range("[0, inf)", "0 is FedAvg.")] = 0.1,
@@ -135,6 +136,8 @@ class FedSAM(FederatedCallback):
         if not self.client.scratch.get(self.key):
             return
         parameters = {name: p for name, p in pl_module.named_parameters() if p.grad is not None}
+        if not parameters:  # the step has skipped the batch
+            return
         e = self.perturbation(parameters, {name: p.grad for name, p in parameters.items() if p.grad is not None})
         if not _finite(e):
             return
@@ -158,7 +161,11 @@ class FedSAM(FederatedCallback):
         for one in client.scratch[self.key]:
             with torch.enable_grad(), client.probing(module):
                 one.replay()
-                loss = probes.training_loss(module, one.batch, one.batch_idx) * factor / trainer.accumulate_grad_batches
+                try:
+                    loss = probes.training_loss(module, one.batch, one.batch_idx)
+                except probes.NoLossError:  # of several accumulated ones, one that the first pass has skipped as well
+                    continue
+                loss = loss * factor / trainer.accumulate_grad_batches
                 gradients = torch.autograd.grad(loss, chosen, allow_unused=True)
             for name, gradient in zip(names, gradients, strict=True):
                 if gradient is not None:

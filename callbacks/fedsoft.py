@@ -102,6 +102,7 @@ class FedSoft(Clusters):
         Raises:
             ValueError: If a callback changes one global model, or the module cannot be initialised anew.
         """
+        setup.refuse_manual("FedSoft", "compares centres by the loss that training_step returns")
         if self.num_clusters > 1:
             check_starts(self, setup, self.init)
         warn_of_weightings(self, setup)

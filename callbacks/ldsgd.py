@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fedlightning.algorithm import Facts, Plan, Server, Setup, Update
 from fedlightning.callbacks.dsgd import warn_of_lost_momentum
-from fedlightning.callbacks.shared.gossip import Gossip
+from fedlightning.callbacks.shared.gossip import Gossip, of_a_random_graph
 from fedlightning.ranges import Range
 from fedlightning.topology import MixingWeights, Topology
 
@@ -46,6 +46,7 @@ class LDSGD(Gossip):
         True
     """
 
+    @of_a_random_graph
     def __init__(
         self,
         topology: Topology = "ring",

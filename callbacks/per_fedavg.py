@@ -118,7 +118,9 @@ class PerFedAvg(FederatedCallback):
         load_state(pl_module, w)
         parameters = {name: p for name, p in pl_module.named_parameters() if p.grad is not None}
         r = {name: p.grad.detach() for name, p in parameters.items() if p.grad is not None}
-        for name, curvature in self._hessian_times(r).items():
+        for name, curvature in (
+            self._hessian_times(r) if r else {}
+        ).items():  # without r the step has skipped its batch
             if name in r:
                 parameters[name].grad = r[name] - self.alpha * curvature
 

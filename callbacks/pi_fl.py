@@ -161,6 +161,8 @@ class PIFL(PIFLRound):
 
     def check(self, setup: Setup) -> None:
         """Refuse accuracies without validation data, and what would go on from one cluster's model to the next."""
+        if self.importance == "matching":
+            setup.refuse_manual(self.key, "compares models by the loss that training_step returns")
         if self.num_clusters > 1 and not self.pretrain_rounds and self.init != 0:
             check_starts(self, setup, self.init)
         scores = self.ledger or (self.incentive and self.utility != "gradient") or self.pretrain_rounds > 0

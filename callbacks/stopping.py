@@ -18,7 +18,7 @@ from fedlightning.algorithm import (
     warn,
 )
 from fedlightning.callbacks.checkpoints import check_monitor, monitor_of
-from fedlightning.ranges import NonNegativeFloat, Range, at_least_one
+from fedlightning.ranges import NonNegativeFloat, Range, at_least_one, needs
 
 Values = Mapping[str, float]
 """A metric's value by client."""
@@ -55,6 +55,9 @@ class FederatedEarlyStopping(ModelSelection):
         True
     """
 
+    @needs(
+        "min_samples", "criterion", value="worst client", why="no other leaves clients out. Set it, or leave this out."
+    )
     def __init__(
         self,
         monitor: str = "val_loss",

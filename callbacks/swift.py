@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from fedlightning.algorithm import Change, Facts, Need, Server, Setup, State, Update
-from fedlightning.callbacks.shared.gossip import Gossip, mixed
+from fedlightning.callbacks.shared.gossip import Gossip, mixed, of_a_random_graph
 from fedlightning.ranges import NonNegativeInt
 from fedlightning.tensors import has_mean, narrow, widen
 from fedlightning.topology import MixingWeights, Topology
@@ -66,6 +66,7 @@ class SWIFT(Gossip):
 
     loop = "WaitFree"
 
+    @of_a_random_graph
     def __init__(
         self,
         topology: Topology = "ring",

@@ -23,6 +23,7 @@ from fedlightning.algorithm import (
     State,
     Update,
 )
+from fedlightning.ranges import Init, needs
 from fedlightning.tensors import WeightedMean, narrow, select, widen
 from fedlightning.topology import MixingWeights, Topology, contraction, make_graph, mixing_weights, without
 
@@ -35,6 +36,15 @@ NO_SERVER = Need(
 )
 """Nothing else may do the work of a server: plan, combine, keep several models, or tell clients something."""
 WHOLE_MODELS = Need("mixes whole models of neighbours, of which each client's own is one", (Change.START, Change.PARTS))
+
+
+def of_a_random_graph(init: Init) -> Init:
+    """Declare above an `__init__` that the options of a random graph need one."""
+    for name in ("edge_probability", "graph_seed"):
+        why = "other graphs are not drawn. Set topology='erdos_renyi', or leave it out."
+        init = needs(name, "topology", value="erdos_renyi", why=why)(init)
+    return init
+
 
 _MATRICES: WeakKeyDictionary[Gossip, tuple[Any, Any, Tensor]] = WeakKeyDictionary()
 """The weights that each callback has made, for which clients and out of which options: every message asks for them."""

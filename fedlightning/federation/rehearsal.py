@@ -306,6 +306,8 @@ class Rehearsal:
             said: list[str] = []
             setup.warn, there = said.append, None
             try:
+                if callback.claims("training_loss"):
+                    setup.refuse_manual(callback.key, "adds a term to the loss that training_step returns")
                 callback.check(setup)
             except BatchElsewhere:
                 there = self._there(callback, name, setup)

@@ -59,7 +59,7 @@ def needs(name: str, other: str, why: str, value: Any = ANY) -> Callable[[Init],
     """
 
     def rule(given: Mapping[str, Any], values: Mapping[str, Any]) -> str | None:
-        if name not in given or (other in given if value is ANY else values[other] == value):
+        if name not in given or (other in given if value is ANY else _is_default(values[other], value)):
             return None
         return f"got {name}={shown(given[name])} without {other if value is ANY else f'{other}={value!r}'}: {why}"
 

@@ -39,11 +39,14 @@ def as_reals(entry: Tensor) -> Tensor:
 def widen(entry: Tensor) -> Tensor:
     """Return the real numbers of an entry in float64, or in float32 on Apple's GPUs, which have no float64.
 
+    Those of a complex entry are a copy: torch saves no two views of one memory that have different types.
+
     Example:
         >>> widen(torch.tensor([1 + 2j]))
         tensor([[1., 2.]], dtype=torch.float64)
     """
-    return as_reals(entry).to(torch.float32 if entry.device.type == "mps" else torch.float64)
+    dtype = torch.float32 if entry.device.type == "mps" else torch.float64
+    return as_reals(entry).to(dtype, copy=entry.is_complex())
 
 
 def narrow(numbers: Tensor, like: Tensor) -> Tensor:

@@ -73,18 +73,31 @@ def probing(
 
 
 def mean_loss(module: LightningModule, batches: Iterable[Any], precision: Precision, *seed: object) -> float:
-    """Return the sample-weighted mean training loss, in eval mode and without gradients; NaN if there is no batch."""
-    total, count = 0.0, 0
+    """Return the sample-weighted mean training loss, in eval mode and without gradients; NaN if there is no batch.
+
+    A batch that the step skips counts no more than in training.
+
+    Raises:
+        NoLossError: If it skips all of them.
+    """
+    total, count, skipped = 0.0, 0, None
     was_training = module.training
     module.eval()
     try:
         with torch.no_grad(), probing(module, precision, *seed):
             for index, batch in enumerate(batches):
                 size = extract_batch_size(batch) or 1
-                total += float(training_loss(module, move_batch(module, precision.convert_input(batch)), index)) * size
+                try:
+                    loss = training_loss(module, move_batch(module, precision.convert_input(batch)), index)
+                except NoLossError as error:
+                    skipped = error
+                    continue
+                total += float(loss) * size
                 count += size
     finally:
         module.train(was_training)
+    if skipped is not None and not count:
+        raise skipped
     return total / count if count else float("nan")
 
 
@@ -146,17 +159,29 @@ def batch_gradient(
 
 
 def mean_gradient(module: LightningModule, batches: Iterable[Any], precision: Precision, *seed: object) -> State:
-    """Return the sample-weighted mean gradient at the module's present parameters, by name, in fp32 or a wider type."""
+    """Return the sample-weighted mean gradient at the module's present parameters, by name, in fp32 or a wider type.
+
+    A batch that the step skips counts no more than in training.
+
+    Raises:
+        NoLossError: If it skips all of them.
+    """
     total: State = {}
-    count = 0
+    count, skipped = 0, None
     for index, batch in enumerate(batches):
         size = extract_batch_size(batch) or 1
         batch = move_batch(module, precision.convert_input(batch))
-        _, gradients = batch_gradient(module, batch, precision, *seed, index, batch_idx=index)
+        try:
+            _, gradients = batch_gradient(module, batch, precision, *seed, index, batch_idx=index)
+        except NoLossError as error:
+            skipped = error
+            continue
         for name, gradient in gradients.items():
             term = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32)) * size
             total[name] = total[name] + term if name in total else term
         count += size
+    if skipped is not None and not count:
+        raise skipped
     return {name: value / count for name, value in total.items()}
 
 

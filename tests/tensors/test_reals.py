@@ -21,7 +21,6 @@ NO_ENTRIES = {
     "callbacks/fccl.py",
     "callbacks/fd.py",
     "callbacks/fedet.py",
-    "callbacks/fedgkt.py",
     "callbacks/fedkd.py",
     "callbacks/fedsoft.py",
     "callbacks/fedtype.py",

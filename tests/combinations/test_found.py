@@ -1,0 +1,42 @@
+"""What the generator has found: combinations that were wrong, or ended in a raw error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.combinations.scenes import Refused, Scene, results
+from tests.combinations.test_relations import alike
+
+COMPARED_BY_LOSSES = ("Dapper alone", "FedSoft", "FedMultimodal", "HetLoRA", "FedLC", "FedNTD")
+
+
+@pytest.mark.parametrize("name", COMPARED_BY_LOSSES)
+def test_a_module_that_optimizes_manually_has_no_loss_to_add_to_or_to_compare_by(name: str) -> None:
+    with pytest.raises(Refused, match=r"loss that training_step returns, but (Adapter_)?Manual optimizes manually"):
+        Scene("manual", (name,)).run()
+
+
+def test_the_personal_model_stays_where_the_step_skips_a_batch() -> None:
+    """APFL left its local model at the mixture."""
+    scene = Scene("skips", ("APFL",))
+    alike(results(scene.run()), results(scene.but(options={"engine": "vectorized"}).run()))
+
+
+@pytest.mark.parametrize(
+    "name", ["AFL", "FedSAM", "FedFomo", "MaxFL", "PerFedAvg exact", "QFedAvg", "SCAFFOLD option 1"]
+)
+def test_a_batch_that_the_step_skips_counts_in_no_mean_either(name: str) -> None:
+    """A client's loss, or its gradient, over all data ended the run; so did a second pass over nothing."""
+    Scene("skips", (name,)).run()
+
+
+def test_the_state_of_a_method_over_complex_double_entries_is_saved(tmp_path: Path) -> None:
+    """AFL's mean was a view of the model's memory under another type, which torch refuses to save."""
+    Scene("complex", ("AFL",), options={"save_state": 1}).run(tmp_path)
+
+
+def test_fedgkt_compares_losses_in_the_precision_of_the_module() -> None:
+    """A module in double precision ended in an error of torch about types."""
+    Scene("complex", ("FedGKT edge",)).run()

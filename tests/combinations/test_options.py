@@ -1,0 +1,114 @@
+"""Every option of every public callback at another value changes something, or a sentence says why not."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import types
+from contextlib import suppress
+from typing import Any, Literal, Union, get_args, get_origin
+
+import pytest
+
+from fedlightning import callbacks
+from fedlightning.callbacks import DSGD, LDSGD, SWIFT, DFedAvg, FederatedEarlyStopping, FedSAM
+from fedlightning.errors import ConfigurationError
+from fedlightning.hooks import FederatedCallback
+from fedlightning.ranges.annotations import ranges_in
+from fedlightning.ranges.checking import _annotations as annotations_of
+from fedlightning.testing.pairs import difference
+from fedlightning.testing.runs import server_of
+from tests.combinations.scenes import CALLBACKS, Refused, Scene, results
+from tests.conformance.case import Case
+
+UNIONS = (Union, types.UnionType)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        *((lambda kind=kind: kind("ring", edge_probability=0.9), "edge_probability=0.9 without topology='erdos_renyi'")
+          for kind in (DFedAvg, DSGD, LDSGD, SWIFT)),
+        (lambda: DFedAvg([[0, 1], [1, 0]], graph_seed=3), "graph_seed=3 without topology='erdos_renyi'"),
+        (lambda: FedSAM(eta=0.1), "eta=0.1 without adaptive"),
+        (lambda: FederatedEarlyStopping(min_samples=3), "min_samples=3 without criterion='worst client'"),
+    ],
+    ids=range(7),
+)  # fmt: skip
+def test_an_option_without_the_one_that_it_belongs_to_is_refused(make, sentence):
+    with pytest.raises(ConfigurationError, match=re.escape(sentence)):
+        make()
+
+
+# -- every option ------------------------------------------------------------------------------------------------------
+
+BASE = {"evaluate_every": 1, "max_rounds": 5}
+CASE_OF = {type(case.algorithm): case for case in reversed(CALLBACKS.values())}
+SILENT: dict[str, str] = {}
+"""Options that may change nothing in a small run, with the reason."""
+
+
+def words_in(annotation: Any) -> list[Any]:
+    """Return the words that an annotation allows."""
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return (
+        [word for part in get_args(annotation) for word in words_in(part)] if get_origin(annotation) in UNIONS else []
+    )
+
+
+def other_values(kind: type, name: str, value: Any) -> list[Any]:
+    """Return other values of an option: the other words, the other bool, both ends of its range and beyond what is usual."""
+    annotations = [all_of(cls)[name] for cls in kind.__mro__ if "__init__" in vars(cls) and name in all_of(cls)]
+    if isinstance(value, bool) or not annotations:
+        return [not value] if isinstance(value, bool) else []
+    same = "samples" if name == "weighting" and value is None else value  # what None means there
+    words = [word for word in words_in(annotations[0]) if word != same]
+    if not isinstance(value, int | float):
+        return words
+    ranges = ranges_in(annotations[0])[:1]
+    ends = [float(end) for each in ranges for end in each.interval[1:-1].split(",")]
+    numbers = [type(value)(number) for number in (*ends, 0.03, 50) if math.isfinite(number)]
+    return words + [n for n in dict.fromkeys(numbers) if n != value and all(n in each for each in ranges)]
+
+
+def all_of(cls: type) -> dict[str, Any]:
+    """Return what the annotations of a constructor say."""
+    return annotations_of(inspect.unwrap(vars(cls)["__init__"]), plain=True)
+
+
+def left_by(callback: FederatedCallback) -> tuple[list[str], Any]:
+    """Return the warnings of a run, and all else that it leaves."""
+    arguments = CASE_OF[type(callback)].arguments if type(callback) in CASE_OF else {}
+    module = "full" if arguments.get("full") else "plain"
+    trainer = Scene(module, (Case(callback, arguments=arguments),), (12, 7, 10, 15), options=BASE).run()
+    server = server_of(trainer)
+    return trainer.said, {
+        "rows": [str(row) for row in trainer.rows],
+        "costs": (server.bytes_up, server.bytes_down, server.steps, trainer.rounds_done),
+        "kept": {client: trainer.store.get(client).checkpoints for client in server.clients},
+        "states": {"server": server.state, **{client: trainer.store.get(client).state for client in server.clients}},
+        **results(trainer),
+    }
+
+
+def silent_options(kind: type) -> list[str]:
+    """Return the options of a class, with a value, that change nothing without a word."""
+    base = CASE_OF[kind].algorithm if kind in CASE_OF else kind()
+    said, left = left_by(base)
+    silent = []
+    for name, value in base.hyperparameters().items():
+        for other in other_values(kind, name, value):
+            with suppress(Refused, ConfigurationError):
+                words, there = left_by(kind(**base.hyperparameters() | {name: other}))
+                if words == said and difference(left, there) == 0.0:
+                    silent.append(f"{kind.__name__}({name}={other!r})")
+    return silent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", callbacks.__all__)
+def test_every_option_changes_something_or_says_why_not(name: str) -> None:
+    silent = [text for text in silent_options(getattr(callbacks, name)) if text.partition("=")[0] not in SILENT]
+    assert not silent, f"{', '.join(silent)}: nothing changes, and nobody says so"
