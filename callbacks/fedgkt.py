@@ -177,11 +177,11 @@ class FedGKT(FederatedCallback):
                 f"FedGKT needs a row of logits for each sample and a logit for each class; {name} gives "
                 f"{tuple(logits.shape)} for {len(labels)} samples whose largest label is {int(labels.max())}."
             )
-        if self.alpha and not torch.allclose(loss, F.cross_entropy(logits, labels).to(loss), rtol=1e-3, atol=1e-4):
+        entropy = F.cross_entropy(logits, labels)
+        if self.alpha and not torch.allclose(loss, entropy.to(loss), rtol=1e-3, atol=1e-4):
             raise ValueError(
                 f"FedGKT trains clients by the cross entropy of forward's logits, and training_step of {name} has another "
-                f"loss ({float(loss):.4g}, not {float(F.cross_entropy(logits, labels)):.4g}). Use alpha=0, or a task of that "
-                "kind."
+                f"loss ({float(loss):.4g}, not {float(entropy):.4g}). Use alpha=0, or a task of that kind."
             )
 
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:

@@ -253,3 +253,10 @@ def test_a_head_of_several_layers():
     trainer = make_trainer(None, [FedGKT(head="net.head", server_hidden=[4])], max_rounds=2)
     trainer.fit(Pieces(), datamodule=toy_data())
     assert trainer.server.state["FedGKT"]["head"]["1.weight"].shape == (4, 7)
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+def test_other_precisions_are_the_same_task(precision):
+    """The check before round 1 compares two losses: both are in the run's precision."""
+    trainer = federate(Toy(), toy_data(), [FedGKT(server_hidden=[4], head="net.3")], max_rounds=1, precision=precision)
+    assert trainer.rounds_done == 1 and not trainer.server.failures
