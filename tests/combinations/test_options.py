@@ -46,7 +46,7 @@ def test_an_option_without_the_one_that_it_belongs_to_is_refused(make, sentence)
 BASE = {"evaluate_every": 1, "max_rounds": 5}
 CASE_OF = {type(case.algorithm): case for case in reversed(CALLBACKS.values())}
 SWEPT = ("APFL", "QFedAvg", "QSGD", "RandomK", "SCAFFOLD", "SWIFT", "TopK", "TrimmedMean")
-"""Classes whose options all show in a run as small as this one: a split, a threshold or a slot of others needs a larger one."""
+"""Classes whose options all show in so small a run: a split, a threshold or a slot of others needs a larger one."""
 
 
 def words_in(annotation: Any) -> list[Any]:
