@@ -207,16 +207,13 @@ class SampleDP(TrainingData, Private):
         if "secret" not in client.state.get(self.key, {}):
             client.state[self.key] = {"secret": self.new_secret(client.id), "history": []}
         came = hashlib.sha256()
-        if (
-            self.noise_seed is None
-        ):  # done again with other options, a round must not scale the same noise to another length
+        # Done again with other options, a round must not scale the same noise to another length.
+        if self.noise_seed is None:
             add_to(came, [self.noise_multiplier, self.epsilon, self.clip])
         # All that this visit starts from: what came, and what the client keeps. Where a server lets two visits of one number
         # start from two records, each is counted.
-        message, record = client.message, client.record
-        add_to(
-            came, [client.entries, client.training_extras, message.work, message.tag, record.state, record.lightning]
-        )
+        message, kept = client.message, client.training_state
+        add_to(came, [client.entries, client.training_extras, message.work, message.tag, kept])
         client.scratch[self.key] = f"{client.visit}|{came.hexdigest()}"
 
     def training_batches(self, client: Client, loader: DataLoader[Any]) -> DataLoader[Any]:

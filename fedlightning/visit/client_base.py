@@ -129,6 +129,13 @@ class ClientBase:
         return {key: extras for key, extras in self.message.extras.items() if codec is None or key != codec.key}
 
     @property
+    def training_state(self) -> list[dict[str, dict[str, Any]]]:
+        """What the client keeps that training may depend on: of all callbacks but that one, and of Lightning, by phase."""
+        codec, record = self._runner.callbacks.find(SumCodec), self.record
+        callbacks = {key: state for key, state in record.state.items() if codec is None or key != codec.key}
+        return [callbacks, record.lightning]
+
+    @property
     def protection(self) -> Protection | None:
         """The callback that makes means by class of this client's samples, where one answers for them."""
         return self._runner.callbacks.answering(Protection, "class_means")

@@ -11,7 +11,9 @@ import torch
 
 from fedlightning.callbacks import SampleDP
 from fedlightning.callbacks.sample_dp_fit import add_to, patients_of, planned_steps
+from fedlightning.hooks import CallbackList
 from fedlightning.messages import Message
+from fedlightning.visit.client_base import ClientBase
 from fedlightning.visit.record import ClientRecord
 
 
@@ -72,11 +74,13 @@ def test_a_visit_is_addressed_by_all_that_it_starts_from():
         own = {"SampleDP": {"secret": "s", "history": [[1.0, 0.5, 4]]}, "FedDyn": {"gradient": torch.tensor([control])}}
         optimizer = {"state": {0: {"momentum_buffer": torch.tensor([momentum])}}, "param_groups": [{"lr": 0.1}]}
         record = ClientRecord(state=own, lightning={"fit": {"checkpoint": {"optimizer_states": [optimizer]}}})
+        runner = SimpleNamespace(callbacks=CallbackList([dp]))
+        kept = ClientBase.training_state.fget(SimpleNamespace(record=record, _runner=runner))
         client = SimpleNamespace(
             id="a",
             visit=1,
             state=own,
-            record=record,
+            training_state=kept,
             scratch={},
             training_extras={},
             is_at_site=False,
