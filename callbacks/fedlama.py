@@ -9,7 +9,19 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedlightning.algorithm import Job, Message, Plan, Server, ServerModels, State, Update, WeightingName, Wire
+from fedlightning.algorithm import (
+    Change,
+    Facts,
+    Job,
+    Message,
+    Plan,
+    Server,
+    ServerModels,
+    State,
+    Update,
+    WeightingName,
+    Wire,
+)
 from fedlightning.callbacks.shared.server_models import (
     parameter_names,
 )
@@ -69,6 +81,11 @@ class FedLAMA(ServerModels):
         self.weighting = weighting
 
     # -- the server's state --------------------------------------------------------------------------------------------
+    @property
+    def facts(self) -> Facts:
+        """Layers come only when they are new to a client, and go back when they are due."""
+        return super().facts.extend(changes={Change.ONE_WAY})
+
     def _own(self, server: Server) -> dict[str, Any]:
         """The state; at first every layer has the base interval."""
         layers = partition(server.module)

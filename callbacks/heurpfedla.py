@@ -58,7 +58,7 @@ class HeurpFedLA(pFedLA):
     @property
     def facts(self) -> Facts:
         """Training starts from a mixture with the client's own model."""
-        return super().facts.extend(changes={Change.START})
+        return super().facts.extend(changes={Change.START, Change.ONE_WAY})
 
     def __init__(
         self,
