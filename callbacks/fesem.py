@@ -35,7 +35,7 @@ from fedlightning.callbacks.shared.server_models import (
 )
 from fedlightning.layers import expand
 from fedlightning.ranges import NonNegativeFloat, PositiveInt, Range
-from fedlightning.tensors import select, ties, to_row
+from fedlightning.tensors import has_mean, select, ties, to_row
 
 MIDDLE = "mean of the centres"
 """Key of the model from which clients train that are onboarded."""
@@ -231,11 +231,13 @@ class FeSEM(Clusters):
 
         Args:
             server: The server.
-            old: The centre before; entries that do not travel, and integers, stay as they are there.
-            members: Weight and model of each member.
+            old: The centre before; entries that do not travel stay as they are there.
+            members: Weight and model of each member; integers are the first one's.
         """
         travelling = {name: value for name, value in old.items() if any(name in state for _, state in members)}
-        return {**old, **combine(travelling, [(n, self.aligned(server, state, old)) for n, state in members])}
+        integers = {name: value for name, value in members[0][1].items() if not has_mean(value)}
+        mean = combine(travelling, [(n, self.aligned(server, state, old)) for n, state in members])
+        return {**old, **mean, **integers}
 
     def aligned(self, server: Server, state: State, centre: State) -> State:
         """Return a client's model as it is compared with a centre and averaged into it: as it is."""
