@@ -15,7 +15,7 @@ from fedlightning.algorithm import (
     Update,
 )
 from fedlightning.callbacks.shared.staleness import DecayRate, MaxStaleness, StalenessName, staleness_weight
-from fedlightning.ranges import PositiveInt, Range, Share
+from fedlightning.ranges import PositiveInt, Range, Share, needs
 
 
 class FedAsync(AsynchronousMethod):
@@ -55,6 +55,8 @@ class FedAsync(AsynchronousMethod):
         [0.8, 0.4]
     """
 
+    @needs("b", "staleness", value="hinge", why="only the hinge has a bend. Leave it out, or set staleness='hinge'.")
+    @needs("decay", "decay_at", why="alpha is lower from no round on. Leave it out, or set decay_at.")
     def __init__(
         self,
         alpha: Share = 0.6,

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import update_bn
 from fedlightning.algorithm import Server, State, WeightingName, isolated
 from fedlightning.callbacks.shared.distillation import inputs_of
 from fedlightning.callbacks.shared.fusion import EnsembleFusion, Member
-from fedlightning.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Range
+from fedlightning.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Range, needs
 from fedlightning.tensors import WeightedMean, narrow, widen
 
 
@@ -72,6 +72,7 @@ class FedBE(EnsembleFusion):
 
     validation = 0.0
 
+    @needs("alpha", "distribution", value="dirichlet", why="a Gaussian has no concentration. Leave it out.")
     def __init__(
         self,
         distribution: Literal["gaussian", "dirichlet"] = "gaussian",

@@ -13,7 +13,7 @@ from fedlightning.algorithm import (
     Update,
 )
 from fedlightning.callbacks.shared.staleness import DecayRate, MaxStaleness, StalenessName, staleness_weight
-from fedlightning.ranges import PositiveFloat, PositiveInt
+from fedlightning.ranges import PositiveFloat, PositiveInt, needs
 from fedlightning.tensors import narrow, widen
 
 
@@ -54,6 +54,7 @@ class FedBuff(AsynchronousMethod):
         [1.0, 0.5]
     """
 
+    @needs("b", "staleness", value="hinge", why="only the hinge has a bend. Leave it out, or set staleness='hinge'.")
     def __init__(
         self,
         buffer_size: PositiveInt = 10,

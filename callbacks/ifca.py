@@ -30,7 +30,7 @@ from fedlightning.callbacks.shared.server_models import (
     another_start,
     check_starts,
 )
-from fedlightning.ranges import NonNegativeFloat, PositiveFloat, Range
+from fedlightning.ranges import NonNegativeFloat, PositiveFloat, Range, needs
 from fedlightning.tensors import add, first_nonfinite, select, ties
 
 GRADIENT = "gradient at the chosen centre"
@@ -85,6 +85,9 @@ class IFCA(Clusters):
 
     rank = -1  # the centre is chosen before others work on it
 
+    @needs(
+        "server_lr", "option", value=1, why="model averaging has no step of the server. Leave it out, or set option=1."
+    )
     def __init__(
         self,
         num_clusters: Annotated[int, Range("[1, inf)", "1 is FedAvg.")] = 2,

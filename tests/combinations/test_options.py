@@ -12,7 +12,18 @@ from typing import Any, Literal, Union, get_args, get_origin
 import pytest
 
 from fedlightning import callbacks
-from fedlightning.callbacks import DSGD, LDSGD, SWIFT, DFedAvg, FederatedEarlyStopping, FedSAM
+from fedlightning.callbacks import (
+    DSGD,
+    IFCA,
+    LDSGD,
+    SWIFT,
+    DFedAvg,
+    FedAsync,
+    FedBE,
+    FedBuff,
+    FederatedEarlyStopping,
+    FedSAM,
+)
 from fedlightning.errors import ConfigurationError
 from fedlightning.hooks import FederatedCallback
 from fedlightning.ranges.annotations import ranges_in
@@ -33,8 +44,13 @@ UNIONS = (Union, types.UnionType)
         (lambda: DFedAvg([[0, 1], [1, 0]], graph_seed=3), "graph_seed=3 without topology='erdos_renyi'"),
         (lambda: FedSAM(eta=0.1), "eta=0.1 without adaptive"),
         (lambda: FederatedEarlyStopping(min_samples=3), "min_samples=3 without criterion='worst client'"),
+        (lambda: IFCA(server_lr=0.5), "server_lr=0.5 without option=1"),
+        (lambda: FedAsync(b=2.0), "b=2.0 without staleness='hinge'"),
+        (lambda: FedAsync(decay=0.9), "decay=0.9 without decay_at"),
+        (lambda: FedBuff(b=2.0), "b=2.0 without staleness='hinge'"),
+        (lambda: FedBE(alpha=0.5), "alpha=0.5 without distribution='dirichlet'"),
     ],
-    ids=range(7),
+    ids=range(12),
 )  # fmt: skip
 def test_an_option_without_the_one_that_it_belongs_to_is_refused(make, sentence):
     with pytest.raises(ConfigurationError, match=re.escape(sentence)):
