@@ -152,7 +152,7 @@ class SecureAggregation(SumCodec):
         refuse_unfit(setup, self.clip, self.bits, LEAST)
 
     def on_federation_start(self, server: Server) -> None:
-        """Refuse sites, and a limit on single updates that somebody has set.
+        """Refuse sites.
 
         Raises:
             ValueError: With the reason.
@@ -161,11 +161,6 @@ class SecureAggregation(SumCodec):
             raise ValueError(
                 "SecureAggregation is a simulation with a server that keeps to the protocol, and these clients are at sites: "
                 "a server that lies could open single updates. Remove it, or train in one place."
-            )
-        if server.norms.factor not in (None, type(server.norms)().factor):
-            raise ValueError(
-                f"update_limit={server.norms.factor:g} looks at single updates, which SecureAggregation does not show the "
-                "server. Leave it out, and set clip."
             )
 
     def on_round_start(self, server: Server) -> None:

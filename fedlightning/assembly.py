@@ -24,12 +24,17 @@ from fedlightning.errors import ConfigurationError
 from fedlightning.federation.dry_run import DISTINCT, SMALL, UNSEEN_CLIENTS, FewClients, distinct_clients, dry_run
 from fedlightning.federation.dry_run_report import DryRun
 from fedlightning.federation.engine import Engine
+from fedlightning.federation.explosions import Explosions
 from fedlightning.federation.failures import FailurePolicy
 from fedlightning.federation.federation import Federation
 from fedlightning.federation.loops import Loop, Synchronous
+from fedlightning.federation.outgoing import OutgoingReport
+from fedlightning.federation.parts import Parts
+from fedlightning.federation.rehearsal import Preflight
 from fedlightning.federation.server import Server
 from fedlightning.federation.statistics import agree_on_statistics
 from fedlightning.federation.store import ClientStore
+from fedlightning.federation.update_checks import UpdateChecks
 from fedlightning.fitted import Fitted
 from fedlightning.hooks import POOLED
 from fedlightning.run.files import is_writer
@@ -159,7 +164,8 @@ class Assembly(Fitted):
         )
         server.evaluated = arguments.evaluated_clients(a["evaluate_clients"], server.clients, everybody.seed)
         server.public_source, server.together = engine.public, known.together
-        server.sizes, server.norms.factor = known.sizes, a["update_limit"]
+        server.sizes = known.sizes
+        server.parts = Parts([UpdateChecks(a["update_limit"]), Explosions(), Preflight(), OutgoingReport()])
         server.over_rounds = known.over_rounds
         engine.attempts.policy = FailurePolicy(
             on_error=a["on_client_error"],

@@ -258,7 +258,9 @@ class Fitted:
             runner = old.runner.beside(blueprint) if data is None else LocalRunner(blueprint, data)
             if data is not None and old.statistics is not None:
                 runner.agree(old.statistics["totals"])
-            return old.beside(runner)
+            engine = old.beside(runner)
+            engine.attempts.server = server
+            return engine
 
         engine, placing = engine_of(blueprint_of_visits(server.blueprint, epochs)), None
         if placing_callback(server) is not None:

@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -305,6 +305,15 @@ def plain_fit(
     )
     trainer.fit(module, loader)
     return clone(module_state(module))
+
+
+T = TypeVar("T")
+
+
+def part_of(trainer: FederatedTrainer, kind: type[T]) -> T:
+    """Return what of a kind is attached to a trainer's federation."""
+    assert trainer.server is not None
+    return next(part for part in trainer.server.parts if isinstance(part, kind))
 
 
 def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:

@@ -94,7 +94,7 @@ class TimedEngine(Engine):
             began = time.perf_counter()
             answer = self.ask(task)
             self.seconds.setdefault(type(task).__name__, []).append(time.perf_counter() - began)
-            yield answer
+            yield self.attempts.accept(task, answer)
 
 
 def distinct_clients(data: Description, architecture_of: Callable[[str], str] = lambda client: "") -> list[str]:
@@ -132,7 +132,9 @@ def dry_run(whole: Federation, small: Federation, rounds: int) -> DryRun:
     from fedlightning.run.progress import NoProgress
 
     progress = NoProgress()
+    attempts = small.engine.attempts
     small.engine = timed = TimedEngine(small.engine.runner, small.store)
+    timed.attempts = attempts
     cuda = small.engine.runner.blueprint.device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats()

@@ -10,10 +10,10 @@ how these are set up, described and asked: :meth:`~Engine.set_up`, :meth:`~Engin
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
 from fedlightning.federation.failures import Attempts
 from fedlightning.federation.store import ClientStore
@@ -26,12 +26,18 @@ from fedlightning.visit.requests import Evaluate
 from fedlightning.visit.runner import LocalRunner
 from fedlightning.visit.visit import carry_out
 
+if TYPE_CHECKING:
+    from fedlightning.federation.server import Server
+
 Answer = TypeVar("Answer")
 Answer_co = TypeVar("Answer_co", covariant=True)
 
 
 class Task(Protocol[Answer_co]):
-    """A piece of work that a process with a :class:`~fedlightning.visit.runner.LocalRunner` can do. It can be pickled."""
+    """A piece of work that a process with a :class:`~fedlightning.visit.runner.LocalRunner` can do. It can be pickled.
+
+    One with a method ``accept(server, answer)`` has its answers accepted by the server on arrival, or refused.
+    """
 
     @property
     def client(self) -> str | None:
@@ -118,6 +124,10 @@ class Visit:
         update = Update(message.round, message.client, model=message.model, tag=message.tag)
         update.error = f"client '{message.client}' failed: {reason}"
         return update
+
+    def accept(self, server: Server, answer: Update) -> Update:
+        """Return the update decoded and checked."""
+        return server.accept(self.message, answer)
 
     def failure(self, answer: Update) -> tuple[str, str] | None:
         """Return why the client contributes nothing, or where the model that it trained could not be scored."""
@@ -221,11 +231,9 @@ class Engine(ABC):
         self,
         messages: Iterable[Message],
         evaluate: Evaluate,
-        check: Callable[[Message, Update], Update] = lambda message, update: update,
         round: int | None = None,
     ) -> Iterator[Update]:
         """Visit clients and yield their updates in the order of the messages, so sums over them have one order."""
-        self.attempts.check = lambda task, answer: check(task.message, answer) if isinstance(task, Visit) else answer
         yield from self.map(Visit(message, evaluate.of(message.client), round) for message in messages)
 
     def rest(self) -> None:

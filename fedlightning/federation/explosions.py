@@ -8,18 +8,23 @@ training converges must not make an ordinary one look large. In the first round 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fedlightning.errors import warn
+from fedlightning.federation.parts import Part
 from fedlightning.messages import Update
 from fedlightning.scoring.metrics import bare
 from fedlightning.tensors import State
+
+if TYPE_CHECKING:
+    from fedlightning.federation.federation import Federation
+    from fedlightning.federation.server import Server
 
 FACTOR = 1e3
 """Multiple of the usual value from which a value is an explosion."""
@@ -31,7 +36,7 @@ UPDATE = "update"
 
 
 @dataclass
-class Explosions:
+class Explosions(Part):
     """Watches the sizes of updates and losses over the rounds of a run.
 
     Attributes:
@@ -45,21 +50,23 @@ class Explosions:
     _now: dict[str, dict[str, float]] = field(default_factory=dict)  # of this round, by what and by client
     _entries: dict[str, str] = field(default_factory=dict)  # the entry that has moved most, by client
 
-    def plain(self) -> dict[str, Any]:
-        """Return what the run's state keeps."""
+    key = "explosions"
+
+    def state(self) -> dict[str, Any]:
         return {"usual": self.usual, "warnings": self.warnings}
 
-    @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> Explosions:
-        """Return what :meth:`plain` gave."""
-        return cls(dict(plain.get("usual", {})), list(plain.get("warnings", [])))
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.usual, self.warnings = dict(state.get("usual", {})), list(state.get("warnings", []))
 
-    def look(self, update: Update, model: State, trainable: Iterable[str]) -> None:
-        """Take in an update that has arrived, with the model that it started from."""
+    def on_round_start(self, server: Server) -> None:
+        self._now.clear()
+        self._entries.clear()
+
+    def on_update(self, server: Server, update: Update, before: State) -> None:
         pairs = {
-            name: (update.state[name], model[name])
-            for name in trainable
-            if name in update.state and update.state[name].shape == model[name].shape
+            name: (update.state[name], before[name])
+            for name in server.architecture(update.model).trainable
+            if name in update.state and update.state[name].shape == before[name].shape
         }
         suspect = False
         for metric, value in update.metrics.items():
@@ -72,8 +79,9 @@ class Explosions:
             if suspect:
                 self._entries[update.client] = max(pairs, key=lambda name: _sortable(_distance(*pairs[name])))
 
-    def end_round(self, round: int) -> None:
+    def on_round_trained(self, federation: Federation, updates: Sequence[Update]) -> None:
         """Warn of this round's explosions, once a client, and note what was usual in it."""
+        round = federation.server.round + 1
         warned = {entry["client"] for entry in self.warnings}
         for what in sorted(self._now, key=lambda what: what != UPDATE):  # which names the entry
             values = self._now[what]
@@ -90,10 +98,8 @@ class Explosions:
         self._now.clear()
         self._entries.clear()
 
-    def forget_round(self) -> None:
-        """Forget what was seen of a round that is not finished."""
-        self._now.clear()
-        self._entries.clear()
+    def summary(self, federation: Federation) -> dict[str, Any]:
+        return {"warnings": self.warnings} if self.warnings else {}
 
     def _add(self, what: str, client: str, value: float) -> bool:
         """Note a value; return True if it may be an explosion."""

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
     from fedlightning.federation.engine import Task
+    from fedlightning.federation.server import Server
 
 Answer = TypeVar("Answer")
 Record = TypeVar("Record")
@@ -203,7 +204,7 @@ class Attempt:
 
     def settle(self, answer: Answer, record: Record) -> tuple[Answer, Record | None] | None:
         """Check an answer that has arrived. Return it with the record to keep, or `None` if the task is to be tried again."""
-        arrived = self.owner.check(self.task, answer)
+        arrived = self.owner.accept(self.task, answer)
         failed = self.task.failure(arrived)
         if failed is not None:
             self.tries += 1
@@ -220,11 +221,6 @@ class Attempt:
             self.owner.decisions.add(self.address, reason)
 
 
-def _unchecked(task: Any, answer: Any) -> Any:
-    """Return every answer as it came."""
-    return answer
-
-
 def _nobody(client: str, reason: str, where: str, decision: str) -> None:
     """Tell nobody of a failure."""
 
@@ -237,14 +233,14 @@ class Attempts:
         policy: The trainer's arguments.
         decisions: Tasks that are left out for reasons of the machine.
         note: Is told of a failure that is tried again: client, reason, where, decision.
-        check: Checks the answer to a task on arrival: returns it, or one that says why it was refused.
+        server: Accepts the answers to tasks on arrival, or says why it refuses them; `None`: they are taken as they come.
         clock: Seconds; a test brings its own.
     """
 
     policy: FailurePolicy = FailurePolicy()
     decisions: Decisions = field(default_factory=Decisions)
     note: Callable[[str, str, str, str], None] = _nobody
-    check: Callable[[Any, Any], Any] = _unchecked
+    server: Server | None = None
     clock: Callable[[], float] = time.monotonic
     _counts: Counter[tuple[int, str, str]] = field(default_factory=Counter)
     _round: int = -1
@@ -257,6 +253,11 @@ class Attempts:
             self._round = address[0]
         self._counts[address] += 1
         return Attempt(self, task, (*address, self._counts[address]))
+
+    def accept(self, task: Task[Any], answer: Any) -> Any:
+        """Return an answer that has arrived as the server takes it."""
+        accept = getattr(task, "accept", None)  # only updates are refused
+        return answer if accept is None or self.server is None else accept(self.server, answer)
 
     @property
     def too_slow(self) -> str:

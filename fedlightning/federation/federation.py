@@ -5,10 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
-
-from lightning.pytorch.utilities import rank_zero_info
 
 from fedlightning.federation import stages as stage_scores
 from fedlightning.federation import statistics
@@ -20,15 +18,13 @@ from fedlightning.federation.failures import Decisions, FederationError, in_orde
 from fedlightning.federation.intake import note_work, tell_of_misses
 from fedlightning.federation.loops import Loop, Synchronous
 from fedlightning.federation.loops.synchronous import messages
-from fedlightning.federation.outgoing import covered, in_words
-from fedlightning.federation.rehearsal import Rehearsal
+from fedlightning.federation.parts import Parts
 from fedlightning.federation.server import Server
 from fedlightning.federation.state import save_state
 from fedlightning.federation.store import ClientStore
 from fedlightning.federation.summary import evaluation_of, summary_of
 from fedlightning.federation.terms import terms_of
 from fedlightning.federation.unseen import Unseen
-from fedlightning.federation.update_checks import checked
 from fedlightning.hooks import POOLED, SumCodec
 from fedlightning.run.files import is_writer
 from fedlightning.run.persistence import FLUSHED, set_aside
@@ -95,7 +91,7 @@ class Federation:
     _of_rounds: dict[str, Any] | None = None  # the recorder's mark before the visits after the last round
 
     def __post_init__(self) -> None:
-        self.engine.attempts.note = self._note_try
+        self.engine.attempts.note, self.engine.attempts.server = self._note_try, self.server
         self.server.sites = dict(self.engine.sites)
         self.left_out: list[str] = []
         if not self.engine.runner.described.together:
@@ -106,6 +102,11 @@ class Federation:
         self.asked_evaluate_every = self.evaluate_every
         if self.server.callbacks.withholding("scores"):
             self.evaluate_every = 0
+
+    @property
+    def parts(self) -> Parts:
+        """What attaches to the federation."""
+        return self.server.parts
 
     @cached_property
     def unseen(self) -> Unseen:
@@ -144,8 +145,7 @@ class Federation:
     def begin(self) -> None:
         """Begin a new federation: tell the callbacks, and find out what must not change when the run is resumed."""
         self.remember_decisions()
-        if told := in_words(self.server.callbacks, self.server.outgoing):
-            rank_zero_info(told)
+        self.parts.tell("on_begin", self)
         if self.engine.statistics is not None and self.recorder.run is not None and self.recorder.writes:
             statistics.keep(self.engine, self.recorder.run.path)
         self.server.callbacks.event("on_federation_start", self.server)
@@ -165,8 +165,8 @@ class Federation:
         self.decisions.load(self.rounds_done)
 
     def check(self) -> None:
-        """Refuse what cannot work, before round 1: see :class:`~fedlightning.federation.rehearsal.Rehearsal`."""
-        Rehearsal(self).ask()
+        """Refuse what cannot work, before round 1."""
+        self.parts.tell("check", self)
 
     def round(self, progress: NoProgress) -> None:
         """Carry out one round: train, score, tell the callbacks, save.
@@ -193,14 +193,13 @@ class Federation:
         splits = (("val",) if due else ()) + (("test",) if last and self.test_data else ())
         scored = None if server.evaluated is server.clients else frozenset(server.evaluated)
         inside = Evaluate(splits if "L2" in self.stages else (), self.evaluate_data, scored)
-        server.norms.forget_round()
+        self.parts.tell("on_round_start", server)
         updates = self.loop.round(server, self.engine, inside, progress.client_done)
         codec = server.callbacks.find(SumCodec)
         if codec is not None:  # secrets of clients that dropped out, which nobody asks for any more
             self.store.forget(sorted({update.client for update in updates}), codec.key)
         tell_of_misses(server, updates, self.engine.attempts.policy)
-        server.explosions.end_round(server.round + 1)
-        server.norms.end_round()
+        self.parts.tell("on_round_trained", self, updates)
         rows = stage_scores.update_rows(updates, server.model_of, server.round)
         rows += self._validated() if due else []
         if due and self.stages and server.round < self.evaluate_every:  # the first time
@@ -258,8 +257,7 @@ class Federation:
                 "spent": self.server.spent,
                 "failures": self.server.failures,
                 "stopped": self.server.stopped,
-                "explosions": self.server.explosions.plain(),
-                "norms": self.server.norms.plain(),
+                **self.parts.state(),
                 "local_loop": self.engine.runner.loop.reason,
             } | ({"changes": self.changes} if self.changes else {})
             extra |= {FLUSHED: True} if self.loop.flushes and self.rounds_done == server.max_rounds else {}
@@ -288,7 +286,7 @@ class Federation:
         server.round = self.rounds_done
         self.costs.spent_of_rounds = dict(server.spent)
         jobs = [replace(job, returns=()) for job in owner.final_jobs(server)]
-        for update in self.engine.run(messages(server, jobs), Evaluate(), partial(checked, server)):
+        for update in self.engine.run(messages(server, jobs), Evaluate()):
             server.steps += update.steps
             note_work(server, update, after_last_round=True)
             self.recorder.log_clients([update])
@@ -323,14 +321,8 @@ class Federation:
             | ({"held_out": self.unseen.summary()} if self.server.held_out else {})
             | ({"stopped": self.server.stopped} if self.server.rounds < self.server.max_rounds else {})
             | ({"failures": in_order(self.server.failures, self.server.clients)} if self.server.failures else {})
-            | ({"leaves": told} if (told := self._leaves()) else {})
-            | ({"warnings": self.server.explosions.warnings} if self.server.explosions.warnings else {})
+            | self.parts.summary(self)
         )
-
-    def _leaves(self) -> list[dict[str, str]]:
-        """Return what leaves clients and how it is covered, where a callback protects them."""
-        found = covered(self.server.callbacks, self.server.outgoing)
-        return [{"what": item.what, "when": item.when, "cover": cover} for item, cover in found]
 
     def _kept(self) -> set[str]:
         """Return the names of all selected models, the server's and the clients'."""

@@ -59,7 +59,7 @@ class Intake:
         server = self.server
         if trained:
             before = server.models[update.model] if sent is None else {**server.models[update.model], **sent}
-            server.explosions.look(update, before, server.architecture(update.model).trainable)
+            server.parts.tell("on_update", server, update, before)
         if update.state or (trained and server.callbacks.find(SumCodec) is not None):
             self.aggregation.fold(update, base)
         else:

@@ -74,10 +74,6 @@ class Norms:
         """Forget what was seen of a round that is not finished."""
         self._now.clear()
 
-    def plain(self) -> dict[str, list[float]]:
-        """Return what the run's state keeps."""
-        return self.usual
-
 
 def norm_of(values: Iterable[Tensor]) -> float:
     """Return the norm of some tensors together; finite if all their numbers are (as far as float64 goes)."""

@@ -23,7 +23,6 @@ from fedlightning.federation.server import Server
 from fedlightning.federation.store import ClientStore
 from fedlightning.federation.summary import describe_clients
 from fedlightning.federation.unseen import Unseen
-from fedlightning.federation.update_checks import checked
 from fedlightning.hooks import NEWCOMER, CallbackList, Facts, FederatedCallback, Job, Placing
 from fedlightning.messages import Message, Update
 from fedlightning.run.files import readable_json, write_text_atomically, writing
@@ -161,7 +160,7 @@ class Onboarding:
                 return {client: place for client, place in (end.value or {}).items() if client in self.newcomers}
             answers = []
             engine.store = ClientStore()  # every visit is a first one
-            for update in engine.run(self._messages(jobs), Evaluate(), partial(checked, server)):
+            for update in engine.run(self._messages(jobs), Evaluate()):
                 reason = update.error
                 if reason is None and not update.contributed:
                     reason = f"client '{update.client}' took no training step, by which it would find its place"

@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities import rank_zero_info
 
 from fedlightning.errors import listed
+from fedlightning.federation.parts import Part
 from fedlightning.hooks import CallbackList, Change, Kind, Outgoing, Protection, UpdateCodec
 from fedlightning.messages import Extra, Spec
 
 if TYPE_CHECKING:
     from fedlightning.federation.federation import Federation
     from fedlightning.federation.server import Server
+
+
+class OutgoingReport(Part):
+    """Says what leaves clients and how it is covered, where a callback protects them."""
+
+    def on_begin(self, federation: Federation) -> None:
+        if told := in_words(federation.server.callbacks, federation.server.outgoing):
+            rank_zero_info(told)
+
+    def on_restored(self, federation: Federation) -> None:
+        federation.server.outgoing = outgoing_of(federation)
+
+    def summary(self, federation: Federation) -> dict[str, Any]:
+        items = covered(federation.server.callbacks, federation.server.outgoing)
+        rows = [{"what": item.what, "when": item.when, "cover": cover} for item, cover in items]
+        return {"leaves": rows} if rows else {}
 
 
 def outgoing_of(federation: Federation) -> list[Outgoing]:

@@ -21,6 +21,7 @@ from fedlightning.federation.engine import Task
 from fedlightning.federation.failures import at_site
 from fedlightning.federation.loops.synchronous import Synchronous
 from fedlightning.federation.outgoing import outgoing_of
+from fedlightning.federation.parts import Part
 from fedlightning.federation.trial import StepTrials, Tried, TryStep
 from fedlightning.hooks import POOLED, Change, FederatedCallback, Setup, changes_of, refuse_combinations
 from fedlightning.hooks.facts import EVERY_SCORE
@@ -36,6 +37,13 @@ WORDS = {POOLED: "pooled data", "clients": "other clients' data"}
 
 class BatchElsewhere(BaseException):
     """A check asks for a client's batch, and the clients' data are elsewhere. No `except Exception` of a check catches it."""
+
+
+class Preflight(Part):
+    """Asks before round 1 what cannot work."""
+
+    def check(self, federation: Federation) -> None:
+        Rehearsal(federation).ask()
 
 
 class Rehearsal:

@@ -11,9 +11,7 @@ from fedlightning.federation.changes import (
     keep_assigned,
     scored_before,
 )
-from fedlightning.federation.explosions import Explosions
 from fedlightning.federation.federation import MARKS, Federation
-from fedlightning.federation.outgoing import outgoing_of
 from fedlightning.federation.state import check_extra, restore_state
 from fedlightning.federation.terms import spent_of
 from fedlightning.hooks.families import Protection
@@ -36,7 +34,7 @@ def restore(federation: Federation, go_on: bool, allow_changes: bool = False, al
     run = federation.recorder.run
     assert run is not None
     federation.rounds_done, extra, in_flight = restore_state(run.last, federation.server, federation.store, go_on)
-    check_extra(run.last, extra)
+    check_extra(run.last, extra, federation.parts.keys)
     federation.server.stopped = extra["stopped"]
     if go_on:
         federation.loop.load(in_flight)
@@ -68,8 +66,7 @@ def restore(federation: Federation, go_on: bool, allow_changes: bool = False, al
     federation.costs.load(extra)
     federation.server.spent = spent_of(extra["spent"])
     federation.server.failures = list(extra["failures"])
-    federation.server.explosions = Explosions.of(extra["explosions"])
-    federation.server.norms.usual = dict(extra["norms"])
+    federation.parts.load(extra)
     loop = federation.engine.runner.loop
     loop.reason = loop.reason or extra["local_loop"]  # a run that is over trains no more, and tells all the same
     federation.final_done = bool(extra["final"]) and federation.is_over
@@ -92,5 +89,4 @@ def restore(federation: Federation, go_on: bool, allow_changes: bool = False, al
         federation.remember_decisions()
     if changes.joined:
         federation.check()
-    else:  # otherwise told by the check before round 1
-        federation.server.outgoing = outgoing_of(federation)
+    federation.parts.tell("on_restored", federation)

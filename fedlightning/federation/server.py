@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,37 @@ from fedlightning.clock import VirtualClock
 from fedlightning.datamodules.base import in_order
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.federation.architectures import Architecture, architectures_of, refuse_other_choice, refuse_unlike
-from fedlightning.federation.explosions import Explosions
 from fedlightning.federation.failures import at_site
 from fedlightning.federation.models import KeepsModels
-from fedlightning.federation.norms import Norms
-from fedlightning.hooks import POOLED, CallbackList, ClientSelection, FederatedCallback, Job, Outgoing
-from fedlightning.messages import GLOBAL, Message, Update, check_extras, contributors
+from fedlightning.federation.parts import Parts
+from fedlightning.hooks import (
+    POOLED,
+    CallbackList,
+    ClientSelection,
+    FederatedCallback,
+    Job,
+    Outgoing,
+    SumCodec,
+    UpdateCodec,
+)
+from fedlightning.messages import GLOBAL, Message, Update, check_extras, contributors, tree_bytes
 from fedlightning.seeding import first_of_permutation, generator
 from fedlightning.tensors import State, clone, module_state
 
 Scores = dict[tuple[str | None, str, str, str, str], dict[str, tuple[float, int]]]
 """Values and numbers of samples by client; under model (`None`: the global one or what a client made of it), stage,
 data, split and metric."""
+
+
+def refused(message: Message, reason: str) -> Update:
+    """Return the answer in the place of an update that was refused: nothing came, and its client has failed."""
+    update = Update(message.round, message.client, model=message.model, tag=message.tag)
+    return replace(update, error=f"the update of client '{message.client}' was refused: {reason}")
+
+
+def error_in_check(error: Exception) -> str:
+    """Return in a sentence that an update cannot be looked at: nested tensors, dtypes without arithmetic ..."""
+    return f"it cannot be checked: {type(error).__name__}: {' '.join(str(error).split()):.200}"
 
 
 class Server(KeepsModels):
@@ -60,8 +80,7 @@ class Server(KeepsModels):
         failures: Clients that failed so far: round (from 1), client, where (`"training"` or a stage), reason,
             decision.
         sites: Name of each client's site, where clients are at sites.
-        explosions: Watches for updates and losses that explode.
-        norms: How large updates usually are; what is far beyond that is refused.
+        parts: What attaches to the federation: checks of what arrives, warnings, what is saved and printed.
         sizes: Samples of each client in training, validation and test, as they were told before round 1.
         over_rounds: Training samples of a client in rounds 0, 1, ..., the last number from then on, where they change.
         outgoing: All that leaves clients, found before round 1.
@@ -116,8 +135,7 @@ class Server(KeepsModels):
         self.failures: list[dict[str, Any]] = []
         self.stopped: dict[str, Any] | None = None
         self.sites: dict[str, str] = {}
-        self.explosions = Explosions()
-        self.norms = Norms()
+        self.parts = Parts()
         self.sizes: Mapping[str, tuple[int, int, int]] = {}
         self.scores: Scores = {}
         self.outgoing: Sequence[Outgoing] = ()
@@ -304,6 +322,39 @@ class Server(KeepsModels):
             if extras:
                 check_extras(callback.key, extras, callback.wire(own.module).down, own.shapes)
         return message
+
+    def accept(self, message: Message, update: Update) -> Update:
+        """Return an update that has arrived as it may be folded in: decoded, and checked by all parts.
+
+        Returns:
+            The update, or one without entries that says by its `error` why it was refused.
+        """
+        if update.error is not None:
+            return update
+        message = self.message_of_choice(message, update)
+        codec = self.callbacks.answering(UpdateCodec, "encode")
+        single = codec is not None and not isinstance(codec, SumCodec)
+        if codec is not None and single and codec.key in update.extras and update.code_bytes is None:
+            try:
+                state = codec.decode(self, message, update)
+                code_bytes = tree_bytes(update.state) + tree_bytes(update.extras)
+            except Exception as error:
+                return refused(message, error_in_check(error))
+            update.extras = {key: extras for key, extras in update.extras.items() if key != codec.key}
+            update.state, update.code_bytes = state, code_bytes
+        return self.parts.check_update(self, message, update)
+
+    def message_of_choice(self, message: Message, update: Update) -> Message:
+        """Return a message with the entries that its update counts from: those of the model that the update says it is for.
+
+        A client may choose among several models that came. Codes, limits of what a client may change, and attackers go by
+        the one that it chose.
+        """
+        chosen: Any = update.model
+        if chosen == message.model or not isinstance(chosen, str) or chosen not in self.models:
+            return message
+        model = self.models[chosen]
+        return replace(message, state={name: model.get(name, value) for name, value in message.state.items()})
 
     def weight(self, update: Update) -> float:
         """Return an update's weight before normalisation; 0 for one that does not count."""

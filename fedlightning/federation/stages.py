@@ -21,7 +21,6 @@ from fedlightning.federation.engine import Engine
 from fedlightning.federation.server import Scores as ScoresOfRound
 from fedlightning.federation.server import Server
 from fedlightning.federation.store import ClientStore
-from fedlightning.federation.update_checks import fault_of_score
 from fedlightning.hooks import POOLED
 from fedlightning.messages import GLOBAL, Update
 from fedlightning.scoring.rows import EVERYBODY, LATEST, Gap, Row
@@ -138,7 +137,7 @@ def _possible(server: Server, row: Row) -> Row:
     """Return a score, or a gap in the place of one that cannot be."""
     if isinstance(row, Gap):
         return row
-    why = fault_of_score(server, row.client, row.data, row.split, row.metric, row.value, row.num_samples)
+    why = server.parts.check_score(server, row)
     return row if why is None else Gap(**vars(row), reason=why)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ SERVER_TYPES: dict[str, Any] = (
 )
 EXTRA = (
     *("seconds", "evaluation_seconds", "history", "spent_of_rounds", "final", "lasting", "clients", "held_out"),
-    *("metrics", "loggers", "spent", "failures", "stopped", "explosions", "norms", "local_loop"),
+    *("metrics", "loggers", "spent", "failures", "stopped", "local_loop"),
 )
 """Values that lie beside the server's state and the records."""
 RECORD_TYPES: dict[str, Any] = {
@@ -109,9 +110,9 @@ def restore_state(
     return saved.rounds_done, saved.extra, found[LOOP]
 
 
-def check_extra(folder: Path, extra: dict[str, Any]) -> None:
-    """Refuse a state without the values that lie beside the server's state."""
-    missing = [name for name in EXTRA if name not in extra]
+def check_extra(folder: Path, extra: dict[str, Any], parts: Sequence[str]) -> None:
+    """Refuse a state without the values that lie beside the server's state, those of parts among them."""
+    missing = [name for name in (*EXTRA, *parts) if name not in extra]
     if missing:
         raise DamagedStateError(f"The state in {folder} is damaged: its manifest has no '{missing[0]}'.")
 

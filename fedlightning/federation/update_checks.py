@@ -7,70 +7,117 @@ What is too large (:mod:`fedlightning.federation.norms`) is refused here too, be
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fedlightning.blueprint.client_logger import MEDIA
 from fedlightning.datamodules.base import SPLITS
-from fedlightning.federation.norms import norm_of, norm_of_change, norm_of_sent, numbers_in
-from fedlightning.federation.server import Server
-from fedlightning.hooks import Change, FederatedCallback, SumCodec, UpdateCodec
-from fedlightning.messages import ClientLog, Extra, Message, Update, check_extras, sizes_in, tree_bytes
+from fedlightning.errors import ConfigurationError
+from fedlightning.federation.norms import FACTOR, Norms, norm_of, norm_of_change, norm_of_sent, numbers_in
+from fedlightning.federation.parts import Part
+from fedlightning.federation.server import Server, error_in_check, refused
+from fedlightning.hooks import Change, FederatedCallback, SumCodec
+from fedlightning.messages import ClientLog, Extra, Message, Update, check_extras, sizes_in
 from fedlightning.scoring.metrics import outside
-from fedlightning.scoring.rows import EVERYBODY
+from fedlightning.scoring.rows import EVERYBODY, Row
 from fedlightning.tensors import first_nonfinite
+
+if TYPE_CHECKING:
+    from fedlightning.federation.federation import Federation
 
 COUNTERS = ("num_samples", "steps", "skipped", "own_steps", "selections")
 MOST = 2**53
 """Counts beyond this are none: sums of them are no whole numbers any more."""
 
 
-def checked(server: Server, message: Message, update: Update) -> Update:
-    """Return an update as it may be folded in: itself, or one that says why it was left out."""
-    if update.error is not None:
-        return update
-    norms: dict[str, float] = {}
-    codec = server.callbacks.answering(UpdateCodec, "encode")
-    try:
-        message = relative_to(server, message, update)
-        single = codec is not None and not isinstance(codec, SumCodec)
-        if codec is not None and single and codec.key in update.extras and update.code_bytes is None:
-            _decode(server, codec, message, update)
-        reason = _first_fault(server, message, update, norms)
-    except Exception as error:  # tensors that cannot be looked at: nested, of a dtype without arithmetic ...
-        reason = f"it cannot be checked: {type(error).__name__}: {' '.join(str(error).split()):.200}"
-    if reason is None:
-        server.norms.note(message.client, message.visit, norms)
-        return update
-    answer = Update(message.round, message.client, model=message.model, tag=message.tag)
-    return replace(answer, error=f"the update of client '{message.client}' was refused: {reason}")
+class UpdateChecks(Part):
+    """Refuses updates that break a rule, or are far larger than is usual.
 
-
-def relative_to(server: Server, message: Message, update: Update) -> Message:
-    """Return a message with the entries that its update counts from: those of the model that the update says it is for.
-
-    A client may choose among several models that came. Codes, limits of what a client may change, and attackers go by the
-    one that it chose.
+    Args:
+        limit: Multiple of the usual norm beyond which an update is refused; `None`: none is, for its size.
     """
-    chosen: Any = update.model
-    if chosen == message.model or not isinstance(chosen, str) or chosen not in server.models:
-        return message
-    model = server.models[chosen]
-    return replace(message, state={name: model.get(name, value) for name, value in message.state.items()})
+
+    key = "norms"
+
+    def __init__(self, limit: float | None = FACTOR) -> None:
+        self.norms = Norms(limit)
+
+    def state(self) -> dict[str, list[float]]:
+        return self.norms.usual
+
+    def load(self, state: Mapping[str, list[float]]) -> None:
+        self.norms.usual = dict(state)
+
+    def check(self, federation: Federation) -> None:
+        """Refuse a limit that somebody has set where nobody shows single updates."""
+        codec = federation.server.callbacks.find(SumCodec)
+        if codec is not None and self.norms.factor not in (None, FACTOR):
+            raise ConfigurationError(
+                f"update_limit={self.norms.factor:g} looks at single updates, which {codec.key} does not show the server. "
+                "Leave it out."
+            )
+
+    def on_restored(self, federation: Federation) -> None:
+        self.check(federation)
+
+    def on_round_start(self, server: Server) -> None:
+        self.norms.forget_round()
+
+    def check_update(self, server: Server, message: Message, update: Update) -> Update:
+        sizes = Sizes(self.norms)
+        try:
+            reason = _first_fault(server, message, update, sizes)
+        except Exception as error:  # tensors that cannot be looked at: nested, of a dtype without arithmetic ...
+            reason = error_in_check(error)
+        if reason is not None:
+            return refused(message, reason)
+        self.norms.note(message.client, message.visit, sizes.norms)
+        return update
+
+    def check_score(self, server: Server, row: Row) -> str | None:
+        return _fault_of_score(server, row.client, row.data, row.split, row.metric, row.value, row.num_samples)
+
+    def on_round_trained(self, federation: Federation, updates: Sequence[Update]) -> None:
+        self.norms.end_round()
 
 
-def _decode(server: Server, codec: UpdateCodec, message: Message, update: Update) -> None:
-    """Put the entries that a code stands for into an update in its place."""
-    state, code_bytes = codec.decode(server, message, update), tree_bytes(update.state) + tree_bytes(update.extras)
-    update.extras = {key: extras for key, extras in update.extras.items() if key != codec.key}
-    update.state, update.code_bytes = state, code_bytes
+class Sizes:
+    """The norms of what one update holds, each compared with what is usual.
+
+    Args:
+        usual: What is usual.
+
+    Attributes:
+        norms: The norms so far, by what was measured.
+    """
+
+    def __init__(self, usual: Norms) -> None:
+        self.usual = usual
+        self.norms: dict[str, float] = {}
+
+    def fault(self, what: str, kind: str, norm: float, sent: Callable[[], float]) -> str | None:
+        """Take in a norm; return in words that it is too large; `None` if it is not.
+
+        Args:
+            what: What was measured.
+            kind: One of :data:`~fedlightning.federation.norms.POWERS`.
+            norm: Its norm.
+            sent: Gives the norm of what was sent, which is the measure in the first round.
+        """
+        self.norms[what] = norm
+        beyond = self.usual.limit(what, kind, sent, norm)
+        if beyond is None:
+            return None
+        of = "is usual" if what in self.usual.usual else "is that of what it was sent"
+        limit = f"update_limit={self.usual.factor:g}"
+        return f"the norm {norm:.3g}, and {beyond[1]:.3g} {of}: more than {beyond[0]:.3g} is refused ({limit})"
 
 
-def _first_fault(server: Server, message: Message, update: Update, norms: dict[str, float]) -> str | None:
+def _first_fault(server: Server, message: Message, update: Update, sizes: Sizes) -> str | None:
     # a client may choose among the server's models
     if not isinstance(update.model, str) or update.model not in server.models:
         return f"it is for model {update.model!r}; the server has {sorted(server.models)}"
@@ -90,8 +137,8 @@ def _first_fault(server: Server, message: Message, update: Update, norms: dict[s
         return f"num_samples is {update.num_samples}, but the client has {most} training samples"
     return (
         _fault_of_scores(server, update)
-        or _fault_of_state(server, message, update, norms)
-        or next(filter(None, (_fault_of_extras(server, message, update, one, norms) for one in server.callbacks)), None)
+        or _fault_of_state(server, message, update, sizes)
+        or next(filter(None, (_fault_of_extras(server, message, update, one, sizes) for one in server.callbacks)), None)
     )
 
 
@@ -111,7 +158,7 @@ def _fault_of_scores(server: Server, update: Update) -> str | None:
     if not isinstance(logs, list) or not all(map(_is_log, logs)):
         return "what it has logged is no list of numbers or media by name"
     train = [("L2", "local", "train", metric, value, 0) for metric, value in metrics.items()]
-    found = [(row, fault_of_score(server, update.client, *row[1:])) for row in (*train, *update.evaluations)]
+    found = [(row, _fault_of_score(server, update.client, *row[1:])) for row in (*train, *update.evaluations)]
     if any(why for _, why in found):  # gaps: the update itself is as good as any
         update.gaps = [*update.gaps, *((*row[:3], why) for row, why in found if why)]
         update.metrics = {row[3]: row[4] for row, why in found[: len(train)] if not why}
@@ -119,7 +166,7 @@ def _fault_of_scores(server: Server, update: Update) -> str | None:
     return None
 
 
-def fault_of_score(
+def _fault_of_score(
     server: Server, client: str, data: str, split: str, metric: str, value: float, num_samples: int
 ) -> str | None:
     """Return why a score cannot be one; `None` if it can. One that is not defined may be a NaN."""
@@ -162,7 +209,7 @@ def _fault_of_tensor(name: str, value: Any, like: Tensor | None = None) -> str |
 
 
 # -- entries of the model ----------------------------------------------------------------------------------------------
-def _fault_of_state(server: Server, message: Message, update: Update, norms: dict[str, float]) -> str | None:
+def _fault_of_state(server: Server, message: Message, update: Update, sizes: Sizes) -> str | None:
     state: Any = update.state
     if not isinstance(state, dict):
         return f"its state is a {type(state).__name__}, not named tensors"
@@ -188,7 +235,7 @@ def _fault_of_state(server: Server, message: Message, update: Update, norms: dic
             )
         if resized and (fault := _fault_of_part(server, message, name, value, model[name])) is not None:
             return fault
-    return _fault_of_change(server, message, update, norms)
+    return _fault_of_change(server, message, update, sizes)
 
 
 def _fault_of_part(server: Server, message: Message, name: str, value: Tensor, whole: Tensor) -> str | None:
@@ -202,7 +249,7 @@ def _fault_of_part(server: Server, message: Message, name: str, value: Tensor, w
     return None
 
 
-def _fault_of_change(server: Server, message: Message, update: Update, norms: dict[str, float]) -> str | None:
+def _fault_of_change(server: Server, message: Message, update: Update, sizes: Sizes) -> str | None:
     """Return what is wrong with the size of an update's change; numbers that are not finite have no size."""
     model, kinds = server.models[update.model], server.architecture(update.model).kinds
     parts: dict[str, dict[str, tuple[Tensor, Tensor | None]]] = {"parameters": {}, "buffers": {}}
@@ -220,12 +267,11 @@ def _fault_of_change(server: Server, message: Message, update: Update, norms: di
                 return f"'{bad}' holds NaN or infinite values"
             pairs = {name: pair for name, pair in pairs.items() if math.isfinite(norm_of_change([pair]))}  # a mask
             norm = norm_of_change(pairs.values())
-        norms[what] = norm
         bases = {name: message.state.get(name, model[name]) for name in pairs}
-        beyond = server.norms.limit(what, what, lambda bases=bases: norm_of_sent(bases.values()), norm)  # type: ignore[misc]
-        if beyond is not None:
+        fault = sizes.fault(what, what, norm, lambda bases=bases: norm_of_sent(bases.values()))  # type: ignore[misc]
+        if fault is not None:
             most = max(pairs, key=lambda name: norm_of_change([pairs[name]]))
-            return f"its change of the {what} has {_too_large(server, what, norm, beyond)}; it moves '{most}' most"
+            return f"its change of the {what} has {fault}; it moves '{most}' most"
     return None
 
 
@@ -235,16 +281,9 @@ def _first_nonfinite(state: Mapping[str, Tensor], model: Mapping[str, Tensor]) -
     return first_nonfinite({name: value for name, value in state.items() if bool(torch.isfinite(model[name]).all())})
 
 
-def _too_large(server: Server, what: str, norm: float, beyond: tuple[float, float]) -> str:
-    most, usual = beyond
-    of = "is usual" if what in server.norms.usual else "is that of what it was sent"
-    limit = f"update_limit={server.norms.factor:g}"
-    return f"the norm {norm:.3g}, and {usual:.3g} {of}: more than {most:.3g} is refused ({limit})"
-
-
 # -- extras ------------------------------------------------------------------------------------------------------------
 def _fault_of_extras(
-    server: Server, message: Message, update: Update, callback: FederatedCallback, norms: dict[str, float]
+    server: Server, message: Message, update: Update, callback: FederatedCallback, sizes: Sizes
 ) -> str | None:
     extras: Any = update.extras
     if not isinstance(extras, dict) or not all(isinstance(entry, Mapping) for entry in extras.values()):
@@ -269,12 +308,16 @@ def _fault_of_extras(
     try:
         known = sizes_in(message.extras.get(key, {}), wire.down)
         check_extras(key, found, declared, own.shapes, known)
-        callback.check_update(server, message, update)
+        measured = callback.check_update(server, message, update) or {}
     except ValueError as error:
         return str(error)
+    for what, (norm, sent) in measured.items():
+        fault = sizes.fault(f"{key}'s {what}", "parameters", norm, partial(float, sent))
+        if fault is not None:
+            return f"{key}'s {what} has {fault}"
     model = server.models[update.model]
     for name, value in found.items():
-        fault = _fault_of_extra(server, update, f"{key}'s '{name}'", Extra.of(declared[name]), value, model, norms)
+        fault = _fault_of_extra(server, update, f"{key}'s '{name}'", Extra.of(declared[name]), value, model, sizes)
         if fault is not None:
             return fault
     return None
@@ -287,7 +330,7 @@ def _fault_of_extra(
     extra: Extra,
     value: Any,
     model: Mapping[str, Tensor],
-    norms: dict[str, float],
+    sizes: Sizes,
 ) -> str | None:
     shaped = extra.form in ("parameters", "state", "states")
     if extra.form in ("parameters", "state"):
@@ -316,7 +359,6 @@ def _fault_of_extra(
         return f"{what} counts more samples than the {total} of client '{update.client}'"
     if extra.whole or extra.counts or extra.gaps:
         return None
-    norms[what] = norm
     kind = "entries" if shaped else "extra"
-    beyond = server.norms.limit(what, kind, lambda: math.sqrt(max(sum(one.numel() for one in numbers), 1)), norm)
-    return None if beyond is None else f"{what} has {_too_large(server, what, norm, beyond)}"
+    fault = sizes.fault(what, kind, norm, lambda: math.sqrt(max(sum(one.numel() for one in numbers), 1)))
+    return None if fault is None else f"{what} has {fault}"

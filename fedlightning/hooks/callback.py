@@ -211,8 +211,14 @@ class FederatedCallback(Callback):
     def on_send(self, client: Client, update: Update) -> None:
         """Add extras to an update that is about to leave, drop or encode entries, store client state."""
 
-    def check_update(self, server: Server, message: Message, update: Update) -> None:
+    def check_update(
+        self, server: Server, message: Message, update: Update
+    ) -> Mapping[str, tuple[float, float]] | None:
         """Refuse an update that what is declared in :meth:`wire` cannot tell from a good one, before it is taken in.
+
+        Returns:
+            Norms that say how large the update is in the method's own terms, each with that of what was sent: an update
+            is refused where one is far larger than is usual (`update_limit`).
 
         Raises:
             ValueError: With a sentence: its client has failed. Any other exception says the same.

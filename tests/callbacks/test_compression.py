@@ -35,7 +35,7 @@ from fedlightning.callbacks import (
     TrimmedMean,
 )
 from fedlightning.federation.failures import FederationError
-from fedlightning.federation.update_checks import relative_to
+from fedlightning.federation.server import Server
 from fedlightning.messages import Message, Update
 from tests.conformance.case import Case
 from tests.helpers import CLASSES, NormNet, Spy, Toy, close, federate, global_state, make_trainer, same, toy_data
@@ -242,7 +242,7 @@ def test_an_update_that_names_another_model_is_measured_against_that():
     server = SimpleNamespace(models={"global": {"w": torch.zeros(2)}, "centre 1": {"w": torch.ones(2)}})
     message = replace(visit(), state={"w": torch.zeros(2)})
     for model, value in (("global", 0.0), ("centre 1", 1.0), ("nobody's", 0.0), (["global"], 0.0)):
-        start = relative_to(server, message, Update(0, "a", model=model)).state
+        start = Server.message_of_choice(server, message, Update(0, "a", model=model)).state
         assert start["w"].tolist() == [value] * 2
 
 

@@ -33,7 +33,7 @@ from fedlightning.callbacks import (
 )
 from fedlightning.callbacks.shared import fixed_point
 from fedlightning.federation.failures import FederationError
-from fedlightning.federation.loops import Asynchronous, Synchronous, synchronous
+from fedlightning.federation.loops import Asynchronous, Synchronous
 from fedlightning.federation.server import Server
 from fedlightning.hooks import Job
 from fedlightning.messages import Update
@@ -306,14 +306,14 @@ def told(tensors, plain):
 def test_the_server_sees_masked_integers_only(gone, monkeypatch, tmp_path):
     """Every message in, every object of the server, every saved file: no piece of a plain update, at whatever scale."""
     record, came, held = Recorder(monkeypatch), [], []
-    checked = synchronous.checked
+    accept = Server.accept
 
     def seeing(server, message, update):
         came.append(copy.deepcopy(dataclasses.replace(update, cause=None)))
         held.extend(tensor.clone() for tensor in tensors_of(server, {}))
-        return checked(server, message, update)
+        return accept(server, message, update)
 
-    monkeypatch.setattr(synchronous, "checked", seeing)
+    monkeypatch.setattr(Server, "accept", seeing)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = federate(module(), toy_data(SIZES), [Fails(**gone), SecureAggregation()], tmp_path, max_rounds=1)

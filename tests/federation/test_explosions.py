@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from fedlightning.callbacks import FedAvg, FedIT
 from fedlightning.federation.explosions import FACTOR, Explosions
 from fedlightning.federation.failures import FederationError
 from fedlightning.messages import Update
-from tests.helpers import CLASSES, FEATURES, Toy, make_trainer, toy_data
+from tests.helpers import CLASSES, FEATURES, Toy, make_trainer, part_of, toy_data
 
 
 class Diverging(Toy):
@@ -59,7 +60,7 @@ def test_a_large_rate_is_told_once_for_every_client(engine):
 def test_fedit_does_not_diverge_without_a_word():
     trainer = make_trainer(None, [FedIT(r=2)], max_rounds=6, local_steps=3, update_limit=None)
     assert told(trainer, Diverging(lr=0.9))
-    assert all("lora" in one["entry"] for one in trainer.server.explosions.warnings)
+    assert all("lora" in one["entry"] for one in part_of(trainer, Explosions).warnings)
 
 
 def test_an_ordinary_run_is_told_nothing(tmp_path):
@@ -78,15 +79,20 @@ def test_a_resumed_run_tells_what_an_unbroken_one_tells(tmp_path):
         parts = told(first, Linear(lr=2.5)) + told(second, Linear(lr=2.5), resume=tmp_path / f"cut{stop}" / "a")
         assert parts == sentences
         assert second.summary["warnings"] == whole.summary["warnings"]
-        assert second.server.explosions.usual == whole.server.explosions.usual
+        assert part_of(second, Explosions).usual == part_of(whole, Explosions).usual
+
+
+def server_of(round):
+    """Return what the part reads of a server in a round, from 1."""
+    return SimpleNamespace(round=round - 1, architecture=lambda model: SimpleNamespace(trainable=["w", "b"]))
 
 
 def feed(explosions, round, values, metric="train_loss"):
     for client, value in values.items():
         state = {"w": torch.full((4,), float(value)), "b": torch.zeros(2)}
         model = {"w": torch.zeros(4), "b": torch.zeros(2)}
-        explosions.look(Update(round - 1, client, state=state, metrics={metric: 1.0}), model, ["w", "b"])
-    explosions.end_round(round)
+        explosions.on_update(server_of(round), Update(round - 1, client, state=state, metrics={metric: 1.0}), model)
+    explosions.on_round_trained(SimpleNamespace(server=server_of(round)), [])
     return [one["client"] for one in explosions.warnings]
 
 
@@ -110,8 +116,8 @@ def test_the_first_round_is_compared_with_itself_and_a_warm_up_is_none():
     for round in range(1, 40):  # a rate that grows in small steps
         assert feed(slow, round, {"a": 0.001 * 1.3**round, "b": 0.001 * 1.3**round}) == []
     nan = Explosions()
-    nan.look(Update(0, "a", metrics={"train_loss": math.nan, "train_acc": math.inf}), {}, [])
-    nan.end_round(1)
+    nan.on_update(server_of(1), Update(0, "a", metrics={"train_loss": math.nan, "train_acc": math.inf}), {})
+    nan.on_round_trained(SimpleNamespace(server=server_of(1)), [])
     assert [(one["client"], one["what"], one["value"]) for one in nan.warnings] == [("a", "train_loss", "nan")]
 
 
@@ -119,6 +125,6 @@ def test_the_norm_of_a_large_entry_is_estimated_well():
     explosions = Explosions()
     model = {"w": torch.randn(300, 300, generator=torch.Generator().manual_seed(0))}
     update = Update(0, "a", state={"w": (model["w"] * 1.5).half()})
-    explosions.look(update, model, ["w"])
-    explosions.end_round(1)
+    explosions.on_update(server_of(1), update, model)
+    explosions.on_round_trained(SimpleNamespace(server=server_of(1)), [])
     assert explosions.usual["update"][0] == pytest.approx(float(model["w"].norm()) / 2, rel=0.05)

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from fedlightning.callbacks import fedgh, fedgkt
-from fedlightning.federation.loops import synchronous
-from fedlightning.federation.update_checks import checked
+from fedlightning.federation.update_checks import UpdateChecks
 from fedlightning.testing.toys import ToyData, federate
 from tests.conformance.case import collect
 
 CASES = collect("CASES")
 LIAR = "site1"
+CHECK = UpdateChecks.check_update
 
 
 def in_tree(change, tree):
@@ -47,12 +47,12 @@ OF = {  # lies that a method's own numbers can tell
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("method", "lie"), [(method, lie) for method, lies in OF.items() for lie in lies])
 def test_a_lie_is_the_liars_failure(method, lie, monkeypatch):
-    def lying(server, message, update):
+    def lying(self, server, message, update):
         if update.error is None and message.client == LIAR:
             update.extras = in_tree(LIES[lie], update.extras)
-        return checked(server, message, update)
+        return CHECK(self, server, message, update)
 
-    monkeypatch.setattr(synchronous, "checked", lying)
+    monkeypatch.setattr(UpdateChecks, "check_update", lying)
     case = CASES[method]
     given = {"evaluate_every": 0, "max_rounds": 2, "test_data": []} | case.arguments
     trainer = federate(copy.deepcopy(case.algorithm), ToyData(), None, **given)
@@ -63,13 +63,13 @@ def test_a_lie_is_the_liars_failure(method, lie, monkeypatch):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("method", ["FLoRA", "HetLoRA pruning", "HeteroFL"])
 def test_a_part_of_another_shape_is_the_liars_failure(method, monkeypatch):
-    def lying(server, message, update):
+    def lying(self, server, message, update):
         if update.error is None and message.client == LIAR:
             first = next(name for name, value in update.state.items() if value.ndim)
             update.state = {**update.state, first: update.state[first][:1]}
-        return checked(server, message, update)
+        return CHECK(self, server, message, update)
 
-    monkeypatch.setattr(synchronous, "checked", lying)
+    monkeypatch.setattr(UpdateChecks, "check_update", lying)
     case = CASES[method]
     given = {"evaluate_every": 0, "max_rounds": 2, "test_data": []} | case.arguments
     trainer = federate(copy.deepcopy(case.algorithm), ToyData(), None, **given)
@@ -96,16 +96,16 @@ def test_a_part_of_another_shape_is_the_liars_failure(method, monkeypatch):
 def test_rows_of_another_width_are_the_liars_failure(method, name, more, monkeypatch):
     reasons = []
 
-    def lying(server, message, update):
+    def lying(self, server, message, update):
         for extras in update.extras.values() if message.client == "site0" else ():  # the first: nobody to compare with
             if update.error is None and name in extras:
                 rows = extras[name]
                 extras[name] = torch.cat([rows, rows[:, :1]], 1) if more > 0 else rows[:, :-1]
-        answer = checked(server, message, update)
+        answer = CHECK(self, server, message, update)
         reasons.append(answer.error or name)
         return answer
 
-    monkeypatch.setattr(synchronous, "checked", lying)
+    monkeypatch.setattr(UpdateChecks, "check_update", lying)
     case = CASES[method]
     given = {"evaluate_every": 0, "max_rounds": 2, "test_data": []} | case.arguments
     trainer = federate(copy.deepcopy(case.algorithm), ToyData((12, 7, 10)), None, **given)
@@ -116,12 +116,12 @@ def test_rows_of_another_width_are_the_liars_failure(method, name, more, monkeyp
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("method", "name"), [("FedGH", "prototypes"), ("FedGKT", "features")])
 def test_most_clients_tell_the_width_where_the_head_does_not(method, name, monkeypatch):
-    def lying(server, message, update):
+    def lying(self, server, message, update):
         for extras in update.extras.values() if message.client == "site0" else ():
             extras[name] = torch.cat([extras[name], extras[name][:, :1]], 1)
-        return checked(server, message, update)
+        return CHECK(self, server, message, update)
 
-    monkeypatch.setattr(synchronous, "checked", lying)
+    monkeypatch.setattr(UpdateChecks, "check_update", lying)
     for one in (fedgh, fedgkt):
         monkeypatch.setattr(one, "head_widths", lambda module, head: (-1, -1))
     case = CASES[method]

@@ -15,7 +15,8 @@ from fedlightning.clock import SampleSpeed, VirtualClock
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.loops import Asynchronous
 from fedlightning.federation.norms import FACTOR, TINY, WINDOW, Norms, norm_of_sent
-from tests.helpers import CLASSES, FEATURES, NormNet, Toy, federate, make_trainer, same, toy_data
+from fedlightning.federation.update_checks import UpdateChecks
+from tests.helpers import CLASSES, FEATURES, NormNet, Toy, federate, make_trainer, part_of, same, toy_data
 
 NAME = "net.0.weight"
 
@@ -82,7 +83,7 @@ def test_where_the_line_is(begin):
     """In round 1 at a thousand times the norm of the model; later at that of the usual change."""
     model = federate(toy(), toy_data(), [], max_rounds=1, local_epochs=1)
     reference = norm_of_sent(toy().state_dict().values())
-    usual = model.server.norms.usual["parameters"][0]
+    usual = part_of(model, UpdateChecks).norms.usual["parameters"][0]
     limit = FACTOR * (reference if begin == 0 else usual)
     for share, refused in ((0.5, False), (4.0, True)):
         trainer = federate(toy(), toy_data(), [Liar(begin, factor=share * limit / usual)], max_rounds=begin + 1)
@@ -173,5 +174,5 @@ def test_a_resumed_run_decides_as_an_unbroken_one(tmp_path):
     other = make_trainer(tmp_path, [Liar(3, factor=1e5)], max_rounds=5, version="cut", **given)
     other.fit(toy(), datamodule=toy_data(), resume=tmp_path / "run" / "cut")
     assert failed(whole) == failed(other) == [(4, "0"), (5, "0")]
-    assert whole.server.norms.usual == other.server.norms.usual
+    assert part_of(whole, UpdateChecks).norms.usual == part_of(other, UpdateChecks).norms.usual
     same(whole.server.model, other.server.model)

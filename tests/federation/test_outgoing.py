@@ -75,7 +75,7 @@ def test_the_client_holds_to_it_whoever_asks():
 
 def test_a_dry_run_the_log_and_the_summary_show_how_it_is_covered(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr("fedlightning.federation.federation.rank_zero_info", said.append)
+    monkeypatch.setattr("fedlightning.federation.outgoing.rank_zero_info", said.append)
     trainer = make_trainer(tmp_path, [FedAvg(), Quiet()], max_rounds=1)
     text = str(trainer.dry_run(Toy(), toy_data([24, 16])))
     assert "what leaves clients" in text and "withheld      validation scores of stages G, L1, L2" in text

@@ -10,7 +10,6 @@ import torch
 from fedlightning import FederatedCallback
 from fedlightning.algorithm import Change, Facts
 from fedlightning.callbacks import HeteroFL
-from fedlightning.federation.update_checks import checked
 from fedlightning.hooks import Job
 from fedlightning.messages import ClientLog, Extra, Update, Wire
 from tests.helpers import Toy, federate, same, spied, toy_data
@@ -90,9 +89,9 @@ def test_a_good_update_passes_untouched_and_a_missing_entry_does_not():
     update = Update(
         message.round, "0", state={name: value.clone() for name, value in server.model.items()}, num_samples=3
     )
-    assert checked(server, message, update) is update
+    assert server.accept(message, update) is update
     del update.state[NAME]
-    assert "'net.0.weight' was asked for and is missing" in str(checked(server, message, update).error)
+    assert "'net.0.weight' was asked for and is missing" in str(server.accept(message, update).error)
 
 
 def test_a_mask_of_infinities_may_stay_one():
@@ -101,7 +100,7 @@ def test_a_mask_of_infinities_may_stay_one():
     message = server.message(Job("0"))
     server.models["global"] = {**server.model, NAME: torch.full_like(server.model[NAME], float("-inf"))}
     update = Update(message.round, "0", state=dict(server.model), num_samples=3)
-    assert checked(server, message, update) is update
+    assert server.accept(message, update) is update
 
 
 # -- extras, by their declaration -----------------------------------------------------------------------------------------
@@ -232,7 +231,7 @@ def scored(**changes):
     update = Update(server.round, "0", state=dict(server.model), num_samples=3)
     for name, value in changes.items():
         setattr(update, name, value)
-    return checked(server, server.message(Job("0")), update)
+    return server.accept(server.message(Job("0")), update)
 
 
 def row(metric, value, size=1, split="val"):

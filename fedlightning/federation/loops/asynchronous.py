@@ -19,7 +19,6 @@ from fedlightning.federation.loops.base import Loop, allowed, last_scores, left_
 from fedlightning.federation.loops.in_flight import HeldRecords, InFlight, Planned
 from fedlightning.federation.loops.synchrony import refuse_synchronous
 from fedlightning.federation.server import Server
-from fedlightning.federation.update_checks import checked
 from fedlightning.hooks import Arrivals, AsynchronousMethod
 from fedlightning.messages import Update
 from fedlightning.ranges import PositiveShare, Range
@@ -150,7 +149,6 @@ class Asynchronous(Loop):
             FederationError: If nobody can be reached any more, or every visit fails.
             TooFewClientsError: If fewer clients than needed contributed.
         """
-        server.explosions.forget_round()
         server.callbacks.event("on_round_start", server)
         rule, width = self._rule(server), self._width(server)
         planned, intake = self._planned_by(engine), Intake(server, engine.attempts.policy, report)
@@ -247,7 +245,7 @@ class Asynchronous(Loop):
         engine.store = held
         try:
             messages = (job.message for job in flights)
-            answers = engine.run(messages, evaluate, partial(checked, server), server.round)
+            answers = engine.run(messages, evaluate, server.round)
             for job, update in zip(flights, answers, strict=True):
                 job.carried_out(self.clock, update, held.new(job.client))
         finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Annotated
 
 from fedlightning.clock import AlwaysAvailable, VirtualClock
@@ -15,7 +14,6 @@ from fedlightning.federation.intake import Intake
 from fedlightning.federation.loops.base import Loop, allowed, left_out
 from fedlightning.federation.loops.timing import Late, RoundTimes
 from fedlightning.federation.server import Server
-from fedlightning.federation.update_checks import checked, relative_to
 from fedlightning.hooks import AsynchronousMethod, Job, Plan
 from fedlightning.messages import Message, Update, contributors
 from fedlightning.ranges import Range, needs
@@ -142,7 +140,6 @@ def run_round(
         FederationError: If every visit of the round, or of a list of several jobs, failed; the first failure is its cause.
         TooFewClientsError: If fewer clients than needed contributed.
     """
-    server.explosions.forget_round()
     server.callbacks.event("on_round_start", server)
     intake = Intake(server, engine.attempts.policy, report)
     visits: Counter[str] = Counter()
@@ -203,17 +200,17 @@ def begin_plan(server: Server) -> tuple[Plan, list[Job] | None]:
 
 
 def visit_all(server: Server, engine: Engine, sent: Iterator[Message], evaluate: Evaluate) -> Iterator[Update]:
-    """Yield the checked updates of messages; attackers who work together get hold of all of them before."""
-    check, attackers = partial(checked, server), server.callbacks.intercepting()
+    """Yield the accepted updates of messages; attackers who work together get hold of all of them before."""
+    attackers = server.callbacks.intercepting()
     if not attackers:
-        yield from engine.run(sent, evaluate, check)
+        yield from engine.run(sent, evaluate)
         return
-    held = list(sent)
-    updates = list(engine.run(held, evaluate, check))
-    held = [relative_to(server, message, update) for message, update in zip(held, updates, strict=True)]
+    all_sent = list(sent)
+    updates = list(engine.run(all_sent, evaluate))
+    all_sent = [server.message_of_choice(message, update) for message, update in zip(all_sent, updates, strict=True)]
     for attacker in attackers:
-        attacker.intercept(server, held, updates)
-    yield from map(check, held, updates)
+        attacker.intercept(server, all_sent, updates)
+    yield from map(server.accept, all_sent, updates)
 
 
 def take_in(intake: Intake, job: Job, update: Update, late: str | None) -> Update:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Annotated, Any
 
 from fedlightning.clock import VirtualClock
@@ -15,7 +14,6 @@ from fedlightning.federation.intake import Intake
 from fedlightning.federation.loops.base import Loop, last_scores
 from fedlightning.federation.loops.in_flight import Planned
 from fedlightning.federation.server import Server
-from fedlightning.federation.update_checks import checked
 from fedlightning.hooks import Decentralised
 from fedlightning.messages import Message, Update
 from fedlightning.ranges import Range, at_most_one
@@ -112,7 +110,6 @@ class WaitFree(Loop):
             FederationError: If nobody can be reached any more, or every visit fails.
             TooFewClientsError: If fewer clients than needed contributed.
         """
-        server.explosions.forget_round()
         server.callbacks.event("on_round_start", server)
         owner = server.callbacks.answering(Decentralised, "neighbours")
         assert owner is not None
@@ -213,7 +210,7 @@ class WaitFree(Loop):
             message.visit = self._steps[client][0]
             server.bytes_down += message.num_bytes
             messages.append(message)
-        answers = engine.run(messages, evaluate, partial(checked, server))
+        answers = engine.run(messages, evaluate)
         for message, update in zip(messages, answers, strict=True):
             intake.count(update)
             if update.error is None:
