@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
@@ -21,19 +21,22 @@ from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.engines import make_engine
 from fedlightning.engines.choice import choose
 from fedlightning.errors import ConfigurationError
+from fedlightning.federation.attempts import FailurePolicy
 from fedlightning.federation.dry_run import DISTINCT, SMALL, UNSEEN_CLIENTS, FewClients, distinct_clients, dry_run
 from fedlightning.federation.dry_run_report import DryRun
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.explosions import Explosions
-from fedlightning.federation.failures import FailurePolicy
 from fedlightning.federation.federation import Federation
 from fedlightning.federation.loops import Loop, Synchronous
+from fedlightning.federation.loops.timing import Timeline
 from fedlightning.federation.outgoing import OutgoingReport
 from fedlightning.federation.parts import Parts
 from fedlightning.federation.rehearsal import Preflight
+from fedlightning.federation.saving import Saving
 from fedlightning.federation.server import Server
 from fedlightning.federation.statistics import agree_on_statistics
 from fedlightning.federation.store import ClientStore
+from fedlightning.federation.unseen import HeldOutScores
 from fedlightning.federation.update_checks import UpdateChecks
 from fedlightning.fitted import Fitted
 from fedlightning.hooks import POOLED
@@ -165,13 +168,28 @@ class Assembly(Fitted):
         server.evaluated = arguments.evaluated_clients(a["evaluate_clients"], server.clients, everybody.seed)
         server.public_source, server.together = engine.public, known.together
         server.sizes = known.sizes
-        server.parts = Parts([UpdateChecks(a["update_limit"]), Explosions(), Preflight(), OutgoingReport()])
         server.over_rounds = known.over_rounds
         engine.attempts.policy = FailurePolicy(
             on_error=a["on_client_error"],
             retries=a["client_retries"] or 1,
             min_clients=a["min_clients"],
             timeout=a["client_timeout"],
+        )
+
+        def fingerprint_of(joined: Sequence[str], held_out: Sequence[str]) -> dict[str, Any]:
+            described = engine.describe(joined, PARTS)
+            return fingerprint(a, self.callbacks.callbacks, self.ordinary_callbacks, model, described, held_out)
+
+        server.parts = Parts(
+            [
+                UpdateChecks(a["update_limit"]),
+                Explosions(),
+                Preflight(),
+                OutgoingReport(),
+                HeldOutScores(),
+                Timeline(),
+                Saving(a["save_state"], fingerprint_of),
+            ]
         )
         loggers = _loggers(self._logger_argument, run) if is_writer() and go_on else []
         self.recorder = Recorder(run, loggers)
@@ -185,12 +203,8 @@ class Assembly(Fitted):
             test_data=tuple(a["test_data"] if a["test_data"] is not None else (LOCAL, POOLED)),
             evaluate_every=a["evaluate_every"],
             evaluate_seconds=a["evaluate_seconds"],
-            save_every=a["save_state"],
             sanity_check=bool(a["sanity_check"]),
             loop=copy.deepcopy(self.loop),
-            fingerprint=lambda joined, held_out: fingerprint(
-                a, self.callbacks.callbacks, self.ordinary_callbacks, model, engine.describe(joined, PARTS), held_out
-            ),
         )
         return self.federation
 

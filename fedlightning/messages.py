@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -326,3 +326,40 @@ def _is_state(value: Any, shapes: Mapping[str, torch.Size]) -> bool:
     return isinstance(value, Mapping) and all(
         isinstance(tensor, Tensor) and name in shapes and tensor.shape == shapes[name] for name, tensor in value.items()
     )
+
+
+Outcome = Literal["taken", "late", "stale", "failed"]
+"""What became of a job on a virtual clock."""
+
+
+@dataclass(frozen=True)
+class Trip:
+    """A job from its message to its update, in virtual seconds.
+
+    Attributes:
+        round: The round in which it arrived, from 1.
+        client: The client's id.
+        began: When the message left.
+        computed: When the client had computed.
+        arrived: When the update arrived.
+        version: Steps of the server's models when the message left.
+        staleness: Steps that the server had made when it arrived.
+        outcome: What became of it: `"taken"`, or `"late"`, `"stale"`, `"failed"`.
+
+    Example:
+        >>> Trip(1, "a", 0.0, 2.0, 2.5, version=0).ended("late").outcome
+        'late'
+    """
+
+    round: int
+    client: str
+    began: float
+    computed: float
+    arrived: float
+    version: int
+    staleness: int = 0
+    outcome: Outcome = "taken"
+
+    def ended(self, outcome: Outcome) -> Trip:
+        """Return the trip with another outcome."""
+        return replace(self, outcome=outcome)

@@ -20,9 +20,11 @@ from lightning.pytorch.strategies import Strategy
 from fedlightning import arguments
 from fedlightning.assembly import Assembly
 from fedlightning.blueprint.ray_options import RayOptions
+from fedlightning.federation.deployed import export
 from fedlightning.federation.federation import Federation
 from fedlightning.federation.loops import Loop
 from fedlightning.federation.restore import restore
+from fedlightning.federation.saving import Saving
 from fedlightning.federation.terms import optimizer_state_of
 from fedlightning.fitted import ClientView as ClientView
 from fedlightning.hooks import CallbackList, FederatedCallback
@@ -292,7 +294,7 @@ class FederatedTrainer(Assembly):
                 if run is not None:
                     lock = stack.enter_context(only_writer(run.path))
                     run.refuse_used(discard_unsaved=resume == AUTO)
-                if federation.save_every > 0 and self.recorder.writes:
+                if self.arguments["save_state"] > 0 and self.recorder.writes:
                     self.recorder.logs.begin()
             else:
                 restore(federation, True, allow_config_change, allow_new_clients)
@@ -314,7 +316,8 @@ class FederatedTrainer(Assembly):
                         break
             federation.finish()
             federation.summarise(self.arguments)
-            if federation.export():
+            run = self.recorder.run
+            if run is not None and self.recorder.writes and export(run, federation.server, federation.engine):
                 federation.summarise(self.arguments)
             self.recorder.close()
             if request.name is not None and not federation.is_over:
@@ -341,7 +344,7 @@ class FederatedTrainer(Assembly):
 
     # -- helpers ---------------------------------------------------------------------------------------------------
     def _saved(self, resumed: RunFolder | None) -> tuple[int, int]:
-        here = 0 if self.federation is None else self.federation.rounds_saved
+        here = 0 if self.federation is None else self.federation.parts.find(Saving).rounds_saved
         return here or (0 if resumed is None else resumed.rounds_saved()), self.max_rounds
 
     def _copy(self, changes: Mapping[str, Any]) -> FederatedTrainer:

@@ -25,7 +25,7 @@ from fedlightning.callbacks import (
     LocalCheckpoint,
     pFedBayes,
 )
-from fedlightning.federation.failures import FederationError
+from fedlightning.federation.attempts import FederationError
 from fedlightning.hooks import ROLES, CallbackList, Job, Phase
 from fedlightning.hooks.callback import FAMILIES
 from fedlightning.messages import Wire

@@ -11,7 +11,7 @@ from torch import nn
 from fedlightning import FederatedCallback
 from fedlightning.callbacks import FLIU, SCAFFOLD, FedAdam, FedBN, FedPer, FedProx
 from fedlightning.engines.sequential import SequentialEngine
-from fedlightning.federation.failures import FederationError
+from fedlightning.federation.attempts import FederationError
 from fedlightning.messages import Message, Update, Wire, check_extras, tree_bytes
 from fedlightning.tensors import module_state
 from tests.helpers import NormNet, Toy, federate, toy_data

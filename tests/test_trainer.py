@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from fedlightning import FederatedCallback, FederatedTrainer
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.callbacks import FLIU, SCAFFOLD, Central, FedAdam, FedPer, FedProx, Local, LocalCheckpoint
-from fedlightning.federation.failures import FederationError
+from fedlightning.federation.attempts import FederationError
 from fedlightning.hooks import Job
 from fedlightning.tensors import module_state
 from tests.helpers import (

@@ -27,8 +27,8 @@ from fedlightning.engines.ray_worker import Pieces, Source, environment_for, pac
 from fedlightning.engines.scheduling import WorkersEngine
 from fedlightning.engines.worker import READY, Reply
 from fedlightning.errors import ConfigurationError
+from fedlightning.federation.attempts import FederationError
 from fedlightning.federation.engine import Task
-from fedlightning.federation.failures import FederationError
 from fedlightning.federation.store import ClientStore
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.runner import LocalRunner

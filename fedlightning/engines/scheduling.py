@@ -17,8 +17,8 @@ from typing import Any, Protocol, TypeVar
 from fedlightning.engines.pool import UnpicklableError
 from fedlightning.engines.worker import Reply
 from fedlightning.errors import ConfigurationError
+from fedlightning.federation.attempts import Attempt, Attempts
 from fedlightning.federation.engine import Engine, Task
-from fedlightning.federation.failures import Attempt, Attempts
 from fedlightning.federation.store import ClientStore
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.runner import LocalRunner

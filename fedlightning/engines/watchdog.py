@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from fedlightning.errors import ControlFlow
-from fedlightning.federation.failures import Attempts, ClientTimeoutError
+from fedlightning.federation.attempts import Attempts, ClientTimeoutError
 
 GRACE = 30.0
 """Seconds after which the process is ended if the interrupted code has not come back."""

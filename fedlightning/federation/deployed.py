@@ -14,7 +14,7 @@ from fedlightning.errors import listed
 from fedlightning.federation.brought import Brought
 from fedlightning.federation.deploy import Deploy, exporter_of, file_of, no_checkpoint
 from fedlightning.federation.engine import Engine
-from fedlightning.federation.server import Server
+from fedlightning.federation.server import AFTER_LAST_ROUND, Server
 from fedlightning.federation.stages import deploy_what_is_sent
 from fedlightning.hooks import NEWCOMER
 from fedlightning.run import checkpoints
@@ -91,8 +91,8 @@ def export(run: RunFolder, server: Server, engine: Engine) -> bool:
         path, answer = folder / "clients" / file_of(client), found.get(client)
         if answer is None or answer.reason is not None:
             reason = no_checkpoint(client, unsent[client] if answer is None else str(answer.reason))
-            engine.attempts.policy.stop_at(client, reason, WHEN)
-            server.note_failure(client, reason, "checkpoint", WHEN, "not written")
+            engine.attempts.policy.stop_at(client, reason, AFTER_LAST_ROUND)
+            server.note_failure(client, reason, "checkpoint", AFTER_LAST_ROUND, "not written")
             with writing(path):
                 path.unlink(missing_ok=True)  # of an earlier end of this run
         elif answer.is_shared and len(server.clients) > LINKED:
@@ -115,8 +115,6 @@ def export(run: RunFolder, server: Server, engine: Engine) -> bool:
 
 LINKED = 1000
 """Clients up to which each has a file of its own among the exported checkpoints, be it a link to the global one."""
-WHEN = "After the last round"
-"""Start of what is said of clients whose models cannot be written."""
 
 
 def _with_files(server: Server, engine: Engine) -> list[str]:

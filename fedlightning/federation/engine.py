@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
-from fedlightning.federation.failures import Attempts
+from fedlightning.federation.attempts import Attempts
 from fedlightning.federation.store import ClientStore
 from fedlightning.hooks import POOLED
 from fedlightning.messages import Message, Update

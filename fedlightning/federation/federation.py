@@ -5,40 +5,29 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from fedlightning.federation import stages as stage_scores
 from fedlightning.federation import statistics
-from fedlightning.federation.changes import Fingerprint, refuse_mixed_validation
+from fedlightning.federation.attempts import FederationError, in_order
 from fedlightning.federation.costs import Costs
-from fedlightning.federation.deployed import WHEN, export
 from fedlightning.federation.engine import Engine
-from fedlightning.federation.failures import Decisions, FederationError, in_order
 from fedlightning.federation.intake import note_work, tell_of_misses
 from fedlightning.federation.loops import Loop, Synchronous
 from fedlightning.federation.loops.synchronous import messages
 from fedlightning.federation.parts import Parts
-from fedlightning.federation.server import Server
-from fedlightning.federation.state import save_state
+from fedlightning.federation.server import AFTER_LAST_ROUND, Server
 from fedlightning.federation.store import ClientStore
 from fedlightning.federation.summary import evaluation_of, summary_of
 from fedlightning.federation.terms import terms_of
-from fedlightning.federation.unseen import Unseen
 from fedlightning.hooks import POOLED, SumCodec
-from fedlightning.run.files import is_writer
-from fedlightning.run.persistence import FLUSHED, set_aside
 from fedlightning.run.recorder import Recorder
-from fedlightning.run.timeline import draw_timeline, note_trips
 from fedlightning.scoring.rows import Row, of_clients
 from fedlightning.scoring.tasks import LOCAL
 from fedlightning.visit.requests import Evaluate
 
 if TYPE_CHECKING:
     from fedlightning.run.progress import NoProgress
-
-MARKS = ("metrics", "loggers")
-"""What a saved state knows of the recorder."""
 
 
 @dataclass
@@ -56,15 +45,10 @@ class Federation:
         test_data: Whose data :meth:`evaluate` scores on.
         evaluate_every: Rounds between evaluations; 0: never.
         evaluate_seconds: Virtual seconds between evaluations, instead; `None`: counted in rounds.
-        save_every: Rounds between saved states; 0: never.
-        fingerprint: Gives what must not change when the run is resumed.
         sanity_check: Whether :meth:`check` tries one batch of every step.
-        changes: What has changed all the same, because the user allowed it.
         rounds_done: Finished rounds.
-        rounds_saved: Rounds of the newest saved state.
         final_done: Whether the visits after the last round have happened.
         costs: What the run has cost so far.
-        scored: Clients that the newest scored round has scored, if it is of a restored run.
         asked_evaluate_every: Rounds between evaluations as the user wants it, where a callback withholds scores too.
         left_out: Data that scores were asked for on and that are not in one place.
     """
@@ -77,18 +61,12 @@ class Federation:
     evaluate_data: tuple[str, ...]
     test_data: tuple[str, ...]
     evaluate_every: int
-    save_every: int
-    fingerprint: Fingerprint = lambda joined, held_out: {}
     sanity_check: bool = True
     evaluate_seconds: float | None = None
     loop: Loop = field(default_factory=Synchronous)
-    changes: list[str] = field(default_factory=list)
     rounds_done: int = 0
-    rounds_saved: int = 0
     final_done: bool = False
     costs: Costs = field(default_factory=Costs)
-    scored: list[str] | None = None
-    _of_rounds: dict[str, Any] | None = None  # the recorder's mark before the visits after the last round
 
     def __post_init__(self) -> None:
         self.engine.attempts.note, self.engine.attempts.server = self._note_try, self.server
@@ -108,19 +86,9 @@ class Federation:
         """What attaches to the federation."""
         return self.server.parts
 
-    @cached_property
-    def unseen(self) -> Unseen:
-        """The clients that are held out, to be scored."""
-        return Unseen(self.server, self.engine)
-
     def _note_try(self, client: str, reason: str, where: str, decision: str) -> None:
-        when = WHEN if where == "checkpoint" else ""
+        when = AFTER_LAST_ROUND if where == "checkpoint" else ""
         self.server.note_failure(client, reason, where.split()[0], when, decision)
-
-    @property
-    def decisions(self) -> Decisions:
-        """Clients that were left out because of the machine, which holds for rounds that are done again."""
-        return self.engine.attempts.decisions
 
     @property
     def history(self) -> list[dict[str, float]]:
@@ -137,32 +105,12 @@ class Federation:
         """Whether all rounds are done."""
         return self.rounds_done >= self.server.rounds
 
-    @cached_property
-    def lasting(self) -> dict[str, Any]:
-        """What must not change when the run is resumed."""
-        return self.fingerprint((), self.server.held_out)
-
     def begin(self) -> None:
-        """Begin a new federation: tell the callbacks, and find out what must not change when the run is resumed."""
-        self.remember_decisions()
-        self.parts.tell("on_begin", self)
+        """Begin a new federation: tell the callbacks and the parts."""
         if self.engine.statistics is not None and self.recorder.run is not None and self.recorder.writes:
             statistics.keep(self.engine, self.recorder.run.path)
         self.server.callbacks.event("on_federation_start", self.server)
-        if self._saves:
-            assert self.lasting is not None  # found before round 1, not in its time
-
-    @property
-    def _saves(self) -> bool:
-        """Whether this process saves states."""
-        return self.recorder.run is not None and self.recorder.writes and self.save_every > 0
-
-    def remember_decisions(self) -> None:
-        """Keep decisions that the machine forces on the run in its folder, and read those that are there."""
-        run = self.recorder.run
-        if run is not None and is_writer():
-            self.decisions.path = run.decisions
-        self.decisions.load(self.rounds_done)
+        self.parts.tell("on_begin", self)
 
     def check(self) -> None:
         """Refuse what cannot work, before round 1."""
@@ -181,7 +129,7 @@ class Federation:
         try:
             self._round(progress)
         except (FederationError, stage_scores.ScoringError):
-            self.decisions.undo(self.rounds_done + 1)  # who resumes wants its clients tried again
+            self.parts.tell("on_round_failed", self)
             raise
 
     def _round(self, progress: NoProgress) -> None:
@@ -189,7 +137,7 @@ class Federation:
         server.round = self.rounds_done
         progress.round_started(server.round, self.loop.visits(server))
         last = server.round + 1 == server.rounds
-        due = self._is_evaluated(server.round)
+        due = self.is_evaluated(server.round)
         splits = (("val",) if due else ()) + (("test",) if last and self.test_data else ())
         scored = None if server.evaluated is server.clients else frozenset(server.evaluated)
         inside = Evaluate(splits if "L2" in self.stages else (), self.evaluate_data, scored)
@@ -205,65 +153,27 @@ class Federation:
         if due and self.stages and server.round < self.evaluate_every:  # the first time
             stage_scores.tell_of_silence(server, self.engine, "val", rows, asked=False)
         server.scores = stage_scores.by_client(rows)
-        self.recorder.record(rows + (self._unseen() if due else []))
+        self.recorder.record(rows + (self.parts.score(self, ("val",), self.stages) if due else []))
         self.recorder.log_clients(updates)
-        if server.run_dir is not None and self.recorder.writes and self.loop.trips:
-            note_trips(server.run_dir, self.loop.trips)
+        self.parts.tell("on_round_scored", self, rows, updates)
         server.callbacks.event("on_round_end", server)
         self.rounds_done = server.round + 1
-        if not due and self._is_evaluated(server.round):  # a callback has just made it the last one
-            self.recorder.record([*self._validated(), *self._unseen()])
+        if not due and self.is_evaluated(server.round):  # a callback has just made it the last one
+            self.recorder.record(self._validated() + self.parts.score(self, ("val",), self.stages))
         self.costs.tick()
         self.costs.count(self.server, self.loop.clock is not None)
-        self.save()
+        self.parts.tell("on_round_end", self)
         progress.round_ended(server.round, rows)
 
     def _validated(self) -> list[Row]:
         """Score the server's and the clients' models on validation data."""
         started = time.monotonic()
-        self.scored = None
         evaluate = Evaluate(("val",), self.evaluate_data)
         rows = stage_scores.stage_g(self.server, self.engine, evaluate) if "G" in self.stages else []
         if "L1" in self.stages:
             rows = rows + stage_scores.stage_l1(self.server, self.engine, evaluate, rows)
         self.costs.evaluation_seconds += time.monotonic() - started
         return rows
-
-    def _unseen(self) -> list[Row]:
-        return self.unseen.rows(("val",), self.stages) if self.server.held_out else []
-
-    @cached_property
-    def _who(self) -> dict[str, Any]:
-        """The clients, for the saved states; who they are does not change from the first of them on."""
-        assert self.recorder.run is not None
-        assigned = dict(self.server.blueprint.assigned)
-        lasting = {"clients": self.server.clients, "held_out": self.server.held_out}
-        return set_aside(self.recorder.run.last, lasting | ({"assigned": assigned} if assigned else {}))
-
-    def save(self) -> None:
-        """Write the complete state, if this round is one to write."""
-        if not self._saves:
-            return
-        assert self.recorder.run is not None
-        server = self.server
-        if self.rounds_done % self.save_every == 0 or self.is_over:
-            extra = {
-                **self.costs.state(),
-                "final": self.final_done,
-                "lasting": self.lasting,
-                **self._who,
-                **self.recorder.mark(),
-                **{f"{name}_of_rounds": mark for name, mark in (self._of_rounds or {}).items()},
-                "spent": self.server.spent,
-                "failures": self.server.failures,
-                "stopped": self.server.stopped,
-                **self.parts.state(),
-                "local_loop": self.engine.runner.loop.reason,
-            } | ({"changes": self.changes} if self.changes else {})
-            extra |= {FLUSHED: True} if self.loop.flushes and self.rounds_done == server.max_rounds else {}
-            save_state(self.recorder.run.last, self.server, self.store, self.rounds_done, extra, self.loop.state())
-            self.rounds_saved = self.rounds_done
-            self.recorder.logs.begun()
 
     def finish(self) -> None:
         """Carry out the final visits if all rounds are done, then end the federation for the callbacks."""
@@ -273,8 +183,7 @@ class Federation:
             self._final_jobs()
         server.round = self.last_round
         server.callbacks.event("on_federation_end", server)
-        if server.run_dir is not None and self.recorder.writes and self.loop.clock is not None:
-            draw_timeline(server.run_dir, {int(entry["round"]): entry["time"] for entry in self.history})
+        self.parts.tell("on_end", self)
         self.costs.tick()
 
     def _final_jobs(self) -> None:
@@ -291,16 +200,15 @@ class Federation:
             note_work(server, update, after_last_round=True)
             self.recorder.log_clients([update])
             if update.error is not None:
-                server.note_failure(update.client, update.error, when="After the last round")
-        if self.recorder.run is not None and self.recorder.writes:
-            self._of_rounds = self.recorder.mark()
+                server.note_failure(update.client, update.error, when=AFTER_LAST_ROUND)
+        self.parts.tell("on_rounds_over", self)
         if "L1" in self.stages and self.evaluate_every > 0:
             rows = stage_scores.stage_l1(server, self.engine, Evaluate(("val",), self.evaluate_data))
-            self.recorder.record(rows + self.unseen.rows(("val",), ("L1",)))
+            self.recorder.record(rows + self.parts.score(self, ("val",), ("L1",)))
         self.final_done = True
         self.costs.tick()
         self.costs.count(self.server, self.loop.clock is not None)
-        self.save()
+        self.parts.tell("on_round_end", self)
 
     def summarise(self, arguments: Mapping[str, Any]) -> None:
         """Bring the recorder's results and summary (and `summary.json`) up to date.
@@ -313,12 +221,10 @@ class Federation:
         self.recorder.write_summary(
             summary_of(self.server, self.engine, results, self.rounds_done, self.costs.seconds, arguments, self.history)
             | {
-                "evaluation": evaluation_of(self.server, self.scored),
+                "evaluation": evaluation_of(self.server),
                 "evaluation_seconds": round(self.costs.evaluation_seconds, 3),
             }
             | {"terms": terms_of(self.server, sorted(self._kept()), self._validations())}
-            | ({"config_changes": self.changes} if self.changes else {})
-            | ({"held_out": self.unseen.summary()} if self.server.held_out else {})
             | ({"stopped": self.server.stopped} if self.server.rounds < self.server.max_rounds else {})
             | ({"failures": in_order(self.server.failures, self.server.clients)} if self.server.failures else {})
             | self.parts.summary(self)
@@ -329,7 +235,7 @@ class Federation:
         kept = {entry["name"] for entry in self.server.checkpoints.values()}
         return kept | {e["name"] for client in self.store for e in self.store.note(client).checkpoints.values()}
 
-    def _is_evaluated(self, round: int) -> bool:
+    def is_evaluated(self, round: int) -> bool:
         """Return whether models are scored on validation data at the end of a round, from 0.
 
         In virtual seconds it is the first round that begins at a multiple of them or later: known before it begins.
@@ -345,17 +251,7 @@ class Federation:
 
     def _validations(self) -> int:
         """Return the number of rounds so far in which models were scored on validation data."""
-        return sum(map(self._is_evaluated, range(self.rounds_done)))
-
-    def export(self) -> bool:
-        """Write the models to use as Lightning checkpoints, in the process that writes.
-
-        Returns:
-            Whether a client failed: :meth:`summarise` tells of it.
-        """
-        if self.recorder.run is None or not self.recorder.writes:
-            return False
-        return export(self.recorder.run, self.server, self.engine)
+        return sum(map(self.is_evaluated, range(self.rounds_done)))
 
     def evaluate(self, split: str, checkpoint: str) -> list[Row]:
         """Score the models as they stand, or as callbacks selected them; see `FederatedTrainer.test`."""
@@ -370,8 +266,7 @@ class Federation:
             raise ValueError(
                 f"{key} withholds scores on validation data. Score test data, or give {key}(scores='in the clear')."
             )
-        if split == "val" and self.scored is not None:
-            refuse_mixed_validation(self.scored, server)
+        self.parts.tell("on_evaluate", self, split)
         evaluate = Evaluate((split,), self.test_data)
         rows: list[Row] = []
         if checkpoint in ("latest", "all"):
@@ -382,11 +277,11 @@ class Federation:
                 since=self.rounds_done,
             )
             rows += of_clients((row for row in trained if row.round == self.rounds_done), server.evaluated)
-            rows += self.unseen.rows((split,), ("G", "L1"))
+            rows += self.parts.score(self, (split,), ("G", "L1"))
         if checkpoint != "latest":
             found = stage_scores.checkpoint_rows(server, self.engine, evaluate)
             rows += [row for row in found if checkpoint in ("all", row.checkpoint)]
-            rows += self.unseen.checkpoint_rows((split,), checkpoint)
+            rows += self.parts.score(self, (split,), (), checkpoint)
         stage_scores.tell_of_silence(server, self.engine, split, rows)
         self.recorder.record(rows)
         return rows

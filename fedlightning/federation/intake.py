@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedlightning.errors import warn
 from fedlightning.federation.aggregation import Aggregation
-from fedlightning.federation.failures import FailurePolicy, FederationError, TooFewClientsError
+from fedlightning.federation.attempts import FailurePolicy, FederationError, TooFewClientsError
 from fedlightning.federation.server import Server
 from fedlightning.federation.stages import ScoringError
 from fedlightning.hooks import SumCodec

@@ -7,7 +7,7 @@ and ordered in one place (`assembly.py`), and told of a round in the order of th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from fedlightning.messages import Message, Update
 from fedlightning.scoring.rows import Row
@@ -16,6 +16,8 @@ from fedlightning.tensors import State
 if TYPE_CHECKING:
     from fedlightning.federation.federation import Federation
     from fedlightning.federation.server import Server
+
+P = TypeVar("P")
 
 
 class Part:
@@ -66,11 +68,30 @@ class Part:
     def on_round_failed(self, federation: Federation) -> None:
         """See that a round could not be finished, because of clients that failed."""
 
+    def on_rounds_over(self, federation: Federation) -> None:
+        """See that clients have been visited after the last round; what that has changed is not scored yet."""
+
     def on_round_end(self, federation: Federation) -> None:
-        """See a round end, after the callbacks; and the visits after the last round."""
+        """See a round end, after the callbacks; or the visits after the last round."""
 
     def on_end(self, federation: Federation) -> None:
         """See the federation end, or pause."""
+
+    def on_evaluate(self, federation: Federation, split: str) -> None:
+        """See that a user asks for scores of what is there; refuse, with ``ValueError``, what would not be comparable."""
+
+    def score(
+        self, federation: Federation, splits: Sequence[str], stages: Sequence[str], checkpoint: str
+    ) -> Sequence[Row]:
+        """Return scores of models and clients that the core does not know, to stand beside the federation's.
+
+        Args:
+            federation: The federation.
+            splits: Splits to score on.
+            stages: Stages of the latest models to score; none: none.
+            checkpoint: `"latest"`, or which selected models are scored too: `"all"` or a name.
+        """
+        return ()
 
     def summary(self, federation: Federation) -> Mapping[str, Any]:
         """Return what it adds to `summary.json`."""
@@ -118,6 +139,23 @@ class Parts:
         """Return the first reason why a score cannot be one; `None`: there is none."""
         reasons = (part.check_score(server, row) for part in self._parts)
         return next((reason for reason in reasons if reason is not None), None)
+
+    def score(
+        self, federation: Federation, splits: Sequence[str], stages: Sequence[str], checkpoint: str = "latest"
+    ) -> list[Row]:
+        """Return what the parts score beside the federation."""
+        return [row for part in self._parts for row in part.score(federation, splits, stages, checkpoint)]
+
+    def find(self, kind: type[P]) -> P:
+        """Return the part of a class.
+
+        Raises:
+            LookupError: If there is none.
+        """
+        for part in self._parts:
+            if isinstance(part, kind):
+                return part
+        raise LookupError(f"No {kind.__name__} is attached.")
 
     @property
     def keys(self) -> list[str]:

@@ -16,9 +16,9 @@ from lightning.pytorch import LightningModule
 from fedlightning.datamodules.base import SPLITS
 from fedlightning.errors import ConfigurationError, listed, warn
 from fedlightning.federation.architectures import refuse_mixed, refuse_uncommon
+from fedlightning.federation.attempts import at_site
 from fedlightning.federation.checks import CheckThere, Public, setup_of
 from fedlightning.federation.engine import Task
-from fedlightning.federation.failures import at_site
 from fedlightning.federation.loops.synchronous import Synchronous
 from fedlightning.federation.outgoing import outgoing_of
 from fedlightning.federation.parts import Part
@@ -77,7 +77,6 @@ class Rehearsal:
             partial(refuse_uncommon, self.server),
             self.loop,
             self.engine.check,
-            self.held_out,
             self.steps,
         ):
             question()
@@ -260,11 +259,6 @@ class Rehearsal:
                 "keep until then; here their records are at their sites. Leave out trainer.loop (with a method that runs in "
                 "rounds), or use an engine that has the clients here (engine='sequential')."
             )
-
-    def held_out(self) -> None:
-        """Refuse held-out clients that could never be scored."""
-        if self.server.held_out:
-            self.federation.unseen.check()
 
     def steps(self) -> None:
         """Run one batch of every step that the run will use, on copies."""

@@ -11,7 +11,8 @@ from fedlightning.federation.changes import (
     keep_assigned,
     scored_before,
 )
-from fedlightning.federation.federation import MARKS, Federation
+from fedlightning.federation.federation import Federation
+from fedlightning.federation.saving import MARKS, Saving
 from fedlightning.federation.state import check_extra, restore_state
 from fedlightning.federation.terms import spent_of
 from fedlightning.hooks.families import Protection
@@ -31,14 +32,14 @@ def restore(federation: Federation, go_on: bool, allow_changes: bool = False, al
         ValueError: If the run would go on with another configuration than it was started with, or with clients that it may
             not have or that a callback has no place for, or be scored with others than it trained.
     """
-    run = federation.recorder.run
+    run, saving = federation.recorder.run, federation.parts.find(Saving)
     assert run is not None
     federation.rounds_done, extra, in_flight = restore_state(run.last, federation.server, federation.store, go_on)
     check_extra(run.last, extra, federation.parts.keys)
     federation.server.stopped = extra["stopped"]
     if go_on:
         federation.loop.load(in_flight)
-    federation.rounds_saved = federation.rounds_done
+    saving.rounds_saved = federation.rounds_done
     keep_assigned(extra, federation.server.blueprint, run.path)
     changes = Changes()
     if not go_on:
@@ -47,7 +48,7 @@ def restore(federation: Federation, go_on: bool, allow_changes: bool = False, al
         changes = changes_since(
             extra,
             federation.server,
-            federation.fingerprint,
+            saving.fingerprint,
             run.path,
             rounds_done=federation.rounds_done,
             allow_changes=allow_changes,
@@ -56,10 +57,10 @@ def restore(federation: Federation, go_on: bool, allow_changes: bool = False, al
         for callback in federation.server.callbacks:
             if changes.configuration and isinstance(callback, Protection):
                 callback.check_changes(changes.configuration)
-    federation.scored = scored_before(extra, federation.server, federation.engine.runner.described.seed)
+    saving.scored = scored_before(extra, federation.server, federation.engine.runner.described.seed)
     if not changes.joined:
-        check_rescored(federation.scored, federation.server, run.path, go_on)
-    federation.changes = [*extra.get("changes", []), *changes.told(federation.rounds_done + 1)]
+        check_rescored(saving.scored, federation.server, run.path, go_on)
+    saving.changes = [*extra.get("changes", []), *changes.told(federation.rounds_done + 1)]
     if changes.joined:
         federation.server.round = federation.rounds_done
         join_clients(federation.server, changes.joined)
@@ -86,7 +87,7 @@ def restore(federation: Federation, go_on: bool, allow_changes: bool = False, al
         federation.recorder.start_with(run.read_rows(scored, mark))
     federation.server.round = federation.last_round
     if go_on:
-        federation.remember_decisions()
+        saving.remember_left_out(federation)
     if changes.joined:
         federation.check()
     federation.parts.tell("on_restored", federation)

@@ -16,7 +16,7 @@ from fedlightning.clock import VirtualClock
 from fedlightning.datamodules.base import in_order
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.federation.architectures import Architecture, architectures_of, refuse_other_choice, refuse_unlike
-from fedlightning.federation.failures import at_site
+from fedlightning.federation.attempts import at_site
 from fedlightning.federation.models import KeepsModels
 from fedlightning.federation.parts import Parts
 from fedlightning.hooks import (
@@ -36,6 +36,9 @@ from fedlightning.tensors import State, clone, module_state
 Scores = dict[tuple[str | None, str, str, str, str], dict[str, tuple[float, int]]]
 """Values and numbers of samples by client; under model (`None`: the global one or what a client made of it), stage,
 data, split and metric."""
+
+AFTER_LAST_ROUND = "After the last round"
+"""Start of what is said of clients that fail when all rounds are done."""
 
 
 def refused(message: Message, reason: str) -> Update:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedlightning.errors import ConfigurationError, listed, warn
 from fedlightning.federation.engine import Engine
+from fedlightning.federation.parts import Part
 from fedlightning.federation.server import Server
 from fedlightning.federation.stages import rows_of_global, scores_of_global
 from fedlightning.federation.summary import describe_clients
@@ -23,6 +24,9 @@ from fedlightning.scoring.tasks import LOCAL, ScoreClient, ScoredModel, gaps
 from fedlightning.tensors import module_state
 from fedlightning.visit.failing import client_failure, in_words
 from fedlightning.visit.requests import Evaluate
+
+if TYPE_CHECKING:
+    from fedlightning.federation.federation import Federation
 
 
 def refusal(server: Server, joining: bool = False) -> str | None:
@@ -36,6 +40,36 @@ def refusal(server: Server, joining: bool = False) -> str | None:
     if not server.shared_names() and not (by_method and server.global_module(None) is not None):
         return "No entry of the model travels, so there is no model for a client that never trained."
     return None
+
+
+class HeldOutScores(Part):
+    """Scores the clients that are held out of training, whenever the others are scored."""
+
+    def __init__(self) -> None:
+        self._unseen: Unseen | None = None
+
+    def _of(self, federation: Federation) -> Unseen | None:
+        if self._unseen is None and federation.server.held_out:
+            self._unseen = Unseen(federation.server, federation.engine)
+        return self._unseen
+
+    def check(self, federation: Federation) -> None:
+        """Refuse held-out clients that could never be scored."""
+        if (unseen := self._of(federation)) is not None:
+            unseen.check()
+
+    def score(
+        self, federation: Federation, splits: Sequence[str], stages: Sequence[str], checkpoint: str
+    ) -> Sequence[Row]:
+        unseen = self._of(federation)
+        if unseen is None:
+            return ()
+        selected = [] if checkpoint == "latest" else unseen.checkpoint_rows(splits, checkpoint)
+        return unseen.rows(splits, stages) + selected if stages else selected
+
+    def summary(self, federation: Federation) -> dict[str, Any]:
+        unseen = self._of(federation)
+        return {} if unseen is None else {"held_out": unseen.summary()}
 
 
 class Unseen:

@@ -4,50 +4,17 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from fedlightning.messages import Trip
 from fedlightning.run.files import writing
 from fedlightning.run.round_table import add_round
 
-Outcome = Literal["taken", "late", "stale", "failed"]
 FILE = "timeline.csv"
 MOST = 40
 """Clients that a picture shows."""
-
-
-@dataclass(frozen=True)
-class Trip:
-    """A job from its message to its update, in virtual seconds.
-
-    Attributes:
-        round: The round in which it arrived, from 1.
-        client: The client's id.
-        began: When the message left.
-        computed: When the client had computed.
-        arrived: When the update arrived.
-        version: Steps of the server's models when the message left.
-        staleness: Steps that the server had made when it arrived.
-        outcome: What became of it: `"taken"`, or `"late"`, `"stale"`, `"failed"`.
-
-    Example:
-        >>> Trip(1, "a", 0.0, 2.0, 2.5, version=0).ended("late").outcome
-        'late'
-    """
-
-    round: int
-    client: str
-    began: float
-    computed: float
-    arrived: float
-    version: int
-    staleness: int = 0
-    outcome: Outcome = "taken"
-
-    def ended(self, outcome: Outcome) -> Trip:
-        """Return the trip with another outcome."""
-        return replace(self, outcome=outcome)
 
 
 COLUMNS = tuple(entry.name for entry in fields(Trip))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fedlightning.federation.failures import TooFewClientsError
+from fedlightning.federation.attempts import TooFewClientsError
 from fedlightning.federation.server import Server
 from fedlightning.hooks import Change, FederatedCallback, changes_of
 from fedlightning.scoring.rows import UNSEEN

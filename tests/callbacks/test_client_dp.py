@@ -30,7 +30,7 @@ from fedlightning.callbacks import (
     PoissonSampling,
 )
 from fedlightning.clock import SampleSpeed, VirtualClock
-from fedlightning.federation.failures import FederationError
+from fedlightning.federation.attempts import FederationError
 from fedlightning.federation.loops import Asynchronous, Synchronous
 from fedlightning.messages import Message, Update
 from tests.helpers import NormNet, Toy, federate, global_state, make_trainer, same, toy_data

@@ -25,7 +25,7 @@ from fedlightning.callbacks.client_dp_budget import MODEL, RoundBudget
 from fedlightning.callbacks.shared.fixed_point import FixedPoint
 from fedlightning.callbacks.shared.ledger import Ledger
 from fedlightning.callbacks.shared.spending import spent_by
-from fedlightning.federation.failures import FederationError
+from fedlightning.federation.attempts import FederationError
 from tests.callbacks.test_client_dp import module
 from tests.callbacks.test_secure_aggregation import Fails
 from tests.helpers import Toy, close, federate, global_state, make_trainer, same, toy_data

@@ -34,7 +34,7 @@ from fedlightning.callbacks import (
     TopK,
     TrimmedMean,
 )
-from fedlightning.federation.failures import FederationError
+from fedlightning.federation.attempts import FederationError
 from fedlightning.federation.server import Server
 from fedlightning.messages import Message, Update
 from tests.conformance.case import Case

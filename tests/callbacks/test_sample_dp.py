@@ -36,8 +36,8 @@ from fedlightning.callbacks import (
 from fedlightning.callbacks.sample_dp_budget import room_for
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches
 from fedlightning.callbacks.shared.record_gradients import RecordGradients
+from fedlightning.federation.attempts import FederationError
 from fedlightning.federation.engine import Evaluate
-from fedlightning.federation.failures import FederationError
 from fedlightning.messages import Message
 from fedlightning.visit.visit import carry_out
 from tests.conformance.case import collect

@@ -32,7 +32,7 @@ from fedlightning.callbacks import (
     TopK,
 )
 from fedlightning.callbacks.shared import fixed_point
-from fedlightning.federation.failures import FederationError
+from fedlightning.federation.attempts import FederationError
 from fedlightning.federation.loops import Asynchronous, Synchronous
 from fedlightning.federation.server import Server
 from fedlightning.hooks import Job

@@ -36,7 +36,7 @@ from fedlightning.engines import make_engine, processes, scheduling
 from fedlightning.engines.arena import RemoteTraceback
 from fedlightning.engines.pool import UnpicklableError, own_gpu
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.failures import FederationError
+from fedlightning.federation.attempts import FederationError
 from fedlightning.federation.store import ClientStore
 from fedlightning.hooks import CallbackList
 from fedlightning.testing.toys import ToyData

@@ -26,7 +26,7 @@ from fedlightning.datamodules import DigitsDataModule, DriftingDataModule, IIDPa
 from fedlightning.engines import make_engine, ray_cluster
 from fedlightning.engines.arena import RemoteTraceback
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.failures import FederationError
+from fedlightning.federation.attempts import FederationError
 from fedlightning.federation.store import ClientStore
 from fedlightning.hooks import CallbackList
 from fedlightning.models import MLP, Classifier

@@ -21,7 +21,7 @@ import ray
 from fedlightning.engines import ray as ray_engine
 from fedlightning.engines import ray_cluster, ray_start, ray_sweep
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.failures import FederationError
+from fedlightning.federation.attempts import FederationError
 from tests.engines.test_processes import alive, wait_until
 from tests.helpers import mostly_slow
 

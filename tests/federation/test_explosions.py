@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedlightning.callbacks import FedAvg, FedIT
+from fedlightning.federation.attempts import FederationError
 from fedlightning.federation.explosions import FACTOR, Explosions
-from fedlightning.federation.failures import FederationError
 from fedlightning.messages import Update
 from tests.helpers import CLASSES, FEATURES, Toy, make_trainer, part_of, toy_data
 

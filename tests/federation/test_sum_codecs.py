@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedlightning.algorithm import SumCodec, UpdateCodec, Wire
-from fedlightning.federation.failures import FederationError
+from fedlightning.federation.attempts import FederationError
 from tests.helpers import Spy, Toy, close, federate, global_state, toy_data
 
 SIZES = {"0": 24, "1": 40, "2": 16}

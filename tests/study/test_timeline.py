@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fedlightning.run.timeline import COLUMNS, FILE, Trip, draw_timeline, note_trips, read_trips, timeline_figure
+from fedlightning.messages import Trip
+from fedlightning.run.timeline import COLUMNS, FILE, draw_timeline, note_trips, read_trips, timeline_figure
 from fedlightning.study.export import write_comparison
 from fedlightning.study.report.build import PARTS
 from fedlightning.study.report.context import Context

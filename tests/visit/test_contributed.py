@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from fedlightning import callbacks as c
 from fedlightning.algorithm import Client, FederatedCallback, Message, Update, contributors
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.failures import FederationError, TooFewClientsError
+from fedlightning.federation.attempts import FederationError, TooFewClientsError
 from tests.helpers import Toy, differs, federate, global_state, make_trainer, same, spied, toy_data
 
 LOOPS = ["auto", pytest.param("trainer", marks=pytest.mark.slow)]

@@ -16,7 +16,7 @@ from fedlightning import FederatedTrainer
 from fedlightning.algorithm import FederatedCallback, Phase, Wire
 from fedlightning.callbacks.shared.distillation import kl, logits_of
 from fedlightning.datamodules.public import public_loader
-from fedlightning.federation.failures import FederationError
+from fedlightning.federation.attempts import FederationError
 from fedlightning.tensors import equal
 from fedlightning.testing.toys import ToyData, ToyModule, federate
 from fedlightning.visit.client import Client

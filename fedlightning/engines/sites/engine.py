@@ -25,8 +25,8 @@ from fedlightning.engines.sites.store import SiteStore
 from fedlightning.engines.sites.window import BUDGET, Entry, Window
 from fedlightning.engines.sites.words import in_words
 from fedlightning.errors import ConfigurationError
+from fedlightning.federation.attempts import at_site
 from fedlightning.federation.engine import Engine, Task
-from fedlightning.federation.failures import at_site
 from fedlightning.federation.store import Note
 from fedlightning.messages import Update
 from fedlightning.tensors import module_state

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.failures import FederationError
+from fedlightning.federation.attempts import FederationError
 
 Answer = Callable[[bytes], bytes]
 """A site as a connection sees it: a request in, a reply out. It never raises."""

@@ -14,9 +14,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fedlightning.federation.attempts import Attempt
 from fedlightning.federation.checks import CheckThere
 from fedlightning.federation.engine import Task
-from fedlightning.federation.failures import Attempt
 from fedlightning.federation.trial import TryStep
 
 AHEAD = 4

@@ -12,17 +12,16 @@ import torch
 
 from fedlightning.clock import VirtualClock
 from fedlightning.errors import ConfigurationError
+from fedlightning.federation.attempts import FederationError
 from fedlightning.federation.engine import Engine
-from fedlightning.federation.failures import FederationError
 from fedlightning.federation.intake import Intake
 from fedlightning.federation.loops.base import Loop, allowed, last_scores, left_behind
 from fedlightning.federation.loops.in_flight import HeldRecords, InFlight, Planned
 from fedlightning.federation.loops.synchrony import refuse_synchronous
 from fedlightning.federation.server import Server
 from fedlightning.hooks import Arrivals, AsynchronousMethod
-from fedlightning.messages import Update
+from fedlightning.messages import Outcome, Update
 from fedlightning.ranges import PositiveShare, Range
-from fedlightning.run.timeline import Outcome
 from fedlightning.seeding import generator
 from fedlightning.visit.requests import Evaluate
 

@@ -13,9 +13,8 @@ from fedlightning.errors import ConfigurationError
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.server import Server
 from fedlightning.hooks import POOLED, Change, ClientSelection, Job
-from fedlightning.messages import Update
+from fedlightning.messages import Trip, Update
 from fedlightning.ranges import check_on_creation
-from fedlightning.run.timeline import Trip
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Evaluate
 

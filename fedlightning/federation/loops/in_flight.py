@@ -9,9 +9,8 @@ from typing import Any
 from fedlightning.clock import VirtualClock
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.store import ClientStore
-from fedlightning.messages import ClientLog, Message, Update
+from fedlightning.messages import ClientLog, Message, Outcome, Trip, Update
 from fedlightning.run.persistence import DamagedStateError
-from fedlightning.run.timeline import Outcome, Trip
 from fedlightning.visit.record import ClientRecord
 
 

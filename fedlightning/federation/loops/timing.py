@@ -5,21 +5,40 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from fedlightning.clock import VirtualClock
 from fedlightning.errors import ConfigurationError, warn
+from fedlightning.federation.attempts import FederationError
 from fedlightning.federation.engine import Engine
-from fedlightning.federation.failures import FederationError
 from fedlightning.federation.loops.base import left_behind
 from fedlightning.federation.loops.in_flight import Planned
+from fedlightning.federation.parts import Part
 from fedlightning.federation.server import Server
 from fedlightning.hooks import POOLED, Change, Job
-from fedlightning.messages import Message, Update, tree_bytes
-from fedlightning.run.timeline import Trip
+from fedlightning.messages import Message, Trip, Update, tree_bytes
+from fedlightning.run.timeline import draw_timeline, note_trips
+from fedlightning.scoring.rows import Row
 from fedlightning.visit.record import ClientRecord
 
+if TYPE_CHECKING:
+    from fedlightning.federation.federation import Federation
+
 Late = Literal["drop", "partial"]
+
+
+class Timeline(Part):
+    """Writes and draws what happened when, where the loop has a clock."""
+
+    def on_round_scored(self, federation: Federation, rows: Sequence[Row], updates: Sequence[Update]) -> None:
+        folder, trips = federation.server.run_dir, federation.loop.trips
+        if folder is not None and federation.recorder.writes and trips:
+            note_trips(folder, trips)
+
+    def on_end(self, federation: Federation) -> None:
+        folder, loop = federation.server.run_dir, federation.loop
+        if folder is not None and federation.recorder.writes and loop.clock is not None:
+            draw_timeline(folder, {int(entry["round"]): entry["time"] for entry in federation.history})
 
 
 @dataclass

@@ -8,16 +8,15 @@ from typing import Annotated, Any
 
 from fedlightning.clock import VirtualClock
 from fedlightning.errors import ConfigurationError
+from fedlightning.federation.attempts import FederationError
 from fedlightning.federation.engine import Engine
-from fedlightning.federation.failures import FederationError
 from fedlightning.federation.intake import Intake
 from fedlightning.federation.loops.base import Loop, last_scores
 from fedlightning.federation.loops.in_flight import Planned
 from fedlightning.federation.server import Server
 from fedlightning.hooks import Decentralised
-from fedlightning.messages import Message, Update
+from fedlightning.messages import Message, Outcome, Trip, Update
 from fedlightning.ranges import Range, at_most_one
-from fedlightning.run.timeline import Outcome, Trip
 from fedlightning.tensors import State
 from fedlightning.visit.requests import Evaluate
 

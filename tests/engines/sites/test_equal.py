@@ -17,9 +17,9 @@ from fedlightning.callbacks import (
     SampleDP,
     TopK,
 )
+from fedlightning.federation.attempts import FederationError
 from fedlightning.federation.changes import Changes
 from fedlightning.federation.engine import Visit
-from fedlightning.federation.failures import FederationError
 from fedlightning.messages import Update, tree_bytes
 from fedlightning.testing.runs import same_tree
 from tests.conformance.case import Case, collect

@@ -10,9 +10,9 @@ from fedlightning.callbacks import SCAFFOLD, FedProx
 from fedlightning.engines.sites.agreement import agreement
 from fedlightning.engines.sites.elsewhere import DataElsewhere
 from fedlightning.errors import ConfigurationError
+from fedlightning.federation.attempts import TooFewClientsError
 from fedlightning.federation.deploy import Deploy
 from fedlightning.federation.engine import Visit
-from fedlightning.federation.failures import TooFewClientsError
 from fedlightning.federation.loops import Asynchronous
 from fedlightning.messages import Message, Update
 from fedlightning.run.fingerprint import differences

@@ -11,7 +11,7 @@ from fedlightning.engines.sites.server_log import Run, ServerLog, showing
 from fedlightning.engines.sites.site_log import SiteLog
 from fedlightning.engines.sites.status import FILE, OwnStatus, ServerStatus, StatusFile, printable, read
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.failures import ClientFailedError
+from fedlightning.federation.attempts import ClientFailedError
 from fedlightning.messages import Update
 from fedlightning.run.files import UnreadableError
 from fedlightning.wire import read as packed

@@ -8,8 +8,8 @@ import pytest
 
 from fedlightning.engines.sites import window as windows
 from fedlightning.engines.sites.window import AHEAD, BUDGET, MOST, Entry, Window
+from fedlightning.federation.attempts import Attempts
 from fedlightning.federation.engine import Visit
-from fedlightning.federation.failures import Attempts
 from fedlightning.federation.trial import TryStep
 from fedlightning.messages import Message
 from fedlightning.visit.requests import Evaluate

@@ -34,7 +34,7 @@ from fedlightning.clock import (
     TraceAvailability,
     VirtualClock,
 )
-from fedlightning.federation.failures import FederationError
+from fedlightning.federation.attempts import FederationError
 from fedlightning.federation.loops import Asynchronous
 from fedlightning.run.persistence import DamagedStateError
 from tests.helpers import (

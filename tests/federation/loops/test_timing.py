@@ -22,7 +22,7 @@ from fedlightning.clock import (
     VirtualClock,
 )
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.failures import FederationError
+from fedlightning.federation.attempts import FederationError
 from fedlightning.federation.loops import Asynchronous, Synchronous
 from fedlightning.run.timeline import read_trips
 from tests.federation.loops.test_synchronous import Chosen
@@ -172,7 +172,7 @@ def test_a_plan_that_visits_whom_it_likes_gets_nobody_who_is_away(tmp_path: Path
 def test_resume_and_the_timeline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timelines_are_drawn: Callable[..., None]
 ):
-    monkeypatch.setattr("fedlightning.federation.federation.draw_timeline", timelines_are_drawn)
+    monkeypatch.setattr("fedlightning.federation.loops.timing.draw_timeline", timelines_are_drawn)
     clock = VirtualClock(SampleSpeed(0.1, overhead=0.5), availability=BernoulliAvailability(0.5, slot=2.0))
     loop, module = Synchronous(clock, deadline=3.0), Toy("momentum")
 

@@ -17,15 +17,15 @@ from fedlightning.algorithm import Facts
 from fedlightning.callbacks import FedAvg, LocalCheckpoint
 from fedlightning.engines import watchdog as watchdogs
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.failures import (
+from fedlightning.federation.attempts import (
     Attempts,
     ClientFailedError,
     ClientTimeoutError,
-    Decisions,
     FailurePolicy,
     FederationError,
     TooFewClientsError,
 )
+from fedlightning.federation.saving import LeftOutLog
 from tests.federation.faulty import FailingData, FailingHook, FailingModule, Fault, Names, late
 from tests.helpers import Toy, make_trainer, same, toy_data
 
@@ -230,7 +230,7 @@ def test_code_that_cannot_be_interrupted_takes_the_process_with_it(tmp_path):
     code = """
 import signal, threading
 from fedlightning.engines import watchdog
-from fedlightning.federation.failures import Attempts, FailurePolicy
+from fedlightning.federation.attempts import Attempts, FailurePolicy
 watchdog.GRACE = 0.0
 times = iter([0.0])
 attempts = Attempts(FailurePolicy(timeout=0.1), clock=lambda: next(times, 1e9))
@@ -292,7 +292,7 @@ def test_a_resumed_run_still_tells_of_failures_before(tmp_path):
 
 
 def test_decisions_are_read_back_and_a_round_that_ended_the_run_is_tried_again(tmp_path):
-    decisions = Decisions(tmp_path / "left_out.jsonl")
+    decisions = LeftOutLog(tmp_path / "left_out.jsonl")
     decisions.add((2, "training", "a", 1), "too slow")
     decisions.add((3, "G latest", "b", 1), "too slow")
     decisions.add((4, "training", "b", 2), "killed")
@@ -300,9 +300,9 @@ def test_decisions_are_read_back_and_a_round_that_ended_the_run_is_tried_again(t
         file.write('{"round": 5, "cli')  # the machine went down
     decisions.add((6, "training", "c", 1), "killed")
     decisions.undo(4)
-    fresh = Decisions(tmp_path / "left_out.jsonl")
+    fresh = LeftOutLog(tmp_path / "left_out.jsonl")
     fresh.load(rounds_done=2)
-    assert fresh.known == {(3, "G latest", "b", 1): "too slow", (6, "training", "c", 1): "killed"}
+    assert fresh.reasons == {(3, "G latest", "b", 1): "too slow", (6, "training", "c", 1): "killed"}
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_a_line_that_is_no_decision_is_refused_in_a_sentence(tmp_path, line):
     path = tmp_path / "left_out.jsonl"
     path.write_text(line + "\n")
     with pytest.raises(ValueError, match=r"left_out\.jsonl is damaged: .* that it was left out\. Put the file back"):
-        Decisions(path).load(0)
+        LeftOutLog(path).load(0)
 
 
 def test_all_clients_too_slow_end_the_run_and_are_tried_again_on_resume(tmp_path):

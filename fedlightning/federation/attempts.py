@@ -5,21 +5,18 @@ client's record nor a random generator that anybody else draws from), so a secon
 run without the failure.
 
 Two failures are decided by the machine and not by the client's code: an answer that did not come in time, and a worker
-process that was killed. A run that goes on from an earlier state would not meet them again, so they are noted on disk at
-once (:class:`Decisions`), and rounds that are done again leave the same clients out.
+process that was killed. A run that goes on from an earlier state would not meet them again, so they are noted at once
+(:class:`LeftOut`), and rounds that are done again leave the same clients out.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
@@ -111,69 +108,25 @@ Address = tuple[int, str, str, int]
 """Of a task: the round from 1, what is done, the client, and how often the round has done that before."""
 
 
-class Decisions:
-    """Clients that were left out because of the machine, as a file that is only appended to.
-
-    Args:
-        path: The file. `None`: decisions are kept in memory only.
+class LeftOut:
+    """Clients that were left out because of the machine, in memory.
 
     Attributes:
-        known: Reason of every decision that holds for a round that is done again.
+        reasons: Why, for every decision that holds for a round that is done again.
     """
 
-    def __init__(self, path: Path | None = None) -> None:
-        self.path = path
-        self.known: dict[Address, str] = {}
+    def __init__(self) -> None:
+        self.reasons: dict[Address, str] = {}
 
     def load(self, rounds_done: int) -> None:
-        """Read the decisions of the rounds after `rounds_done`. A line that was cut off while written is ignored."""
-        self.known.clear()
-        if self.path is None or not self.path.exists():
-            return
-        for line in self.path.read_bytes().splitlines():
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                if line.startswith(b"{") or not line.strip():
-                    continue  # cut off
-                entry = None
-            try:
-                if entry.get("undone"):
-                    self._forget(entry["round"])
-                else:
-                    address = (entry["round"], entry["where"], entry["client"], entry["number"])
-                    self.known[address] = str(entry["reason"])
-            except (AttributeError, KeyError, TypeError):
-                raise ValueError(
-                    f"{self.path} is damaged: {line[:80]!r} says of no client that it was left out. Put the file back from "
-                    "a copy; or remove it, and clients that time or the machine has left out are tried again."
-                ) from None
-        self.known = {address: reason for address, reason in self.known.items() if address[0] > rounds_done}
+        """Read what was decided of the rounds after `rounds_done`."""
 
     def add(self, address: Address, reason: str) -> None:
-        """Note a decision; it is on the disk when this returns."""
-        round, where, client, number = address
-        self._write({"round": round, "client": client, "where": where, "number": number, "reason": reason})
+        """Note a decision that holds if the round is done again."""
 
     def undo(self, round: int) -> None:
-        """Forget the decisions of a round that has ended the run: resuming is to try its clients again."""
-        self._forget(round)
-        if self.path is not None and self.path.exists():
-            self._write({"round": round, "undone": True})
-
-    def _forget(self, round: int) -> None:
-        self.known = {address: reason for address, reason in self.known.items() if address[0] != round}
-
-    def _write(self, entry: dict[str, Any]) -> None:
-        if self.path is None:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        before = self.path.read_bytes() if self.path.exists() else b""
-        start = "\n" if before and not before.endswith(b"\n") else ""  # after a line that was cut off
-        with self.path.open("a") as file:
-            file.write(start + json.dumps(entry) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        """Forget what was decided in a round."""
+        self.reasons = {address: reason for address, reason in self.reasons.items() if address[0] != round}
 
 
 @dataclass
@@ -195,7 +148,7 @@ class Attempt:
     @property
     def left_out(self) -> str | None:
         """Reason why the task is not tried: it was left out when this round was done before the run was resumed."""
-        return self.owner.decisions.known.get(self.address)
+        return self.owner.left_out.reasons.get(self.address)
 
     def left_out_answer(self) -> tuple[Any, None] | None:
         """Return the answer of a task that is left out, in the form of :meth:`settle`; `None` if it is to be tried."""
@@ -218,7 +171,7 @@ class Attempt:
     def decide(self, reason: str) -> None:
         """Note that the task was given up for a reason that another run would not meet."""
         if self.owner.policy.on_error != "stop":
-            self.owner.decisions.add(self.address, reason)
+            self.owner.left_out.add(self.address, reason)
 
 
 def _nobody(client: str, reason: str, where: str, decision: str) -> None:
@@ -231,14 +184,14 @@ class Attempts:
 
     Attributes:
         policy: The trainer's arguments.
-        decisions: Tasks that are left out for reasons of the machine.
+        left_out: Tasks that are left out for reasons of the machine.
         note: Is told of a failure that is tried again: client, reason, where, decision.
         server: Accepts the answers to tasks on arrival, or says why it refuses them; `None`: they are taken as they come.
         clock: Seconds; a test brings its own.
     """
 
     policy: FailurePolicy = FailurePolicy()
-    decisions: Decisions = field(default_factory=Decisions)
+    left_out: LeftOut = field(default_factory=LeftOut)
     note: Callable[[str, str, str, str], None] = _nobody
     server: Server | None = None
     clock: Callable[[], float] = time.monotonic
