@@ -31,6 +31,7 @@ from fedlightning.federation.loops import Loop, Synchronous
 from fedlightning.federation.loops.timing import Timeline
 from fedlightning.federation.outgoing import OutgoingReport
 from fedlightning.federation.parts import Parts
+from fedlightning.federation.progress import RichProgress
 from fedlightning.federation.rehearsal import Preflight
 from fedlightning.federation.saving import Saving
 from fedlightning.federation.server import Server
@@ -189,6 +190,7 @@ class Assembly(Fitted):
                 HeldOutScores(),
                 Timeline(),
                 Saving(a["save_state"], fingerprint_of),
+                *([RichProgress(self.max_rounds)] if a["enable_progress_bar"] and is_writer() else []),
             ]
         )
         loggers = _loggers(self._logger_argument, run) if is_writer() and go_on else []

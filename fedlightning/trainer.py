@@ -304,9 +304,9 @@ class FederatedTrainer(Assembly):
                 federation.begin()
             stack.enter_context(federation.engine.at_work())
             stack.push(lambda kind, *_: self.recorder.close("failed") if kind is not None else None)
-            with self._progress() as progress:
+            with federation.parts.around(federation):
                 while not federation.is_over:
-                    federation.round(progress)
+                    federation.round()
                     if lock is not None:
                         lock.beat()
                     request.check()
@@ -351,8 +351,3 @@ class FederatedTrainer(Assembly):
         given = {**self.arguments, **changes}
         given["callbacks"] = copy.deepcopy(given["callbacks"])
         return FederatedTrainer(**given)
-
-    def _progress(self) -> Any:
-        from fedlightning.run.progress import NoProgress, RichProgress
-
-        return RichProgress(self.max_rounds) if self.arguments["enable_progress_bar"] and is_writer() else NoProgress()

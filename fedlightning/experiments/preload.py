@@ -9,7 +9,7 @@ import fedlightning.config.parsing
 import fedlightning.engines.sequential
 import fedlightning.engines.watchdog
 import fedlightning.experiments.plan
-import fedlightning.run.progress
+import fedlightning.federation.progress
 import fedlightning.study.report.build
 import fedlightning.study.runs
 import fedlightning.trainer

@@ -129,9 +129,6 @@ def dry_run(whole: Federation, small: Federation, rounds: int) -> DryRun:
     Raises:
         FederationError: If every client fails.
     """
-    from fedlightning.run.progress import NoProgress
-
-    progress = NoProgress()
     attempts = small.engine.attempts
     small.engine = timed = TimedEngine(small.engine.runner, small.store)
     timed.attempts = attempts
@@ -145,13 +142,13 @@ def dry_run(whole: Federation, small: Federation, rounds: int) -> DryRun:
         for _ in range(min(2, rounds)):
             timed.seconds = {}
             down, up = small.server.bytes_down, small.server.bytes_up
-            small.round(progress)
+            small.round()
             down, up = small.server.bytes_down - down, small.server.bytes_up - up
         seconds, steps = timed.seconds, small.server.steps
         if rounds > 2 and sum(seconds.get("Visit", [])) < QUICK:
             timed.seconds = {}
             _allow(small, SEVERAL)
-            small.round(progress)
+            small.round()
         step = _seconds_of_a_step(seconds, timed.seconds, small.server.steps - steps)
         _measure(report, whole, small, seconds, step, down, up)
         timed.seconds = {}

@@ -58,7 +58,7 @@ class Explosions(Part):
     def load(self, state: Mapping[str, Any]) -> None:
         self.usual, self.warnings = dict(state.get("usual", {})), list(state.get("warnings", []))
 
-    def on_round_start(self, server: Server) -> None:
+    def on_round_start(self, federation: Federation) -> None:
         self._now.clear()
         self._entries.clear()
 

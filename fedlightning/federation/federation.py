@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from fedlightning.federation import stages as stage_scores
 from fedlightning.federation import statistics
@@ -21,13 +22,11 @@ from fedlightning.federation.store import ClientStore
 from fedlightning.federation.summary import evaluation_of, summary_of
 from fedlightning.federation.terms import terms_of
 from fedlightning.hooks import POOLED, SumCodec
+from fedlightning.messages import Update
 from fedlightning.run.recorder import Recorder
 from fedlightning.scoring.rows import Row, of_clients
 from fedlightning.scoring.tasks import LOCAL
 from fedlightning.visit.requests import Evaluate
-
-if TYPE_CHECKING:
-    from fedlightning.run.progress import NoProgress
 
 
 @dataclass
@@ -116,54 +115,59 @@ class Federation:
         """Refuse what cannot work, before round 1."""
         self.parts.tell("check", self)
 
-    def round(self, progress: NoProgress) -> None:
-        """Carry out one round: train, score, tell the callbacks, save.
-
-        Args:
-            progress: Is told of the round, of each client that has answered, and of the scores.
+    def round(self) -> None:
+        """Carry out one round: train, score, tell the callbacks and the parts.
 
         Raises:
             FederationError: If clients that failed end the run.
             ScoringError: If no model could be scored at a stage.
         """
         try:
-            self._round(progress)
+            self._round()
         except (FederationError, stage_scores.ScoringError):
             self.parts.tell("on_round_failed", self)
             raise
 
-    def _round(self, progress: NoProgress) -> None:
-        server = self.server
+    def _round(self) -> None:
+        server, parts = self.server, self.parts
         server.round = self.rounds_done
-        progress.round_started(server.round, self.loop.visits(server))
-        last = server.round + 1 == server.rounds
+        parts.tell("on_round_start", self)
         due = self.is_evaluated(server.round)
-        splits = (("val",) if due else ()) + (("test",) if last and self.test_data else ())
-        scored = None if server.evaluated is server.clients else frozenset(server.evaluated)
-        inside = Evaluate(splits if "L2" in self.stages else (), self.evaluate_data, scored)
-        self.parts.tell("on_round_start", server)
-        updates = self.loop.round(server, self.engine, inside, progress.client_done)
-        codec = server.callbacks.find(SumCodec)
-        if codec is not None:  # secrets of clients that dropped out, which nobody asks for any more
-            self.store.forget(sorted({update.client for update in updates}), codec.key)
+        updates = self.loop.round(server, self.engine, self._in_visits(due), partial(parts.tell, "on_visit_end"))
+        self._forget_secrets(updates)
         tell_of_misses(server, updates, self.engine.attempts.policy)
-        self.parts.tell("on_round_trained", self, updates)
-        rows = stage_scores.update_rows(updates, server.model_of, server.round)
-        rows += self._validated() if due else []
+        parts.tell("on_round_trained", self, updates)
+        rows = stage_scores.update_rows(updates, server.model_of, server.round) + (self._validated() if due else [])
         if due and self.stages and server.round < self.evaluate_every:  # the first time
             stage_scores.tell_of_silence(server, self.engine, "val", rows, asked=False)
         server.scores = stage_scores.by_client(rows)
-        self.recorder.record(rows + (self.parts.score(self, ("val",), self.stages) if due else []))
+        self.recorder.record(rows + (parts.score(self, ("val",), self.stages) if due else []))
         self.recorder.log_clients(updates)
-        self.parts.tell("on_round_scored", self, rows, updates)
+        parts.tell("on_round_scored", self, rows, updates)
         server.callbacks.event("on_round_end", server)
         self.rounds_done = server.round + 1
         if not due and self.is_evaluated(server.round):  # a callback has just made it the last one
-            self.recorder.record(self._validated() + self.parts.score(self, ("val",), self.stages))
+            self.recorder.record(self._validated() + parts.score(self, ("val",), self.stages))
+        self._end_round()
+
+    def _in_visits(self, due: bool) -> Evaluate:
+        """Return what visits score: stage L2, on validation data if that is due, on test data in the last round."""
+        server = self.server
+        last = server.round + 1 == server.rounds
+        splits = (("val",) if due else ()) + (("test",) if last and self.test_data else ())
+        scored = None if server.evaluated is server.clients else frozenset(server.evaluated)
+        return Evaluate(splits if "L2" in self.stages else (), self.evaluate_data, scored)
+
+    def _forget_secrets(self, updates: Sequence[Update]) -> None:
+        """Forget secrets of clients that dropped out of a sum, which nobody asks for any more."""
+        codec = self.server.callbacks.find(SumCodec)
+        if codec is not None:
+            self.store.forget(sorted({update.client for update in updates}), codec.key)
+
+    def _end_round(self) -> None:
         self.costs.tick()
         self.costs.count(self.server, self.loop.clock is not None)
         self.parts.tell("on_round_end", self)
-        progress.round_ended(server.round, rows)
 
     def _validated(self) -> list[Row]:
         """Score the server's and the clients' models on validation data."""
@@ -206,9 +210,7 @@ class Federation:
             rows = stage_scores.stage_l1(server, self.engine, Evaluate(("val",), self.evaluate_data))
             self.recorder.record(rows + self.parts.score(self, ("val",), ("L1",)))
         self.final_done = True
-        self.costs.tick()
-        self.costs.count(self.server, self.loop.clock is not None)
-        self.parts.tell("on_round_end", self)
+        self._end_round()
 
     def summarise(self, arguments: Mapping[str, Any]) -> None:
         """Bring the recorder's results and summary (and `summary.json`) up to date.

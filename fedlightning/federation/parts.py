@@ -7,6 +7,7 @@ and ordered in one place (`assembly.py`), and told of a round in the order of th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from fedlightning.messages import Message, Update
@@ -46,7 +47,11 @@ class Part:
     def on_restored(self, federation: Federation) -> None:
         """See that a saved state has been loaded."""
 
-    def on_round_start(self, server: Server) -> None:
+    def around(self, federation: Federation) -> AbstractContextManager[Any]:
+        """Return what is open while rounds are carried out: displays, locks."""
+        return nullcontext()
+
+    def on_round_start(self, federation: Federation) -> None:
         """See a round begin, before anybody is visited. One that failed may have ended before."""
 
     def check_update(self, server: Server, message: Message, update: Update) -> Update:
@@ -58,6 +63,9 @@ class Part:
 
     def on_update(self, server: Server, update: Update, before: State) -> None:
         """See an update of a visit that trained, before it is folded in, with the model that it started from."""
+
+    def on_visit_end(self, update: Update) -> None:
+        """See an update without its entries, folded in or refused."""
 
     def on_round_trained(self, federation: Federation, updates: Sequence[Update]) -> None:
         """See the updates of a round, without their entries; the new models are made."""
@@ -127,6 +135,14 @@ class Parts:
         """
         for part in self._parts:
             getattr(part, event)(*arguments)
+
+    @contextmanager
+    def around(self, federation: Federation) -> Iterator[None]:
+        """Open what every part opens while rounds are carried out."""
+        with ExitStack() as stack:
+            for part in self._parts:
+                stack.enter_context(part.around(federation))
+            yield
 
     def check_update(self, server: Server, message: Message, update: Update) -> Update:
         """Return an update as all parts let it pass; the first refusal counts."""

@@ -64,7 +64,7 @@ class UpdateChecks(Part):
     def on_restored(self, federation: Federation) -> None:
         self.check(federation)
 
-    def on_round_start(self, server: Server) -> None:
+    def on_round_start(self, federation: Federation) -> None:
         self.norms.forget_round()
 
     def check_update(self, server: Server, message: Message, update: Update) -> Update:

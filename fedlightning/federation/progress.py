@@ -2,49 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from fedlightning.federation.parts import Part
 from fedlightning.messages import Update
 from fedlightning.scoring.rows import Row
 
-
-class NoProgress:
-    """Shows nothing."""
-
-    def __enter__(self) -> NoProgress:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        return None
-
-    def round_started(self, round: int, participants: int) -> None:
-        """A round begins."""
-
-    def client_done(self, update: Update) -> None:
-        """A client has answered."""
-
-    def round_ended(self, round: int, rows: Sequence[Row]) -> None:
-        """A round is over."""
+if TYPE_CHECKING:
+    from fedlightning.federation.federation import Federation
 
 
-class RichProgress(NoProgress):
+class RichProgress(Part):
     """Two bars, rounds and the visits of the present round, with the last validation score beside them.
 
-    Without a terminal (a log file, CI) it prints one line for a round instead.
+    Without a terminal (a log file, CI) it prints one line for a round instead. Outside of :meth:`around` it shows nothing.
+
+    Args:
+        max_rounds: Rounds of the run.
     """
 
     def __init__(self, max_rounds: int) -> None:
-        self.console = Console(stderr=True)
         self.max_rounds = max_rounds
+        self.console: Console | None = None
         self.bars: Progress | None = None
         self.rounds: Any = None
         self.visits: Any = None
+        self._rows: Sequence[Row] = ()
 
-    def __enter__(self) -> RichProgress:
+    @contextmanager
+    def around(self, federation: Federation) -> Iterator[None]:
+        self.console = Console(stderr=True)
         if self.console.is_terminal:
             self.bars = Progress(
                 TextColumn("[bold]{task.description}"),
@@ -59,29 +51,31 @@ class RichProgress(NoProgress):
             self.bars.start()
             self.rounds = self.bars.add_task("rounds", total=self.max_rounds, scores="")
             self.visits = self.bars.add_task("clients", total=None, scores="")
-        return self
+        try:
+            yield
+        finally:
+            if self.bars is not None:
+                self.bars.stop()
+            self.bars = self.console = None
 
-    def __exit__(self, *exception: object) -> None:
+    def on_round_start(self, federation: Federation) -> None:
         if self.bars is not None:
-            self.bars.stop()
+            self.bars.update(self.rounds, completed=federation.server.round)
+            self.bars.reset(self.visits, total=federation.loop.visits(federation.server), scores="")
 
-    def round_started(self, round: int, participants: int) -> None:
-        """Start the visits' bar anew."""
-        if self.bars is not None:
-            self.bars.update(self.rounds, completed=round)
-            self.bars.reset(self.visits, total=participants, scores="")
-
-    def client_done(self, update: Update) -> None:
-        """Advance the visits' bar."""
+    def on_visit_end(self, update: Update) -> None:
         if self.bars is not None:
             self.bars.update(self.visits, advance=1, scores=f"client {update.client}")
 
-    def round_ended(self, round: int, rows: Sequence[Row]) -> None:
-        """Show the round's mean validation scores."""
-        text = score_line(round, rows)
+    def on_round_scored(self, federation: Federation, rows: Sequence[Row], updates: Sequence[Update]) -> None:
+        self._rows = rows
+
+    def on_round_end(self, federation: Federation) -> None:
+        round = federation.server.round
+        text = score_line(round, self._rows)
         if self.bars is not None:
             self.bars.update(self.rounds, completed=round + 1, scores=text)
-        else:
+        elif self.console is not None:
             self.console.print(f"round {round + 1}/{self.max_rounds}  {text}", highlight=False, soft_wrap=True)
 
 
