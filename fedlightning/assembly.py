@@ -18,8 +18,7 @@ from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.blueprint.trainer_arguments import FORWARDED, OF_DEVICES, check_devices
 from fedlightning.blueprint.warm_start import warm_started
 from fedlightning.datamodules.base import FederatedDataModule
-from fedlightning.engines import make_engine
-from fedlightning.engines.choice import choose
+from fedlightning.engines.choice import choose, make_engine
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.attempts import FailurePolicy
 from fedlightning.federation.dry_run import DISTINCT, SMALL, UNSEEN_CLIENTS, FewClients, distinct_clients, dry_run
@@ -43,17 +42,10 @@ from fedlightning.fitted import Fitted
 from fedlightning.hooks import POOLED
 from fedlightning.run.files import is_writer
 from fedlightning.run.fingerprint import PARTS, fingerprint
-from fedlightning.run.folder import (
-    AUTO,
-    RunFolder,
-    find_last,
-    find_resumable,
-    folder_of,
-    killed_version,
-    refuse_requeued,
-)
+from fedlightning.run.folder import RunFolder
 from fedlightning.run.lock import only_thread
 from fedlightning.run.recorder import Recorder
+from fedlightning.run.resumable import refuse_requeued
 from fedlightning.scoring.tasks import LOCAL
 from fedlightning.seeding import preserved
 from fedlightning.visit.description import Description
@@ -79,27 +71,6 @@ class Assembly(Fitted):
     optimizer_state: Literal["reset", "keep"]
     loop: Loop
     _logger_argument: Logger | Iterable[Logger] | bool | None
-
-    def _find_run(self, resume: str | Path | None) -> tuple[RunFolder | None, bool]:
-        """Return the folder to write into, and whether a new run begins there."""
-        if not isinstance(resume, str | Path | None):
-            raise ConfigurationError(f"resume={resume!r} must be 'last', 'auto' or the folder of a run.")
-        a, auto = self.arguments, str(resume) == AUTO
-        if auto:
-            resume = find_resumable(a["default_root_dir"], a["name"], a["version"])
-        elif str(resume) == "last":
-            resume = find_last(a["default_root_dir"], a["name"])
-        if resume is not None:
-            return folder_of(resume), False
-        if self.fast_dev_run:
-            return None, True
-        version = a["version"]
-        if auto and version is None:
-            version = killed_version(a["default_root_dir"], a["name"])
-        run = RunFolder(a["default_root_dir"], a["name"], version)
-        if not auto:
-            run.refuse_used()
-        return run, True
 
     def blueprint(self, model: LightningModule, run: RunFolder | None = None) -> Blueprint:
         """Return what clients are built from: the module, the callbacks and how clients train. No data are needed.

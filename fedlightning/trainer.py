@@ -28,11 +28,12 @@ from fedlightning.federation.saving import Saving
 from fedlightning.federation.terms import optimizer_state_of
 from fedlightning.fitted import ClientView as ClientView
 from fedlightning.hooks import CallbackList, FederatedCallback
-from fedlightning.run.files import is_writer
-from fedlightning.run.folder import AUTO, RunFolder, folder_of
+from fedlightning.run.files import is_writer, of_first_rank
+from fedlightning.run.folder import RunFolder, folder_of
 from fedlightning.run.lock import only_thread, only_writer
 from fedlightning.run.recorder import Recorder
-from fedlightning.run.signals import StopRequest, of_first_rank, requeue, stop_requests
+from fedlightning.run.resumable import AUTO, find_run, refuse_used, rounds_saved
+from fedlightning.run.signals import StopRequest, requeue, stop_requests
 from fedlightning.scoring.tasks import LOCAL
 
 
@@ -278,7 +279,7 @@ class FederatedTrainer(Assembly):
         started = time.monotonic()
         model = arguments.check_model(model)
         data = arguments.federated_data(datamodule, train_dataloaders, val_dataloaders, test_dataloaders)
-        run, is_new = self._find_run(resume)
+        run, is_new = find_run(self.arguments, resume)
         self.given = (model, datamodule)
         self.federation, self.stopped_by = None, None
         with ExitStack() as stack:
@@ -293,7 +294,7 @@ class FederatedTrainer(Assembly):
                 federation.check()
                 if run is not None:
                     lock = stack.enter_context(only_writer(run.path))
-                    run.refuse_used(discard_unsaved=resume == AUTO)
+                    refuse_used(run, discard_unsaved=resume == AUTO)
                 if self.arguments["save_state"] > 0 and self.recorder.writes:
                     self.recorder.logs.begin()
             else:
@@ -345,7 +346,7 @@ class FederatedTrainer(Assembly):
     # -- helpers ---------------------------------------------------------------------------------------------------
     def _saved(self, resumed: RunFolder | None) -> tuple[int, int]:
         here = 0 if self.federation is None else self.federation.parts.find(Saving).rounds_saved
-        return here or (0 if resumed is None else resumed.rounds_saved()), self.max_rounds
+        return here or (0 if resumed is None else rounds_saved(resumed)), self.max_rounds
 
     def _copy(self, changes: Mapping[str, Any]) -> FederatedTrainer:
         given = {**self.arguments, **changes}

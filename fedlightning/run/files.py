@@ -66,6 +66,21 @@ def is_writer() -> bool:
     return all(int(os.environ.get(rank, 0)) == 0 for rank in ranks)
 
 
+def of_first_rank(value: Any) -> Any:
+    """Return the value of the first process of a group, in all of them: they stop after the same round, or wait for ever."""
+    import torch
+
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
+        agreed = [value]
+        torch.distributed.broadcast_object_list(agreed, src=0)
+        return agreed[0]
+    return value
+
+
 def write_atomically(path: Path, value: Any) -> None:
     """Write a value with `torch.save` so that the file is complete on the disk, or not there."""
     with replacing(path) as temporary:

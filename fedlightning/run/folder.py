@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import cached_property
@@ -12,17 +11,11 @@ from typing import Any
 
 import torch
 
-from fedlightning.errors import ConfigurationError
-from fedlightning.run.files import is_writer, readable_json, write_text_atomically, writing
-from fedlightning.run.lock import LOCK, RunInUseError, RunLock
+from fedlightning.run.files import is_writer, of_first_rank, readable_json, write_text_atomically, writing
 from fedlightning.run.metrics import MetricsFile
-from fedlightning.run.persistence import BEFORE, MANIFEST, load
-from fedlightning.run.signals import of_first_rank
 from fedlightning.scoring.rows import Row
 
 RUN_FOLDER = "FEDLIGHTNING_RUN_FOLDER"
-AUTO = "auto"
-"""Value of `resume`: go on if there is something to go on from, else start."""
 
 
 class RunFolder:
@@ -67,25 +60,6 @@ class RunFolder:
             for folder in self._made:
                 folder.rmdir()
 
-    def refuse_used(self, discard_unsaved: bool = False) -> None:
-        """Refuse to start a new run in a folder that holds one.
-
-        Args:
-            discard_unsaved: Remove what a run left that was killed before it had saved a state. One that came to its end
-                without states (`save_state: 0`) has a summary, and is not touched.
-        """
-        if not is_writer():
-            return
-        if discard_unsaved and not has_state(self.path) and not (self.path / "summary.json").exists():
-            with writing(self.path):
-                for path in (self.path / "metrics.csv", *self.path.glob("logs*")):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        if (self.path / "metrics.csv").exists():
-            way_out = f", or resume it with resume='auto' or resume='{self.path}'" if has_state(self.path) else ""
-            raise ValueError(
-                f"There is a run in {self.path} already. Choose another version, or leave version out{way_out}."
-            )
-
     @cached_property
     def metrics(self) -> MetricsFile:
         """The scores on disk."""
@@ -95,12 +69,6 @@ class RunFolder:
     def last(self) -> Path:
         """Complete resume state."""
         return self.path / "checkpoints" / "last"
-
-    def rounds_saved(self) -> int:
-        """Return the rounds of the state on disk; 0 if there is none that can be read."""
-        with suppress(OSError, ValueError):
-            return load(self.last).rounds_done
-        return 0
 
     @property
     def decisions(self) -> Path:
@@ -164,54 +132,3 @@ def folder_of(path: str | Path) -> RunFolder:
     """Return the run's folder at `path`."""
     path = Path(path)
     return RunFolder(path.parent.parent, path.parent.name, path.name)
-
-
-def has_state(run: Path) -> bool:
-    """Return True if a run has a saved state, if only the one before the newest."""
-    return any((run / "checkpoints" / "last" / name).exists() for name in (MANIFEST, BEFORE))
-
-
-def find_resumable(root: str | Path, name: str, version: str | None) -> Path | None:
-    """Return the run to go on with, or `None` if there is nothing to go on from: one command for a requeued job."""
-    if version is not None:
-        path = Path(root) / name / version
-        return path if has_state(path) else None
-    try:
-        return find_last(root, name)
-    except FileNotFoundError:
-        return None
-
-
-def killed_version(root: str | Path, name: str) -> str | None:
-    """Return the newest `version_N` whose run was killed before it had saved a state, to start again there; `None`: none.
-
-    Its lock still lies there, and nobody holds it: a run that ends, be it with an error, takes its lock away.
-    """
-    places = (Path(root) / name).glob(f"version_*/{LOCK}") if is_writer() else ()
-    found = {int(place.parent.name[8:]): place.parent for place in places if place.parent.name[8:].isdigit()}
-    for _, path in sorted(found.items(), reverse=True):
-        if not has_state(path) and not (path / "summary.json").exists():
-            with suppress(RunInUseError), RunLock(path):
-                return path.name
-    return None
-
-
-def find_last(root: str | Path, name: str) -> Path:
-    """Return the run that wrote its state last."""
-    manifests = list((Path(root) / name).glob("*/checkpoints/last/manifest*.json"))  # the newest may be lost
-    if not manifests:
-        raise FileNotFoundError(
-            f"There is nothing to resume: no run under {Path(root) / name} has checkpoints/last/manifest.json. "
-            "Start without resume, give resume='auto' to start or to go on, whichever there is, or the run's folder."
-        )
-    return max(manifests, key=lambda path: path.stat().st_mtime).parents[2]
-
-
-def refuse_requeued(folder: Path) -> None:
-    """Refuse a folder in which Lightning would find a checkpoint of a requeued job and load it into every client."""
-    found = sorted(folder.glob("hpc_ckpt_*.ckpt"))
-    if found:
-        raise ConfigurationError(
-            f"{found[0]} is a checkpoint of a job that SLURM ended; Lightning would load it into every client's training. "
-            "Remove it: the run's own state is in checkpoints/last."
-        )

@@ -170,21 +170,6 @@ def ignore_stop_requests() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def of_first_rank(value: Any) -> Any:
-    """Return the value of the first process of a group, in all of them: they stop after the same round, or wait for ever."""
-    import torch
-
-    if (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    ):
-        agreed = [value]
-        torch.distributed.broadcast_object_list(agreed, src=0)
-        return agreed[0]
-    return value
-
-
 def requeue(request: StopRequest, round: int, max_rounds: int) -> None:
     """Say that the run has stopped, and ask SLURM to start the job again.
 

@@ -32,8 +32,9 @@ from fedlightning.callbacks import (
     LocalCheckpoint,
     PLayerFL,
 )
-from fedlightning.engines import make_engine, processes, scheduling
+from fedlightning.engines import processes, scheduling
 from fedlightning.engines.arena import RemoteTraceback
+from fedlightning.engines.choice import make_engine
 from fedlightning.engines.pool import UnpicklableError, own_gpu
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.attempts import FederationError

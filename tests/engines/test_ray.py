@@ -23,8 +23,9 @@ from fedlightning.blueprint.ray_options import RayOptions
 from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.callbacks import FENDA, SCAFFOLD, FedAvg, FedMD, LocalCheckpoint
 from fedlightning.datamodules import DigitsDataModule, DriftingDataModule, IIDPartitioner, ShiftedDataModule
-from fedlightning.engines import make_engine, ray_cluster
+from fedlightning.engines import ray_cluster
 from fedlightning.engines.arena import RemoteTraceback
+from fedlightning.engines.choice import make_engine
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.attempts import FederationError
 from fedlightning.federation.store import ClientStore

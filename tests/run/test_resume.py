@@ -32,7 +32,7 @@ from fedlightning.callbacks import (
     LocalCheckpoint,
 )
 from fedlightning.run import persistence
-from fedlightning.run.folder import find_last
+from fedlightning.run.resumable import find_last
 from fedlightning.tensors import module_state
 from tests.helpers import NormNet, Toy, make_trainer, same, toy_data
 from tests.processes import forked
