@@ -50,8 +50,8 @@ from fedlightning.hooks import (
     facts,
 )
 from fedlightning.messages import GLOBAL, Extra, Message, Update, Wire, contributors
-from fedlightning.run.round_table import add_round
 from fedlightning.seeding import address, generator, isolated
+from fedlightning.storage.round_table import add_round
 from fedlightning.tensors import State
 from fedlightning.visit import probes
 from fedlightning.visit.client import Client

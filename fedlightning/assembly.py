@@ -40,7 +40,6 @@ from fedlightning.federation.unseen import HeldOutScores
 from fedlightning.federation.update_checks import UpdateChecks
 from fedlightning.fitted import Fitted
 from fedlightning.hooks import POOLED
-from fedlightning.run.files import is_writer
 from fedlightning.run.fingerprint import PARTS, fingerprint
 from fedlightning.run.folder import RunFolder
 from fedlightning.run.lock import only_thread
@@ -48,6 +47,7 @@ from fedlightning.run.recorder import Recorder
 from fedlightning.run.resumable import refuse_requeued
 from fedlightning.scoring.tasks import LOCAL
 from fedlightning.seeding import preserved
+from fedlightning.storage.files import is_writer
 from fedlightning.visit.description import Description
 from fedlightning.visit.runner import LocalRunner
 

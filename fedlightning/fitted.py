@@ -29,7 +29,6 @@ from fedlightning.federation.store import ClientStore
 from fedlightning.federation.unseen import refusal
 from fedlightning.hooks import CallbackList
 from fedlightning.run.checkpoints import Exporter
-from fedlightning.run.files import is_writer, writing
 from fedlightning.run.folder import RunFolder
 from fedlightning.run.lock import only_thread, only_writer
 from fedlightning.run.recorder import Recorder
@@ -39,6 +38,7 @@ from fedlightning.scoring.server_model import ServerModel
 from fedlightning.scoring.table import print_results
 from fedlightning.scoring.tasks import LOCAL
 from fedlightning.seeding import preserved
+from fedlightning.storage.files import is_writer, writing
 from fedlightning.visit.description import describe
 from fedlightning.visit.runner import LocalRunner
 

@@ -28,13 +28,13 @@ from fedlightning.federation.saving import Saving
 from fedlightning.federation.terms import optimizer_state_of
 from fedlightning.fitted import ClientView as ClientView
 from fedlightning.hooks import CallbackList, FederatedCallback
-from fedlightning.run.files import is_writer, of_first_rank
 from fedlightning.run.folder import RunFolder, folder_of
 from fedlightning.run.lock import only_thread, only_writer
 from fedlightning.run.recorder import Recorder
 from fedlightning.run.resumable import AUTO, find_run, refuse_used, rounds_saved
 from fedlightning.run.signals import StopRequest, requeue, stop_requests
 from fedlightning.scoring.tasks import LOCAL
+from fedlightning.storage.files import is_writer, of_first_rank
 
 
 class FederatedTrainer(Assembly):

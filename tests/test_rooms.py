@@ -9,9 +9,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 ORDER = (
     ("errors", "seeding", "tensors", "compat"),
-    ("ranges",),
+    ("ranges", "storage"),
     ("layers", "messages", "datamodules", "clock", "topology"),
     ("wrappers", "models"),
+    ("codec",),
     ("hooks",),
     ("blueprint",),
     ("visit",),

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fedlightning.config.errors import InputError
-from fedlightning.run.files import is_writer
 from fedlightning.run.lock import holder_of
 from fedlightning.run.logs import BEGINNING
+from fedlightning.storage.files import is_writer
 
 
 def find_run(path: str) -> Path:

@@ -16,7 +16,7 @@ from fedlightning.compat.rich_tables import print_whole
 from fedlightning.config.errors import InputError
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.fitted import Fitted
-from fedlightning.run.files import read_json, write_text_atomically
+from fedlightning.storage.files import read_json, write_text_atomically
 from fedlightning.study.leakage import canaries as audit
 from fedlightning.study.leakage import in_words, inversion, leakage, likelihood_ratio
 

@@ -19,8 +19,8 @@ from fedlightning.config.errors import InputError, explain
 from fedlightning.config.parsing import FederatedCLI
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.onboarding import SUMMARY
-from fedlightning.run.files import is_writer, read_json, save_tensors, writing
 from fedlightning.scoring.table import evaluation_line, print_results
+from fedlightning.storage.files import is_writer, read_json, save_tensors, writing
 from fedlightning.study.failures import failures_line
 from fedlightning.trainer import FederatedTrainer
 

@@ -20,8 +20,8 @@ from fedlightning.engines.sites.elsewhere import DataElsewhere
 from fedlightning.engines.sites.link import connected
 from fedlightning.engines.sites.server_log import Run, ServerLog, showing
 from fedlightning.errors import warn
-from fedlightning.run.files import is_writer
 from fedlightning.run.lock import only_writer
+from fedlightning.storage.files import is_writer
 
 
 def run(command: str, words: Sequence[str]) -> int:

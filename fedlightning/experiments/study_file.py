@@ -17,7 +17,7 @@ from fedlightning.config.errors import InputError
 from fedlightning.experiments.children import Outcome
 from fedlightning.experiments.execute import Task, Watcher
 from fedlightning.experiments.methods import Method, differences
-from fedlightning.run.files import read_mapping, write_text_atomically
+from fedlightning.storage.files import read_mapping, write_text_atomically
 from fedlightning.study.runs import STUDY_FILE, read_study_file
 
 FORMAT = 1

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
+from fedlightning.codec.packed import unpacked
 from fedlightning.compat.attached import detached_copy
 from fedlightning.federation.deploy import Deployed, file_of
 from fedlightning.federation.server import Server
 from fedlightning.run.checkpoints import describe, is_ours
-from fedlightning.run.files import read_tensors, save_tensors, seal, writing
-from fedlightning.run.packed import unpacked
+from fedlightning.storage.files import read_tensors, save_tensors, seal, writing
 from fedlightning.tensors import equal, load_state
 
 OWN, HPARAMS = "fedlightning", "hyper_parameters"

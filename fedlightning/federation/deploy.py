@@ -11,15 +11,15 @@ from lightning.pytorch import LightningModule, Trainer
 
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.client_logger import ClientLogger
+from fedlightning.codec.packed import packed
 from fedlightning.compat.quiet import quiet
 from fedlightning.compat.system import file_name_of
 from fedlightning.federation.engine import Question
 from fedlightning.hooks import Stage
 from fedlightning.messages import Message
 from fedlightning.run.checkpoints import Exporter, is_ours
-from fedlightning.run.files import read_tensors, writing
-from fedlightning.run.packed import packed
 from fedlightning.scoring.server_model import ServerModel
+from fedlightning.storage.files import read_tensors, writing
 from fedlightning.tensors import equal, load_state, module_state
 from fedlightning.visit.failing import client_failure, in_words
 from fedlightning.visit.record import ClientRecord
@@ -36,7 +36,7 @@ class Deployed:
         path: The file that was written, as the client's machine names it.
         is_shared: Whether it is the global model, so that nothing was written.
         reason: Why there is none; `None`: there is.
-        content: What the file holds (:func:`~fedlightning.run.packed.packed`), where that was to be brought.
+        content: What the file holds (:func:`~fedlightning.codec.packed.packed`), where that was to be brought.
     """
 
     client: str

@@ -18,9 +18,9 @@ from fedlightning.federation.server import AFTER_LAST_ROUND, Server
 from fedlightning.federation.stages import deploy_what_is_sent
 from fedlightning.hooks import NEWCOMER
 from fedlightning.run import checkpoints
-from fedlightning.run.files import readable_json, write_text_atomically, writing
 from fedlightning.run.folder import RunFolder
 from fedlightning.scoring.server_model import ServerModel
+from fedlightning.storage.files import readable_json, write_text_atomically, writing
 from fedlightning.tensors import module_state
 from fedlightning.visit.failing import client_failure, in_words
 

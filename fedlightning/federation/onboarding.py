@@ -25,11 +25,11 @@ from fedlightning.federation.summary import describe_clients
 from fedlightning.federation.unseen import Unseen
 from fedlightning.hooks import NEWCOMER, CallbackList, Facts, FederatedCallback, Job, Placing
 from fedlightning.messages import Message, Update
-from fedlightning.run.files import readable_json, write_text_atomically, writing
 from fedlightning.scoring.results import summarise
 from fedlightning.scoring.row_files import write_rows
 from fedlightning.scoring.rows import UNSEEN, Gap, Row
 from fedlightning.scoring.tasks import ScoreClient, ScoredModel
+from fedlightning.storage.files import readable_json, write_text_atomically, writing
 from fedlightning.tensors import clone, module_state
 from fedlightning.visit.client import Client
 from fedlightning.visit.failing import client_failure, in_words

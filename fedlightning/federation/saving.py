@@ -13,8 +13,8 @@ from fedlightning.federation.changes import Fingerprint, refuse_mixed_validation
 from fedlightning.federation.parts import Part
 from fedlightning.federation.state import save_state
 from fedlightning.federation.summary import evaluation_of
-from fedlightning.run.files import is_writer
 from fedlightning.run.persistence import FLUSHED, set_aside
+from fedlightning.storage.files import is_writer
 
 if TYPE_CHECKING:
     from fedlightning.federation.federation import Federation

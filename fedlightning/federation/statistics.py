@@ -12,7 +12,7 @@ from fedlightning.datamodules.statistics import chosen_words
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.engine import Engine
 from fedlightning.hooks import FederatedCallback
-from fedlightning.run.files import read_json, readable_json, write_text_atomically, writing
+from fedlightning.storage.files import read_json, readable_json, write_text_atomically, writing
 
 FILE = "statistics.json"
 FEWEST = 3

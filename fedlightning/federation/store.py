@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fedlightning.run.files import read_tensors, save_tensors, writing
-from fedlightning.run.plain import decode, encode
+from fedlightning.codec.plain import decode, encode
+from fedlightning.storage.files import read_tensors, save_tensors, writing
 from fedlightning.visit.record import ClientRecord
 
 

@@ -13,7 +13,7 @@ from fedlightning.federation.architectures import describe
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.server import Server
 from fedlightning.run.environment import versions
-from fedlightning.run.fingerprint import config_hash
+from fedlightning.storage.config_hash import config_hash
 from fedlightning.visit.description import Description
 
 

@@ -15,14 +15,14 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor
 
+from fedlightning.codec.collisions import slow_keys
+from fedlightning.codec.names import Trust, UntrustedError, is_trusted, look_up, refuse_untrusted_names
+from fedlightning.codec.objects import from_tree, to_tree
+from fedlightning.codec.plain import NotPlainError, native
+from fedlightning.codec.restoring import ROOMS, within
 from fedlightning.compat.attached import detached_copy
 from fedlightning.compat.quiet import quiet
-from fedlightning.run.collisions import slow_keys
-from fedlightning.run.files import UnreadableError, check_seal, read_tensors, replacing, save_tensors, seal
-from fedlightning.run.names import Trust, UntrustedError, is_trusted, look_up, refuse_untrusted_names
-from fedlightning.run.objects import from_tree, to_tree
-from fedlightning.run.plain import NotPlainError, native
-from fedlightning.run.restoring import ROOMS, within
+from fedlightning.storage.files import UnreadableError, check_seal, read_tensors, replacing, save_tensors, seal
 from fedlightning.tensors import load_state, module_state
 
 

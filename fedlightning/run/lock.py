@@ -16,7 +16,7 @@ from typing import Any
 
 from fedlightning.compat.system import is_alive, lock_file
 from fedlightning.errors import ConfigurationError, warn
-from fedlightning.run.files import is_writer, writing
+from fedlightning.storage.files import is_writer, writing
 
 LOCK = ".lock"
 SILENCE = 600.0

@@ -16,11 +16,11 @@ from typing import Any
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from fedlightning.errors import ConfigurationError
-from fedlightning.run.files import write_text_atomically
-from fedlightning.run.growing import Mark
 from fedlightning.run.stores import CSVStore, MLFlowStore, Store, TensorBoardStore, WandbStore
 from fedlightning.scoring.results import summarise
 from fedlightning.scoring.rows import LATEST, Row
+from fedlightning.storage.files import write_text_atomically
+from fedlightning.storage.growing import Mark
 
 BEGINNING = "loggers.json"
 """Where the loggers stood before round 1; there until a state tells where they stand."""

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fedlightning.run.files import sync, writing
-from fedlightning.run.growing import Growing, Mark, is_the_one
 from fedlightning.scoring.row_files import DamagedMetricsError, read_rows
 from fedlightning.scoring.rows import CELLS, COLUMNS, Row
+from fedlightning.storage.files import sync, writing
+from fedlightning.storage.growing import Growing, Mark, is_the_one
 
 METRICS_MARK = "metrics_csv"
 """Entry of `summary.json`: length and checksum of the `metrics.csv` beside which it was written."""

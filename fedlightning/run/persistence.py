@@ -17,8 +17,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fedlightning.codec.plain import NotPlainError, decode, encode
 from fedlightning.messages import tree_bytes
-from fedlightning.run.files import (
+from fedlightning.run.manifest import CHECK, fault_of_manifest, sum_of
+from fedlightning.storage.files import (
     UnreadableError,
     is_writer,
     read_json,
@@ -30,8 +32,6 @@ from fedlightning.run.files import (
     write_text_atomically,
     writing,
 )
-from fedlightning.run.manifest import CHECK, fault_of_manifest, sum_of
-from fedlightning.run.plain import NotPlainError, decode, encode
 from fedlightning.tensors import State
 
 MANIFEST = "manifest.json"

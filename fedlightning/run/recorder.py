@@ -11,7 +11,6 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 
 from fedlightning.messages import Update
-from fedlightning.run.files import is_writer, writing
 from fedlightning.run.folder import RunFolder
 from fedlightning.run.logs import Logs
 from fedlightning.run.metrics import METRICS_MARK
@@ -19,6 +18,7 @@ from fedlightning.scoring.results import summarise
 from fedlightning.scoring.row_files import read_part
 from fedlightning.scoring.row_table import RowTable
 from fedlightning.scoring.rows import ADDRESS, LATEST, UNSEEN, Row, of_clients
+from fedlightning.storage.files import is_writer, writing
 
 HELD = 50_000
 """Scores above which older ones are left to `metrics.csv`: a megabyte and a half."""

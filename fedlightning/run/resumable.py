@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from fedlightning.errors import ConfigurationError
-from fedlightning.run.files import is_writer, writing
 from fedlightning.run.folder import RunFolder, folder_of
 from fedlightning.run.lock import LOCK, RunInUseError, RunLock
 from fedlightning.run.persistence import BEFORE, MANIFEST, load
+from fedlightning.storage.files import is_writer, writing
 
 AUTO = "auto"
 """Value of `resume`: go on if there is something to go on from, else start."""

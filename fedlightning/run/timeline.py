@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fedlightning.messages import Trip
-from fedlightning.run.files import writing
-from fedlightning.run.round_table import add_round
+from fedlightning.storage.files import writing
+from fedlightning.storage.round_table import add_round
 
 FILE = "timeline.csv"
 MOST = 40

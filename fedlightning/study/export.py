@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedlightning.run.files import write_text_atomically
+from fedlightning.storage.files import write_text_atomically
 from fedlightning.study.architectures import architectures
 from fedlightning.study.clusters import clusters, memberships
 from fedlightning.study.data import StudyData, Table

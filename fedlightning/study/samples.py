@@ -13,7 +13,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from fedlightning.run.files import writing
+from fedlightning.storage.files import writing
 from fedlightning.study.runs import DEPLOYED
 
 FILE = "test_samples.npz"

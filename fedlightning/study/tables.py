@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypeVar
 
-from fedlightning.run.files import UnreadableError
 from fedlightning.run.metrics import METRICS_MARK, MetricsFile
+from fedlightning.storage.files import UnreadableError
 from fedlightning.study.runs import Run
 
 CLUSTERS, LEDGER, SCORES = "clusters.csv", "ledger.csv", "metrics.csv"

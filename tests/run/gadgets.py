@@ -23,11 +23,11 @@ import torch
 from torch import nn
 
 import fedlightning
+from fedlightning.codec.names import look_up, path_of
+from fedlightning.codec.objects import from_tree, to_tree
+from fedlightning.codec.plain import TAG
 from fedlightning.models import MLP, Classifier
 from fedlightning.run.checkpoints import Exporter
-from fedlightning.run.names import look_up, path_of
-from fedlightning.run.objects import from_tree, to_tree
-from fedlightning.run.plain import TAG
 
 PACKAGES = ("torch", "torchvision", "timm", "peft", "torchmetrics", "lightning", "fedlightning")
 LEFT_ALONE = (
@@ -111,7 +111,7 @@ def own_state() -> dict[str, Any]:
     return dict(to_tree(nn.Identity(), "it")["state"])
 
 
-WRITER = "fedlightning.run.files:write_text_atomically"
+WRITER = "fedlightning.storage.files:write_text_atomically"
 
 
 def pools(victim: Path) -> dict[str, Any]:

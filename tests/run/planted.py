@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from fedlightning.callbacks import SCAFFOLD, LocalCheckpoint
-from fedlightning.run.files import sha256
 from fedlightning.run.manifest import sum_of
+from fedlightning.storage.files import sha256
 from tests.helpers import Toy, make_trainer, toy_data
 
 

@@ -12,7 +12,7 @@ import fedlightning
 # isort: split
 from fedlightning.callbacks import FENDA, FedAvg, FedPer
 from fedlightning.run.checkpoints import Exporter, link
-from fedlightning.run.files import UnreadableError
+from fedlightning.storage.files import UnreadableError
 from fedlightning.tensors import equal, module_state
 from tests.helpers import Toy, federate, global_state, toy_data
 

@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedlightning.callbacks import SCAFFOLD, FedAvgM, FedProx, GlobalCheckpoint, LocalCheckpoint
 from fedlightning.run.fingerprint import ARGUMENTS as FIXED
-from fedlightning.run.fingerprint import PARTS, differences, fingerprint, plain
+from fedlightning.run.fingerprint import PARTS, differences, fingerprint
+from fedlightning.storage.config_hash import plain
 from fedlightning.testing.toys import ToyData, federate
 from fedlightning.visit.description import describe
 from tests.helpers import Toy, make_trainer, toy_data
@@ -167,7 +168,7 @@ values = {
 
 @pytest.mark.slow
 def test_values_that_json_cannot_take_are_the_same_in_the_next_process():
-    code = ODD + "import json; from fedlightning.run.fingerprint import plain; print(json.dumps(plain(values)))"
+    code = ODD + "import json; from fedlightning.storage.config_hash import plain; print(json.dumps(plain(values)))"
     environment = os.environ | {"PYTHONHASHSEED": "7"}
     root = Path(__file__).parents[2]
     there = subprocess.run(

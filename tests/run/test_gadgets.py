@@ -13,12 +13,12 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 import fedlightning
+from fedlightning.codec.names import UntrustedError, path_of
+from fedlightning.codec.objects import from_tree, to_tree
+from fedlightning.codec.restoring import HOOKS, forbidden
 from fedlightning.models import MLP, Classifier, TimmNet
 from fedlightning.run.checkpoints import Exporter
-from fedlightning.run.files import UnreadableError
-from fedlightning.run.names import UntrustedError, path_of
-from fedlightning.run.objects import from_tree, to_tree
-from fedlightning.run.restoring import HOOKS, forbidden
+from fedlightning.storage.files import UnreadableError
 from fedlightning.tensors import equal, module_state
 from tests.helpers import Toy, mostly_slow
 from tests.run import gadgets

@@ -6,8 +6,8 @@ import json
 
 import torch
 
-from fedlightning.run.files import read_tensors
 from fedlightning.run.persistence import BEFORE, MANIFEST, save
+from fedlightning.storage.files import read_tensors
 
 
 def test_records_whose_neighbours_have_moved_on_are_written_again(tmp_path):

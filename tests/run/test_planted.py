@@ -16,12 +16,12 @@ import fedlightning
 
 # isort: split
 from fedlightning.cli import main
+from fedlightning.codec.names import UntrustedError
+from fedlightning.codec.objects import to_tree
+from fedlightning.codec.plain import TAG
 from fedlightning.run.checkpoints import Exporter
-from fedlightning.run.files import UnreadableError
-from fedlightning.run.names import UntrustedError
-from fedlightning.run.objects import to_tree
 from fedlightning.run.persistence import DamagedStateError
-from fedlightning.run.plain import TAG
+from fedlightning.storage.files import UnreadableError
 from tests.helpers import Toy
 from tests.run.planted import PLANTS, as_archive, evaluate, make_run, repack, resume, rewrite, sign
 

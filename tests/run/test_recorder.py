@@ -9,11 +9,11 @@ import tracemalloc
 import pytest
 
 from fedlightning.callbacks import LocalAdaptation, LocalCheckpoint
-from fedlightning.run.files import readable_json
 from fedlightning.run.folder import RunFolder
 from fedlightning.run.recorder import Recorder
 from fedlightning.scoring.row_table import RowTable
 from fedlightning.scoring.rows import Row
+from fedlightning.storage.files import readable_json
 from tests.helpers import NormNet, federate, toy_data
 
 

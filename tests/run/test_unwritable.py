@@ -16,10 +16,10 @@ from fedlightning import FederatedTrainer
 # isort: split
 from fedlightning.cli import main
 from fedlightning.config.errors import explain
-from fedlightning.run import files
-from fedlightning.run.files import UnwritableError
 from fedlightning.run.folder import RunFolder
 from fedlightning.run.lock import LOCK
+from fedlightning.storage import files
+from fedlightning.storage.files import UnwritableError
 from tests.helpers import same, toy_data
 from tests.processes import forked
 from tests.run.planted import make_run, resume, toy, trainer_of

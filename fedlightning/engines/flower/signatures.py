@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fedlightning.engines.sites.link import Answer
 from fedlightning.engines.sites.status import NAME, printable
-from fedlightning.run.files import write_text_atomically
+from fedlightning.storage.files import write_text_atomically
 from fedlightning.wire import write
 
 LENGTH = 64

@@ -17,8 +17,9 @@ import fedlightning
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.engines.sites.greeting import keyed
 from fedlightning.hooks.families import Protection
-from fedlightning.run.files import read_json, readable_json, write_text_atomically, writing
-from fedlightning.run.fingerprint import differences, of_blueprint, plain
+from fedlightning.run.fingerprint import differences, of_blueprint
+from fedlightning.storage.config_hash import plain
+from fedlightning.storage.files import read_json, readable_json, write_text_atomically, writing
 from fedlightning.tensors import State
 from fedlightning.visit.runner import LocalRunner
 

@@ -14,7 +14,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from fedlightning.run.files import writing
+from fedlightning.storage.files import writing
 from fedlightning.visit.description import Description, Part
 
 How = Literal["as it is", "keyed", "with public data", "never"]

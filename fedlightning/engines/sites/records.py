@@ -6,10 +6,10 @@ import uuid
 from collections.abc import Collection
 from pathlib import Path
 
+from fedlightning.codec.plain import decode, encode
 from fedlightning.compat.system import file_name_of
 from fedlightning.errors import ConfigurationError
-from fedlightning.run.files import UnreadableError, read_tensors, sync_folder, write_atomically, writing
-from fedlightning.run.plain import decode, encode
+from fedlightning.storage.files import UnreadableError, read_tensors, sync_folder, write_atomically, writing
 from fedlightning.visit.record import ClientRecord
 
 TERMS = "leaves"

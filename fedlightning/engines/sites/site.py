@@ -32,9 +32,9 @@ from fedlightning.federation.engine import Visit
 from fedlightning.federation.statistics import refuse_covered
 from fedlightning.federation.store import Note
 from fedlightning.federation.trial import TryStep
-from fedlightning.run.files import read_json, readable_json, write_text_atomically, writing
 from fedlightning.run.fingerprint import differences
 from fedlightning.scoring.tasks import ScoreClient, ScoreModel
+from fedlightning.storage.files import read_json, readable_json, write_text_atomically, writing
 from fedlightning.tensors import load_state, module_state
 from fedlightning.visit.description import Description
 from fedlightning.visit.failing import noting

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from fedlightning.errors import warn
-from fedlightning.run.files import UnreadableError, UnwritableError, read_json, readable_json, write_text_atomically
+from fedlightning.storage.files import UnreadableError, UnwritableError, read_json, readable_json, write_text_atomically
 from fedlightning.wire.fields import check_of
 
 FILE = "status.json"

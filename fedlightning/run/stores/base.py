@@ -7,8 +7,8 @@ from pathlib import Path
 
 from lightning.pytorch.loggers import Logger
 
-from fedlightning.run.growing import Mark
 from fedlightning.run.stores.given import given_version
+from fedlightning.storage.growing import Mark
 
 
 class Store:

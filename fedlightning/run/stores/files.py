@@ -11,9 +11,9 @@ from pathlib import Path
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from fedlightning.compat.quiet import quiet
-from fedlightning.run.growing import Growing, Mark, is_the_one, set_aside
 from fedlightning.run.stores.base import Store
 from fedlightning.run.stores.given import name_version
+from fedlightning.storage.growing import Growing, Mark, is_the_one, set_aside
 
 
 class FileStore(Store):

@@ -9,9 +9,9 @@ from typing import Any
 
 from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
 
-from fedlightning.run.growing import Mark
 from fedlightning.run.stores.base import Store, is_known_as
 from fedlightning.run.stores.given import is_offline, name_run
+from fedlightning.storage.growing import Mark
 
 ROUND = "fedlightning/round"
 """Entry of a Weights & Biases run that tells its newest round."""

@@ -15,8 +15,8 @@ from torch.utils.data import Dataset, Subset
 
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.fitted import Fitted
-from fedlightning.run.files import read_json
 from fedlightning.seeding import generator
+from fedlightning.storage.files import read_json
 from fedlightning.study.leakage.again import loader_like, losses_of, pool_of, trained_again
 from fedlightning.study.predicted import members_of
 

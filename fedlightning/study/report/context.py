@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from fedlightning.run.files import UnreadableError, read_json
 from fedlightning.scoring.metrics import higher_is_better
+from fedlightning.storage.files import UnreadableError, read_json
 from fedlightning.study.columns import GLOBAL
 from fedlightning.study.report.cells import Column, Missing, is_number
 from fedlightning.study.report.drawing import inline, look, save, settle, svg

@@ -137,7 +137,7 @@ def test_tls_keys_and_kills(machines):
 def same_models(one: Path, other: Path) -> bool:
     import torch
 
-    from fedlightning.run.files import read_tensors
+    from fedlightning.storage.files import read_tensors
 
     states = [read_tensors(sorted(folder.glob("server-*.pt"))[-1])["models"]["global"] for folder in (one, other)]
     return all(torch.equal(value, states[1][name]) for name, value in states[0].items())

@@ -13,7 +13,7 @@ from fedlightning.engines.sites.status import FILE, OwnStatus, ServerStatus, Sta
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.attempts import ClientFailedError
 from fedlightning.messages import Update
-from fedlightning.run.files import UnreadableError
+from fedlightning.storage.files import UnreadableError
 from fedlightning.wire import read as packed
 from fedlightning.wire import write
 from tests.engines.sites.helpers import SHARES, Line, a_site, at_sites, changed, sites

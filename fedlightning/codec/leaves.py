@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.data import AttributeDict
 
-from fedlightning.run.collisions import checked_keys
-from fedlightning.run.names import plain_kind
+from fedlightning.codec.collisions import checked_keys
+from fedlightning.codec.names import plain_kind
 
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)}
 BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")

@@ -6,8 +6,8 @@ import csv
 
 import pytest
 
-from fedlightning.run.files import UnwritableError
-from fedlightning.run.round_table import add_round
+from fedlightning.storage.files import UnwritableError
+from fedlightning.storage.round_table import add_round
 
 COLUMNS = ("round", "client", "value")
 

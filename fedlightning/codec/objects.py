@@ -1,8 +1,8 @@
 """Modules as plain trees: their classes by name and their attributes, so that a wrapped module can be saved without pickle.
 
 What pickle does with a module is this: name its class, make an instance without calling `__init__`, and set its attributes.
-Here the names are data. Which of them are looked up is :mod:`fedlightning.run.names`' to say, and which attributes an object
-may be given :mod:`fedlightning.run.restoring`'s. Nothing is called but `__new__` and `__setstate__` of these classes.
+Here the names are data. Which of them are looked up is :mod:`fedlightning.codec.names`' to say, and which attributes
+an object may be given :mod:`fedlightning.codec.restoring`'s. Nothing is called but `__new__` and `__setstate__` of these.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from fedlightning.run.leaves import listed
-from fedlightning.run.names import Trust, is_trusted, look_up, path_of
-from fedlightning.run.plain import NATIVE, TAG, Decoder, Encoder, NotPlainError, encode
-from fedlightning.run.restoring import forbidden_attribute
+from fedlightning.codec.leaves import listed
+from fedlightning.codec.names import Trust, is_trusted, look_up, path_of
+from fedlightning.codec.plain import NATIVE, TAG, Decoder, Encoder, NotPlainError, encode
+from fedlightning.codec.restoring import forbidden_attribute
 from fedlightning.wrappers.mixing import Mixin, mixins_of, remade, user_class
 
 

@@ -22,9 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fedlightning.run.leaves import BY_NAME
-from fedlightning.run.names import UntrustedError
-from fedlightning.run.plain import TAG, NotPlainError, decode, encode, native
+from fedlightning.codec.leaves import BY_NAME
+from fedlightning.codec.names import UntrustedError
+from fedlightning.codec.plain import TAG, NotPlainError, decode, encode, native
 
 
 class Pair(NamedTuple):

@@ -41,7 +41,7 @@ def writing(path: Path) -> Iterator[None]:
         >>> with writing(Path("runs/a/metrics.csv")):
         ...     raise OSError(errno.ENOSPC, "No space left on device")
         Traceback (most recent call last):
-        fedlightning.run.files.UnwritableError: runs/a/metrics.csv cannot be written: No space left on device. Make room, ...
+        fedlightning.storage.files.UnwritableError: runs/a/metrics.csv cannot be written: No space left on device. Make...
     """
     try:
         yield
@@ -152,7 +152,7 @@ def readable_json(value: Any, levels: int = 3, default: Callable[[Any], Any] | N
     A thousand clients are a thousand lines, and the inner ones are written by `json`'s C code, twenty times as fast.
 
     Example:
-        >>> from fedlightning.run.files import readable_json
+        >>> from fedlightning.storage.files import readable_json
         >>> print(readable_json({"seed": 1, "clients": {"a": {"val": 3, "test": 4}}}, levels=2))
         {
          "seed": 1,

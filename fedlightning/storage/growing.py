@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlightning.errors import warn
-from fedlightning.run.files import sha256
+from fedlightning.storage.files import sha256
 
 Mark = dict[str, Any]
 """What is known of a store when a state is saved, in plain values."""

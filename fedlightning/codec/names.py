@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from lightning.pytorch import LightningModule
 
-from fedlightning.run.restoring import IMPORTED, constructed, forbidden, pure, within
+from fedlightning.codec.restoring import IMPORTED, constructed, forbidden, pure, within
 
 Trust = bool | Sequence[str]
 """True: whatever a file names. Or the packages and modules whose classes and functions a file may name."""
@@ -47,7 +47,7 @@ def look_up(path: Any, trust: Trust = False, called: bool = False) -> Any:
     """Return the class or function that a file names.
 
     Without trust it is a class whose objects are restored by setting attributes, or, where the file's module calls it, a
-    function or class that only computes: :mod:`fedlightning.run.restoring` lists them. All else needs `trust`.
+    function or class that only computes: :mod:`fedlightning.codec.restoring` lists them. All else needs `trust`.
     """
     module, name = _parts(path)
     found = _found(module, name, imported=is_trusted(module, trust) or within(module, IMPORTED))

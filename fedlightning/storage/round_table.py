@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedlightning.run.files import replacing, writing
+from fedlightning.storage.files import replacing, writing
 
 TAIL = 4096
 """Bytes at the end of a file in which its last line is looked for."""

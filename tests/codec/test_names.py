@@ -5,6 +5,7 @@ from __future__ import annotations
 import os  # noqa: F401  imported, and still no class for a file to name
 import subprocess  # noqa: F401
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from torch.nn import functional as F
 import fedlightning
 from fedlightning.callbacks import FedAvg
 from fedlightning.callbacks.diagnostics.layer_rows import write_layers
+from fedlightning.codec.names import UntrustedError, look_up, path_of, refuse_untrusted_names
 from fedlightning.models import MLP, Classifier, TimmNet
-from fedlightning.run.names import UntrustedError, look_up, path_of, refuse_untrusted_names
 from tests.helpers import Toy
 
 HARMLESS = [
@@ -71,7 +72,7 @@ def test_what_a_module_calls_is_pure(thing):
 HARMFUL = [
     "os:system", "posix:system", "subprocess:Popen", "builtins:eval", "builtins:exec", "importlib:import_module",
     "torch:load", "torch.hub:load", "torch.utils.data:DataLoader", "functools:partial", "shutil:rmtree",
-    "fedlightning.cli:main", "fedlightning.run.files:os", "fedlightning.run.checkpoints:load",
+    "fedlightning.cli:main", "fedlightning.storage.files:os", "fedlightning.run.checkpoints:load",
     "fedlightning.models.recipes:inspect.os", "fedlightning.models.recipes:functools.partial",
     "torch.nn.modules.module:Module.forward.__globals__", "tests.helpers:copy.deepcopy", "antigravity:webbrowser",
 ]  # fmt: skip
@@ -114,7 +115,7 @@ def test_trust_is_enough(trust, monkeypatch):
         {"_instantiator": "x", "net.class_path": "GraphModule"},
         {"_instantiator": "x", "net": {"class_path": "fedlightning.models.TimmNet"}},
         {"_instantiator": "x", "net": {"class_path": "fedlightning.load"}},
-        {"_instantiator": "x", "net": __file__.replace("test_names.py", "planted.yaml")},
+        {"_instantiator": "x", "net": str(Path(__file__).parents[1] / "run" / "planted.yaml")},
     ],
 )
 def test_hyper_parameters_that_lightning_would_call_are_looked_at(values):

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedlightning.run.leaves import BY_NAME, BY_TYPE, enum_member, named_tuple
-from fedlightning.run.names import UntrustedError, path_of
+from fedlightning.codec.leaves import BY_NAME, BY_TYPE, enum_member, named_tuple
+from fedlightning.codec.names import UntrustedError, path_of
 
 TAG = "fedlightning:kind"
 """Key of a dict that stands for something else than a dict."""
@@ -50,7 +50,7 @@ def encode(value: Any, owner: str, encoder: type[Encoder] | None = None) -> Any:
         True
         >>> encode({"Mine": {"score": print}}, "client 'a'")
         Traceback (most recent call last):
-        fedlightning.run.plain.NotPlainError: What client 'a' keeps under ['Mine']['score'] is a builtin_function...
+        fedlightning.codec.plain.NotPlainError: What client 'a' keeps under ['Mine']['score'] is a builtin_function...
     """
     try:
         return (encoder or Encoder)().tree(value)
