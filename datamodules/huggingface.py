@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fedlightning.datamodules.federate import federate, keys_for, suited
+from fedlightning.datamodules.image_files import floats_of, pixels_of, shown
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.labels import as_classes, encode
 from fedlightning.datamodules.partition import Partitioner
@@ -257,9 +258,8 @@ class Rows(Dataset[Any]):
 def _tensor(cell: Any) -> Tensor:
     """Return a cell's numbers; an image as floats in [0, 1]."""
     if hasattr(cell, "convert"):  # an image of Pillow
-        image = cell if cell.mode in ("L", "RGB") else cell.convert("RGB")
-        pixels = np.array(image)
-        return torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1)).permute(2, 0, 1).contiguous().float() / 255
+        image = shown(cell, "L" if cell.mode == "L" else "RGB")
+        return floats_of(pixels_of(image, len(image.getbands())))
     values = np.asarray(cell)
     if values.dtype.kind not in "iubf":
         raise ValueError(f"{type(cell).__name__}")

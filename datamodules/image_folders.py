@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
@@ -14,7 +14,7 @@ from fedlightning.datamodules.base import SPLITS, in_order
 from fedlightning.datamodules.groups import codes_of, cut_groups
 from fedlightning.datamodules.image_files import ImageFiles
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
-from fedlightning.ranges import PositiveInt, ShareBelowOne, checked
+from fedlightning.ranges import ShareBelowOne, checked
 from fedlightning.seeding import generator
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".gif"})
@@ -75,7 +75,7 @@ class ImageFolderDataModule(IndexedFederatedDataModule):
         test_fraction: ShareBelowOne = 0.2,
         *,
         group: str | None = None,
-        channels: PositiveInt = 3,
+        channels: Literal[1, 3] = 3,
         transform: Callable[[Tensor], Tensor] | None = None,
         cache: bool = False,
         val_seed: int | None = None,

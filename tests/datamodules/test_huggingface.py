@@ -172,3 +172,11 @@ def test_hidden_labels_and_empty_splits():
     gaps = datasets.Dataset.from_dict({"x": [0.5] * 20, "label": [0.5, float("nan")] * 10})
     with pytest.raises(ValueError, match="Row 1 of the train data has NaN"):
         HuggingFaceDataModule(gaps, "x", **given).setup()
+
+
+def test_grey_images_of_16_bits_keep_their_depth():
+    pixels = np.linspace(0, 65535, 64).reshape(8, 8).astype(np.uint16)
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    table = datasets.Dataset.from_dict({"image": [pixels] * 20, "label": [0, 1] * 10}, features=features)
+    x = Rows(table, ["image"], torch.zeros(20))[0][0]
+    assert torch.equal(x[0], torch.from_numpy(pixels.astype(np.float32)) / 65535) and len(x) == 1
