@@ -13,7 +13,7 @@ from fedlightning.datamodules.base import in_order
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.tables import text_of
 from fedlightning.datamodules.views import ArrayDataset
-from fedlightning.ranges import ShareBelowOne, checked
+from fedlightning.ranges import ShareBelowOne, checked, number_in
 
 SIGNALS = tuple(f"{kind}_{axis}" for kind in ("body_acc", "body_gyro", "total_acc") for axis in "xyz")
 """Channels of a window, in order."""
@@ -152,7 +152,7 @@ def read_numbers(path: Path, width: int, delimiter: str | None = None) -> np.nda
     for number, line in enumerate(lines, start=1):
         cells = line.split(delimiter)
         try:
-            found[number - 1] = [float(cell) if cell.strip() else np.nan for cell in cells]
+            found[number - 1] = [number_in(cell) if cell.strip() else np.nan for cell in cells]
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {len(cells)} cells, not {width} numbers ({error}).") from error
     wrong = np.argwhere(np.isinf(found) if delimiter else ~np.isfinite(found))

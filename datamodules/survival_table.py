@@ -12,7 +12,7 @@ import torch
 from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.tables import Column
 from fedlightning.datamodules.tabular import TabularFederatedDataModule
-from fedlightning.ranges import checked
+from fedlightning.ranges import checked, number_in
 
 
 class SurvivalTableDataModule(TabularFederatedDataModule):
@@ -104,6 +104,6 @@ class SurvivalTableDataModule(TabularFederatedDataModule):
 def _same(cell: str, value: str) -> bool:
     """Return True if a cell holds a value: the same words, or the same number (2 and 2.0)."""
     try:
-        return cell == value or float(cell) == float(value)
+        return cell == value or number_in(cell) == number_in(value)
     except ValueError:
         return False

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from fedlightning.ranges import number_in
+
 GAPS = frozenset({"", "?", "na", "n/a", "nan", "null", "none"})
 """Cells that hold no value, whatever their case."""
 MOST_LEVELS = 50
@@ -123,7 +125,7 @@ def _numbers(path: Path, name: str, cells: Sequence[str]) -> np.ndarray | None:
     values, words = np.full(len(cells), np.nan), []
     for row, cell in enumerate(cells):
         try:
-            values[row] = float(cell) if cell else math.nan
+            values[row] = number_in(cell) if cell else math.nan
         except ValueError:
             words.append(row)
     known = sum(map(bool, cells))
@@ -148,7 +150,7 @@ def finite(cell: str) -> float:
         >>> finite(" 2.5")
         2.5
     """
-    if not math.isfinite(value := float(cell)):
+    if not math.isfinite(value := number_in(cell)):
         raise ValueError(f"{cell!r} is no finite number")
     return value
 
@@ -201,7 +203,7 @@ def numbers_of(path: Path, column: Column) -> np.ndarray:
         return column.numbers
     for sample, cell in enumerate(column.cells, start=1):
         try:
-            float(cell)
+            number_in(cell)
         except ValueError:
             what = f"{cell!r} in column {column.name!r} is no number" if cell else f"column {column.name!r} is empty"
             raise ValueError(f"{path}, sample {sample}: {what}.") from None
@@ -277,7 +279,7 @@ def classes_named(path: Path, column: Column, kept: np.ndarray, names: Sequence[
     if column.numbers is not None:
         for number, name in enumerate(names):
             with suppress(ValueError):
-                place[float(name)] = number
+                place[number_in(name)] = number
     values: list[Any] = column.cells if column.numbers is None else column.numbers.tolist()
     found = [(value, place.get(value)) for value, there in zip(values, kept, strict=True) if there]
     wrong = next((value for value, number in found if number is None), None)

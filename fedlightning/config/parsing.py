@@ -25,7 +25,7 @@ from fedlightning.blueprint.trainer_arguments import FORWARDED
 from fedlightning.compat.hyperparameters import Maker
 from fedlightning.config.errors import InputError, constructor_sentence, root_cause
 from fedlightning.config.names import class_names
-from fedlightning.config.values import check_values
+from fedlightning.config.values import check_values, refuse_misread
 from fedlightning.config.yaml_form import guard_yaml
 from fedlightning.errors import ConfigurationError, users_line
 from fedlightning.trainer import FederatedTrainer
@@ -123,6 +123,7 @@ class FederatedCLI(LightningCLI):
             raise InputError(
                 f"trainer is {trainer!r:.60}: it holds arguments by name, as in trainer: {{max_rounds: 3}}."
             )
+        refuse_misread(args, self.config)
         check_values(self.config.as_dict(), FederatedTrainer)
 
     def _set_seed(self) -> None:

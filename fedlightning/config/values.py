@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -24,8 +27,56 @@ WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", 
 """Type -> how a sentence calls it."""
 
 
+_OF_YAML = re.compile(
+    r"[-+]?(0[0-7_]+|[1-9][0-9_]*(:[0-5]?[0-9])+|[0-9][0-9_]*(:[0-5]?[0-9])+\.[0-9_]*|[1-9][0-9]*_[0-9_]*|(?=.*_)[0-9_]+\.[0-9_]*)"
+)
+"""Numbers of YAML 1.1 that nobody else reads so: `010` is 8, `1:30` is 90, `1_0` is 10."""
+_OF_A_SHELL = re.compile(r"\$\{\w+\}|^\$\w+(?=/|$)|^~\w*(?=/)")
+"""What a shell would replace, and nothing does here."""
+
+
+def refuse_misread(words: Sequence[str], config: Any) -> None:
+    """Refuse texts of a command line and of its files that became numbers and are not written as one, such as `1_0`."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        option, given, text = word.partition("=")
+        found: Any = text if given else following
+        if option == "--config":
+            with suppress(OSError, ValueError, yaml.YAMLError):  # said before
+                found = yaml.safe_load(Path(found).read_text(encoding="utf-8"))
+        place = [] if option == "--config" else option.removeprefix("--").removesuffix("+").split(".")
+        for path, text in _texts(found, place) if option.startswith("--") else ():
+            number = _value_at(config, path)
+            if isinstance(number, int | float) and not isinstance(number, bool) and not _is_plain(text):
+                raise InputError(
+                    f"{'.'.join(map(str, path))}: {text} is read as {number}. Write that, in plain digits."
+                )
+
+
+def _texts(value: Any, path: list[Any]) -> Iterator[tuple[list[Any], str]]:
+    if isinstance(value, str):
+        yield path, value
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ()):
+        yield from _texts(item, [*path, key])
+
+
+def _value_at(config: Any, path: Sequence[Any]) -> Any:
+    """Return the value at a place of a parsed configuration; an option of a list is one of its last entry."""
+    for step in path:
+        if isinstance(config, list):
+            config = (config[step:] or [None])[0] if isinstance(step, int) else (config or [None])[-1]
+        config = getattr(config, "init_args", config)
+        config = (
+            config.get(step) if isinstance(step, str) and hasattr(config, "get") and step != "init_args" else config
+        )
+    return config
+
+
+def _is_plain(text: str) -> bool:
+    return text.isascii() and "_" not in text and not _OF_YAML.fullmatch(text)
+
+
 def refuse_form(text: str) -> None:
-    """Refuse a YAML document that is nested too deeply, or has a key twice, of which one would be lost.
+    """Refuse a YAML document that is nested too deeply, has a key twice, or a number that is read as another one.
 
     Example:
         >>> refuse_form("trainer: {seed: 1, seed: 2}")
@@ -40,6 +91,12 @@ def refuse_form(text: str) -> None:
             keys.pop()
             key_next.pop()
         elif isinstance(event, yaml.NodeEvent):
+            if isinstance(event, yaml.ScalarEvent) and event.style is None and _OF_YAML.fullmatch(event.value):
+                place = f" in line {event.start_mark.line + 1}" if event.start_mark else ""
+                raise YAMLError(
+                    f"{event.value:.60}{place} is another number than it looks (YAML reads 010 as 8, 1:30 as 90): write a "
+                    "number in plain digits, and a text in quotes"
+                )
             known = keys[-1] if keys else None
             if known is not None:
                 if key_next[-1] and isinstance(event, yaml.ScalarEvent) and event.value != "<<":
@@ -89,6 +146,26 @@ def refuse_expansion(value: Any) -> None:
         raise YAMLError(f"with its aliases (&name, *name) written out it holds more than {MOST_VALUES:,} values")
 
 
+def refuse_two_values(value: Any) -> None:
+    """Refuse an argument in `init_args` and in `dict_kwargs` of a class: the first would be lost.
+
+    Example:
+        >>> refuse_two_values({"class_path": "FedProx", "init_args": {"mu": 0.1}, "dict_kwargs": {"mu": 0.9}})
+        Traceback (most recent call last):
+            ...
+        yaml.error.YAMLError: FedProx has 'mu' in init_args and in dict_kwargs: leave it in init_args
+    """
+    if isinstance(value, dict):
+        first, second = value.get("init_args"), value.get("dict_kwargs")
+        both = [key for key in first if key in second] if isinstance(first, dict) and isinstance(second, dict) else []
+        if both:
+            raise YAMLError(
+                f"{value.get('class_path')} has {both[0]!r} in init_args and in dict_kwargs: leave it in init_args"
+            )
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        refuse_two_values(item)
+
+
 def check_values(config: Mapping[str, Any], trainer: type) -> None:
     """Refuse `null` for an argument that needs a value, and NaN or infinity where an argument is a number.
 
@@ -98,6 +175,7 @@ def check_values(config: Mapping[str, Any], trainer: type) -> None:
         for path, owner, key, value in _arguments(
             config.get(section), section, trainer if section == "trainer" else None
         ):
+            _refuse_shell(path, value)
             kind = _class_of(owner) if isinstance(owner, str) else owner
             package = kind.__module__.partition(".")[0] if kind is not None else ""
             if value is None and package == "fedlightning":
@@ -159,6 +237,13 @@ def _needed(kind: Any, key: str) -> str:
     if text.startswith("list["):
         return "a list"
     return " or ".join(WORDS.get(part.strip(), part.strip()) for part in text.split("|"))
+
+
+def _refuse_shell(path: str, value: Any) -> None:
+    if isinstance(value, str) and (found := _OF_A_SHELL.search(value)):
+        raise InputError(f"{path}: {value!r:.80} holds {found[0]}, which is not replaced here. Write it out.")
+    for item in value if isinstance(value, list | tuple) else ():
+        _refuse_shell(path, item)
 
 
 def _refuse_not_finite(path: str, value: Any, infinity_too: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +177,45 @@ def test_a_number_of_a_users_class_may_be_nan(tmp_path: Path) -> None:
     check_values({"trainer": {}, "model": own, "data": None}, FederatedTrainer)
     ours = {"class_path": "fedlightning.callbacks.PLayerFL", "init_args": {"threshold": INF}}
     check_values({"trainer": {"callbacks": [ours]}}, FederatedTrainer)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("trainer: {max_rounds: 010}", "010 in line 1 is another number than it looks"),
+        ("trainer: {max_rounds: 1:30}", "1:30 in line 1 is another number"),
+        ("trainer: {max_rounds: 1_000}", "1_000 in line 1 is another number"),
+        ("trainer: {lr_decay: 1_0.5}", "1_0.5 in line 1 is another number"),
+        ("trainer: {max_rounds: '1_0'}", "trainer.max_rounds: 1_0 is read as 10"),
+        ("trainer: {lr_decay: ０.5}", "trainer.lr_decay: ０.5 is read as 0.5"),
+        ("trainer: {default_root_dir: '${HOME}/runs'}", "holds ${HOME}, which is not replaced here. Write it out."),
+        ("trainer: {default_root_dir: $HOME/runs}", "holds $HOME, which is not"),
+        ("trainer: {default_root_dir: ~/runs}", "holds ~, which is not"),
+        (
+            "trainer: {callbacks: [{class_path: FedProx, init_args: {mu: 0.1}, dict_kwargs: {mu: 0.9}}]}",
+            "FedProx has 'mu' in init_args and in dict_kwargs: leave it in init_args",
+        ),
+    ],
+)
+def test_what_is_other_than_it_looks_is_refused(text: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("other.yaml").write_text(text, encoding="utf-8")
+    assert sentence in refusal(BASE, capsys, "--config", "other.yaml")
+
+
+@pytest.mark.parametrize("option", ["--trainer.max_rounds=1_0", "--model.lr=０.1", "--trainer.callbacks.mu=010"])
+def test_digits_on_the_command_line_are_plain(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name, _, digits = option.removeprefix("--").partition("=")
+    assert f"{name}: {digits} is read as" in refusal(BASE, capsys, option)
+
+
+def test_texts_may_look_like_such_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = {"version": "1_0", "name": "010", "held_out": ["08", "１", "0:30"]}
+    Path("c.yaml").write_text(yaml.safe_dump(BASE | {"trainer": texts}))
+    with suppress(SystemExit):
+        main(["fit", "--config", "c.yaml", "--print_config"])
+    written = capsys.readouterr().out  # as the configuration of a run is written, which is read again
+    Path("c.yaml").write_text(written, encoding="utf-8")
+    with suppress(SystemExit):
+        main(["fit", "--config", "c.yaml", "--print_config"])
+    again = capsys.readouterr().out
+    assert again == written and {name: yaml.safe_load(again)["trainer"][name] for name in texts} == texts
