@@ -14,9 +14,10 @@ from torch.utils.data import Dataset
 from fedlightning.datamodules.federate import federate, keys_for, suited
 from fedlightning.datamodules.image_files import floats_of, pixels_of, shown
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
-from fedlightning.datamodules.labels import as_classes, encode
+from fedlightning.datamodules.labels import as_classes, check_classes, encode
 from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.partitioners import NaturalPartitioner
+from fedlightning.datamodules.tables import refuse_extremes
 from fedlightning.errors import missing_package
 from fedlightning.ranges import ShareBelowOne, checked, exactly_one
 
@@ -115,6 +116,10 @@ class HuggingFaceDataModule(IndexedFederatedDataModule):
                     f"{', '.join(map(repr, table.column_names))}."
                 )
         labels = encode(found := {split: self._labels(table, split) for split, table in tables.items()})
+        given = [cells for cells in found.values() if cells is not None]
+        if self.class_names is None and given and len(given) == len(found) and all(len(cells) for cells in given):
+            names, places = np.unique(np.concatenate(given), return_inverse=True)
+            check_classes(places, names.tolist(), f"Column {self.label!r}", "make it a ClassLabel with its names")
         if self.class_names is None and any(cells is not None and cells.dtype.kind in "US" for cells in found.values()):
             self.class_names = np.unique(
                 np.concatenate([cells for cells in found.values() if cells is not None])
@@ -198,6 +203,7 @@ class HuggingFaceDataModule(IndexedFederatedDataModule):
             raise ValueError(
                 f"Column {self.label!r} of the {split} data holds neither classes nor one number for each row."
             )
+        refuse_extremes(f"The {split} data: column {self.label!r}", values, [np.arange(len(values))])
         return torch.from_numpy(values).float()
 
     def _column(self, table: Any, name: str | None, split: str) -> np.ndarray | None:
@@ -235,7 +241,10 @@ class Rows(Dataset[Any]):
         return self.__getitems__([int(index)])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        cells = self.table[list(indices)]
+        try:
+            cells = self.table[list(indices)]
+        except Exception as error:  # of damaged images, sounds and files: Pillow's, Arrow's and others' own
+            raise ValueError(f"Rows {list(indices)[:5]} cannot be read ({error}). Get the data set again.") from error
         rows = zip(*(cells[name] for name in self.inputs), strict=True)
         return [(self._input(row, index), self.targets[index]) for row, index in zip(rows, indices, strict=True)]
 
@@ -263,4 +272,6 @@ def _tensor(cell: Any) -> Tensor:
     values = np.asarray(cell)
     if values.dtype.kind not in "iubf":
         raise ValueError(f"{type(cell).__name__}")
+    if not np.isfinite(values.astype(np.float32)).all():
+        raise ValueError("NaN, or a number beyond single precision")
     return torch.from_numpy(values.astype(np.int64 if values.dtype.kind in "iu" else np.float32))

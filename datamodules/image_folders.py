@@ -14,6 +14,7 @@ from fedlightning.datamodules.base import SPLITS, in_order
 from fedlightning.datamodules.groups import codes_of, cut_groups
 from fedlightning.datamodules.image_files import ImageFiles
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
+from fedlightning.datamodules.labels import check_classes
 from fedlightning.ranges import ShareBelowOne, checked
 from fedlightning.seeding import generator
 
@@ -113,6 +114,7 @@ class ImageFolderDataModule(IndexedFederatedDataModule):
                 paths += [path for _, path in images]
                 labels += [number[name] for name, _ in images]
         y, groups = np.array(labels, dtype=np.int64), self._groups(paths, held)
+        check_classes(y, self.class_names, str(self.root), "take other folders away")
         parts: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
         for client, own in held.items():
             rest = own.get("train", np.zeros(0, np.int64))

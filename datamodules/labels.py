@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from fedlightning.datamodules.views import ArrayDataset, IndexView
 
 _ATTRIBUTES = ("targets", "labels")
 LABEL_KEYS = ("label", "labels", "y", "target", "targets")
+FEW = 20
+"""Samples from which a class with one of them may be a slip."""
 MOST_FLOAT_CLASSES = 100
 """Float targets with more different values than this are measurements, even if all of them are whole numbers."""
 
@@ -87,6 +90,41 @@ def as_classes(values: Any) -> np.ndarray | None:
             whole = array.astype(np.int64)
         return whole if (whole == array).all() and len(np.unique(whole)) <= MOST_FLOAT_CLASSES else None
     return array.astype(np.int64) if array.dtype.kind in "iub" else array
+
+
+def check_classes(labels: np.ndarray, names: Sequence[Any], where: str, way: str) -> None:
+    """Refuse classes of which one says that there is none, and warn of one that a slip may have made.
+
+    Args:
+        labels: The class of each sample, as a place in `names`.
+        names: The classes as they were given.
+        where: Whose labels they are, for the messages.
+        way: How classes are named, as the end of a sentence.
+
+    Raises:
+        ValueError: If -1 or -100, which stand for no label in many data sets, is the only class below 0 of three or more.
+
+    Example:
+        >>> import numpy as np
+        >>> check_classes(np.array([0, 1, 2]), [-1, 0, 1], "a.csv", "number them from 0")
+        Traceback (most recent call last):
+        ValueError: a.csv: 1 of 3 labels are -1, by which many data sets say that there is none. Leave such samples out; ...
+    """
+    counts = np.bincount(labels, minlength=len(names))
+    below = [place for place, name in enumerate(names) if not isinstance(name, str) and name < 0 and counts[place]]
+    if len(below) == 1 and names[below[0]] in (-1, -100) and (counts > 0).sum() > 2:
+        raise ValueError(
+            f"{where}: {counts[below[0]]} of {len(labels)} labels are {names[below[0]]:g}, by which many data sets say that "
+            f"there is none. Leave such samples out; if it is a class, {way}."
+        )
+    alone = [names[place] for place in np.flatnonzero(counts == 1).tolist()]
+    if alone and len(labels) >= FEW:
+        rank_zero_warn(
+            f"{where}: class {alone[0]!r} has one of {len(labels)} samples"
+            + (f", and so have {len(alone) - 1} more classes" if alone[1:] else "")
+            + f". If that is a slip, correct it; to have no other classes than yours, {way}.",
+            category=UserWarning,
+        )
 
 
 def _known(dataset: Any, attributes: tuple[str, ...]) -> np.ndarray | None:

@@ -86,6 +86,7 @@ class TinyImageNetDataModule(IndexedFederatedDataModule):
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
         self.prepare_data()
         self.class_names = text_of(self.root / "wnids.txt").split()
+        refuse_twice(self.root / "wnids.txt", self.class_names, "class")
         number = {name: place for place, name in enumerate(self.class_names)}
         datasets: dict[str, Any] = {}
         labels: dict[str, np.ndarray | None] = {}

@@ -180,3 +180,38 @@ def test_grey_images_of_16_bits_keep_their_depth():
     table = datasets.Dataset.from_dict({"image": [pixels] * 20, "label": [0, 1] * 10}, features=features)
     x = Rows(table, ["image"], torch.zeros(20))[0][0]
     assert torch.equal(x[0], torch.from_numpy(pixels.astype(np.float32)) / 65535) and len(x) == 1
+
+
+def test_a_label_for_none_is_no_class():
+    """-1 is what public benchmarks write for a hidden label, in columns of plain numbers too."""
+    rows = {"x": [0.5] * 30, "label": [-1, 0, 1] * 10}
+    with pytest.raises(ValueError, match=r"Column 'label': 10 of 30 labels are -1, by which .* make it a ClassLabel"):
+        HuggingFaceDataModule(datasets.Dataset.from_dict(rows), "x", partitioner=IIDPartitioner(2)).setup()
+    known, hidden = (datasets.Dataset.from_dict(rows | {"label": labels}) for labels in ([0, 1] * 15, [-1] * 30))
+    given = {"train": known, "test": hidden}
+    with pytest.raises(ValueError, match="30 of 60 labels are -1"):
+        HuggingFaceDataModule(given, "x", partitioner=IIDPartitioner(2)).setup()
+    signs = datasets.Dataset.from_dict(rows | {"label": [-1, 1] * 15})
+    data = HuggingFaceDataModule(signs, "x", partitioner=IIDPartitioner(2))
+    data.setup()
+    assert data.num_classes == 2
+    stray = datasets.Dataset.from_dict(rows | {"label": [0, 1] * 14 + [0, 7]})
+    with pytest.warns(UserWarning, match="class 7 has one of 30 samples"):
+        HuggingFaceDataModule(stray, "x", partitioner=IIDPartitioner(2)).setup()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39])
+def test_numbers_that_no_sample_holds_are_named(value):
+    with pytest.raises(ValueError, match=r"Row 3: 'x' holds no numbers .*NaN, or a number beyond single precision"):
+        Rows(patients(x=[0.5] * 3 + [value] + [0.5] * 36), ["x"], torch.zeros(40))[3]
+    with pytest.raises(ValueError, match=r"column 'y' holds|has NaN as 'y'|neither classes nor one"):
+        target = patients(y=[0.5] * 3 + [value] + [0.25] * 36)
+        HuggingFaceDataModule(target, "values", "y", client="hospital").setup()
+
+
+def test_a_damaged_image_names_its_row():
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    cells = [{"bytes": b"no image", "path": None}] * 4
+    table = datasets.Dataset.from_dict({"image": cells, "label": [0, 1, 0, 1]}, features=features)
+    with pytest.raises(ValueError, match=r"Rows \[2\] cannot be read .*Get the data set again"):
+        Rows(table, ["image"], torch.zeros(4))[2]

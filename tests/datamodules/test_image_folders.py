@@ -91,3 +91,11 @@ def test_missing_folders(tmp_path):
     (tmp_path / "a" / "test").mkdir()
     with pytest.raises(ValueError, match="a folder 'test' and no folder 'train'"):
         ImageFolderDataModule(str(tmp_path)).setup()
+
+
+def test_a_class_of_one_image_is_asked_about(root):
+    draw(root / "a" / "cats" / "p1.png", 3)
+    with pytest.warns(
+        UserWarning, match="class 'cats' has one of 43 samples. If that is a slip, .* take other folders"
+    ):
+        ImageFolderDataModule(str(root)).setup()

@@ -64,6 +64,11 @@ def other_shape(root):
     savemat(root / "Skeleton" / "a2_s1_t1_skeleton.mat", {"d_skel": np.zeros((21, 3, 9))})
 
 
+def beyond(root):
+    ramp = np.linspace(0, 1e39, 20)[:, None].repeat(6, axis=1)
+    savemat(root / "Inertial" / "a2_s1_t1_inertial.mat", {"d_iner": ramp})
+
+
 def other_name(root):
     (root / "Inertial" / "a28_s1_t1_inertial.mat").write_bytes(b"")
 
@@ -74,6 +79,7 @@ def other_name(root):
         (alone, r"a1_s2_t3_inertial.mat has no skeleton recording beside it \(1 such files\)"),
         (cut_short, "a2_s1_t1_inertial.mat cannot be read as a recording"),
         (other_shape, r"a2_s1_t1_skeleton.mat has shape \(9, 63\)"),
+        (beyond, r"a2_s1_t1_inertial.mat has shape \(20, 6\) or a gap"),
         (other_name, "a28_s1_t1_inertial.mat is no inertial recording by its name"),
     ],
 )
