@@ -206,20 +206,18 @@ class Records(Dataset[Any]):
             raise ImportError(missing_package("PTB-XL's records are read by wfdb", "clinical")) from error
         try:
             record = wfdb.rdrecord(str(path), physical=False)
-            summed = [None if one is None else one % 65536 for one in record.checksum]
-            wrong = (
-                "its checksum is another one"
-                if summed != record.calc_checksum()
-                else f"its leads are {record.sig_name} in {record.units}"
-                if tuple(map(str.upper, record.sig_name)) != LEADS or {*record.units} != {"mV"}
-                else f"it has {record.fs} samples in a second"
-                if record.fs * 10 != self.length
-                else "it says no gain"
-                if UNCALIBRATED in record.adc_gain
-                else None
-            )
-            if wrong is not None:
-                raise ValueError(wrong)
+            for wrong, what in (
+                (
+                    [None if one is None else one % 65536 for one in record.checksum] != record.calc_checksum(),
+                    "the checksum",
+                ),
+                (tuple(map(str.upper, record.sig_name)) != LEADS, f"leads {record.sig_name}"),
+                ({*record.units} != {"mV"}, f"units {record.units}"),
+                (record.fs * 10 != self.length, f"{record.fs} samples a second"),
+                (UNCALIBRATED in record.adc_gain, "no gain"),
+            ):
+                if wrong:
+                    raise ValueError(f"its head does not fit: {what}")
             signal = np.asarray(record.dac(), dtype=np.float32).T
         except Exception as error:  # wfdb raises many kinds at damaged files
             raise ValueError(f"{path} cannot be read as a record of wfdb ({error}); get it again.") from error

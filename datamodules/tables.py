@@ -144,15 +144,10 @@ def read_json(path: Path) -> Any:
         return dict(pairs)
 
     try:
-        return json.loads(text := text_of(path), object_pairs_hook=table_of)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path}, line {error.lineno}: {error.msg}; it is no whole JSON file. Write it again."
-        ) from error
-    except RecursionError as error:
-        raise ValueError(f"{path} is nested too deeply to be a file of data ({len(text)} characters).") from error
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read as JSON ({error}). Write it again.") from error
+        return json.loads(text_of(path), object_pairs_hook=table_of)
+    except (ValueError, RecursionError) as error:
+        deep = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ValueError(f"{path} cannot be read as JSON: {deep}. Write it again.") from error
 
 
 def read_header(path: Path, delimiter: str = ",") -> list[str]:

@@ -6,9 +6,7 @@ import inspect
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -36,43 +34,22 @@ _OF_A_SHELL = re.compile(r"\$\{\w+\}|^\$\w+(?=/|$)|^~\w*(?=/)")
 
 
 def refuse_misread(words: Sequence[str], config: Any) -> None:
-    """Refuse texts of a command line and of its files that became numbers and are not written as one, such as `1_0`."""
+    """Refuse texts of a command line that became numbers and are not written as one, such as `1_0`."""
     for word, following in zip(words, [*words[1:], ""], strict=True):
         option, given, text = word.partition("=")
-        found: Any = text if given else following
-        if option == "--config":
-            with suppress(OSError, ValueError, yaml.YAMLError):  # said before
-                found = yaml.safe_load(Path(found).read_text(encoding="utf-8"))
-        place = [] if option == "--config" else option.removeprefix("--").removesuffix("+").split(".")
-        for path, text in _texts(found, place) if option.startswith("--") else ():
-            number = _value_at(config, path)
-            if isinstance(number, int | float) and not isinstance(number, bool) and not _is_plain(text):
-                raise InputError(
-                    f"{'.'.join(map(str, path))}: {text} is read as {number}. Write that, in plain digits."
-                )
+        text = text if given else following
+        if option.startswith("--") and not is_plain(text):
+            value = config
+            for step in option.removeprefix("--").split("."):
+                value = value[-1] if isinstance(value, list) and value else value  # the last of a list is meant
+                value = getattr(getattr(value, "init_args", value), step, None) if step != "init_args" else value
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                raise InputError(f"{option}: {text} is read as {value}. Write that, in plain digits.")
 
 
-def _texts(value: Any, path: list[Any]) -> Iterator[tuple[list[Any], str]]:
-    if isinstance(value, str):
-        yield path, value
-    for key, item in value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ()):
-        yield from _texts(item, [*path, key])
-
-
-def _value_at(config: Any, path: Sequence[Any]) -> Any:
-    """Return the value at a place of a parsed configuration; an option of a list is one of its last entry."""
-    for step in path:
-        if isinstance(config, list):
-            config = (config[step:] or [None])[0] if isinstance(step, int) else (config or [None])[-1]
-        config = getattr(config, "init_args", config)
-        config = (
-            config.get(step) if isinstance(step, str) and hasattr(config, "get") and step != "init_args" else config
-        )
-    return config
-
-
-def _is_plain(text: str) -> bool:
-    return text.isascii() and "_" not in text and not _OF_YAML.fullmatch(text)
+def is_plain(text: str) -> bool:
+    """Return whether a text is no number, or one in plain digits."""
+    return _OF_YAML.fullmatch(text) is None and (text.isascii() or not text.replace(".", "").strip("+-").isdigit())
 
 
 def refuse_form(text: str) -> None:
@@ -91,7 +68,7 @@ def refuse_form(text: str) -> None:
             keys.pop()
             key_next.pop()
         elif isinstance(event, yaml.NodeEvent):
-            if isinstance(event, yaml.ScalarEvent) and event.style is None and _OF_YAML.fullmatch(event.value):
+            if isinstance(event, yaml.ScalarEvent) and event.style is None and not is_plain(event.value):
                 place = f" in line {event.start_mark.line + 1}" if event.start_mark else ""
                 raise YAMLError(
                     f"{event.value:.60}{place} is another number than it looks (YAML reads 010 as 8, 1:30 as 90): write a "

@@ -11,15 +11,7 @@ from typing import Any, TypeVar
 
 from fedlightning.errors import ConfigurationError
 from fedlightning.ranges import annotations as declarations
-from fedlightning.ranges.annotations import (
-    allows,
-    described,
-    is_boundless,
-    is_checked,
-    is_plain_kind,
-    notes_in,
-    ranges_in,
-)
+from fedlightning.ranges.annotations import allows, described, is_checked, is_plain_kind, notes_in, ranges_in
 from fedlightning.ranges.together import fault_of, shown
 
 Kind = TypeVar("Kind", bound=type)
@@ -95,7 +87,7 @@ def check_arguments(owner: object, init: Callable[..., None], arguments: Mapping
             if arguments[name] is inspect.signature(init).parameters[name].default:  # as in `name: str = None`
                 continue
             annotation = _annotations_of(type(owner)).get(name, annotation)  # a base may say more than its kind
-            finite = ["It must be finite."] if is_boundless(arguments[name]) else []
+            finite = ["It must be finite."] if declarations.is_boundless(arguments[name]) else []
             raise ConfigurationError(
                 f"{type(owner).__name__} got {name}={shown(arguments[name])}. "
                 + " ".join([f"Use {described(annotation)}.", *notes_in(annotation), *finite])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,8 @@ import pytest
 import yaml
 
 from fedlightning.cli import main
+from fedlightning.commands.run import Commands
+from fedlightning.config.parsing import FederatedCLI
 
 NAN, INF = float("nan"), float("inf")
 BASE: dict[str, Any] = {
@@ -186,8 +187,7 @@ def test_a_number_of_a_users_class_may_be_nan(tmp_path: Path) -> None:
         ("trainer: {max_rounds: 1:30}", "1:30 in line 1 is another number"),
         ("trainer: {max_rounds: 1_000}", "1_000 in line 1 is another number"),
         ("trainer: {lr_decay: 1_0.5}", "1_0.5 in line 1 is another number"),
-        ("trainer: {max_rounds: '1_0'}", "trainer.max_rounds: 1_0 is read as 10"),
-        ("trainer: {lr_decay: ０.5}", "trainer.lr_decay: ０.5 is read as 0.5"),
+        ("trainer: {lr_decay: ０.5}", "０.5 in line 1 is another number"),
         ("trainer: {default_root_dir: '${HOME}/runs'}", "holds ${HOME}, which is not replaced here. Write it out."),
         ("trainer: {default_root_dir: $HOME/runs}", "holds $HOME, which is not"),
         ("trainer: {default_root_dir: ~/runs}", "holds ~, which is not"),
@@ -205,17 +205,14 @@ def test_what_is_other_than_it_looks_is_refused(text: str, sentence: str, capsys
 @pytest.mark.parametrize("option", ["--trainer.max_rounds=1_0", "--model.lr=０.1", "--trainer.callbacks.mu=010"])
 def test_digits_on_the_command_line_are_plain(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     name, _, digits = option.removeprefix("--").partition("=")
-    assert f"{name}: {digits} is read as" in refusal(BASE, capsys, option)
+    assert f"--{name}: {digits} is read as" in refusal(BASE, capsys, option)
 
 
 def test_texts_may_look_like_such_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     texts = {"version": "1_0", "name": "010", "held_out": ["08", "１", "0:30"]}
-    Path("c.yaml").write_text(yaml.safe_dump(BASE | {"trainer": texts}))
-    with suppress(SystemExit):
-        main(["fit", "--config", "c.yaml", "--print_config"])
-    written = capsys.readouterr().out  # as the configuration of a run is written, which is read again
+    config = BASE | {"trainer": BASE["trainer"] | texts}
+    Path("c.yaml").write_text(yaml.safe_dump(config))
+    written = FederatedCLI.run_config(Commands("fit", ["--config", "c.yaml"]))
+    assert {name: yaml.safe_load(written)["trainer"][name] for name in texts} == texts
     Path("c.yaml").write_text(written, encoding="utf-8")
-    with suppress(SystemExit):
-        main(["fit", "--config", "c.yaml", "--print_config"])
-    again = capsys.readouterr().out
-    assert again == written and {name: yaml.safe_load(again)["trainer"][name] for name in texts} == texts
+    assert FederatedCLI.run_config(Commands("fit", ["--config", "c.yaml"])) == written

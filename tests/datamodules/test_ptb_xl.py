@@ -157,12 +157,12 @@ def test_damaged_records_are_named_and_kept_ones_are_read_once(tmp_path, reader)
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"calc_checksum": lambda: [1] * 12}, "its checksum is another one"),
-        ({"checksum": [None] * 12}, "its checksum is another one"),
-        ({"adc_gain": [1000.0] * 11 + [200.0]}, "it says no gain"),  # 0 in the file: wfdb takes 200
-        ({"units": ["mV"] * 11 + ["uV"]}, "its leads are .* in .*'uV'."),
-        ({"sig_name": list(LEADS[::-1])}, r"its leads are \['V6', .*"),
-        ({"fs": 250}, "it has 250 samples in a second"),
+        ({"calc_checksum": lambda: [1] * 12}, "its head does not fit: the checksum"),
+        ({"checksum": [None] * 12}, "its head does not fit: the checksum"),
+        ({"adc_gain": [1000.0] * 11 + [200.0]}, "its head does not fit: no gain"),  # 0 in the file: wfdb takes 200
+        ({"units": ["mV"] * 11 + ["uV"]}, "its head does not fit: units .*'uV'."),
+        ({"sig_name": list(LEADS[::-1])}, r"its head does not fit: leads \['V6', .*"),
+        ({"fs": 250}, "its head does not fit: 250 samples a second"),
     ],
 )
 def test_a_record_is_what_its_head_says(change, reason, tmp_path, reader):
