@@ -114,7 +114,7 @@ class ImageFolderDataModule(IndexedFederatedDataModule):
                 paths += [path for _, path in images]
                 labels += [number[name] for name, _ in images]
         y, groups = np.array(labels, dtype=np.int64), self._groups(paths, held)
-        check_classes(y, self.class_names, str(self.root), "take other folders away")
+        check_classes(np.array(self.class_names)[y], str(self.root), "take other folders away")
         parts: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
         for client, own in held.items():
             rest = own.get("train", np.zeros(0, np.int64))

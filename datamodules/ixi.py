@@ -16,7 +16,7 @@ from fedlightning.datamodules.base import clients_here
 from fedlightning.datamodules.download import refuse_absent
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import cut
-from fedlightning.datamodules.tables import column_of, read_table, refuse_extremes, whole_of
+from fedlightning.datamodules.tables import column_of, extreme_of, read_table, whole_of
 from fedlightning.errors import missing_package
 from fedlightning.ranges import ShareBelowOne, checked
 from fedlightning.seeding import generator
@@ -185,5 +185,8 @@ def _volume(path: Path) -> Tensor:
         raise ValueError(
             f"{path} has shape {values.shape} or a value that is not finite; an image has three dimensions."
         )
-    refuse_extremes(str(path), values.ravel(), [np.arange(values.size)])
+    if extreme_of(values.ravel()) is not None:
+        raise ValueError(
+            f"{path} has a value beside which all others are one number in single precision; get it again."
+        )
     return torch.from_numpy(np.ascontiguousarray(values))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -92,13 +92,12 @@ def as_classes(values: Any) -> np.ndarray | None:
     return array.astype(np.int64) if array.dtype.kind in "iub" else array
 
 
-def check_classes(labels: np.ndarray, names: Sequence[Any], where: str, way: str) -> None:
-    """Refuse classes of which one says that there is none, and warn of one that a slip may have made.
+def check_classes(values: np.ndarray, where: str, way: str) -> None:
+    """Refuse labels of which one says that there is none, and ask about one that a slip may have made.
 
     Args:
-        labels: The class of each sample, as a place in `names`.
-        names: The classes as they were given.
-        where: Whose labels they are, for the messages.
+        values: The class of each sample, as it was given.
+        where: Whose classes they are, for the messages.
         way: How classes are named, as the end of a sentence.
 
     Raises:
@@ -106,23 +105,27 @@ def check_classes(labels: np.ndarray, names: Sequence[Any], where: str, way: str
 
     Example:
         >>> import numpy as np
-        >>> check_classes(np.array([0, 1, 2]), [-1, 0, 1], "a.csv", "number them from 0")
+        >>> check_classes(np.array([-1, 0, 1]), "a.csv", "number them from 0")
         Traceback (most recent call last):
         ValueError: a.csv: 1 of 3 labels are -1, by which many data sets say that there is none. Leave such samples out; ...
     """
-    counts = np.bincount(labels, minlength=len(names))
-    below = [place for place, name in enumerate(names) if not isinstance(name, str) and name < 0 and counts[place]]
-    if len(below) == 1 and names[below[0]] in (-1, -100) and (counts > 0).sum() > 2:
+    names, counts = np.unique(values, return_counts=True)
+    if values.dtype.kind in "if" and len(names) > 2 and names[0] in (-1, -100) and names[1] >= 0:
         raise ValueError(
-            f"{where}: {counts[below[0]]} of {len(labels)} labels are {names[below[0]]:g}, by which many data sets say that "
-            f"there is none. Leave such samples out; if it is a class, {way}."
+            f"{where}: {counts[0]} of {len(values)} labels are {names[0]:g}, by which many data sets say that there is none. "
+            f"Leave such samples out; if it is a class, {way}."
         )
-    alone = [names[place] for place in np.flatnonzero(counts == 1).tolist()]
-    if alone and len(labels) >= FEW:
+    ask_about_one(values, "class", where, f"; to have no other classes than yours, {way}")
+
+
+def ask_about_one(values: np.ndarray, what: str, where: str, way: str = "") -> None:
+    """Warn of a class or client that one of many samples has."""
+    names, counts = np.unique(values, return_counts=True)
+    alone = names[counts == 1].tolist()
+    if alone and len(values) >= FEW:
+        more = f", and so have {len(alone) - 1} more" if alone[1:] else ""
         rank_zero_warn(
-            f"{where}: class {alone[0]!r} has one of {len(labels)} samples"
-            + (f", and so have {len(alone) - 1} more classes" if alone[1:] else "")
-            + f". If that is a slip, correct it; to have no other classes than yours, {way}.",
+            f"{where}: {what} {alone[0]!r} has one of {len(values)} samples{more}. If that is a slip, correct it{way}.",
             category=UserWarning,
         )
 

@@ -269,8 +269,29 @@ def whole_of(path: Path, column: Column) -> np.ndarray:
     return values.astype(np.int64)
 
 
+def extreme_of(values: np.ndarray) -> int | None:
+    """Return the place of a value that no sample holds, or beside which all others are one number in single precision.
+
+    Args:
+        values: The values `(samples,)`, without gaps.
+
+    Example:
+        >>> from fedlightning.datamodules.tables import extreme_of
+        >>> extreme_of(np.array([21.0, 24.0, 1e30, 27.0])), extreme_of(np.array([0.0, 0.0, 1e30, 0.0]))
+        (2, None)
+    """
+    if not len(values):
+        return None
+    far = np.abs(values - np.median(values))
+    most = max(0, len(values) - 1 - max(1, len(values) // 100))  # one in a hundred may be damaged
+    usual = np.partition(far, most)[most]
+    if far.max() > PRECISION * usual > 0:
+        return int(far.argmax())
+    return int(np.abs(values).argmax()) if np.abs(values).max() > LARGEST else None
+
+
 def refuse_extremes(place: str, values: np.ndarray, clients: Sequence[np.ndarray]) -> None:
-    """Refuse values that no sample holds, or beside which all others of a client are one number in single precision.
+    """Refuse values that are out of all others of a client.
 
     Args:
         place: What the values are, for the message.
@@ -279,25 +300,13 @@ def refuse_extremes(place: str, values: np.ndarray, clients: Sequence[np.ndarray
 
     Raises:
         ValueError: With the value and its sample.
-
-    Example:
-        >>> from fedlightning.datamodules.tables import refuse_extremes
-        >>> refuse_extremes("a.csv: column 'bmi'", np.array([21.0, 24.0, 1e30, 27.0]), [np.arange(4)])
-        Traceback (most recent call last):
-        ValueError: a.csv: column 'bmi' holds 1e+30 in sample 3, beside which all others are one number in single precision...
     """
     for rows in clients:
         known = rows[~np.isnan(values[rows])]
-        if not len(known):
-            continue
-        far = np.abs(values[known] - np.median(values[known]))
-        order = np.argsort(far, kind="stable")
-        usual = far[order[max(0, len(known) - 1 - max(1, len(known) // 100))]]  # one in a hundred may be damaged
-        worst = known[order[-1]] if far[order[-1]] > PRECISION * usual > 0 else known[np.abs(values[known]).argmax()]
-        if far[order[-1]] > PRECISION * usual > 0 or abs(values[worst]) > LARGEST:
+        if (found := extreme_of(values[known])) is not None:
             raise ValueError(
-                f"{place} holds {values[worst]:g} in sample {worst + 1}, beside which all others are one number in single "
-                "precision. Correct it, or leave the cell empty if it is missing."
+                f"{place} holds {values[known[found]]:g} in sample {known[found] + 1}, beside which all others are one "
+                "number in single precision. Correct it, or leave the cell empty if it is missing."
             )
 
 

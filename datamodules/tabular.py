@@ -16,7 +16,7 @@ from fedlightning.datamodules.another import Public, share_of
 from fedlightning.datamodules.federate import federate, suited
 from fedlightning.datamodules.groups import looks_like_identifier
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
-from fedlightning.datamodules.labels import check_classes
+from fedlightning.datamodules.labels import ask_about_one, check_classes
 from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.partitioners import NaturalPartitioner
 from fedlightning.datamodules.statistics import Open, check_scale, one_hot, standardised
@@ -206,6 +206,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         keys: Any = int(kept.sum())
         if self.client is not None:
             keys = self._groups(column_of(table, self.client, "client"), kept)
+            ask_about_one(keys, "client", f"{self.path}, column {self.client!r}")
         elif self._divides.needs == "groups":
             keys = self._groups(column_of(table, getattr(self._divides, "column", "groups"), "partitioner"), kept)
         elif self._divides.needs == "labels":
@@ -263,12 +264,18 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
             found, classes = np.unique(values, return_inverse=True)
             if len(found) < 2:
                 raise ValueError(f"{self.path}: all rows have {self.target!r} = {found[0]}; there is nothing to learn.")
-            where = f"{self.path}, column {self.target!r}"
-            check_classes(classes, found.tolist(), where, "name them all by classes=[...]")
+            check_classes(values, f"{self.path}, column {self.target!r}", "name them all by classes=[...]")
             self.class_names = [str(name) if numbers is None else f"{name:g}" for name in found.tolist()]
             return torch.from_numpy(classes.astype(np.int64)), classes.astype(np.int64)
         if numbers is None:
             raise ValueError(f"{self.path}: {self.target!r} holds words; a regression needs numbers.")
+        broken = numbers[numbers != np.round(numbers)]
+        if self.task == "auto" and 0 < len(broken) <= max(1, len(numbers) // 100):
+            rank_zero_warn(
+                f"{self.path}: {self.target!r} holds whole numbers but for {broken[0]:g}, and is taken for a measurement. "
+                "Say which it is by task='classification' or 'regression'.",
+                category=UserWarning,
+            )
         refuse_extremes(f"{self.path}: the target {self.target!r}", numbers, [np.arange(len(numbers))])
         mean, deviation = (0.0, 1.0) if self.target_statistics is None else self.target_statistics
         return torch.from_numpy((numbers - mean) / deviation).float(), None

@@ -13,7 +13,7 @@ from fedlightning.datamodules.modalities import ModalityDataset
 from fedlightning.datamodules.multimodal import MultimodalDataModule
 from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.partitioners import NaturalPartitioner
-from fedlightning.datamodules.tables import LARGEST
+from fedlightning.datamodules.tables import extreme_of
 from fedlightning.ranges import Range, checked
 
 ACTIONS, JOINTS = 27, 20
@@ -143,7 +143,9 @@ class UTDMHADDataModule(MultimodalDataModule):
         if modality == "skeleton" and values.ndim == 3:
             values = (values - values[:, :, :1].mean(axis=0)).reshape(-1, values.shape[2]).T
         width = 6 if modality == "inertial" else 3 * JOINTS
-        if values.ndim != 2 or values.shape[1] != width or len(values) < 2 or not (np.abs(values) <= LARGEST).all():
+        if values.ndim != 2 or values.shape[1] != width or len(values) < 2 or not np.isfinite(values).all():
             raise ValueError(f"{path} has shape {values.shape} or a gap; a recording is (frames, {width}).")
+        if extreme_of(values.ravel()) is not None:
+            raise ValueError(f"{path} has a value beside which all others are one number; get it again.")
         frames, wanted = np.arange(len(values)), np.linspace(0, len(values) - 1, self.length)
         return np.stack([np.interp(wanted, frames, signal) for signal in values.T]).astype(np.float32)

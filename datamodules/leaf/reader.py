@@ -101,7 +101,7 @@ def _users(path: Path, split: str) -> Iterator[LEAFUser]:
         x, y = samples.get("x"), samples.get("y")
         sizes = [len(part) if isinstance(part, list) else None for part in (x, y)]
         said = counts[place] if counts is not None and place < len(counts) else sizes[1]
-        if None in sizes or len({*sizes, said}) > 1:
+        if None in sizes or not sizes[0] == sizes[1] == said:
             raise ValueError(
                 f"{path}: user {name!r} has {sizes[0]} inputs x, {sizes[1]} targets y and num_samples {said}; they "
                 "must agree."

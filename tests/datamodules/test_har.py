@@ -106,7 +106,7 @@ def packed(root):
         (beyond, r"body_acc_x_train.txt, line 1: number 1 is 1e\+39"),
         (underscore, "body_acc_x_train.txt, line 1: 128 cells, not 128 numbers .*'1_0'"),
         (half, "y_train.txt, line 1: 1.5 is no activity 1 ... 6"),
-        (large, r"subject_test.txt, line 1: 1e\+21 is no subject 1 ... 30"),
+        (large, r"subject_test.txt, line 1: number 1 is 1e\+21; get it again"),
         (packed, "y_test.txt is no text in UTF-8"),
         (short_line, r"body_gyro_y_test.txt, line \d+: 2 cells, not 128 numbers"),
         (fewer_labels, r"y_train.txt has 239 lines and subject_train.txt 240"),

@@ -1,4 +1,5 @@
 import pickle
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -215,3 +216,27 @@ def test_a_damaged_image_names_its_row():
     table = datasets.Dataset.from_dict({"image": cells, "label": [0, 1, 0, 1]}, features=features)
     with pytest.raises(ValueError, match=r"Rows \[2\] cannot be read .*Get the data set again"):
         Rows(table, ["image"], torch.zeros(4))[2]
+
+
+def test_a_label_that_is_no_class_is_refused():
+    rows = {"x": [0.5] * 20, "label": [0, 1] * 9 + [0, 2**50]}
+    with pytest.raises(ValueError, match=r"has the label 1125899906842624, and classes are counted from 0"):
+        HuggingFaceDataModule(datasets.Dataset.from_dict(rows), "x", partitioner=IIDPartitioner(2)).setup()
+
+
+def test_damaged_files_of_a_saved_data_set_are_named(tmp_path):
+    """Some of them end the process where Arrow reads them without a look."""
+    patients().save_to_disk(tmp_path / "saved")
+    draw = np.random.default_rng(3)
+    for path in (tmp_path / "saved").iterdir():
+        content = path.read_bytes()
+        for _ in range(20):
+            damaged = bytearray(content)
+            for place in draw.integers(0, len(content), 3):
+                damaged[place] = draw.integers(0, 256)
+            path.write_bytes(damaged)
+            data = HuggingFaceDataModule(str(tmp_path / "saved"), "values", "kind", client="hospital")
+            with suppress(ValueError):
+                data.setup()
+                [data.client_dataloader(client, "train").dataset[0] for client in data.client_ids]
+        path.write_bytes(content)

@@ -218,6 +218,19 @@ def test_a_class_of_one_row_is_asked_about(tmp_path):
         ready(place, classes=["no", "yes"])
 
 
+def test_a_client_of_one_row_is_asked_about(tmp_path):
+    with pytest.warns(
+        UserWarning, match="'hospital': client 'Romee' has one of 90 samples. If that is a slip, correct it"
+    ):
+        ready(write(tmp_path, with_cell("hospital", "Romee")))
+
+
+def test_one_broken_number_among_classes_is_asked_about(tmp_path):
+    grades = patients(lambda row: [*row[:5], 1.5 if row[0] == 4 else row[0] % 2, row[6]])
+    with pytest.warns(UserWarning, match=r"'ill' holds whole numbers but for 1.5, and is taken for a measurement"):
+        ready(write(tmp_path, grades))
+
+
 @pytest.mark.parametrize("mark", [-1, -100])
 def test_a_number_for_no_label_is_no_class(tmp_path, mark):
     grades = patients(lambda row: [*row[:5], (mark, 0, 1)[row[0] % 3], row[6]])
