@@ -187,6 +187,6 @@ def _volume(path: Path) -> Tensor:
         )
     if extreme_of(values.ravel()) is not None:
         raise ValueError(
-            f"{path} has a value beside which all others are one number in single precision; get it again."
+            f"{path} has a number beyond single precision, or far from all others; get it again."
         )
     return torch.from_numpy(np.ascontiguousarray(values))

@@ -146,6 +146,6 @@ class UTDMHADDataModule(MultimodalDataModule):
         if values.ndim != 2 or values.shape[1] != width or len(values) < 2 or not np.isfinite(values).all():
             raise ValueError(f"{path} has shape {values.shape} or a gap; a recording is (frames, {width}).")
         if extreme_of(values.ravel()) is not None:
-            raise ValueError(f"{path} has a value beside which all others are one number; get it again.")
+            raise ValueError(f"{path} has a number beyond single precision, or far from all others; get it again.")
         frames, wanted = np.arange(len(values)), np.linspace(0, len(values) - 1, self.length)
         return np.stack([np.interp(wanted, frames, signal) for signal in values.T]).astype(np.float32)
