@@ -186,7 +186,5 @@ def _volume(path: Path) -> Tensor:
             f"{path} has shape {values.shape} or a value that is not finite; an image has three dimensions."
         )
     if extreme_of(values.ravel()) is not None:
-        raise ValueError(
-            f"{path} has a number beyond single precision, or far from all others; get it again."
-        )
+        raise ValueError(f"{path} has a number beyond single precision, or far from all others; get it again.")
     return torch.from_numpy(np.ascontiguousarray(values))
