@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from fedlightning.seeding import generator
 HOSPITALS = ("0", "1")
 """The clients: Radboud (0) and Utrecht (1)."""
 METADATA = "metadata.csv"
+LARGEST_FEATURE = 1e6
+"""Features of a ResNet are means after a ReLU, of a few units."""
 
 
 class Camelyon16DataModule(IndexedFederatedDataModule):
@@ -91,7 +94,7 @@ class Camelyon16DataModule(IndexedFederatedDataModule):
                 )
         refuse_twice(source, slides, "slide")
         paths = [self.root / f"{slide}.npy" for slide in slides]
-        absent = [path.name for path in paths if not path.is_file()]
+        absent = [path.name for path in paths if not os.path.isfile(path)]
         if absent:
             raise FileNotFoundError(
                 f"{type(self).__name__}: {len(absent)} of {len(paths)} slides' features are not in {self.root}, such "
@@ -161,6 +164,6 @@ class Bags(Dataset[Any]):
             rows = np.sort(chosen.numpy())
         bag = torch.zeros(self.max_tiles, array.shape[1] - self.skip)
         bag[: len(rows)] = torch.from_numpy(np.array(array[rows, self.skip :], dtype=np.float32))
-        if not bool(bag.isfinite().all()):
-            raise ValueError(f"{path} has a NaN or infinite feature; write it again.")
+        if not bool((bag.abs() <= LARGEST_FEATURE).all()):
+            raise ValueError(f"{path} has a NaN or a feature beyond {LARGEST_FEATURE:g}; write it again.")
         return bag, self.targets[index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,7 @@ def lacking_files(owner: object, paths: Sequence[Path], source: Path) -> None:
         Traceback (most recent call last):
         FileNotFoundError: str: 1 of 1 images that table.csv names are not there, such as no/1.jpg. ...
     """
-    absent = [path for path in paths if not path.is_file()]
+    absent = [path for path in paths if not os.path.isfile(path)]  # is_file() raises where a name is too long
     if absent:
         raise FileNotFoundError(
             f"{type(owner).__name__}: {len(absent)} of {len(paths)} images that {source} names are not there, such as "

@@ -17,6 +17,7 @@ from fedlightning.datamodules.base import in_order
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.leaf.reader import LEAFUser, leaf_files, read_leaf
 from fedlightning.datamodules.partition import cut
+from fedlightning.datamodules.tables import extreme_of
 from fedlightning.datamodules.views import ArrayDataset
 from fedlightning.ranges import PositiveInt, ShareBelowOne, checked, number_in
 from fedlightning.seeding import generator
@@ -181,8 +182,11 @@ def numbers(user: LEAFUser, width: int) -> Tensor:
         raise ValueError(
             f"{user.path}: user {user.name!r} has an input that is no list of {width} numbers ({error})."
         ) from error
-    if found.shape[1] != width or not np.isfinite(found).all():
-        what = f"inputs of shape {found.shape}" if found.shape[1] != width else "an input with NaN or infinity"
+    extreme = not np.isfinite(found).all() or extreme_of(found.ravel()) is not None
+    if found.shape[1] != width or extreme:
+        what = (
+            f"inputs of shape {found.shape}" if found.shape[1] != width else "an input with NaN, or far from all others"
+        )
         raise ValueError(
             f"{user.path}: user {user.name!r} has {what}; this data set has {width} numbers each. Is it another one?"
         )

@@ -217,6 +217,14 @@ def not_a_number(found):
     found["user_data"]["w_1"]["x"][0][3] = float("nan")
 
 
+def far_away(found):
+    found["user_data"]["w_1"]["x"][0][3] = 1e19
+
+
+def no_pixel(found):
+    found["user_data"]["w_1"]["x"][0][3] = 255
+
+
 def large_label(found):
     found["user_data"]["w_1"]["y"][0] = 62
 
@@ -268,7 +276,9 @@ def without_a_user(found):
         (other_count, "num_samples 13; they must agree"),
         (other_width, r"user 'w_2' has inputs of shape \(12, 783\)"),
         (a_word, "user 'w_1' has an input that is no list of 784 numbers"),
-        (not_a_number, "NaN or infinity"),
+        (not_a_number, "an input with NaN, or far from all others"),
+        (far_away, "an input with NaN, or far from all others"),
+        (no_pixel, "a pixel outside of 0 ... 1"),
         (large_label, "user 'w_1' has targets from .* to 62; the classes are 0 to 61"),
         (half_a_label, "user 'w_1' has a target that is no whole number .1.5"),
         (endless_label, "user 'w_1' has a target that is no whole number"),
