@@ -88,6 +88,10 @@ class ImageFolderDataModule(IndexedFederatedDataModule):
         self.channels, self.transform, self.cache = channels, transform, cache
         self.val_seed = self.seed if val_seed is None else val_seed
         self.class_names: list[str] = []
+        try:
+            re.compile(group or "")
+        except re.error as error:
+            raise ValueError(f"ImageFolderDataModule got group={group!r}, no regular expression ({error}).") from error
 
     def prepare_data(self) -> None:
         """Check that there are folders of clients (Lightning's hook)."""

@@ -161,6 +161,8 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
                 )
         self.path, self.target, self.client, self.task = Path(path), target, client, task
         self.partitioner = NaturalPartitioner(column=str(client)) if partitioner is None else partitioner
+        if len(delimiter) != 1 or delimiter in '"\r\n':
+            raise ValueError(f"{name} got delimiter={delimiter!r}; give the one character between two cells.")
         if group is True:
             raise ValueError(f"{name} got group=True; give the name of a column, or False if rows are independent.")
         self.group = group

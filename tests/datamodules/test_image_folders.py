@@ -67,6 +67,8 @@ def test_a_patient_at_two_clients_is_refused(root):
     draw(root / "b" / "train" / "cat" / "p3_9.png", 1)
     with pytest.raises(ValueError, match=r"p3_9.png: group 'p3' is in the train data of client 'a', too"):
         ImageFolderDataModule(str(root), group=r"^([pq]\d+)_").setup()
+    with pytest.raises(ValueError, match=r"group='\(', no regular expression \(missing \)"):
+        ImageFolderDataModule(str(root), group="(")
     with pytest.raises(ValueError, match=r"the name does not match group='x\(y\)'"):
         ImageFolderDataModule(str(root), group="x(y)").setup()
 

@@ -133,6 +133,7 @@ def test_regression_and_partitioners(tmp_path):
         ({"statistics": {"age": [1.0, 0.0]}}, "standard deviation > 0"),
         ({"drop": ["id", "days", "age", "sex", "dose"]}, "no column is left as a feature"),
         ({"test_fraction": 1.0}, "test_fraction=1.0"),
+        ({"delimiter": ";;"}, "delimiter=';;'; give the one character"),
     ],
 )
 def test_wrong_options_are_refused(tmp_path, options, sentence):
