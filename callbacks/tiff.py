@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -13,6 +13,7 @@ from fedlightning.algorithm import GLOBAL, Client, Server, State, WeightingName
 from fedlightning.callbacks.pi_fl import PIFL
 from fedlightning.callbacks.pi_fl_round import Steps
 from fedlightning.callbacks.shared.memberships import cluster_module
+from fedlightning.ranges import Range
 
 
 class TIFF(PIFL):
@@ -64,7 +65,7 @@ class TIFF(PIFL):
         price: float = 1.0,
         tokens: float | None = None,
         eta: float = 0.5,
-        gamma: float = 0.1,
+        gamma: Annotated[float, Range("(0, inf]")] = 0.1,
         utility: Literal["pooled", "gradient"] = "pooled",
         monitor: str = "val_accuracy",
         max_evaluations: int = 100,

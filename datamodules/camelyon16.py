@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,15 @@ from torch.utils.data import Dataset
 from fedlightning.datamodules.download import refuse_absent
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import cut
-from fedlightning.datamodules.tables import column_of, numbers_of, read_table, refuse_twice
-from fedlightning.ranges import PositiveInt, ShareBelowOne, checked
+from fedlightning.datamodules.tables import column_of, read_table, refuse_twice, whole_of
+from fedlightning.ranges import NonNegativeInt, PositiveInt, ShareBelowOne, checked
 from fedlightning.seeding import generator
 
 HOSPITALS = ("0", "1")
 """The clients: Radboud (0) and Utrecht (1)."""
 METADATA = "metadata.csv"
+LARGEST_FEATURE = 1e6
+"""Features of a ResNet are means after a ReLU, of a few units."""
 
 
 class Camelyon16DataModule(IndexedFederatedDataModule):
@@ -59,7 +62,7 @@ class Camelyon16DataModule(IndexedFederatedDataModule):
         val_fraction: ShareBelowOne = 0.2,
         *,
         max_tiles: PositiveInt = 10_000,
-        skip: int = 0,
+        skip: NonNegativeInt = 0,
         val_seed: int | None = None,
         **options: Any,
     ) -> None:
@@ -77,8 +80,8 @@ class Camelyon16DataModule(IndexedFederatedDataModule):
         source = self.root / METADATA
         table = read_table(source)
         slides = column_of(table, "slide_name", "metadata").cells
-        y = numbers_of(source, column_of(table, "label", "metadata")).astype(np.int64)
-        hospitals = numbers_of(source, column_of(table, "hospital_corrected", "metadata")).astype(np.int64)
+        y = whole_of(source, column_of(table, "label", "metadata"))
+        hospitals = whole_of(source, column_of(table, "hospital_corrected", "metadata"))
         for line, (slide, label, hospital) in enumerate(zip(slides, y, hospitals, strict=True), start=2):
             kind = slide.partition("_")[0]
             if kind not in ("normal", "tumor", "test") or not 0 <= label <= 1 or str(hospital) not in HOSPITALS:
@@ -91,7 +94,7 @@ class Camelyon16DataModule(IndexedFederatedDataModule):
                 )
         refuse_twice(source, slides, "slide")
         paths = [self.root / f"{slide}.npy" for slide in slides]
-        absent = [path.name for path in paths if not path.is_file()]
+        absent = [path.name for path in paths if not os.path.isfile(path)]
         if absent:
             raise FileNotFoundError(
                 f"{type(self).__name__}: {len(absent)} of {len(paths)} slides' features are not in {self.root}, such "
@@ -137,6 +140,7 @@ class Bags(Dataset[Any]):
     def __init__(self, paths: list[Path], labels: np.ndarray, max_tiles: int, skip: int = 0, seed: int = 0) -> None:
         self.paths, self.targets = paths, torch.from_numpy(labels)
         self.max_tiles, self.skip, self.seed = max_tiles, skip, seed
+        self._width = 0
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -145,18 +149,21 @@ class Bags(Dataset[Any]):
         path = self.paths[index]
         try:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, OSError, EOFError) as error:
+        except Exception as error:  # numpy evaluates the head of a file, which may raise anything
             raise ValueError(f"{path} is no numpy file of numbers ({error}); write it again.") from error
-        if array.ndim != 2 or array.dtype.kind != "f" or array.shape[1] <= self.skip or not len(array):
-            raise ValueError(
-                f"{path} has shape {array.shape} of {array.dtype}; it must be (tiles, features) of floats."
-            )
+        shape = getattr(array, "shape", None)  # None: an archive of arrays
+        if shape is None or len(shape) != 2 or array.dtype.kind != "f" or shape[1] <= self.skip or not len(array):
+            kind = getattr(array, "dtype", type(array).__name__)
+            raise ValueError(f"{path} has shape {shape} of {kind}; it must be (tiles, features) of floats.")
+        self._width = self._width or shape[1]
+        if shape[1] != self._width:
+            raise ValueError(f"{path} has {shape[1]} features and others {self._width}; write all by one network.")
         rows = np.arange(len(array))
         if len(rows) > self.max_tiles:
             chosen = torch.randperm(len(rows), generator=generator(self.seed, "tiles", path.name))[: self.max_tiles]
             rows = np.sort(chosen.numpy())
         bag = torch.zeros(self.max_tiles, array.shape[1] - self.skip)
         bag[: len(rows)] = torch.from_numpy(np.array(array[rows, self.skip :], dtype=np.float32))
-        if not bool(bag.isfinite().all()):
-            raise ValueError(f"{path} has a NaN or infinite feature; write it again.")
+        if not bool((bag.abs() <= LARGEST_FEATURE).all()):
+            raise ValueError(f"{path} has a NaN or a feature beyond {LARGEST_FEATURE:g}; write it again.")
         return bag, self.targets[index]

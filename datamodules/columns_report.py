@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.ranges import number_in
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -137,7 +138,7 @@ def _first_of_each(cells: list[str], patients: list[str] | None) -> list[str]:
 
 def _is_number(cell: str) -> bool:
     try:
-        return bool(np.isfinite(float(cell)))
+        return bool(np.isfinite(number_in(cell)))
     except ValueError:
         return False
 

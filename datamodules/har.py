@@ -11,9 +11,9 @@ import torch
 
 from fedlightning.datamodules.base import in_order
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
-from fedlightning.datamodules.tables import text_of
+from fedlightning.datamodules.tables import extreme_of, text_of
 from fedlightning.datamodules.views import ArrayDataset
-from fedlightning.ranges import ShareBelowOne, checked
+from fedlightning.ranges import ShareBelowOne, checked, number_in
 
 SIGNALS = tuple(f"{kind}_{axis}" for kind in ("body_acc", "body_gyro", "total_acc") for axis in "xyz")
 """Channels of a window, in order."""
@@ -152,12 +152,14 @@ def read_numbers(path: Path, width: int, delimiter: str | None = None) -> np.nda
     for number, line in enumerate(lines, start=1):
         cells = line.split(delimiter)
         try:
-            found[number - 1] = [float(cell) if cell.strip() else np.nan for cell in cells]
+            found[number - 1] = [number_in(cell) if cell.strip() else np.nan for cell in cells]
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {len(cells)} cells, not {width} numbers ({error}).") from error
-    wrong = np.argwhere(np.isinf(found) if delimiter else ~np.isfinite(found))
-    if len(wrong):
-        raise ValueError(
-            f"{path}, line {wrong[0][0] + 1}: number {wrong[0][1] + 1} is {found[tuple(wrong[0])]}; get it again."
-        )
+    flat = found.ravel()
+    wrong = np.flatnonzero(np.isinf(flat) | (np.isnan(flat) & (delimiter is None))).tolist()
+    if not wrong and (place := extreme_of(np.nan_to_num(flat))) is not None:
+        wrong = [place]
+    if wrong:
+        row, column = divmod(wrong[0], width)
+        raise ValueError(f"{path}, line {row + 1}: number {column + 1} is {flat[wrong[0]]}; get it again.")
     return found

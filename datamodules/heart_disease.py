@@ -14,7 +14,7 @@ from fedlightning.datamodules.download import refuse_absent
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import cut
 from fedlightning.datamodules.statistics import spread_of
-from fedlightning.datamodules.tables import finite, text_of
+from fedlightning.datamodules.tables import finite, refuse_extremes, text_of
 from fedlightning.datamodules.views import ArrayDataset
 from fedlightning.ranges import ShareBelowOne, at_most_one, checked
 from fedlightning.seeding import generator
@@ -187,6 +187,8 @@ def read_hospital(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         raise ValueError(f"{path} has no complete row; it is no processed UCI file.")
     table = np.array(rows)
     columns = [table[:, column] for column in _NUMERIC]
+    for name, values in zip(COLUMNS, columns, strict=True):
+        refuse_extremes(f"{path}: column {name!r}", values, [np.arange(len(values))])
     for column, levels in _CATEGORIES.items():
         if not np.isin(table[:, column], levels).all():
             raise ValueError(f"{path}: column {column} has values other than {levels}; it is no processed UCI file.")

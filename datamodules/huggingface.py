@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fedlightning.datamodules.federate import federate, keys_for, suited
+from fedlightning.datamodules.image_files import floats_of, pixels_of, shown
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
-from fedlightning.datamodules.labels import as_classes, encode
+from fedlightning.datamodules.labels import as_classes, check_classes, encode
 from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.partitioners import NaturalPartitioner
+from fedlightning.datamodules.tables import refuse_extremes
 from fedlightning.errors import missing_package
 from fedlightning.ranges import ShareBelowOne, checked, exactly_one
 
@@ -113,7 +115,12 @@ class HuggingFaceDataModule(IndexedFederatedDataModule):
                     f"The {split} data have no column {', '.join(map(repr, lacking))}; there are "
                     f"{', '.join(map(repr, table.column_names))}."
                 )
+            used = table.select_columns(columns)  # a damaged file of Arrow could end the process as it is read
+            read(f"The {split} data cannot be read", lambda held: held.data.validate(full=True), used)
         labels = encode(found := {split: self._labels(table, split) for split, table in tables.items()})
+        given = [cells for cells in found.values() if cells is not None]
+        if self.class_names is None and given and len(given) == len(found) and all(len(cells) for cells in given):
+            check_classes(np.concatenate(given), f"Column {self.label!r}", "make it a ClassLabel with its names")
         if self.class_names is None and any(cells is not None and cells.dtype.kind in "US" for cells in found.values()):
             self.class_names = np.unique(
                 np.concatenate([cells for cells in found.values() if cells is not None])
@@ -149,7 +156,7 @@ class HuggingFaceDataModule(IndexedFederatedDataModule):
         if isinstance(found, str | Path):
             saved = any(Path(found, name).is_file() for name in ("dataset_dict.json", "state.json"))
             if saved:
-                found = datasets.load_from_disk(str(found))
+                found = read(f"{found} is no data set that can be read", datasets.load_from_disk, str(found))
             elif self.download:
                 found = datasets.load_dataset(str(found), self.name)
             else:
@@ -173,7 +180,7 @@ class HuggingFaceDataModule(IndexedFederatedDataModule):
 
     def _labels(self, table: Any, split: str) -> np.ndarray | None:
         """Return the class of each row, `None` for measurements."""
-        cells = table.with_format(None)[self.label][:]
+        cells = cells_of(table, self.label, split)
         if any(cell is None for cell in cells):
             raise ValueError(f"Row {cells.index(None)} of the {split} data has no {self.label!r}; leave it out.")
         gap = next((row for row, cell in enumerate(cells) if cell != cell), None)
@@ -192,20 +199,36 @@ class HuggingFaceDataModule(IndexedFederatedDataModule):
     def _targets(self, table: Any, labels: np.ndarray | None, split: str) -> Tensor:
         if labels is not None:
             return torch.from_numpy(labels)
-        values = np.asarray(table.with_format(None)[self.label][:])
+        values = np.asarray(cells_of(table, self.label, split))
         if values.ndim != 1 or values.dtype.kind != "f":
             raise ValueError(
                 f"Column {self.label!r} of the {split} data holds neither classes nor one number for each row."
             )
+        refuse_extremes(f"The {split} data: column {self.label!r}", values, [np.arange(len(values))])
         return torch.from_numpy(values).float()
 
     def _column(self, table: Any, name: str | None, split: str) -> np.ndarray | None:
         if name is None:
             return None
-        cells = table.with_format(None)[name][:]
+        cells = cells_of(table, name, split)
         if any(cell is None for cell in cells):
             raise ValueError(f"Row {cells.index(None)} of the {split} data has no {name!r}; every row belongs to one.")
         return np.array([str(cell) for cell in cells]) if not isinstance(cells[0], int) else np.asarray(cells)
+
+
+def read(what: str, function: Callable[[Any], Any], argument: Any) -> Any:
+    """Return what a function reads; of damaged files come errors of Arrow, of Pillow and of `datasets`, of many kinds."""
+    try:
+        return function(argument)
+    except Exception as error:
+        raise ValueError(f"{what} ({type(error).__name__}: {error}). Get the data set again.") from error
+
+
+def cells_of(table: Any, name: str, split: str) -> list[Any]:
+    """Return the cells of a column."""
+    what = f"Column {name!r} of the {split} data cannot be read"
+    cells: list[Any] = read(what, lambda column: table.with_format(None)[column][:], name)
+    return cells
 
 
 class Rows(Dataset[Any]):
@@ -234,7 +257,7 @@ class Rows(Dataset[Any]):
         return self.__getitems__([int(index)])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        cells = self.table[list(indices)]
+        cells = read(f"Rows {list(indices)[:5]} cannot be read", self.table.__getitem__, list(indices))
         rows = zip(*(cells[name] for name in self.inputs), strict=True)
         return [(self._input(row, index), self.targets[index]) for row, index in zip(rows, indices, strict=True)]
 
@@ -257,10 +280,11 @@ class Rows(Dataset[Any]):
 def _tensor(cell: Any) -> Tensor:
     """Return a cell's numbers; an image as floats in [0, 1]."""
     if hasattr(cell, "convert"):  # an image of Pillow
-        image = cell if cell.mode in ("L", "RGB") else cell.convert("RGB")
-        pixels = np.array(image)
-        return torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1)).permute(2, 0, 1).contiguous().float() / 255
+        image = shown(cell, "L" if cell.mode == "L" else "RGB")
+        return floats_of(pixels_of(image, len(image.getbands())))
     values = np.asarray(cell)
     if values.dtype.kind not in "iubf":
         raise ValueError(f"{type(cell).__name__}")
+    if not np.isfinite(values.astype(np.float32)).all():
+        raise ValueError("NaN, or a number beyond single precision")
     return torch.from_numpy(values.astype(np.int64 if values.dtype.kind in "iu" else np.float32))

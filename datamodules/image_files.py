@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,53 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+DEEPEST = {"F": 1, "I;16": 65535, "I;16L": 65535, "I;16B": 65535, "I;16N": 65535}
+"""Mode of grey images that 8 bits do not hold -> its white."""
+
+
+def shown(image: Any, mode: str) -> Any:
+    """Return an image of Pillow as a module sees it: in 8 bits, or of deeper grey ones floats with black 0 and white 1.
+
+    Pillow's own conversion cuts 16 bits off at 255, which makes all but the darkest white, and of NaN it makes black.
+
+    Args:
+        image: The image, of any mode.
+        mode: `"L"` or `"RGB"`, for those of 8 bits.
+
+    Raises:
+        ValueError: If nothing says which of its values is white.
+
+    Example:
+        >>> from PIL import Image
+        >>> shown(Image.fromarray(np.array([[0, 65535]], dtype=np.uint16)), "L").getextrema()
+        (0.0, 1.0)
+    """
+    from PIL import Image
+
+    white = 65535 if image.mode == "I" and image.format in ("PNG", "PPM") else DEEPEST.get(image.mode)
+    if white is None and image.mode != "I":
+        return image.convert(mode)
+    values = np.asarray(image, dtype=np.float32) / (white or 1)
+    if white is None or not ((values >= 0) & (values <= 1)).all():
+        held = f"whole numbers up to {values.max():g}" if white is None else "a value that is NaN or outside of 0 ... 1"
+        raise ValueError(f"it has {held}, and nothing says which is white")
+    return Image.fromarray(values)
+
+
+def pixels_of(image: Any, channels: int) -> Tensor:
+    """Return a :func:`shown` image as bytes or floats `(channels, height, width)`."""
+    pixels = np.array(image)
+    pixels = np.repeat(pixels[..., None], channels, axis=2) if image.mode == "F" else pixels
+    return torch.from_numpy(pixels.reshape(*pixels.shape[:2], channels)).permute(2, 0, 1).contiguous()
+
+
+def floats_of(pixels: Tensor) -> Tensor:
+    """Return pixels as floats in [0, 1]; bytes are divided by 255."""
+    return pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
+
 
 class ImageFiles(Dataset[Any]):
-    """A dataset of image files `(image, class)`, read by Pillow.
+    """A dataset of image files `(image, class)`, read by Pillow. Grey ones of 16 bits, and of floats, keep their depth.
 
     Args:
         paths: The files.
@@ -21,7 +66,7 @@ class ImageFiles(Dataset[Any]):
         size: Height and width that images are resized to (bilinear).
         transform: Maps a float image `(channels, height, width)` in [0, 1] to the model's input (augmentation, scaling).
         channels: 3 for colour, 1 for grey.
-        cache: Keep decoded and resized images as bytes in memory, in each process that reads them.
+        cache: Keep decoded and resized images in memory, in each process that reads them.
         crop: Resize the shorter side and keep the middle, instead of changing the shape of the image.
 
     Raises:
@@ -63,7 +108,7 @@ class ImageFiles(Dataset[Any]):
         pixels = self._read(self.paths[index]) if held is None else held
         if self._decoded is not None:
             self._decoded[index] = pixels
-        image = pixels.float() / 255
+        image = floats_of(pixels)
         return (image if self.transform is None else self.transform(image)), self.targets[index]
 
     def _read(self, path: Path) -> Tensor:
@@ -71,14 +116,16 @@ class ImageFiles(Dataset[Any]):
 
         try:
             with Image.open(path) as file:
-                image = file.convert("RGB" if self.channels == 3 else "L")
+                image = shown(file, "RGB" if self.channels == 3 else "L")
                 method = Image.Resampling.BILINEAR
                 fitted = (
                     ImageOps.fit(image, self.size[::-1], method) if self.crop else image.resize(self.size[::-1], method)
                 )
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise ValueError(f"{path} cannot be read as an image ({error}); get it again.") from error
-        return torch.from_numpy(np.array(fitted).reshape(*self.size, self.channels)).permute(2, 0, 1).contiguous()
+        except Exception as error:  # Pillow raises many kinds at damaged files
+            raise ValueError(
+                f"{path} cannot be read as an image ({error}); get it again, or save it with 8 or 16 bits."
+            ) from error
+        return pixels_of(fitted, self.channels)
 
 
 def lacking_files(owner: object, paths: Sequence[Path], source: Path) -> None:
@@ -91,7 +138,7 @@ def lacking_files(owner: object, paths: Sequence[Path], source: Path) -> None:
         Traceback (most recent call last):
         FileNotFoundError: str: 1 of 1 images that table.csv names are not there, such as no/1.jpg. ...
     """
-    absent = [path for path in paths if not path.is_file()]
+    absent = [path for path in paths if not os.path.isfile(path)]  # is_file() raises where a name is too long
     if absent:
         raise FileNotFoundError(
             f"{type(owner).__name__}: {len(absent)} of {len(paths)} images that {source} names are not there, such as "

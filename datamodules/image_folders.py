@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
@@ -14,7 +14,8 @@ from fedlightning.datamodules.base import SPLITS, in_order
 from fedlightning.datamodules.groups import codes_of, cut_groups
 from fedlightning.datamodules.image_files import ImageFiles
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
-from fedlightning.ranges import PositiveInt, ShareBelowOne, checked
+from fedlightning.datamodules.labels import check_classes
+from fedlightning.ranges import ShareBelowOne, checked
 from fedlightning.seeding import generator
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".gif"})
@@ -75,7 +76,7 @@ class ImageFolderDataModule(IndexedFederatedDataModule):
         test_fraction: ShareBelowOne = 0.2,
         *,
         group: str | None = None,
-        channels: PositiveInt = 3,
+        channels: Literal[1, 3] = 3,
         transform: Callable[[Tensor], Tensor] | None = None,
         cache: bool = False,
         val_seed: int | None = None,
@@ -87,6 +88,10 @@ class ImageFolderDataModule(IndexedFederatedDataModule):
         self.channels, self.transform, self.cache = channels, transform, cache
         self.val_seed = self.seed if val_seed is None else val_seed
         self.class_names: list[str] = []
+        try:
+            re.compile(group or "")
+        except re.error as error:
+            raise ValueError(f"ImageFolderDataModule got group={group!r}, no regular expression ({error}).") from error
 
     def prepare_data(self) -> None:
         """Check that there are folders of clients (Lightning's hook)."""
@@ -113,6 +118,7 @@ class ImageFolderDataModule(IndexedFederatedDataModule):
                 paths += [path for _, path in images]
                 labels += [number[name] for name, _ in images]
         y, groups = np.array(labels, dtype=np.int64), self._groups(paths, held)
+        check_classes(np.array(self.class_names)[y], str(self.root), "take other folders away")
         parts: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
         for client, own in held.items():
             rest = own.get("train", np.zeros(0, np.int64))

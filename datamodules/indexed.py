@@ -20,6 +20,9 @@ from fedlightning.datamodules.views import IndexView, Indices, collate_rows
 from fedlightning.ranges import NonNegativeInt, PositiveInt, checked
 from fedlightning.seeding import generator
 
+MOST_CLASSES = 2**24
+"""Classes that are counted at each client."""
+
 
 @dataclass
 class Split:
@@ -153,7 +156,13 @@ class IndexedFederatedDataModule(FederatedDataModule):
             options = {"batch_size": self.batch_size, "collate_fn": self.collate_fn} | source
             self._another = another(self, self._public_given, options, splits, self.seed)
         labels = [split.labels for split in splits.values() if split.labels is not None and len(split.labels)]
-        self._num_classes = 1 + max(int(values.max()) for values in labels) if labels else None
+        largest = max((int(values.max()) for values in labels), default=-1)
+        if largest >= MOST_CLASSES:
+            raise ValueError(
+                f"{type(self).__name__} has the label {largest}, and classes are counted from 0: that would be as many. "
+                "Number the classes 0, 1, ..., or correct the label."
+            )
+        self._num_classes = 1 + largest if labels else None
         self._client_ids, self._splits = list(client_ids), dict(splits)
         self._places = {client: place for place, client in enumerate(self._client_ids)}
 

@@ -15,7 +15,7 @@ from fedlightning.datamodules.download import refuse_absent
 from fedlightning.datamodules.groups import codes_of, cut_groups
 from fedlightning.datamodules.image_files import ImageFiles, lacking_files
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
-from fedlightning.datamodules.tables import column_of, numbers_of, read_table
+from fedlightning.datamodules.tables import column_of, read_table, refuse_twice, whole_of
 from fedlightning.ranges import ShareBelowOne, checked
 from fedlightning.seeding import generator
 
@@ -94,7 +94,7 @@ class ISIC2019DataModule(IndexedFederatedDataModule):
         names, folds = column_of(table, "image", "split").cells, column_of(table, "fold2", "split").cells
         if (again := len(names) - len(set(names))) > 0:
             raise ValueError(f"{source} has {again} images on two lines; an image belongs to one centre and one split.")
-        y = numbers_of(source, column_of(table, "target", "split")).astype(np.int64)
+        y = whole_of(source, column_of(table, "target", "split"))
         parts = {f"{split}_{centre}" for split in ("train", "test") for centre in CENTRES}
         for line, (label, fold) in enumerate(zip(y, folds, strict=True), start=2):
             if not 0 <= label < len(CLASSES) or fold not in parts:
@@ -133,6 +133,7 @@ class ISIC2019DataModule(IndexedFederatedDataModule):
         if not path.is_file():
             return None
         table = read_table(path)
+        refuse_twice(path, column_of(table, "image", "metadata").cells, "image")
         known = dict(
             zip(
                 column_of(table, "image", "metadata").cells,

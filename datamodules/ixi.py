@@ -16,7 +16,7 @@ from fedlightning.datamodules.base import clients_here
 from fedlightning.datamodules.download import refuse_absent
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import cut
-from fedlightning.datamodules.tables import column_of, numbers_of, read_table
+from fedlightning.datamodules.tables import column_of, extreme_of, read_table, whole_of
 from fedlightning.errors import missing_package
 from fedlightning.ranges import ShareBelowOne, checked
 from fedlightning.seeding import generator
@@ -84,7 +84,7 @@ class IXITinyDataModule(IndexedFederatedDataModule):
         self.prepare_data()
         source = self.root / METADATA
         table = read_table(source)
-        numbers = numbers_of(source, column_of(table, "Patient ID", "patient")).astype(np.int64).tolist()
+        numbers = whole_of(source, column_of(table, "Patient ID", "patient")).tolist()
         splits = column_of(table, "Split", "split").cells
         if len(set(numbers)) < len(numbers) or not set(splits) <= {"train", "test"}:
             raise ValueError(
@@ -185,4 +185,6 @@ def _volume(path: Path) -> Tensor:
         raise ValueError(
             f"{path} has shape {values.shape} or a value that is not finite; an image has three dimensions."
         )
+    if extreme_of(values.ravel()) is not None:
+        raise ValueError(f"{path} has a number beyond single precision, or far from all others; get it again.")
     return torch.from_numpy(np.ascontiguousarray(values))

@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from fedlightning.datamodules.views import ArrayDataset, IndexView
 
 _ATTRIBUTES = ("targets", "labels")
 LABEL_KEYS = ("label", "labels", "y", "target", "targets")
+FEW = 20
+"""Samples from which a class with one of them may be a slip."""
 MOST_FLOAT_CLASSES = 100
 """Float targets with more different values than this are measurements, even if all of them are whole numbers."""
 
@@ -87,6 +90,44 @@ def as_classes(values: Any) -> np.ndarray | None:
             whole = array.astype(np.int64)
         return whole if (whole == array).all() and len(np.unique(whole)) <= MOST_FLOAT_CLASSES else None
     return array.astype(np.int64) if array.dtype.kind in "iub" else array
+
+
+def check_classes(values: np.ndarray, where: str, way: str) -> None:
+    """Refuse labels of which one says that there is none, and ask about one that a slip may have made.
+
+    Args:
+        values: The class of each sample, as it was given.
+        where: Whose classes they are, for the messages.
+        way: How classes are named, as the end of a sentence.
+
+    Raises:
+        ValueError: If -1 or -100, which stand for no label in many data sets, is the only class below 0 of three or more.
+
+    Example:
+        >>> import numpy as np
+        >>> check_classes(np.array([-1, 0, 1]), "a.csv", "number them from 0")
+        Traceback (most recent call last):
+        ValueError: a.csv: 1 of 3 labels are -1, by which many data sets say that there is none. Leave such samples out; ...
+    """
+    names, counts = np.unique(values, return_counts=True)
+    if values.dtype.kind in "if" and len(names) > 2 and names[0] in (-1, -100) and names[1] >= 0:
+        raise ValueError(
+            f"{where}: {counts[0]} of {len(values)} labels are {names[0]:g}, by which many data sets say that there is none. "
+            f"Leave such samples out; if it is a class, {way}."
+        )
+    ask_about_one(values, "class", where, f"; to have no other classes than yours, {way}")
+
+
+def ask_about_one(values: np.ndarray, what: str, where: str, way: str = "") -> None:
+    """Warn of a class or client that one of many samples has."""
+    names, counts = np.unique(values, return_counts=True)
+    alone = names[counts == 1].tolist()
+    if alone and len(values) >= FEW:
+        more = f", and so have {len(alone) - 1} more" if alone[1:] else ""
+        rank_zero_warn(
+            f"{where}: {what} {alone[0]!r} has one of {len(values)} samples{more}. If that is a slip, correct it{way}.",
+            category=UserWarning,
+        )
 
 
 def _known(dataset: Any, attributes: tuple[str, ...]) -> np.ndarray | None:

@@ -15,7 +15,7 @@ from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import cut
 from fedlightning.datamodules.rounding import apportion
 from fedlightning.datamodules.views import ArrayDataset, IndexView, Indices, collate_rows
-from fedlightning.ranges import Instance, Length, PositiveInt, checked
+from fedlightning.ranges import Instance, Length, PositiveInt, checked, number_in
 from fedlightning.seeding import generator
 
 Classes = Annotated[list[int], Length(note="Lists of classes.")]
@@ -136,7 +136,7 @@ class MixtureDataModule(IndexedFederatedDataModule):
             first = (place + 0.5) / count
         else:
             try:
-                low, high = (float(part) for part in self.mixture.split(":"))
+                low, high = (number_in(part) for part in self.mixture.split(":"))
                 small = low / (low + high)
             except (ValueError, ZeroDivisionError):
                 raise ValueError(

@@ -17,10 +17,13 @@ from fedlightning.datamodules.base import in_order
 from fedlightning.datamodules.download import refuse_absent
 from fedlightning.datamodules.groups import codes_of
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
-from fedlightning.datamodules.tables import column_of, numbers_of, read_table
+from fedlightning.datamodules.tables import column_of, read_table, refuse_twice, whole_of
 from fedlightning.errors import missing_package
 from fedlightning.ranges import NonNegativeInt, checked
 
+LEADS = ("I", "II", "III", "AVR", "AVL", "AVF", "V1", "V2", "V3", "V4", "V5", "V6")
+UNCALIBRATED = 200.0
+"""What wfdb takes for a gain that is 0 or not there; PTB-XL's is 1000 in a mV."""
 CLASSES = ("NORM", "MI", "STTC", "CD", "HYP")
 """The diagnostic superclasses: normal, infarction, ST/T change, conduction disturbance, hypertrophy."""
 COLUMNS = ("patient_id", "site", "scp_codes", "strat_fold", "filename_lr", "filename_hr")
@@ -89,7 +92,7 @@ class PTBXLDataModule(IndexedFederatedDataModule):
         self.prepare_data()
         source = self.root / FILES[0]
         table = read_table(source, only=COLUMNS)
-        folds = numbers_of(source, column_of(table, "strat_fold", "split")).astype(np.int64)
+        folds = whole_of(source, column_of(table, "strat_fold", "split"))
         if not np.isin(folds, range(1, 11)).all():
             raise ValueError(f"{source} has a strat_fold other than 1 to 10; it is not PTB-XL's file.")
         patients = np.array(column_of(table, "patient_id", "patient").cells)
@@ -109,6 +112,7 @@ class PTBXLDataModule(IndexedFederatedDataModule):
         if both:
             rank_zero_warn(f"{source.name}: {both} patients have records at two or more sites.", category=UserWarning)
         files = column_of(table, "filename_lr" if self.rate == 100 else "filename_hr", "record").cells
+        refuse_twice(source, files, "record")
         held = {
             split: [np.flatnonzero(kept & (sites == site) & np.isin(folds, list(numbers))) for site in clients]
             for split, numbers in FOLDS.items()
@@ -121,12 +125,13 @@ class PTBXLDataModule(IndexedFederatedDataModule):
         """Return the class of each record, -1 without a diagnostic statement."""
         statements = read_table(self.root / FILES[1], only=("code", "diagnostic_class"), index="code")
         names = column_of(statements, "code", "statement").cells
+        refuse_twice(self.root / FILES[1], names, "statement")
         kinds = dict(zip(names, column_of(statements, "diagnostic_class", "statement").cells, strict=True))
         found = np.full(len(cells), -1, dtype=np.int64)
         for row, cell in enumerate(cells):
             try:
                 codes = {str(code): float(value) for code, value in ast.literal_eval(cell).items()}
-            except (ValueError, SyntaxError, AttributeError, TypeError) as error:
+            except Exception as error:  # of a damaged cell come many kinds
                 raise ValueError(
                     f"{source}, sample {row + 1}: scp_codes {cell[:40]!r} is no table of statements."
                 ) from error
@@ -192,8 +197,19 @@ class Records(Dataset[Any]):
         except ImportError as error:
             raise ImportError(missing_package("PTB-XL's records are read by wfdb", "clinical")) from error
         try:
-            signal = np.asarray(wfdb.rdrecord(str(path)).p_signal, dtype=np.float32).T
-        except (OSError, ValueError, IndexError, TypeError) as error:
+            record = wfdb.rdrecord(str(path), physical=False)
+            sums = [None if one is None else one % 65536 for one in record.checksum]
+            for wrong, what in (
+                (sums != record.calc_checksum(), "the checksum"),
+                (tuple(map(str.upper, record.sig_name)) != LEADS, f"leads {record.sig_name}"),
+                ({*record.units} != {"mV"}, f"units {record.units}"),
+                (record.fs * 10 != self.length, f"{record.fs} samples a second"),
+                (UNCALIBRATED in record.adc_gain, "no gain"),
+            ):
+                if wrong:
+                    raise ValueError(f"its head does not fit: {what}")
+            signal = np.asarray(record.dac(), dtype=np.float32).T
+        except Exception as error:  # wfdb raises many kinds at damaged files
             raise ValueError(f"{path} cannot be read as a record of wfdb ({error}); get it again.") from error
         if signal.shape != (12, self.length) or not np.isfinite(signal).all():
             raise ValueError(

@@ -130,12 +130,16 @@ def read_recordings(root: Path) -> tuple[Tensor, np.ndarray, np.ndarray, np.ndar
 
     found = []
     for name, file in sorted(_files(root), key=lambda pair: pair[0]):
-        rate, wave = wavfile.read(file)
-        if rate != RATE or wave.ndim != 1:
-            raise ValueError(f"{name} has {rate} Hz and {wave.ndim} channel axes; FSDD is {RATE} Hz mono.")
+        try:
+            rate, wave = wavfile.read(file)
+        except Exception as error:  # scipy raises many kinds at damaged files
+            raise ValueError(f"{name} cannot be read as a recording ({error}); get it again.") from error
+        if rate != RATE or wave.ndim != 1 or wave.dtype != np.int16 or not len(wave):
+            raise ValueError(
+                f"{name} has {rate} Hz and shape {wave.shape} of {wave.dtype}; FSDD is {RATE} Hz mono of 16 bits."
+            )
         digit, speaker, take = NAME.fullmatch(name).groups()  # type: ignore[union-attr]
-        scale = np.iinfo(wave.dtype).max if wave.dtype.kind == "i" else 1.0
-        found.append((log_mel(torch.from_numpy(wave.astype(np.float32) / scale)), int(digit), speaker, int(take)))
+        found.append((log_mel(torch.from_numpy(wave.astype(np.float32) / 32767)), int(digit), speaker, int(take)))
     if not found:
         raise FileNotFoundError(
             f"There are no recordings in {root}: no files such as recordings/0_george_0.wav, and no .tar of them. Get the "

@@ -18,8 +18,6 @@ Sums = dict[str, list[float] | dict[str, float]]
 """By name: numbers that are added place by place, or counts that are added word by word."""
 BINS = 100
 """Bins between the two ends of a range; one more on each side counts what lies outside."""
-MOST = 1e100
-"""Largest number of a column whose squares are added up."""
 _ROUNDING = 8 * 2.0**-52  # a variance that is a smaller share of the mean square is what rounding of the sums leaves
 
 
@@ -63,10 +61,6 @@ class Open:
         found: Sums = {}
         for name, (_, values) in self.numbers.items():
             own = values[rows]
-            if np.abs(own[~np.isnan(own)]).max(initial=0.0) > MOST:
-                raise ValueError(
-                    f"Column {name!r} holds numbers beyond {MOST:g}, whose squares have no sum; correct or drop it."
-                )
             if len(np.unique(groups[~np.isnan(own)])) < self.least:
                 own = own[:0]
             if name in self.ranges:

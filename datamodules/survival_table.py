@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 
 from fedlightning.datamodules.partition import Partitioner
-from fedlightning.datamodules.tables import Column
+from fedlightning.datamodules.tables import Column, refuse_extremes
 from fedlightning.datamodules.tabular import TabularFederatedDataModule
-from fedlightning.ranges import checked
+from fedlightning.ranges import checked, number_in
 
 
 class SurvivalTableDataModule(TabularFederatedDataModule):
@@ -90,12 +91,20 @@ class SurvivalTableDataModule(TabularFederatedDataModule):
             raise ValueError(
                 f"{self.path}: sample {row + 1} has the time {times.numbers[row]:g} in {times.name!r}; it is negative."
             )
+        refuse_extremes(f"{self.path}: the time {times.name!r}", found, [np.arange(len(found))])
         same = np.array([_same(cell, self.event_value) for cell in np.array(events.cells)[kept]])
         if not same.any():
             values = sorted(set(events.cells) - {""})
             raise ValueError(
                 f"{self.path}: no row has {events.name!r} = {self.event_value!r}; its values are "
                 f"{', '.join(values[:10])}. Give the one that means an event as event_value."
+            )
+        others = sorted(set(np.array(events.cells)[kept][~same].tolist()))
+        if len(others) > 1:
+            rank_zero_warn(
+                f"{self.path}: {events.name!r} has {', '.join(others[:10])} beside {self.event_value!r}, and all "
+                "of them count as censored. Correct what is a slip.",
+                category=UserWarning,
             )
         classes = same.astype(np.int64)
         return torch.from_numpy(np.stack([classes, found], axis=1)).float(), classes
@@ -104,6 +113,6 @@ class SurvivalTableDataModule(TabularFederatedDataModule):
 def _same(cell: str, value: str) -> bool:
     """Return True if a cell holds a value: the same words, or the same number (2 and 2.0)."""
     try:
-        return cell == value or float(cell) == float(value)
+        return cell == value or number_in(cell) == number_in(value)
     except ValueError:
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -14,8 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from fedlightning.ranges import number_in
+
 GAPS = frozenset({"", "?", "na", "n/a", "nan", "null", "none"})
 """Cells that hold no value, whatever their case."""
+LARGEST = float(np.finfo(np.float32).max)
+"""Largest number that a sample holds, which is of single precision."""
+PRECISION = 2.0**24
+"""So many times a distance is the distance beside which it is none in single precision."""
 MOST_LEVELS = 50
 """Different words that a column of categories may have."""
 
@@ -113,6 +120,36 @@ def text_of(path: Path) -> str:
         raise ValueError(f"{path} is no text in UTF-8 ({error}); get it again, or save it as that.") from error
 
 
+def read_json(path: Path) -> Any:
+    """Return what a JSON file holds.
+
+    Raises:
+        ValueError: If it is no JSON, or a key is there twice, of which one would be lost.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
+        >>> from fedlightning.datamodules.tables import read_json
+        >>> with TemporaryDirectory() as folder:
+        ...     path = Path(folder, "a.json")
+        ...     _ = path.write_text('{"x": [1, 2]}')
+        ...     read_json(path)
+        {'x': [1, 2]}
+    """
+
+    def table_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+        if twice:
+            raise ValueError(f"the key {twice[0]!r} stands there twice")
+        return dict(pairs)
+
+    try:
+        return json.loads(text_of(path), object_pairs_hook=table_of)
+    except (ValueError, RecursionError) as error:
+        deep = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ValueError(f"{path} cannot be read as JSON: {deep}. Write it again.") from error
+
+
 def read_header(path: Path, delimiter: str = ",") -> list[str]:
     """Return the names of the columns of a CSV file."""
     with path.open(newline="", encoding="utf-8-sig") as file:
@@ -123,7 +160,7 @@ def _numbers(path: Path, name: str, cells: Sequence[str]) -> np.ndarray | None:
     values, words = np.full(len(cells), np.nan), []
     for row, cell in enumerate(cells):
         try:
-            values[row] = float(cell) if cell else math.nan
+            values[row] = number_in(cell) if cell else math.nan
         except ValueError:
             words.append(row)
     known = sum(map(bool, cells))
@@ -148,8 +185,8 @@ def finite(cell: str) -> float:
         >>> finite(" 2.5")
         2.5
     """
-    if not math.isfinite(value := float(cell)):
-        raise ValueError(f"{cell!r} is no finite number")
+    if not abs(value := number_in(cell)) <= LARGEST:
+        raise ValueError(f"{cell!r} is no finite number of single precision")
     return value
 
 
@@ -198,14 +235,79 @@ def numbers_of(path: Path, column: Column) -> np.ndarray:
         ValueError: a.csv, sample 2: 'x' in column 'age' is no number.
     """
     if column.numbers is not None and not np.isnan(column.numbers).any():
+        if (beyond := np.flatnonzero(np.abs(column.numbers) > LARGEST)).size:
+            raise ValueError(
+                f"{path}, sample {beyond[0] + 1}: {column.cells[beyond[0]]!r} in column {column.name!r} is no number of "
+                "single precision."
+            )
         return column.numbers
     for sample, cell in enumerate(column.cells, start=1):
         try:
-            float(cell)
+            number_in(cell)
         except ValueError:
             what = f"{cell!r} in column {column.name!r} is no number" if cell else f"column {column.name!r} is empty"
             raise ValueError(f"{path}, sample {sample}: {what}.") from None
     raise AssertionError("a column without numbers has a cell that is none")
+
+
+def whole_of(path: Path, column: Column) -> np.ndarray:
+    """Return a column of whole numbers without gaps, int64 `(samples,)`.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from fedlightning.datamodules.tables import Column, whole_of
+        >>> whole_of(Path("a.csv"), Column("fold", ["1", "1.5"], np.array([1.0, 1.5])))
+        Traceback (most recent call last):
+        ValueError: a.csv, sample 2: '1.5' in column 'fold' is no whole number.
+    """
+    values = numbers_of(path, column)
+    broken = np.flatnonzero((values % 1 != 0) | (np.abs(values) >= 2.0**63))
+    if len(broken):
+        raise ValueError(
+            f"{path}, sample {broken[0] + 1}: {column.cells[broken[0]]!r} in column {column.name!r} is no whole number."
+        )
+    return values.astype(np.int64)
+
+
+def extreme_of(values: np.ndarray) -> int | None:
+    """Return the place of a value that no sample holds, or beside which all others are one number in single precision.
+
+    Args:
+        values: The values `(samples,)`, without gaps.
+
+    Example:
+        >>> from fedlightning.datamodules.tables import extreme_of
+        >>> extreme_of(np.array([21.0, 24.0, 1e30, 27.0])), extreme_of(np.array([0.0, 0.0, 1e30, 0.0]))
+        (2, None)
+    """
+    if not len(values):
+        return None
+    far = np.abs(values - np.median(values))
+    most = max(0, len(values) - 1 - max(1, len(values) // 100))  # one in a hundred may be damaged
+    usual = np.partition(far, most)[most]
+    if far.max() > PRECISION * usual > 0:
+        return int(far.argmax())
+    return int(np.abs(values).argmax()) if np.abs(values).max() > LARGEST else None
+
+
+def refuse_extremes(place: str, values: np.ndarray, clients: Sequence[np.ndarray]) -> None:
+    """Refuse values that are out of all others of a client.
+
+    Args:
+        place: What the values are, for the message.
+        values: The values `(samples,)`, NaN for a gap.
+        clients: The samples of each client.
+
+    Raises:
+        ValueError: With the value and its sample.
+    """
+    for rows in clients:
+        known = rows[~np.isnan(values[rows])]
+        if (found := extreme_of(values[known])) is not None:
+            raise ValueError(
+                f"{place} holds {values[known[found]]:g} in sample {known[found] + 1}, beside which all others are one "
+                "number in single precision. Correct it, or leave the cell empty if it is missing."
+            )
 
 
 def codes_of(column: Column, kept: np.ndarray) -> np.ndarray:
@@ -247,6 +349,12 @@ def complete(columns: Sequence[Column]) -> np.ndarray:
     return np.array([all(cells) for cells in zip(*(one.cells for one in columns), strict=True)])
 
 
+def repeats(column: Column) -> bool:
+    """Return whether a column has more different words than a category has, and some of them on several rows."""
+    known = [cell for cell in column.cells if cell]
+    return column.numbers is None and MOST_LEVELS < len(set(known)) < len(known)
+
+
 def levels_of(column: Column) -> list[str]:
     """Return the different words of a column in ascending order, gaps left out.
 
@@ -257,9 +365,10 @@ def levels_of(column: Column) -> list[str]:
     """
     levels = sorted({cell for cell in column.cells if cell})
     if len(levels) > MOST_LEVELS:
+        group = f"If it names patients, whose rows belong together, give group: {column.name}; else l"
         raise ValueError(
             f"Column {column.name!r} has {len(levels)} different words, such as {levels[0]!r}; that is a name or a text, "
-            f"not a category. Leave it out with drop: [{column.name}]."
+            f"not a category. {group if repeats(column) else 'L'}eave it out with drop: [{column.name}]."
         )
     return levels
 
@@ -277,7 +386,7 @@ def classes_named(path: Path, column: Column, kept: np.ndarray, names: Sequence[
     if column.numbers is not None:
         for number, name in enumerate(names):
             with suppress(ValueError):
-                place[float(name)] = number
+                place[number_in(name)] = number
     values: list[Any] = column.cells if column.numbers is None else column.numbers.tolist()
     found = [(value, place.get(value)) for value, there in zip(values, kept, strict=True) if there]
     wrong = next((value for value, number in found if number is None), None)

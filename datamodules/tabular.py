@@ -16,6 +16,7 @@ from fedlightning.datamodules.another import Public, share_of
 from fedlightning.datamodules.federate import federate, suited
 from fedlightning.datamodules.groups import looks_like_identifier
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
+from fedlightning.datamodules.labels import ask_about_one, check_classes
 from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.partitioners import NaturalPartitioner
 from fedlightning.datamodules.statistics import Open, check_scale, one_hot, standardised
@@ -29,6 +30,8 @@ from fedlightning.datamodules.tables import (
     levels_of,
     read_header,
     read_table,
+    refuse_extremes,
+    repeats,
 )
 from fedlightning.datamodules.views import ArrayDataset
 from fedlightning.ranges import Length, PositiveInt, ShareBelowOne, checked, exactly_one
@@ -158,6 +161,8 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
                 )
         self.path, self.target, self.client, self.task = Path(path), target, client, task
         self.partitioner = NaturalPartitioner(column=str(client)) if partitioner is None else partitioner
+        if len(delimiter) != 1 or delimiter in '"\r\n':
+            raise ValueError(f"{name} got delimiter={delimiter!r}; give the one character between two cells.")
         if group is True:
             raise ValueError(f"{name} got group=True; give the name of a column, or False if rows are independent.")
         self.group = group
@@ -203,6 +208,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         keys: Any = int(kept.sum())
         if self.client is not None:
             keys = self._groups(column_of(table, self.client, "client"), kept)
+            ask_about_one(keys, "client", f"{self.path}, column {self.client!r}")
         elif self._divides.needs == "groups":
             keys = self._groups(column_of(table, getattr(self._divides, "column", "groups"), "partitioner"), kept)
         elif self._divides.needs == "labels":
@@ -260,10 +266,19 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
             found, classes = np.unique(values, return_inverse=True)
             if len(found) < 2:
                 raise ValueError(f"{self.path}: all rows have {self.target!r} = {found[0]}; there is nothing to learn.")
+            check_classes(values, f"{self.path}, column {self.target!r}", "name them all by classes=[...]")
             self.class_names = [str(name) if numbers is None else f"{name:g}" for name in found.tolist()]
             return torch.from_numpy(classes.astype(np.int64)), classes.astype(np.int64)
         if numbers is None:
             raise ValueError(f"{self.path}: {self.target!r} holds words; a regression needs numbers.")
+        broken = numbers[numbers != np.round(numbers)]
+        if self.task == "auto" and 0 < len(broken) <= max(1, len(numbers) // 100):
+            rank_zero_warn(
+                f"{self.path}: {self.target!r} holds whole numbers but for {broken[0]:g}, and is taken for a measurement. "
+                "Say which it is by task='classification' or 'regression'.",
+                category=UserWarning,
+            )
+        refuse_extremes(f"{self.path}: the target {self.target!r}", numbers, [np.arange(len(numbers))])
         mean, deviation = (0.0, 1.0) if self.target_statistics is None else self.target_statistics
         return torch.from_numpy((numbers - mean) / deviation).float(), None
 
@@ -272,7 +287,11 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         if self.group:
             return {"train": self._groups(column_of(dict(table), self.group, "group"), kept, "group")}
         named = {*self._targeted, self.client, getattr(self._divides, "column", None)}
-        asked = [name for name, one in table.items() if name not in named and looks_like_identifier(name, one.cells)]
+        asked = [
+            name
+            for name, one in table.items()
+            if name not in named and (looks_like_identifier(name, one.cells) or (name in self.drop and repeats(one)))
+        ]
         if self.group is None and asked:
             rank_zero_warn(
                 f"{self.path}: column {asked[0]!r} has {len(set(table[asked[0]].cells))} different values in "
@@ -311,6 +330,8 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
                     columns.append((cells == level).astype(np.float64))
                 continue
             self.feature_names.append(name)
+            there = np.flatnonzero(kept)
+            refuse_extremes(f"{self.path}: column {name!r}", column.numbers, [there[held] for held in rows])
             if self.scale == "federated" and name not in self.statistics:
                 self._open.numbers[name] = len(columns), column.numbers[kept]
                 columns.append(np.full(int(kept.sum()), np.nan))

@@ -13,7 +13,7 @@ from fedlightning.datamodules.base import clients_here
 from fedlightning.datamodules.download import refuse_absent
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import cut
-from fedlightning.datamodules.tables import Column, column_of, numbers_of, read_table, refuse_twice
+from fedlightning.datamodules.tables import Column, column_of, numbers_of, read_table, refuse_extremes, refuse_twice
 from fedlightning.datamodules.views import ArrayDataset
 from fedlightning.ranges import ShareBelowOne, checked
 from fedlightning.seeding import generator
@@ -105,6 +105,8 @@ class TCGABRCADataModule(IndexedFederatedDataModule):
             raise ValueError(f"{path} has {len(names)} features, FLamby's file {FEATURES}; get it again.")
         self.feature_names = names
         x = np.stack([numbers_of(path, table[name]) for name in names], axis=1)
+        for name, values in zip(names, x.T, strict=True):
+            refuse_extremes(f"{path}: column {name!r}", values, [np.arange(len(values))])
         y = np.stack([numbers_of(path, column_of(table, name, "target")) for name in ("E", "T")], axis=1)
         if not np.isin(y[:, 0], (0, 1)).all() or (y[:, 1] < 0).any():
             raise ValueError(f"{path} has an E other than 0 and 1 or a negative T; it is not FLamby's file.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,7 @@ class TinyImageNetDataModule(IndexedFederatedDataModule):
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
         self.prepare_data()
         self.class_names = text_of(self.root / "wnids.txt").split()
+        refuse_twice(self.root / "wnids.txt", self.class_names, "class")
         number = {name: place for place, name in enumerate(self.class_names)}
         datasets: dict[str, Any] = {}
         labels: dict[str, np.ndarray | None] = {}
@@ -110,11 +112,10 @@ class TinyImageNetDataModule(IndexedFederatedDataModule):
         paths: list[Path] = []
         labels: list[int] = []
         for name, place in number.items():
-            found = sorted((self.root / "train" / name / "images").glob("*.JPEG"))
+            folder = self.root / "train" / name / "images"
+            found = sorted(folder.glob("*.JPEG")) if os.path.isdir(folder) else []
             if not found:
-                raise FileNotFoundError(
-                    f"There are no images in {self.root / 'train' / name / 'images'}, a class of wnids.txt; unpack all."
-                )
+                raise FileNotFoundError(f"There are no images in {folder}, a class of wnids.txt; unpack all.")
             paths += found
             labels += [place] * len(found)
         return paths, np.array(labels, dtype=np.int64)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+import struct
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,11 +15,15 @@ from fedlightning.datamodules.modalities import ModalityDataset
 from fedlightning.datamodules.multimodal import MultimodalDataModule
 from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.partitioners import NaturalPartitioner
+from fedlightning.datamodules.tables import extreme_of
 from fedlightning.ranges import Range, checked
 
 ACTIONS, JOINTS = 27, 20
 FILES = {"inertial": ("Inertial", "d_iner"), "skeleton": ("Skeleton", "d_skel")}
 """Modalities: the publisher's folder, and the name of the array in its files."""
+_ARRAY, _PACKED = 14, 15
+_PARTS = {*range(1, 8), 9, 12, 13, _ARRAY, _PACKED, 16, 17, 18}
+"""Kinds of the parts of a file of MATLAB's version 5: numbers, an array, what is packed by zlib, texts."""
 _NAME = re.compile(r"a(\d+)_s(\d+)_t(\d+)_(inertial|skeleton)\.mat")
 
 
@@ -136,7 +142,8 @@ class UTDMHADDataModule(MultimodalDataModule):
         from scipy.io import loadmat
 
         try:
-            values = np.asarray(loadmat(path)[FILES[modality][1]], dtype=np.float64)
+            _check_parts(content := path.read_bytes())
+            values = np.asarray(loadmat(io.BytesIO(content))[FILES[modality][1]], dtype=np.float64)
         except Exception as error:  # scipy raises many kinds at damaged files
             raise ValueError(f"{path} cannot be read as a recording ({error}); get it again.") from error
         if modality == "skeleton" and values.ndim == 3:
@@ -144,5 +151,18 @@ class UTDMHADDataModule(MultimodalDataModule):
         width = 6 if modality == "inertial" else 3 * JOINTS
         if values.ndim != 2 or values.shape[1] != width or len(values) < 2 or not np.isfinite(values).all():
             raise ValueError(f"{path} has shape {values.shape} or a gap; a recording is (frames, {width}).")
+        if extreme_of(values.ravel()) is not None:
+            raise ValueError(f"{path} has a number beyond single precision, or far from all others; get it again.")
         frames, wanted = np.arange(len(values)), np.linspace(0, len(values) - 1, self.length)
         return np.stack([np.interp(wanted, frames, signal) for signal in values.T]).astype(np.float32)
+
+
+def _check_parts(content: bytes) -> None:
+    """Refuse a file of MATLAB's version 5 with a part of a kind that there is not, at which scipy ends the process."""
+    place = 128
+    while content[126:128] == b"IM" and place + 8 <= len(content):
+        kind, size = struct.unpack_from("<II", content, place)
+        if kind & 0xFFFF not in _PARTS:
+            raise ValueError(f"byte {place} begins a part of kind {kind & 0xFFFF}")
+        small = kind >> 16 or kind == _ARRAY  # what is in the tag itself; the parts of an array follow its tag
+        place += 8 if small else 8 + size + (-size % 8 if kind != _PACKED else 0)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 import zlib
 from pathlib import Path
 
-from fedlightning.datamodules.tables import text_of
+from fedlightning.datamodules.tables import read_json, text_of
 
 _WORDS = re.compile(r"[\w']+|[.,!?;]")
 
@@ -53,7 +52,9 @@ class WordNumbers:
         if self._known is None:
             assert self.vocabulary is not None
             path = Path(self.vocabulary)
-            text = text_of(path)
-            words = json.loads(text)["vocab"] if path.suffix == ".json" else text.split()
+            words = read_json(path) if path.suffix == ".json" else text_of(path).split()
+            words = words.get("vocab") if isinstance(words, dict) else words
+            if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
+                raise ValueError(f"{path} is no vocabulary: a word a line, or JSON with a list of words as 'vocab'.")
             self._known = {word: number for number, word in enumerate(dict.fromkeys(words), start=1)}
         return self._known

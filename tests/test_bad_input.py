@@ -17,7 +17,7 @@ from tests.helpers import Toy, federate, make_trainer, toy_data
 
 
 class WithoutRange(FederatedCallback):
-    def __init__(self, share: float) -> None:
+    def __init__(self, share) -> None:
         self.share = share
 
 

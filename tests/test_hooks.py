@@ -405,6 +405,9 @@ def test_what_nothing_would_read_is_refused_as_the_class_is_defined(bases, body,
         ("on_train_batch_strat", "Did you mean on_train_batch_start"),
         ("place_newcomers", r"reads any more.*newcomers=Newcomers\(place="),
         ("may_leave", r"reads any more.*wire\(module\)"),
+        ("client_weight", r"reads any more.*weighting\(self, server, update\)"),
+        ("needs_all", r"reads any more.*reduce\(self, server, updates\)"),
+        ("needs_every_score", r"reads any more.*EVERY_SCORE"),
     ],
 )
 def test_a_method_with_a_misspelt_name_of_a_hook_is_refused(name, reason):

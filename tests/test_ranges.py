@@ -17,7 +17,8 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from fedlightning import FederatedCallback, callbacks, datamodules
+from fedlightning import FederatedCallback, FederatedTrainer, callbacks, datamodules
+from fedlightning.clock import FixedSpeed
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation import loops
 from fedlightning.models import Classifier, Regressor
@@ -38,6 +39,7 @@ from fedlightning.ranges import (
     exactly_one,
     may_be_infinite,
     needs,
+    number_in,
     ranges_of,
 )
 from fedlightning.ranges.checking import _annotations_of
@@ -454,3 +456,32 @@ def test_ranges_are_known_where_only_type_checkers_import_them():
     )
     with pytest.raises(ConfigurationError, match="Elsewhere got held=0"):
         names["Elsewhere"](0)
+
+
+class Plainly(FederatedCallback):
+    """Arguments of which nothing but the kind is said."""
+
+    def __init__(self, rate: float = 0.1, count: int | None = None, rates: list[float] | None = None) -> None:
+        self.rate, self.count, self.rates = rate, count, rates
+
+
+@pytest.mark.parametrize("value", [INF, -INF, float("nan"), 10**400, -(10**400), 10**5000], ids=list("abcdef"))
+def test_a_number_is_finite_where_only_its_kind_is_said(value):
+    for options in ({"rate": value}, {"count": value}):
+        with pytest.raises(
+            ConfigurationError, match=r"Plainly got (rate|count)=.*Use a .*number.* It must be finite\."
+        ):
+            Plainly(**options)
+    with pytest.raises(ConfigurationError, match=r"Plainly got rates=.*Use a list, each a number, or None\."):
+        Plainly(rates=[0.1, value])
+    with pytest.raises(ConfigurationError, match=r"gradient_clip_val=.* must be a finite number"):
+        FederatedTrainer(gradient_clip_val=value)
+    with pytest.raises(ConfigurationError, match=r"FixedSpeed got seconds_per_visit="):
+        FixedSpeed(value)
+    assert not allows(Annotated[float, Range("(0, inf]")], value) or value == INF
+
+
+@pytest.mark.parametrize("text", ["1_0", "１０", "٣", "", "ten"])
+def test_a_number_in_a_text_has_plain_digits(text):
+    with pytest.raises(ValueError, match="could not convert"):
+        number_in(text)

@@ -17,8 +17,9 @@ from fedlightning.datamodules.base import in_order
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.leaf.reader import LEAFUser, leaf_files, read_leaf
 from fedlightning.datamodules.partition import cut
+from fedlightning.datamodules.tables import extreme_of
 from fedlightning.datamodules.views import ArrayDataset
-from fedlightning.ranges import PositiveInt, ShareBelowOne, checked
+from fedlightning.ranges import PositiveInt, ShareBelowOne, checked, number_in
 from fedlightning.seeding import generator
 
 
@@ -78,8 +79,9 @@ class LEAFDataModule(IndexedFederatedDataModule):
             user: The user's samples of a split.
         """
         try:
-            found = np.array([int(value) for value in user.y], dtype=np.int64)
-            broken = next((value for value, number in zip(user.y, found, strict=True) if float(value) != number), None)
+            values = [number_in(value) if isinstance(value, str) else value for value in user.y]
+            found = np.array([int(value) for value in values], dtype=np.int64)
+            broken = next((value for value, number in zip(values, found, strict=True) if value != number), None)
             if broken is not None:
                 raise ValueError(f"{broken!r}")
         except (TypeError, ValueError, OverflowError) as error:
@@ -172,13 +174,19 @@ def numbers(user: LEAFUser, width: int) -> Tensor:
         ValueError: a.json: user 'ann' has inputs of shape (1, 2); this data set has 3 numbers each. ...
     """
     try:
-        found = np.array(user.x, dtype=np.float32).reshape(len(user.x), -1 if user.x else width)
-    except (TypeError, ValueError) as error:
+        given = np.array(user.x)  # numpy would make numbers of texts
+        if given.dtype.kind not in "iuf":
+            raise ValueError(f"it holds a {given.dtype.name}")
+        found = given.astype(np.float32).reshape(len(user.x), -1 if user.x else width)
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(
             f"{user.path}: user {user.name!r} has an input that is no list of {width} numbers ({error})."
         ) from error
-    if found.shape[1] != width or not np.isfinite(found).all():
-        what = f"inputs of shape {found.shape}" if found.shape[1] != width else "an input with NaN or infinity"
+    extreme = not np.isfinite(found).all() or extreme_of(found.ravel()) is not None
+    if found.shape[1] != width or extreme:
+        what = (
+            f"inputs of shape {found.shape}" if found.shape[1] != width else "an input with NaN, or far from all others"
+        )
         raise ValueError(
             f"{user.path}: user {user.name!r} has {what}; this data set has {width} numbers each. Is it another one?"
         )

@@ -25,7 +25,10 @@ class LEAFFEMNISTDataModule(LEAFDataModule):
     classes = 62
 
     def inputs(self, user: LEAFUser) -> Tensor:
-        return numbers(user, 28 * 28).reshape(-1, 1, 28, 28)
+        found = numbers(user, 28 * 28).reshape(-1, 1, 28, 28)
+        if len(found) and not 0 <= found.min() <= found.max() <= 1:
+            raise ValueError(f"{user.path}: user {user.name!r} has a pixel outside of 0 ... 1, ink and paper.")
+        return found
 
 
 class LEAFSyntheticDataModule(LEAFDataModule):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedlightning.datamodules.tables import text_of
+from fedlightning.datamodules.tables import read_json
 
 FOLDERS = {"train": "train", "test": "test"}
 
@@ -85,23 +84,24 @@ def read_leaf(root: Path) -> Iterator[LEAFUser]:
 
 
 def _users(path: Path, split: str) -> Iterator[LEAFUser]:
-    try:
-        found = json.loads(text_of(path))
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path}, line {error.lineno}: {error.msg}; it is no whole JSON file. Write it again."
-        ) from error
+    found = read_json(path)
     if not isinstance(found, dict) or not {"users", "user_data"} <= set(found):
         raise ValueError(f"{path} has no 'users' and 'user_data'; it is no file of LEAF.")
     users, data, counts = found["users"], found["user_data"], found.get("num_samples")
+    names = isinstance(users, list) and all(isinstance(name, str | int) for name in users)
+    if not names or not isinstance(data, dict) or not isinstance(counts, list | None):
+        raise ValueError(
+            f"{path}: 'users', 'user_data' or 'num_samples' is no list, table and list; it is no file of LEAF."
+        )
     if set(users) != set(data) or len(set(users)) < len(users):
         strange = sorted(set(users) ^ set(data), key=str) or users
         raise ValueError(f"{path}: 'users' and 'user_data' do not name the same users, such as {strange[0]!r}.")
     for place, name in enumerate(users):
-        x, y = data[name].get("x"), data[name].get("y")
+        samples: Any = data[name] if isinstance(data[name], dict) else {}
+        x, y = samples.get("x"), samples.get("y")
         sizes = [len(part) if isinstance(part, list) else None for part in (x, y)]
         said = counts[place] if counts is not None and place < len(counts) else sizes[1]
-        if None in sizes or len({*sizes, said}) > 1:
+        if None in sizes or not sizes[0] == sizes[1] == said:
             raise ValueError(
                 f"{path}: user {name!r} has {sizes[0]} inputs x, {sizes[1]} targets y and num_samples {said}; they "
                 "must agree."

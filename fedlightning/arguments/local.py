@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import (
 
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.hooks import FederatedCallback
-from fedlightning.ranges import may_be_infinite
+from fedlightning.ranges import is_boundless, may_be_infinite
 
 if TYPE_CHECKING:
     pass
@@ -47,12 +47,12 @@ def check_callbacks(given: Mapping[str, Any]) -> None:
 
 
 def _check_numbers(callback: FederatedCallback) -> None:
-    """Refuse NaN among a callback's arguments, and infinity where it does not say that it can be."""
+    """Refuse NaN among a callback's arguments, and infinity where it does not say that it can be, annotated or not."""
     for name, value in callback.hyperparameters().items():
         for number in value if isinstance(value, list | tuple) else [value]:
-            if not isinstance(number, float) or math.isfinite(number):
+            if not is_boundless(number):
                 continue
-            if math.isnan(number) or not may_be_infinite(type(callback), name):
+            if number != math.inf or not may_be_infinite(type(callback), name):
                 raise ConfigurationError(f"{callback.key} has {name}={value}; it must be finite.")
 
 

@@ -16,7 +16,7 @@ from fedlightning.compat.pytorch_lightning import adapt
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.federation.loops import Loop, Synchronous
 from fedlightning.hooks import POOLED
-from fedlightning.ranges import NonNegativeFloat, PositiveFloat, PositiveShare, Range, ShareBelowOne, allows
+from fedlightning.ranges import NonNegativeFloat, PositiveFloat, PositiveShare, Range, ShareBelowOne, allows, shown
 from fedlightning.run.manifest import is_file_name
 from fedlightning.scoring.tasks import LOCAL
 
@@ -76,7 +76,7 @@ def check(given: Mapping[str, Any]) -> None:
         )
     for name, (kind, rule) in NUMBERS.items():
         if not isinstance(given[name], int | float | None) or not allows(kind, given[name]):
-            raise ConfigurationError(f"{name}={given[name]!r} must be {rule}.")
+            raise ConfigurationError(f"{name}={shown(given[name])} must be {rule}.")
     seconds = given["evaluate_seconds"]
     if seconds is not None and given["evaluate_every"] != 1:
         raise ConfigurationError(
@@ -246,7 +246,7 @@ def parse_time(value: str | timedelta | Mapping[str, int] | None) -> timedelta |
             ) from error
         return _not_negative(found, value)
     parts = value.split(":") if isinstance(value, str) else []
-    if len(parts) != 4 or not all(part.isdigit() for part in parts):
+    if len(parts) != 4 or not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
         raise ConfigurationError(f"max_time={value!r} is not of the form 'DD:HH:MM:SS'. One hour is '00:01:00:00'.")
     days, hours, minutes, seconds = map(int, parts)
     return _not_negative(timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds), value)

@@ -17,6 +17,7 @@ from lightning.pytorch import Trainer
 
 from fedlightning.compat.quiet import quiet
 from fedlightning.errors import ConfigurationError
+from fedlightning.ranges import is_boundless, shown
 
 CLUSTERS = (SLURMEnvironment, TorchElasticEnvironment, LSFEnvironment, MPIEnvironment)
 """What tells the processes of several machines about each other."""
@@ -55,6 +56,9 @@ OF_DEVICES = ("accelerator", "devices", "strategy", "num_nodes", "precision", "p
 
 def check_forwarded(given: Mapping[str, Any]) -> None:
     """Refuse values of Lightning's arguments that cannot work, also those that it takes without a word."""
+    for name in FORWARDED:
+        if is_boundless(given[name]):
+            raise ConfigurationError(f"{name}={shown(given[name])} must be a finite number.")
     for name, least in (
         ("accumulate_grad_batches", 1),
         ("num_nodes", 1),

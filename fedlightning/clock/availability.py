@@ -12,6 +12,7 @@ from typing import Any
 
 from fedlightning.clock.settings import Described, number, uniform
 from fedlightning.errors import ConfigurationError
+from fedlightning.ranges import number_in
 
 DAY = 86400.0
 
@@ -247,7 +248,7 @@ def slot_of(time: float, length: float) -> int:
 
 def _seconds(path: Path, line: int, name: str, value: Any) -> float:
     try:
-        seconds = float(value)
+        seconds = number_in(value)
     except (TypeError, ValueError):
         seconds = math.nan
     if not math.isfinite(seconds):

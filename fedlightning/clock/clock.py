@@ -10,6 +10,7 @@ from fedlightning.clock.link import FixedLink, Link
 from fedlightning.clock.settings import Described
 from fedlightning.clock.speed import SampleSpeed, Speed
 from fedlightning.errors import ConfigurationError, warn
+from fedlightning.ranges import checked
 
 
 class VirtualClock(Described):
@@ -32,6 +33,7 @@ class VirtualClock(Described):
         (True, 3.0)
     """
 
+    @checked
     def __init__(
         self,
         speed: Speed | None = None,

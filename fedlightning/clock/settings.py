@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping
 from statistics import NormalDist
 from typing import Any
 
 from fedlightning.errors import ConfigurationError
+from fedlightning.ranges import is_finite, shown
 from fedlightning.seeding import address
 
 NORMAL = NormalDist()
@@ -49,11 +49,10 @@ def normal(*parts: object) -> float:
 
 def number(where: str, name: str, value: Any, *, least: float = 0.0, above: bool = False, most: float = 1e15) -> float:
     """Return an argument as a number, checked."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or value < least or (above and value == least) or value > most:
+    if not is_finite(value) or value < least or (above and value == least) or value > most:
         rule = f"above {least:g}" if above else f"of at least {least:g}"
         upper = f" and at most {most:g}" if most < 1e15 else ""
-        raise ConfigurationError(f"{where} got {name}={value!r}. Give a number {rule}{upper}.")
+        raise ConfigurationError(f"{where} got {name}={shown(value)}. Give a number {rule}{upper}.")
     return float(value)
 
 

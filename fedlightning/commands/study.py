@@ -174,7 +174,7 @@ def parse_seeds(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if (
         not parts
-        or not all(part.isdigit() for part in parts)
+        or not all(part.isascii() and part.isdigit() for part in parts)
         or (len(parts) == 1 and parts == ["0"] and "," not in text)
     ):
         raise InputError(f"--seeds is '{text}': give a number of seeds (5), or seeds (0,3,7; one alone as 3,).")

@@ -25,7 +25,7 @@ from fedlightning.blueprint.trainer_arguments import FORWARDED
 from fedlightning.compat.hyperparameters import Maker
 from fedlightning.config.errors import InputError, constructor_sentence, root_cause
 from fedlightning.config.names import class_names
-from fedlightning.config.values import check_values
+from fedlightning.config.values import check_values, is_plain, refuse_misread
 from fedlightning.config.yaml_form import guard_yaml
 from fedlightning.errors import ConfigurationError, users_line
 from fedlightning.trainer import FederatedTrainer
@@ -123,6 +123,7 @@ class FederatedCLI(LightningCLI):
             raise InputError(
                 f"trainer is {trainer!r:.60}: it holds arguments by name, as in trainer: {{max_rounds: 3}}."
             )
+        refuse_misread(args, self.config)
         check_values(self.config.as_dict(), FederatedTrainer)
 
     def _set_seed(self) -> None:
@@ -171,6 +172,8 @@ class FederatedCLI(LightningCLI):
         for key in set(vars(config)) - {"trainer", "model", "data"}:
             config.pop(key)
         text: str = self.parser.dump(config, skip_validation=True, skip_unset=False)
+        # A text of digits of another script is dumped without quotes, without which it would be refused.
+        text = re.sub(r"(?<=[-:] )\S+(?=\n)", lambda word: word[0] if is_plain(word[0]) else f"'{word[0]}'", text)
         return "# Run this again: fedlightning fit --config <this file>\n" + text
 
     def options(self) -> dict[str, Any]:

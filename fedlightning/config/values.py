@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
@@ -24,8 +25,35 @@ WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", 
 """Type -> how a sentence calls it."""
 
 
+_OF_YAML = re.compile(
+    r"[-+]?(0[0-7_]+|[1-9][0-9_]*(:[0-5]?[0-9])+|[0-9][0-9_]*(:[0-5]?[0-9])+\.[0-9_]*|[1-9][0-9]*_[0-9_]*|(?=.*_)[0-9_]+\.[0-9_]*)"
+)
+"""Numbers of YAML 1.1 that nobody else reads so: `010` is 8, `1:30` is 90, `1_0` is 10."""
+_OF_A_SHELL = re.compile(r"\$\{\w+\}|^\$\w+(?=/|$)|^~\w*(?=/)")
+"""What a shell would replace, and nothing does here."""
+
+
+def refuse_misread(words: Sequence[str], config: Any) -> None:
+    """Refuse texts of a command line that became numbers and are not written as one, such as `1_0`."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        option, given, text = word.partition("=")
+        text = text if given else following
+        if option.startswith("--") and not is_plain(text):
+            value = config
+            for step in option.removeprefix("--").split("."):
+                value = value[-1] if isinstance(value, list) and value else value  # the last of a list is meant
+                value = getattr(getattr(value, "init_args", value), step, None) if step != "init_args" else value
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                raise InputError(f"{option}: {text} is read as {value}. Write that, in plain digits.")
+
+
+def is_plain(text: str) -> bool:
+    """Return whether a text is no number, or one in plain digits."""
+    return _OF_YAML.fullmatch(text) is None and (text.isascii() or not text.replace(".", "").strip("+-").isdigit())
+
+
 def refuse_form(text: str) -> None:
-    """Refuse a YAML document that is nested too deeply, or has a key twice, of which one would be lost.
+    """Refuse a YAML document that is nested too deeply, has a key twice, or a number that is read as another one.
 
     Example:
         >>> refuse_form("trainer: {seed: 1, seed: 2}")
@@ -40,6 +68,12 @@ def refuse_form(text: str) -> None:
             keys.pop()
             key_next.pop()
         elif isinstance(event, yaml.NodeEvent):
+            if isinstance(event, yaml.ScalarEvent) and event.style is None and not is_plain(event.value):
+                place = f" in line {event.start_mark.line + 1}" if event.start_mark else ""
+                raise YAMLError(
+                    f"{event.value:.60}{place} is another number than it looks (YAML reads 010 as 8, 1:30 as 90): write a "
+                    "number in plain digits, and a text in quotes"
+                )
             known = keys[-1] if keys else None
             if known is not None:
                 if key_next[-1] and isinstance(event, yaml.ScalarEvent) and event.value != "<<":
@@ -89,6 +123,26 @@ def refuse_expansion(value: Any) -> None:
         raise YAMLError(f"with its aliases (&name, *name) written out it holds more than {MOST_VALUES:,} values")
 
 
+def refuse_two_values(value: Any) -> None:
+    """Refuse an argument in `init_args` and in `dict_kwargs` of a class: the first would be lost.
+
+    Example:
+        >>> refuse_two_values({"class_path": "FedProx", "init_args": {"mu": 0.1}, "dict_kwargs": {"mu": 0.9}})
+        Traceback (most recent call last):
+            ...
+        yaml.error.YAMLError: FedProx has 'mu' in init_args and in dict_kwargs: leave it in init_args
+    """
+    if isinstance(value, dict):
+        first, second = value.get("init_args"), value.get("dict_kwargs")
+        both = [key for key in first if key in second] if isinstance(first, dict) and isinstance(second, dict) else []
+        if both:
+            raise YAMLError(
+                f"{value.get('class_path')} has {both[0]!r} in init_args and in dict_kwargs: leave it in init_args"
+            )
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        refuse_two_values(item)
+
+
 def check_values(config: Mapping[str, Any], trainer: type) -> None:
     """Refuse `null` for an argument that needs a value, and NaN or infinity where an argument is a number.
 
@@ -98,6 +152,7 @@ def check_values(config: Mapping[str, Any], trainer: type) -> None:
         for path, owner, key, value in _arguments(
             config.get(section), section, trainer if section == "trainer" else None
         ):
+            _refuse_shell(path, value)
             kind = _class_of(owner) if isinstance(owner, str) else owner
             package = kind.__module__.partition(".")[0] if kind is not None else ""
             if value is None and package == "fedlightning":
@@ -159,6 +214,13 @@ def _needed(kind: Any, key: str) -> str:
     if text.startswith("list["):
         return "a list"
     return " or ".join(WORDS.get(part.strip(), part.strip()) for part in text.split("|"))
+
+
+def _refuse_shell(path: str, value: Any) -> None:
+    if isinstance(value, str) and (found := _OF_A_SHELL.search(value)):
+        raise InputError(f"{path}: {value!r:.80} holds {found[0]}, which is not replaced here. Write it out.")
+    for item in value if isinstance(value, list | tuple) else ():
+        _refuse_shell(path, item)
 
 
 def _refuse_not_finite(path: str, value: Any, infinity_too: bool) -> None:

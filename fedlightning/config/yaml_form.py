@@ -7,7 +7,7 @@ from typing import Any
 from jsonargparse import get_loader, set_loader
 from yaml import YAMLError
 
-from fedlightning.config.values import refuse_expansion, refuse_form
+from fedlightning.config.values import refuse_expansion, refuse_form, refuse_two_values
 
 
 def guard_yaml() -> None:
@@ -23,6 +23,7 @@ def guard_yaml() -> None:
         except (ValueError, OverflowError, RecursionError) as error:
             raise YAMLError(f"it has a value that cannot be read: {error}") from None
         refuse_expansion(found)
+        refuse_two_values(found)
         return found
 
     loading.guarded = True  # type: ignore[attr-defined]

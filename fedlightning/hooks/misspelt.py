@@ -7,12 +7,17 @@ from difflib import get_close_matches
 from functools import cached_property
 
 REMOVED = {
+    "chooses_by_scores": "Say it in facts, as in Facts(needs=[fedlightning.hooks.facts.EVERY_SCORE]).",
+    "client_weight": "Say it in weighting: a word, or a method weighting(self, server, update).",
+    "infinite_arguments": 'Say it in the annotation of the argument, as in Range("(0, inf]").',
     "may_leave": "Say it in wire(module), as in Wire(entries=[...]).",
     "on_clients_join": "Say it in facts, as in Facts(newcomers=Newcomers(join=...)).",
     "place_newcomers": "Say it in facts, as in Facts(newcomers=Newcomers(place=...)).",
     "in_step": "Say it in facts, as in Facts(changes=[Change.IN_STEP]).",
     "leaves_out": "Say it in facts, as in Facts(changes=[Change.ABSENCE]).",
     "merges": "Say it in facts, as in Facts(changes=[Change.START]).",
+    "needs_all": "Define reduce(self, server, updates), which is given all of them.",
+    "needs_every_score": "Say it in facts, as in Facts(needs=[fedlightning.hooks.facts.EVERY_SCORE]).",
     "no_newcomers": "Say it in facts, as in Facts(newcomers=Newcomers(no_model=...)).",
     "sends_less": "Say it in facts, as in Facts(changes=[Change.PARTS]).",
     "sends_private": "Say it in facts, as in Facts(changes=[Change.PRIVATE]).",

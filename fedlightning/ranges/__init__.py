@@ -19,6 +19,9 @@ from fedlightning.ranges.annotations import (
     ShareBelowOne,
     allows,
     described,
+    is_boundless,
+    is_finite,
+    number_in,
 )
 from fedlightning.ranges.checking import (
     Init,
@@ -28,7 +31,7 @@ from fedlightning.ranges.checking import (
     may_be_infinite,
     ranges_of,
 )
-from fedlightning.ranges.together import at_least_one, at_most_one, exactly_one, needs
+from fedlightning.ranges.together import at_least_one, at_most_one, exactly_one, needs, shown
 
 __all__ = [
     "CountOrShare",
@@ -51,7 +54,11 @@ __all__ = [
     "checked",
     "described",
     "exactly_one",
+    "is_boundless",
+    "is_finite",
     "may_be_infinite",
     "needs",
+    "number_in",
     "ranges_of",
+    "shown",
 ]

@@ -188,7 +188,22 @@ def _is_plain(kind: type, value: Any) -> bool:
         return kind is bool and isinstance(value, bool)
     if kind is str:
         return isinstance(value, str | os.PathLike)
-    return isinstance(value, Integral if kind is int else Real)
+    return isinstance(value, Integral if kind is int else Real) and is_finite(value)
+
+
+def is_boundless(value: Any) -> bool:
+    """Return whether a value is a number, but NaN, infinite or beyond what a float holds."""
+    return isinstance(value, Real) and not isinstance(value, bool) and not is_finite(value)
+
+
+def is_finite(value: Any) -> bool:
+    """Return whether a value is a number, and neither NaN, infinite nor beyond what a float holds.
+
+    Example:
+        >>> is_finite(0.5), is_finite(float("nan")), is_finite(10**400), is_finite(True)
+        (True, False, False, False)
+    """
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(_number(value))
 
 
 def _is_such(annotation: Any, value: Any) -> bool:
@@ -209,11 +224,29 @@ def _is_word(value: Any, word: Any) -> bool:
     return isinstance(value, kind) and isinstance(value, bool) == isinstance(word, bool) and bool(value == word)
 
 
+def number_in(text: str) -> float:
+    """Return the number that a text is, in digits as English writes them: Python takes `1_0` and those of other scripts.
+
+    Raises:
+        ValueError: If it is none.
+
+    Example:
+        >>> number_in(" 1e3"), number_in("-.5")
+        (1000.0, -0.5)
+        >>> number_in("1_0")
+        Traceback (most recent call last):
+        ValueError: could not convert string to float: '1_0'
+    """
+    if "_" in text or not text.strip().isascii():
+        raise ValueError(f"could not convert string to float: {text!r}")
+    return float(text)
+
+
 def _number(value: Real) -> float:
     try:
         return float(value)
-    except OverflowError:  # a whole number that no float holds
-        return math.inf if value > 0 else -math.inf  # type: ignore[operator]
+    except OverflowError:  # a whole number that no float holds is in no range
+        return math.nan
 
 
 def _is_table(origin: Any) -> bool:

@@ -87,9 +87,10 @@ def check_arguments(owner: object, init: Callable[..., None], arguments: Mapping
             if arguments[name] is inspect.signature(init).parameters[name].default:  # as in `name: str = None`
                 continue
             annotation = _annotations_of(type(owner)).get(name, annotation)  # a base may say more than its kind
+            finite = ["It must be finite."] if declarations.is_boundless(arguments[name]) else []
             raise ConfigurationError(
                 f"{type(owner).__name__} got {name}={shown(arguments[name])}. "
-                + " ".join([f"Use {described(annotation)}.", *notes_in(annotation)])
+                + " ".join([f"Use {described(annotation)}.", *notes_in(annotation), *finite])
             )
     fault = fault_of(init, arguments)
     if fault is not None:

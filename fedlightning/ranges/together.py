@@ -80,7 +80,10 @@ def fault_of(init: Callable[..., None], arguments: Mapping[str, Any]) -> str | N
 
 def shown(value: Any, most: int = 200) -> str:
     """Return a value as a sentence shows it; its class, if it is long or an object without words of its own."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number of thousands of digits
+        text = "\n"
     return text if len(text) <= most and "\n" not in text and " at 0x" not in text else f"<{type(value).__name__}>"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.ranges import number_in
 
 MOST = 12
 """Different values that a column of subgroups may have."""
@@ -26,8 +27,8 @@ def values_of(data: FederatedDataModule, client: str, subgroup: str) -> list[str
     if not sign:
         return cells
     try:
-        bound = float(text)
-        return ["" if not cell else f">={text}" if float(cell) >= bound else f"<{text}" for cell in cells]
+        bound = number_in(text)
+        return ["" if not cell else f">={text}" if number_in(cell) >= bound else f"<{text}" for cell in cells]
     except ValueError as error:
         raise ValueError(f"Subgroup {subgroup!r} cuts a column of numbers: {error}.") from error
 

@@ -12,6 +12,8 @@ import networkx as nx
 import torch
 from torch import Tensor
 
+from fedlightning.ranges import number_in
+
 MixingWeights = str | Sequence[Sequence[float]]
 """A name of :data:`WEIGHTS`, a matrix in the order of the nodes, or a `.csv` file of one."""
 WEIGHTS = ("metropolis", "uniform", "swift")
@@ -184,11 +186,10 @@ def _rows_in(path: Path) -> list[list[float]]:
     """Return the rows of a file of numbers."""
     if not path.is_file():
         raise ValueError(f"weights='{path}': there is no such file.")
-    with path.open(newline="", encoding="utf-8") as file:
-        lines = [line for line in csv.reader(file) if any(map(str.strip, line))]
     try:
-        return [[float(cell) for cell in line] for line in lines]
-    except ValueError as error:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            return [[number_in(cell) for cell in line] for line in csv.reader(file) if any(map(str.strip, line))]
+    except (ValueError, csv.Error) as error:
         raise ValueError(f"weights='{path}' is no table of numbers: {error}.") from error
 
 

@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from fedlightning.cli import main
+from fedlightning.commands.run import Commands
+from fedlightning.config.parsing import FederatedCLI
 
 NAN, INF = float("nan"), float("inf")
 BASE: dict[str, Any] = {
@@ -176,3 +178,41 @@ def test_a_number_of_a_users_class_may_be_nan(tmp_path: Path) -> None:
     check_values({"trainer": {}, "model": own, "data": None}, FederatedTrainer)
     ours = {"class_path": "fedlightning.callbacks.PLayerFL", "init_args": {"threshold": INF}}
     check_values({"trainer": {"callbacks": [ours]}}, FederatedTrainer)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("trainer: {max_rounds: 010}", "010 in line 1 is another number than it looks"),
+        ("trainer: {max_rounds: 1:30}", "1:30 in line 1 is another number"),
+        ("trainer: {max_rounds: 1_000}", "1_000 in line 1 is another number"),
+        ("trainer: {lr_decay: 1_0.5}", "1_0.5 in line 1 is another number"),
+        ("trainer: {lr_decay: ０.5}", "０.5 in line 1 is another number"),
+        ("trainer: {default_root_dir: '${HOME}/runs'}", "holds ${HOME}, which is not replaced here. Write it out."),
+        ("trainer: {default_root_dir: $HOME/runs}", "holds $HOME, which is not"),
+        ("trainer: {default_root_dir: ~/runs}", "holds ~, which is not"),
+        (
+            "trainer: {callbacks: [{class_path: FedProx, init_args: {mu: 0.1}, dict_kwargs: {mu: 0.9}}]}",
+            "FedProx has 'mu' in init_args and in dict_kwargs: leave it in init_args",
+        ),
+    ],
+)
+def test_what_is_other_than_it_looks_is_refused(text: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("other.yaml").write_text(text, encoding="utf-8")
+    assert sentence in refusal(BASE, capsys, "--config", "other.yaml")
+
+
+@pytest.mark.parametrize("option", ["--trainer.max_rounds=1_0", "--model.lr=０.1", "--trainer.callbacks.mu=010"])
+def test_digits_on_the_command_line_are_plain(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name, _, digits = option.removeprefix("--").partition("=")
+    assert f"--{name}: {digits} is read as" in refusal(BASE, capsys, option)
+
+
+def test_texts_may_look_like_such_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = {"version": "1_0", "name": "010", "held_out": ["08", "１", "0:30"]}
+    config = BASE | {"trainer": BASE["trainer"] | texts}
+    Path("c.yaml").write_text(yaml.safe_dump(config))
+    written = FederatedCLI.run_config(Commands("fit", ["--config", "c.yaml"]))
+    assert {name: yaml.safe_load(written)["trainer"][name] for name in texts} == texts
+    Path("c.yaml").write_text(written, encoding="utf-8")
+    assert FederatedCLI.run_config(Commands("fit", ["--config", "c.yaml"])) == written

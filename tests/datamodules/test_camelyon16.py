@@ -56,6 +56,10 @@ def other_label(lines):
     lines[3] = "1" + lines[3][1:]
 
 
+def half_label(lines):
+    lines[2] = "0.5" + lines[2][1:]
+
+
 def other_hospital(lines):
     lines[2] = lines[2].replace("1.0", "2.0")
 
@@ -74,6 +78,7 @@ def twice(lines):
         (twice, "has the slide 'normal_005.tif' on two lines"),
         (other_label, r"line 4: slide 'normal_003.tif' has the label 1"),
         (other_hospital, "line 3: .*hospital 2"),
+        (half_label, "sample 2: '0.5' in column 'label' is no whole number"),
         (other_name, "line 3: slide 'slide_002.tif'"),
     ],
 )
@@ -87,16 +92,25 @@ def test_damaged_metadata_are_named(change, match, tmp_path):
     [
         (np.zeros(5, dtype=np.float32), r"shape \(5,\)"),
         (np.zeros((5, 6), dtype=np.int64), "of int64"),
-        (np.full((5, 6), np.nan, dtype=np.float32), "NaN or infinite"),
+        (np.full((5, 6), np.nan, dtype=np.float32), "NaN or a feature beyond 1e"),
         (b"no numpy file", "is no numpy file"),
+        (b"PK\x03\x04no archive", "is no numpy file"),
+        ({"a": np.zeros((5, 6))}, "shape None of NpzFile"),
+        (np.zeros((5, 7), dtype=np.float32), "has 7 features and others 6"),
+        (np.full((5, 6), 1e39), "NaN or a feature beyond 1e"),
     ],
 )
 def test_damaged_features_are_named(array, match, tmp_path):
     root = write(tmp_path)
     file = tmp_path / "test_001.tif.npy"
-    file.write_bytes(array) if isinstance(array, bytes) else np.save(file, array)
+    if isinstance(array, bytes):
+        file.write_bytes(array)
+    else:
+        with file.open("wb") as opened:
+            np.savez(opened, **array) if isinstance(array, dict) else np.save(opened, array)
     data = Camelyon16DataModule(root)
     data.setup()
+    data.client_dataloader("0", "train").dataset[0]
     with pytest.raises(ValueError, match=match):
         data.client_dataloader("0", "test").dataset[0]
 

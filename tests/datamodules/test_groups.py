@@ -187,3 +187,14 @@ def test_a_sample_without_a_group_is_refused(missing):
     groups = np.array([*([1.0] * 4), *([2.0] * 3), missing], dtype=object if missing is None else None)
     with pytest.raises(ValueError, match="Sample 8 of the train data has no group"):
         codes_of(groups, 8, "train")
+
+
+def test_a_column_of_many_words_that_repeat_may_name_patients(tmp_path):
+    place, _ = table(tmp_path, patients=80)
+    place.write_text(place.read_text().replace("patient_id", "who"))
+    options = {"target": "ill", "partitioner": IIDPartitioner(3)}
+    with pytest.raises(ValueError, match=r"If it names patients, .* give group: who; else leave it out with drop"):
+        TabularFederatedDataModule(place, **options).setup()
+    with pytest.warns(UserWarning, match=r"rows of one may now be in training and test data: give group='who'"):
+        TabularFederatedDataModule(place, **options, drop=["who"]).setup()
+    TabularFederatedDataModule(place, **options, group="who").setup()

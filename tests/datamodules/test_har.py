@@ -75,6 +75,16 @@ def infinite(root):
     path.write_text(path.read_text().replace("0.0000000e+00", "1e400", 1))
 
 
+def beyond(root):
+    path = root / "train" / "Inertial Signals" / "body_acc_x_train.txt"
+    path.write_text(path.read_text().replace("0.0000000e+00", "1e39", 1))
+
+
+def underscore(root):
+    path = root / "train" / "Inertial Signals" / "body_acc_x_train.txt"
+    path.write_text(path.read_text().replace("0.0000000e+00", "1_0", 1))
+
+
 def half(root):
     path = root / "train" / "y_train.txt"
     path.write_text(path.read_text().replace("1", "1.5", 1))
@@ -93,8 +103,10 @@ def packed(root):
     ("change", "match"),
     [
         (infinite, "body_acc_x_train.txt, line 1: number 1 is inf"),
+        (beyond, r"body_acc_x_train.txt, line 1: number 1 is 1e\+39"),
+        (underscore, "body_acc_x_train.txt, line 1: 128 cells, not 128 numbers .*'1_0'"),
         (half, "y_train.txt, line 1: 1.5 is no activity 1 ... 6"),
-        (large, r"subject_test.txt, line 1: 1e\+21 is no subject 1 ... 30"),
+        (large, r"subject_test.txt, line 1: number 1 is 1e\+21; get it again"),
         (packed, "y_test.txt is no text in UTF-8"),
         (short_line, r"body_gyro_y_test.txt, line \d+: 2 cells, not 128 numbers"),
         (fewer_labels, r"y_train.txt has 239 lines and subject_train.txt 240"),

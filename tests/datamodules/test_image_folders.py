@@ -67,6 +67,8 @@ def test_a_patient_at_two_clients_is_refused(root):
     draw(root / "b" / "train" / "cat" / "p3_9.png", 1)
     with pytest.raises(ValueError, match=r"p3_9.png: group 'p3' is in the train data of client 'a', too"):
         ImageFolderDataModule(str(root), group=r"^([pq]\d+)_").setup()
+    with pytest.raises(ValueError, match=r"group='\(', no regular expression \(missing \)"):
+        ImageFolderDataModule(str(root), group="(")
     with pytest.raises(ValueError, match=r"the name does not match group='x\(y\)'"):
         ImageFolderDataModule(str(root), group="x(y)").setup()
 
@@ -91,3 +93,11 @@ def test_missing_folders(tmp_path):
     (tmp_path / "a" / "test").mkdir()
     with pytest.raises(ValueError, match="a folder 'test' and no folder 'train'"):
         ImageFolderDataModule(str(tmp_path)).setup()
+
+
+def test_a_class_of_one_image_is_asked_about(root):
+    draw(root / "a" / "cats" / "p1.png", 3)
+    with pytest.warns(
+        UserWarning, match="class 'cats' has one of 43 samples. If that is a slip, .* take other folders"
+    ):
+        ImageFolderDataModule(str(root)).setup()

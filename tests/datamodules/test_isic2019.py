@@ -108,3 +108,11 @@ def test_missing_and_damaged_images(tmp_path):
         ISIC2019DataModule(str(tmp_path / "no")).prepare_data()
     with pytest.raises(ValueError, match=r"centres=\['6'\]"):
         ISIC2019DataModule(centres=["6"])
+
+
+def test_a_name_that_no_file_has_is_a_missing_image(tmp_path):
+    def lengthen(lines):
+        lines[2] = "I" * 300 + lines[2][lines[2].index(",") :]
+
+    with pytest.raises(FileNotFoundError, match="1 of 42 images"):
+        ISIC2019DataModule(write(tmp_path, lengthen)).setup()

@@ -124,3 +124,13 @@ def test_damaged_masks_are_named(values, match, tmp_path):
     path.write_bytes(path.read_bytes()[:60] if values is None else gzip.compress(nifti(values)))
     with pytest.raises(ValueError, match=match):
         dataset[1]
+
+
+def test_a_voxel_that_flattens_its_image_is_named(tmp_path):
+    pytest.importorskip("nibabel")
+    dataset = ready(write(tmp_path))._splits["test"].dataset
+    values = np.random.default_rng(0).normal(size=(12, 10, 14))
+    values[3, 2, 1] = 1e30
+    dataset.images[1].write_bytes(gzip.compress(nifti(values)))
+    with pytest.raises(ValueError, match=r"T1.nii.gz has a number beyond single precision, or far from all others"):
+        dataset[1]

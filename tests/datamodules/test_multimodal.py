@@ -272,6 +272,21 @@ def test_an_archive_is_read_as_the_folder_is(recordings, tmp_path):
         read_recordings(tmp_path / "nothing")
 
 
+@pytest.mark.parametrize(
+    ("wave", "reason"),
+    [
+        (b"RIFF", "3_x_0.wav cannot be read as a recording"),
+        (np.zeros(0, dtype=np.int16), r"3_x_0.wav has 8000 Hz and shape \(0,\) of int16"),
+        (np.zeros(900, dtype=np.float32), r"3_x_0.wav .* of float32; FSDD is 8000 Hz mono of 16 bits"),
+    ],
+)
+def test_a_damaged_recording_is_named(wave, reason, tmp_path):
+    path = tmp_path / "3_x_0.wav"
+    path.write_bytes(wave) if isinstance(wave, bytes) else wavfile.write(path, 8000, wave)
+    with pytest.raises(ValueError, match=reason):
+        SpokenDigitsDataModule(str(tmp_path)).load()
+
+
 def test_a_tone_is_highest_in_its_band():
     wave = torch.sin(2 * np.pi * 1000 * torch.arange(8000) / 8000)
     found = log_mel(wave)[0]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fedlightning.datamodules import PTBXLDataModule
+from fedlightning.datamodules.ptb_xl import LEADS
 
 STATEMENTS = """,description,diagnostic,form,rhythm,diagnostic_class,diagnostic_subclass
 NORM,normal ECG,1.0,,,NORM,NORM
@@ -36,13 +37,19 @@ def write(root, change=lambda rows: None):
 def reader(monkeypatch):
     """Stands for wfdb where it is not installed: a record's values are its number."""
 
-    def rdrecord(path):
+    changes = {}  # of a record's number
+
+    def rdrecord(path, physical):
         number = int(path.rpartition("/")[2][:5])
         if number == 13:
-            raise ValueError("checksum")
-        return types.SimpleNamespace(p_signal=np.full((999 if number == 21 else 1000, 12), number, dtype=np.float64))
+            raise KeyError("checksum")
+        signal = np.full((999 if number == 21 else 1000, 12), number, dtype=np.float64)
+        sums = {"checksum": [-number] * 12, "calc_checksum": lambda: [65536 - number] * 12, "dac": lambda: signal}
+        said = {"sig_name": list(LEADS), "units": ["mV"] * 12, "fs": 100, "adc_gain": [1000.0] * 12}
+        return types.SimpleNamespace(**sums | said | changes.get(number, {}))
 
     monkeypatch.setitem(sys.modules, "wfdb", types.SimpleNamespace(rdrecord=rdrecord))
+    return changes
 
 
 def ready(root, **options):
@@ -104,6 +111,18 @@ def no_table(rows):
     rows[4][7] = '"NORM"'
 
 
+def deep_table(rows):
+    rows[4][7] = '"' + "[" * 300 + '"'
+
+
+def same_file(rows):
+    rows[5][9] = rows[4][9]
+
+
+def half_fold(rows):
+    rows[0][8] = rows[1][8] = "1.5"
+
+
 def new_statement(rows):
     rows[4][7] = "\"{'XYZ': 10.0}\""
 
@@ -114,6 +133,9 @@ def new_statement(rows):
         (other_fold, r"sample 2: patient 0.0 is in folds 1 and 5"),
         (fold_eleven, "a strat_fold other than 1 to 10"),
         (no_table, "sample 5: scp_codes 'NORM' is no table"),
+        (deep_table, r"sample 5: scp_codes '\[\[.* is no table"),
+        (same_file, "has the record 'records100/00000/00005_lr' on two lines"),
+        (half_fold, "sample 1: '1.5' in column 'strat_fold' is no whole number"),
         (new_statement, r"sample 5: statement 'XYZ' is not in scp_statements.csv"),
     ],
 )
@@ -125,11 +147,28 @@ def test_damaged_tables_are_named(change, match, tmp_path):
 def test_damaged_records_are_named_and_kept_ones_are_read_once(tmp_path, reader):
     data = ready(write(tmp_path), cache=True)
     dataset = data._splits["train"].dataset
-    with pytest.raises(ValueError, match=r"00013_lr cannot be read as a record of wfdb \(checksum\)"):
+    with pytest.raises(ValueError, match=r"00013_lr cannot be read as a record of wfdb \('checksum'\)"):
         dataset[12]
     with pytest.raises(ValueError, match=r"00021_lr has shape \(12, 999\)"):
         dataset[20]
     assert dataset[2][0] is dataset[2][0]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"calc_checksum": lambda: [1] * 12}, "its head does not fit: the checksum"),
+        ({"checksum": [None] * 12}, "its head does not fit: the checksum"),
+        ({"adc_gain": [1000.0] * 11 + [200.0]}, "its head does not fit: no gain"),  # 0 in the file: wfdb takes 200
+        ({"units": ["mV"] * 11 + ["uV"]}, "its head does not fit: units .*'uV'."),
+        ({"sig_name": list(LEADS[::-1])}, r"its head does not fit: leads \['V6', .*"),
+        ({"fs": 250}, "its head does not fit: 250 samples a second"),
+    ],
+)
+def test_a_record_is_what_its_head_says(change, reason, tmp_path, reader):
+    reader[3] = change
+    with pytest.raises(ValueError, match=rf"00003_lr cannot be read as a record of wfdb \({reason}\); get it again"):
+        ready(write(tmp_path))._splits["train"].dataset[2]
 
 
 def test_missing_tables_and_no_reader(tmp_path, monkeypatch):

@@ -63,6 +63,16 @@ def negative(rows):
     rows[3] = ",".join([cells[0], "-5", *cells[2:]])
 
 
+def far_away(rows):
+    cells = rows[3].split(",")
+    rows[3] = ",".join([cells[0], "1e39", *cells[2:]])
+
+
+def third_event(rows):
+    cells = rows[2].split(",")
+    rows[2] = ",".join([*cells[:2], "9", *cells[3:]])
+
+
 def no_site(rows):
     rows[5] = "NA," + rows[5].partition(",")[2]
 
@@ -77,6 +87,7 @@ def gap(rows):
     [
         (without_event, {}, "no column 'status'.*did you mean 'state'"),
         (negative, {}, "sample 3 has the time -5 in 'time'"),
+        (far_away, {}, r"the time 'time' holds 1e\+39 in sample 3"),
         (no_site, {}, "sample 5 has no 'inst', so no client"),
         (lambda rows: None, {"event_value": "dead"}, "no row has 'status' = 'dead'; its values are 1, 2"),
     ],
@@ -89,6 +100,11 @@ def test_wrong_tables_are_named(change, options, match, tmp_path):
 def test_rows_without_an_event_column_are_left_out_with_a_warning(tmp_path):
     with pytest.warns(UserWarning, match="1 of 60 rows have no 'time' and 'status' and are left out"):
         ready(write(tmp_path, gap))
+
+
+def test_another_event_that_counts_as_censored_is_said(tmp_path):
+    with pytest.warns(UserWarning, match="'status' has 1, 9 beside '2', and all of them count as censored"):
+        ready(write(tmp_path, third_event))
 
 
 def test_a_target_is_refused(tmp_path):

@@ -133,6 +133,7 @@ def test_regression_and_partitioners(tmp_path):
         ({"statistics": {"age": [1.0, 0.0]}}, "standard deviation > 0"),
         ({"drop": ["id", "days", "age", "sex", "dose"]}, "no column is left as a feature"),
         ({"test_fraction": 1.0}, "test_fraction=1.0"),
+        ({"delimiter": ";;"}, "delimiter=';;'; give the one character"),
     ],
 )
 def test_wrong_options_are_refused(tmp_path, options, sentence):
@@ -175,3 +176,66 @@ def test_files_that_are_no_tables(tmp_path):
     (tmp_path / "open.csv").write_text('note,ill\n"ache,1\nbad "day",0\nfine,1\n')
     with pytest.raises(ValueError, match=r"open.csv, line 3: .* close each quote"):
         read_table(tmp_path / "open.csv")
+
+
+def with_cell(column, value, row=5):
+    rows = patients()
+    rows[row][rows[0].index(column)] = value
+    return rows
+
+
+@pytest.mark.parametrize("scale", ["local", "federated", "none"])
+@pytest.mark.parametrize("value", ["1e39", "-1e30", "1e12"])
+def test_a_cell_that_flattens_its_column_is_refused(tmp_path, scale, value):
+    place = write(tmp_path, with_cell("dose", value))
+    with pytest.raises(ValueError, match=r"column 'dose' holds -?1e\+\d+ in sample 5, beside which all others"):
+        ready(place, scale=scale)
+    ready(place, scale=scale, drop=["id", "days", "dose"])  # and an identifier may be as long as it likes
+
+
+def test_a_target_that_no_sample_holds_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"the target 'days' holds 1e\+39 in sample 5"):
+        ready(write(tmp_path, with_cell("days", "1e39")), target="days", drop=["id", "ill"])
+
+
+def test_far_and_sparse_values_are_let_be(tmp_path):
+    """A unit of a hospital's own, a rare event, and a column of one value."""
+    rows = patients(lambda row: [*row[:3], row[3] * 1e9 if row[4] == "Rome" else row[3], *row[4:]])
+    ready(write(tmp_path, rows))
+    ready(write(tmp_path, patients(lambda row: [*row[:3], 1e6 if row[0] == 7 else 0, *row[4:]])))
+
+
+@pytest.mark.parametrize("cell", ["1_0", "１０"])
+def test_digits_are_plain(tmp_path, cell):
+    with pytest.raises(ValueError, match=f"column 'dose' holds numbers, but '{cell}' in sample 5"):
+        ready(write(tmp_path, with_cell("dose", cell)))
+
+
+def test_a_class_of_one_row_is_asked_about(tmp_path):
+    place = write(tmp_path, with_cell("ill", "yess"))
+    with pytest.warns(UserWarning, match=r"'ill': class 'yess' has one of 90 samples. If that is a slip, correct it"):
+        ready(place)
+    with pytest.raises(ValueError, match="'ill' has the value 'yess', which is not among classes"):
+        ready(place, classes=["no", "yes"])
+
+
+def test_a_client_of_one_row_is_asked_about(tmp_path):
+    with pytest.warns(
+        UserWarning, match="'hospital': client 'Romee' has one of 90 samples. If that is a slip, correct it"
+    ):
+        ready(write(tmp_path, with_cell("hospital", "Romee")))
+
+
+def test_one_broken_number_among_classes_is_asked_about(tmp_path):
+    grades = patients(lambda row: [*row[:5], 1.5 if row[0] == 4 else row[0] % 2, row[6]])
+    with pytest.warns(UserWarning, match=r"'ill' holds whole numbers but for 1.5, and is taken for a measurement"):
+        ready(write(tmp_path, grades))
+
+
+@pytest.mark.parametrize("mark", [-1, -100])
+def test_a_number_for_no_label_is_no_class(tmp_path, mark):
+    grades = patients(lambda row: [*row[:5], (mark, 0, 1)[row[0] % 3], row[6]])
+    with pytest.raises(ValueError, match=rf"'ill': 30 of 90 labels are {mark}, by which .* name them all by classes"):
+        ready(write(tmp_path, grades))
+    assert ready(write(tmp_path, grades), classes=[str(mark), "0", "1"]).num_classes == 3
+    assert ready(write(tmp_path, patients(lambda row: [*row[:5], (mark, 1)[row[0] % 2], row[6]]))).num_classes == 2

@@ -77,6 +77,11 @@ def write_a_word(brca, split):
     brca[3] = brca[3].replace(",", ",sixty,", 1).replace(",0,", ",", 1)
 
 
+def write_a_far_feature(brca, split):
+    cells = brca[2].split(",")
+    brca[2] = ",".join([*cells[:5], "1e19", *cells[6:]])
+
+
 def write_a_wrong_event(brca, split):
     brca[2] = brca[2].rpartition(",")[0].rpartition(",")[0] + ",2.0,100.0"
 
@@ -108,6 +113,7 @@ def lose_a_region(brca, split):
         (lose_a_feature, "has 38 features, FLamby's file 39"),
         (break_a_row, r"brca.csv, line 5: 43 cells under 42 names"),
         (write_a_word, r"'sixty' in sample 3"),
+        (write_a_far_feature, r"column 'stage_2' holds 1e\+19 in sample 2"),
         (write_a_wrong_event, "an E other than 0 and 1"),
         (repeat_a_patient, r"the patient 'TCGA-.*' on two lines"),
         (repeat_a_patient_in_another_region, r"line 98: patient 'TCGA-0-0' is on line 2, too"),

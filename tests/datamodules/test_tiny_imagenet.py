@@ -73,6 +73,11 @@ def no_class(root):
         path.unlink()
 
 
+def class_twice(root):
+    path = root / "wnids.txt"
+    path.write_text(path.read_text() + path.read_text().split()[0])
+
+
 def none_to_test(root):
     (root / "val" / "val_annotations.txt").write_text("")
 
@@ -86,6 +91,7 @@ def twice(root):
     ("change", "kind", "match"),
     [
         (none_to_test, ValueError, "val_annotations.txt is empty"),
+        (class_twice, ValueError, "wnids.txt has the class 'n.*' on two lines"),
         (twice, ValueError, "has the image 'val_1.JPEG' on two lines"),
         (unknown, ValueError, "val_annotations.txt, line 5: not a file, a class of wnids.txt"),
         (no_image, FileNotFoundError, "1 of 6 images .* such as .*val_4.JPEG"),

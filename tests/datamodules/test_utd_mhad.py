@@ -64,6 +64,20 @@ def other_shape(root):
     savemat(root / "Skeleton" / "a2_s1_t1_skeleton.mat", {"d_skel": np.zeros((21, 3, 9))})
 
 
+def other_part(root):
+    """At a kind of numbers that there is not scipy ends the process."""
+    path = root / "Inertial" / "a2_s1_t1_inertial.mat"
+    content = bytearray(path.read_bytes())
+    assert content[184] == 9  # float64
+    content[184] = 51
+    path.write_bytes(content)
+
+
+def beyond(root):
+    ramp = np.linspace(0, 1e39, 20)[:, None].repeat(6, axis=1)
+    savemat(root / "Inertial" / "a2_s1_t1_inertial.mat", {"d_iner": ramp})
+
+
 def other_name(root):
     (root / "Inertial" / "a28_s1_t1_inertial.mat").write_bytes(b"")
 
@@ -74,6 +88,8 @@ def other_name(root):
         (alone, r"a1_s2_t3_inertial.mat has no skeleton recording beside it \(1 such files\)"),
         (cut_short, "a2_s1_t1_inertial.mat cannot be read as a recording"),
         (other_shape, r"a2_s1_t1_skeleton.mat has shape \(9, 63\)"),
+        (other_part, r"a2_s1_t1_inertial.mat cannot be read as a recording \(byte 184 begins a part of kind 51\)"),
+        (beyond, r"a2_s1_t1_inertial.mat has a number beyond single precision, or far from all others"),
         (other_name, "a28_s1_t1_inertial.mat is no inertial recording by its name"),
     ],
 )
@@ -90,3 +106,12 @@ def test_missing_folders(tmp_path):
 def test_times_that_nobody_has_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"test_trial=9, and .* leave some for training and some for testing"):
         UTDMHADDataModule(write(tmp_path), test_trial=9).setup()
+
+
+def test_packed_files_are_read_too(tmp_path):
+    def pack(root):
+        path = root / "Inertial" / "a2_s1_t1_inertial.mat"
+        savemat(path, {"other": np.zeros((3, 5)), "d_iner": np.ones((30, 6), dtype=np.int16)}, do_compression=True)
+
+    data = UTDMHADDataModule(write(tmp_path, pack))
+    assert (data._read(tmp_path / "Inertial" / "a2_s1_t1_inertial.mat", "inertial") == 1).all()

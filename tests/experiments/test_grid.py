@@ -51,7 +51,7 @@ def test_files_are_beside_the_grid_and_what_stands_in_it_is_a_file(tmp_path):
         ({"methods": {"a": 3}, "variants": {"b": {}}}, "3 is neither a file"),
         ({"methods": {"a b": {}, "a-b": {}}, "variants": {"c": {}}}, "one name"),
         ({"methods": {"a": {}, "A": {}}, "variants": {"c": {}}}, "one name"),
-        ({"methods": {1: {}, "1": {}}, "variants": {"c": {}}}, "names of methods have to differ"),
+        ({"methods": {1: {}, "1": {}}, "variants": {"c": {}}}, "the key '1' stands there twice"),
         ({"methods": {"a": {}}, "variants": {"": {}}}, "names of variants .* empty"),
     ],
 )
@@ -91,7 +91,7 @@ def test_a_grid_is_no_configuration_of_one_run():
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (b"methods: {a: {}}\nvariants: {b: {}, b: c.yaml}", "'b' is there twice"),
+        (b"methods: {a: {}}\nvariants: {b: {}, b: c.yaml}", "'b' stands there twice"),
         (b"\xff\xfe", "no YAML"),
         (b"", "no named"),
     ],

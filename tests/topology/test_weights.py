@@ -155,9 +155,10 @@ def test_weights_from_a_file(tmp_path):
     (tmp_path / "weights.csv").write_text("0.5,0.5\n0.5,0.5\n")
     graph = make_graph("ring", ["a", "b"])
     assert mixing_weights(str(tmp_path / "weights.csv"), graph).tolist() == [[0.5, 0.5], [0.5, 0.5]]
-    (tmp_path / "weights.csv").write_text("a,b\n0.5,0.5\n")
-    with pytest.raises(ValueError, match="no table of numbers"):
-        mixing_weights(str(tmp_path / "weights.csv"), graph)
+    for content in (b"a,b\n0.5,0.5\n", b"\xff,1\n", b"0_1,1\n"):
+        (tmp_path / "weights.csv").write_bytes(content)
+        with pytest.raises(ValueError, match=r"weights.csv' is no table of numbers"):
+            mixing_weights(str(tmp_path / "weights.csv"), graph)
 
 
 @pytest.mark.parametrize(

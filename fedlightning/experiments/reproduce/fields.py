@@ -10,21 +10,9 @@ from typing import Any
 import yaml
 
 from fedlightning.config.errors import InputError, suggestion
+from fedlightning.config.values import refuse_form
 
 _MISSING: Any = object()
-_MERGE = "tag:yaml.org,2002:merge"  # of the key << , which takes in another block
-
-
-class _Unique(yaml.SafeLoader):
-    """A loader that refuses a key that is there twice: the first one would be lost without a word."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != _MERGE]
-        twice = next((key for index, key in enumerate(keys) if key in keys[:index]), None)
-        if twice is not None:
-            line = node.start_mark.line + 1
-            raise yaml.YAMLError(f"the key '{twice}' is there twice in the block that begins at line {line}")
-        return super().construct_mapping(node, deep)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -34,7 +22,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         InputError: If there is no such file, it is no YAML, it holds no named values, or one of them twice.
     """
     try:
-        found = yaml.load(path.read_text(encoding="utf-8"), _Unique)
+        text = path.read_text(encoding="utf-8")
+        refuse_form(text)
+        found = yaml.safe_load(text)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{path} is no YAML that can be read: {' '.join(str(error).split())[:200]}.") from error
     if not isinstance(found, dict):

@@ -217,6 +217,14 @@ def not_a_number(found):
     found["user_data"]["w_1"]["x"][0][3] = float("nan")
 
 
+def far_away(found):
+    found["user_data"]["w_1"]["x"][0][3] = 1e19
+
+
+def no_pixel(found):
+    found["user_data"]["w_1"]["x"][0][3] = 255
+
+
 def large_label(found):
     found["user_data"]["w_1"]["y"][0] = 62
 
@@ -231,6 +239,26 @@ def endless_label(found):
 
 def a_number_for_a_user(found):
     found["users"][0] = 7
+
+
+def a_list_for_a_user(found):
+    found["user_data"]["w_1"] = [[0.5], [1]]
+
+
+def one_count(found):
+    found["num_samples"] = 3
+
+
+def a_list_of_data(found):
+    found["user_data"] = list(found["users"])
+
+
+def a_digit_in_quotes(found):
+    found["user_data"]["w_1"]["x"][0] = ["1"] * 784
+
+
+def other_digits(found):
+    found["user_data"]["w_1"]["y"][0] = "1_0"
 
 
 def without_a_user(found):
@@ -248,11 +276,18 @@ def without_a_user(found):
         (other_count, "num_samples 13; they must agree"),
         (other_width, r"user 'w_2' has inputs of shape \(12, 783\)"),
         (a_word, "user 'w_1' has an input that is no list of 784 numbers"),
-        (not_a_number, "NaN or infinity"),
+        (not_a_number, "an input with NaN, or far from all others"),
+        (far_away, "an input with NaN, or far from all others"),
+        (no_pixel, "a pixel outside of 0 ... 1"),
         (large_label, "user 'w_1' has targets from .* to 62; the classes are 0 to 61"),
         (half_a_label, "user 'w_1' has a target that is no whole number .1.5"),
         (endless_label, "user 'w_1' has a target that is no whole number"),
         (a_number_for_a_user, "do not name the same users, such as 7"),
+        (a_list_for_a_user, "user 'w_1' has None inputs x"),
+        (one_count, "is no list, table and list"),
+        (a_list_of_data, "is no list, table and list"),
+        (a_digit_in_quotes, "user 'w_1' has an input that is no list of 784 numbers"),
+        (other_digits, "user 'w_1' has a target that is no whole number .*'1_0'"),
         (without_a_user, "1 users have test samples and no training samples, such as 'w_1'"),
     ],
 )
@@ -269,7 +304,7 @@ def test_truncated_missing_and_repeated_files(tmp_path):
     with pytest.raises(ValueError, match=r"b.json: user 'w_2' is in all_data_niid_train_9.json, too"):
         LEAFFEMNISTDataModule(root).setup()
     (tmp_path / "train" / "b.json").write_text("{\n" + text[:40])
-    with pytest.raises(ValueError, match=r"b.json, line 2"):
+    with pytest.raises(ValueError, match=r"b.json cannot be read as JSON: .* line 2"):
         LEAFFEMNISTDataModule(root).setup()
     with pytest.raises(FileNotFoundError, match=r"preprocess.sh"):
         LEAFFEMNISTDataModule(str(tmp_path / "elsewhere")).prepare_data()
@@ -319,3 +354,26 @@ def test_a_text_without_roles_is_refused(tmp_path):
     play(tmp_path)
     with pytest.raises(ValueError, match="no role says min_chars=10000"), pytest.warns(UserWarning):
         ShakespeareDataModule(str(tmp_path / "play.txt"), min_chars=10000).setup()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[" * 100_000, "nested too deeply"),
+        ('{"users": ["a"], "users": ["b"], "user_data": {}}', "the key 'users' stands there twice"),
+        ('{"users": ["a"], "user_data": {"a": {"x": [], "y": [], "y": [1]}}}', "the key 'y' stands there twice"),
+        ('{"users": [' + "1" * 5000 + "]}", "4300 digits"),
+    ],
+)
+def test_strange_json_is_refused(text, reason, tmp_path):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "a.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"a.json cannot be read as JSON: .*{reason}"):
+        LEAFFEMNISTDataModule(str(tmp_path)).setup()
+
+
+@pytest.mark.parametrize("text", ['{"words": ["a"]}', '["a", 3]', "[]", '{"vocab": "a b"}'])
+def test_a_vocabulary_is_a_list_of_words(text, tmp_path):
+    (tmp_path / "embs.json").write_text(text)
+    with pytest.raises(ValueError, match=r"embs.json is no vocabulary"):
+        LEAFSent140DataModule(str(tmp_path), vocabulary=str(tmp_path / "embs.json")).numbers_of("so")

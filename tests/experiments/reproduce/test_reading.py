@@ -165,7 +165,7 @@ def test_a_key_that_is_there_twice_and_a_file_that_is_none(tmp_path):
     text = yaml.safe_dump(table())
     path = tmp_path / "t.yaml"
     path.write_text(text + "minutes: 3\n")
-    with pytest.raises(InputError, match="the key 'minutes' is there twice"):
+    with pytest.raises(InputError, match="the key 'minutes' stands there twice"):
         read_table(path, FOLDER)
     path.write_text("- a\n")
     with pytest.raises(InputError, match="holds no named values"):
@@ -177,7 +177,7 @@ def test_a_block_that_takes_in_another_one(tmp_path):
     path.write_text("few: &few {a: 1, b: 2}\nmore: {<<: *few, b: 3}\n")
     assert read_yaml(path)["more"] == {"a": 1, "b": 3}
     path.write_text("few: &few {a: 1}\nmore: {<<: *few, b: 3, b: 4}\n")
-    with pytest.raises(InputError, match="the key 'b' is there twice"):
+    with pytest.raises(InputError, match="the key 'b' stands there twice"):
         read_yaml(path)
 
 
