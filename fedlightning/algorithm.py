@@ -50,6 +50,7 @@ from fedlightning.hooks import (
     facts,
 )
 from fedlightning.messages import GLOBAL, Extra, Message, Update, Wire, contributors
+from fedlightning.run.files import write_secret, write_text_atomically
 from fedlightning.run.round_table import add_round
 from fedlightning.seeding import address, generator, isolated
 from fedlightning.tensors import State
@@ -116,6 +117,8 @@ __all__ = [
     "file_name_of",
     "missing_package",
     "warn",
+    "write_secret",
+    "write_text_atomically",
 ]
 
 

@@ -11,8 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fedlightning.algorithm import missing_package
-from fedlightning.callbacks.shared.ledger import Steps, write_whole
+from fedlightning.algorithm import missing_package, write_text_atomically
+from fedlightning.callbacks.shared.ledger import Steps
 
 ROWS, TOLD = "privacy.csv", "privacy.json"
 COLUMNS = ("round", "epsilon", "delta", "noise_multiplier", "clip", "rate", "release")
@@ -97,10 +97,10 @@ def write_spending(folder: Path, told: Mapping[str, Any], rows: Sequence[Sequenc
         text = io.StringIO()
         new = [known.get(column, release) for column in COLUMNS]
         csv.writer(text, lineterminator="\n").writerows([COLUMNS, *rows, new])
-        write_whole(folder / ROWS, text.getvalue())
+        write_text_atomically(folder / ROWS, text.getvalue())
     write_told(folder, told)
 
 
 def write_told(folder: Path, told: Mapping[str, Any]) -> None:
     """Write `privacy.json` as a whole."""
-    write_whole(folder / TOLD, json.dumps(told, indent=1) + "\n")
+    write_text_atomically(folder / TOLD, json.dumps(told, indent=1) + "\n")

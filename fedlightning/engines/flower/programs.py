@@ -18,6 +18,7 @@ from typing import Any
 from fedlightning.engines.flower import certificates as files
 from fedlightning.engines.sites.link import Answer
 from fedlightning.errors import ConfigurationError, missing_package, refuse_without_posix
+from fedlightning.run.files import write_secret
 
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -62,9 +63,7 @@ def secret_file(folder: Path) -> tuple[Path, bytes]:
     """Write a new secret that only this user can read; return its file and the secret."""
     folder.mkdir(parents=True, exist_ok=True)
     path, secret = folder / "secret", secrets.token_hex(32).encode()
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(secret)
+    write_secret(path, secret)
     return path, secret
 
 
