@@ -15,6 +15,7 @@ from fedlightning.config.parsing import FederatedCLI
 from fedlightning.datamodules import FederatedDataModule, NaturalPartitioner, Partitioned
 from fedlightning.engines.flower import certificates as files
 from fedlightning.engines.flower import programs, reach
+from fedlightning.engines.sites.runs import MOST
 from fedlightning.engines.sites.site import Site
 from fedlightning.engines.sites.site_log import SiteLog
 from fedlightning.engines.sites.status import NAME, printable, stamped
@@ -43,6 +44,7 @@ class AtSite(FederatedCLI):
         export: Literal["sites", "server"] = "sites",
         send_texts: bool = False,
         allow_other_code: bool = False,
+        most_runs: int = MOST,
     ) -> None:
         """Take part in a federation with data that stay here.
 
@@ -57,6 +59,8 @@ class AtSite(FederatedCLI):
         reach.host_and_port(superlink)
         if not files.is_name(name) or name != printable(name, NAME):
             raise InputError(f"name={name!r} is no name of a site: it is one of a folder, of 1 to {NAME} characters.")
+        if most_runs < 1:
+            raise InputError(f"most_runs={most_runs} must be at least 1.")
         if clients == []:
             raise InputError("clients=[]: a site has one client at least. Leave it out for all of its data's clients.")
         home = Path(folder).resolve()
@@ -84,6 +88,7 @@ class AtSite(FederatedCLI):
             export=may_export,
             send_texts=send_texts,
             allow_other_code=allow_other_code,
+            most_runs=most_runs,
         )
         stopped = False
         with only_writer(home):
