@@ -17,7 +17,12 @@ from fedlightning.hooks import CallbackList
 
 
 def step_failure(
-    error: Exception, module: LightningModule, split: str, client: str, loader: DataLoader[Any], callbacks: CallbackList
+    error: BaseException,
+    module: LightningModule,
+    split: str,
+    client: str,
+    loader: DataLoader[Any],
+    callbacks: CallbackList,
 ) -> str:
     """Return what failed, where in the user's code, on what batch, and who has wrapped the module."""
     step = {"train": "training_step", "val": "validation_step", "test": "test_step"}[split]

@@ -37,7 +37,7 @@ from fedlightning.run.fingerprint import differences
 from fedlightning.scoring.tasks import ScoreClient, ScoreModel
 from fedlightning.tensors import load_state, module_state
 from fedlightning.visit.description import Description
-from fedlightning.visit.failing import noting
+from fedlightning.visit.failing import client_failure, noting
 from fedlightning.visit.runner import LocalRunner
 from fedlightning.wire import read, write
 
@@ -128,8 +128,8 @@ class Site:
     def _said(self, work: Callable[[], bytes]) -> bytes:
         try:
             return work()
-        except Exception as error:
-            reason = self.texts.of_error(error)
+        except BaseException as error:  # sys.exit in the user's code, too, ends no site
+            reason = self.texts.of_error(client_failure(error))
             self.log.refused(reason)
             return write({"refused": reason})
 
