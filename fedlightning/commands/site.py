@@ -20,6 +20,7 @@ from fedlightning.engines.sites.site import Site
 from fedlightning.engines.sites.site_log import SiteLog
 from fedlightning.engines.sites.status import NAME, printable, stamped
 from fedlightning.run.lock import only_writer
+from fedlightning.run.signals import Terminated, endings
 from fedlightning.trainer import FederatedTrainer
 
 AGAIN = 3.0
@@ -90,19 +91,19 @@ class AtSite(FederatedCLI):
             allow_other_code=allow_other_code,
             most_runs=most_runs,
         )
-        stopped = False
-        with only_writer(home):
+        stopped: BaseException | None = None
+        with only_writer(home), endings() as request:
             print(stamped(f"Site '{name}' takes part in what {superlink} asks for. Stop it with Ctrl-C."), flush=True)
             site.log = SiteLog(home, name, superlink, here)
             try:
                 take_part(site, home, superlink, None if insecure else own)
-            except KeyboardInterrupt:
-                stopped = True
+            except (KeyboardInterrupt, Terminated) as ending:
+                stopped = ending
             finally:
                 site.log.end()
-        if stopped:
-            print(stamped("Stopped. Start it again with the same folder."), flush=True)
-            raise SystemExit(130)
+        if stopped is not None:
+            print(stamped(f"Stopped by {request.name or 'Ctrl-C'}. Start it again with the same folder."), flush=True)
+            raise SystemExit(request.code or 130)
 
 
 def one_client(data: Any, name: str) -> Any:

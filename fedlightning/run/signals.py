@@ -146,6 +146,20 @@ def stop_requests(progress: Callable[[], tuple[int, int]]) -> Iterator[StopReque
             signal.signal(number, handler)
 
 
+@contextmanager
+def endings() -> Iterator[StopRequest]:
+    """Within the block, SIGTERM and SIGHUP raise :class:`Terminated`, where nobody else answers them."""
+    request = StopRequest()
+    is_main = threading.current_thread() is threading.main_thread()
+    default = [number for number in ENDINGS if is_main and signal.getsignal(number) == signal.SIG_DFL]
+    before = {number: signal.signal(number, request.at_once) for number in default}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _on_its_way(ending: BaseException) -> bool:
     """Return whether code of this thread handles an error or what has come of it: nobody has swallowed it yet."""
     error, seen = sys.exception(), set[int]()

@@ -19,6 +19,8 @@ from fedlightning.wire import Limits, WireError, read, write
 
 PING = 10.0
 """Seconds after which a site that is at work is asked whether it still knows the run."""
+ANEW = 30.0
+"""Seconds after which a site that is refused is greeted again: it may have been mended under the same name."""
 LOST = 600.0
 """Seconds after which such a question counts as lost, where nothing else is asked."""
 SENTENCE = 2000
@@ -131,7 +133,8 @@ class Connections:
         }
         greeted = self._asked("hello")
         for node in sorted(nodes - set(self._replaced)):
-            waits = node in greeted or self.refused.get(node, "").startswith(session)
+            is_refused = self.refused.get(node, "").startswith(session)
+            waits = node in greeted or (is_refused and self.clock() - self._heard.get(node, 0.0) < ANEW)
             if self._greeted.get(node) != session and not waits:
                 self._greeted.pop(node, None)
                 self._post(node, self.hello(), "hello", session)
@@ -253,11 +256,13 @@ class Connections:
                     self.told[answer["name"]] = session, answer["data"]
                 self.refused.pop(node, None)
                 return
+        before = self.refused.get(node)
         self.refused[node] = f"{session} {reason or 'it does not say who it is'}"
         if "refused" not in content:  # else it knows
             asked = {"do": "turned away", "session": session, "why": self.why(node)}
             self._post(node, asked, "notice")
-        warn(f"A site does not take part: {self.why(node)}")
+        if self.refused[node] != before:
+            warn(f"A site does not take part: {self.why(node)}")
 
     def _compare_versions(self, name: str, theirs: Any) -> None:
         """Say where a site computes with another torch: that is no reason to refuse it, but its bits may be others."""

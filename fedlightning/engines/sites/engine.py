@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from fedlightning.datamodules.base import in_order
 from fedlightning.datamodules.public_only import public_facts
 from fedlightning.engines.sites import code
-from fedlightning.engines.sites.absent import WITHOUT, Absent
+from fedlightning.engines.sites.absent import Absent
 from fedlightning.engines.sites.agreement import agreement, digest, state_digest
 from fedlightning.engines.sites.answers import fault, in_lines, is_note, is_version
 from fedlightning.engines.sites.connections import Connections, Reply
@@ -26,7 +26,7 @@ from fedlightning.engines.sites.window import BUDGET, Entry, Window
 from fedlightning.engines.sites.words import in_words
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.engine import Engine, Task
-from fedlightning.federation.failures import at_site
+from fedlightning.federation.failures import WITHOUT, at_site
 from fedlightning.federation.store import Note
 from fedlightning.messages import Update
 from fedlightning.tensors import module_state
@@ -37,6 +37,8 @@ POLL = 1.0
 """Seconds between looks at who is connected and who takes too long."""
 NOTICE = 15.0
 """Seconds that a site has to take note of why it is refused, before the server ends."""
+MENDING = 3600.0
+"""Seconds that a site which is refused has to come back mended, while the run waits for it."""
 PATIENCE = 600.0
 """Seconds that all sites have to answer before round 1."""
 
@@ -82,6 +84,7 @@ class SitesEngine(Engine):
         self._fixed: tuple[Any, dict[str, Any], str] | None = None  # a template, its agreement, a hash of its weights
         self._window = Window()
         self._members: list[str] = []
+        self._refused: dict[str, float] = {}  # by node: since when
         self._merged: tuple[str, Description] | None = None
 
     @property
@@ -190,10 +193,13 @@ class SitesEngine(Engine):
         self.connections.greet()
         found = self.connections.receive(POLL)
         self.log.look(self.connections, self._doing, self._waits_for)
-        for node in list(self.connections.refused):
-            why = self.connections.why(node)
-            self.connections.tell(NOTICE)
-            raise ConfigurationError(f"The run does not begin: {why}")
+        now, waits = self.attempts.clock(), len(self.connections.names) < self._wanted
+        self._refused = {node: self._refused.get(node, now) for node in self.connections.refused}
+        for node, since in self._refused.items():  # others begin without it, where they are enough
+            if node in self.connections.names or (waits and now > since + MENDING):
+                why = self.connections.why(node)
+                self.connections.tell(NOTICE)
+                raise ConfigurationError(f"The run does not begin: {why}")
         return found
 
     def _ask_all(self, asked: dict[str, Any], told: Callable[[], Mapping[str, Any]] = dict) -> dict[str, Any]:
