@@ -111,7 +111,7 @@ class Serve(Commands):
                     allow_new_clients=allow_new_clients,
                 )
                 if self.trainer.stopped_by is None and self._has_tests():
-                    self.trainer.test(checkpoint="all", verbose=False)
+                    self._test_all()
             if self.trainer.stopped_by is not None:
                 log.outcome = "stopped by a signal; it goes on with --resume auto"
         if is_writer():

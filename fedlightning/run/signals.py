@@ -19,6 +19,7 @@ from typing import Any
 
 from fedlightning.compat.system import signals
 from fedlightning.errors import warn
+from fedlightning.run.files import is_writer
 
 SIGNALS = signals("SIGUSR1", "SIGUSR2")
 """What SLURM is asked to send before the time is over (`--signal=USR1@90`)."""
@@ -142,6 +143,32 @@ def stop_requests(progress: Callable[[], tuple[int, int]]) -> Iterator[StopReque
     finally:
         if request.last_resort is not None:
             request.last_resort.cancel()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def requeued(request: StopRequest, progress: Callable[[], tuple[int, int]]) -> Iterator[None]:
+    """Within the block, which follows on the rounds, a signal of SLURM ends it at once, and the job is queued again.
+
+    Args:
+        request: What came in the rounds; a signal that came after their end counts, too.
+        progress: Gives the rounds of the saved state, and the rounds of the run.
+
+    Raises:
+        Terminated: After such a signal.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, request.at_once) for number in SIGNALS if is_main and under_slurm()}
+    try:
+        if request.name is not None:
+            raise Terminated(request.code)
+        yield
+    except Terminated:
+        if is_writer():
+            requeue(request, *progress())
+        raise
+    finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
