@@ -93,6 +93,6 @@ def forgotten(path: Path) -> ValueError:
 def _steps(values: Sequence[object]) -> list[float]:
     """Return a ledger's entry, which cannot take away from what others have spent."""
     noise, rate, count = (float(one) for one in values)  # type: ignore[arg-type]
-    if not (noise >= 0 and 0 <= rate <= 1 and count >= 0 and math.isfinite(count)):
+    if not (0 <= noise < math.inf and 0 <= rate <= 1 and count >= 0 and count.is_integer()):
         raise ValueError(f"{values} is no noise multiplier, rate and number of steps")
     return [noise, rate, count]

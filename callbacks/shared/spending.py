@@ -15,6 +15,10 @@ from fedlightning.algorithm import missing_package, write_text_atomically
 from fedlightning.callbacks.shared.ledger import Steps
 
 ROWS, TOLD = "privacy.csv", "privacy.json"
+FAINTEST, LOUDEST = 1e-6, 1e3
+"""Noise multipliers that are told apart."""
+LARGEST = 1e3
+"""Epsilon up to which `"prv"` counts better than `"rdp"`."""
 COLUMNS = ("round", "epsilon", "delta", "noise_multiplier", "clip", "rate", "release")
 
 
@@ -37,10 +41,18 @@ def spent_by(
 ) -> float:
     """Return the epsilon of steps: noise multiplier, rate and number of each kind. Clients of one size ask alike.
 
+    Opacus computes for ever, divides by zero or asks for terabytes where noise is beyond any use. So more than `LOUDEST`
+    counts as that, less than `FAINTEST` as none, and `"prv"` as `"rdp"` where that is beyond `LARGEST`: never too little.
     Rényi `orders` are Opacus' own unless they are given.
     """
+    if any(noise < FAINTEST and rate > 0 for noise, rate, count in history):
+        return math.inf
+    if accountant == "prv" and (bound := spent_by("rdp", delta, history)) > LARGEST:
+        return bound
     counted = accountant_of(accountant)
-    counted.history = list(history)
+    counted.history = [(min(noise, LOUDEST), rate, count) for noise, rate, count in history if rate > 0]
+    if not counted.history:
+        return 0.0
     options = {"alphas": list(orders)} if orders and accountant == "rdp" else {}
     return float(counted.get_epsilon(delta=delta, **options))
 
