@@ -10,6 +10,7 @@ Beside it there are ranges of arguments (:mod:`fedlightning.ranges`), arithmetic
 (:mod:`fedlightning.topology`) and wrapped modules (:mod:`fedlightning.wrappers`).
 """
 
+from fedlightning.compat import sheets
 from fedlightning.compat.attached import detached_copy
 from fedlightning.compat.system import file_name_of
 from fedlightning.errors import missing_package, warn
@@ -116,6 +117,7 @@ __all__ = [
     "detached_copy",
     "file_name_of",
     "missing_package",
+    "sheets",
     "warn",
     "write_secret",
     "write_text_atomically",

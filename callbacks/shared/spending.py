@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import math
@@ -11,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fedlightning.algorithm import missing_package, write_text_atomically
+from fedlightning.algorithm import missing_package, sheets, write_text_atomically
 from fedlightning.callbacks.shared.ledger import Steps
 
 ROWS, TOLD = "privacy.csv", "privacy.json"
@@ -92,7 +91,7 @@ def releases_in(folder: Path | None) -> list[list[str]]:
     """Return the rows of `privacy.csv`: a row a release, also of rounds that were done again and came out differently."""
     if folder is None or not (folder / ROWS).exists():
         return []
-    return list(csv.reader(io.StringIO((folder / ROWS).read_text(encoding="utf-8"))))[1:]
+    return list(sheets.read_lines(io.StringIO((folder / ROWS).read_text(encoding="utf-8"))))[1:]
 
 
 def write_spending(folder: Path, told: Mapping[str, Any], rows: Sequence[Sequence[Any]], release: str | None) -> None:
@@ -108,7 +107,7 @@ def write_spending(folder: Path, told: Mapping[str, Any], rows: Sequence[Sequenc
         known = {**told, "round": told["rounds"], "epsilon": math.nan if told["epsilon"] is None else told["epsilon"]}
         text = io.StringIO()
         new = [known.get(column, release) for column in COLUMNS]
-        csv.writer(text, lineterminator="\n").writerows([COLUMNS, *rows, new])
+        sheets.Writer(text, lineterminator="\n").writerows([COLUMNS, *rows, new])
         write_text_atomically(folder / ROWS, text.getvalue())
     write_told(folder, told)
 

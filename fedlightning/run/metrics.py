@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from fedlightning.compat import sheets
 from fedlightning.run.files import sync, writing
 from fedlightning.run.growing import Growing, Mark, is_the_one
 from fedlightning.scoring.row_files import DamagedMetricsError, read_rows
@@ -83,5 +83,5 @@ class MetricsFile:
 
 def _as_csv(lines: Iterable[Iterable[Any]]) -> bytes:
     text = io.StringIO(newline="")
-    csv.writer(text).writerows(lines)
+    sheets.Writer(text).writerows(lines)
     return text.getvalue().encode()

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
+from fedlightning.compat.sheets import is_formula
 from fedlightning.engines.sites.asked import is_text
 from fedlightning.engines.sites.connections import SENTENCE
 from fedlightning.engines.sites.status import printable
@@ -21,7 +22,7 @@ from fedlightning.visit.requests import Evaluate
 METRICS = 10_000
 """Names of metrics in an answer."""
 NOT_ASKED = "its site answers with scores that were not asked for"
-NO_NAME = f"its site names metrics by other than at most {METRICS} short texts that can be printed"
+NO_NAME = f"its site names metrics by other than at most {METRICS} short texts that can be printed and are no formulas"
 
 
 def fault(task: Task[Any], answer: Any) -> str | None:
@@ -66,7 +67,9 @@ def _fault_of_places(evaluate: Evaluate, found: Sequence[tuple[str, str, str, st
 
 
 def _are_names(metrics: Collection[str]) -> bool:
-    return len(metrics) <= METRICS and all(is_text(metric) and metric.isprintable() for metric in metrics)
+    return len(metrics) <= METRICS and all(
+        is_text(metric) and metric.isprintable() and not is_formula(metric) for metric in metrics
+    )
 
 
 def in_lines(answer: Any) -> Any:
