@@ -205,6 +205,7 @@ class Federation:
         rows += self._validated() if due else []
         if due and self.stages and server.round < self.evaluate_every:  # the first time
             stage_scores.tell_of_silence(server, self.engine, "val", rows, asked=False)
+        stage_scores.tell_of_the_best(server, rows)
         server.scores = stage_scores.by_client(rows)
         self.recorder.record(rows + (self._unseen() if due else []))
         self.recorder.log_clients(updates)
@@ -396,5 +397,6 @@ class Federation:
             rows += [row for row in found if checkpoint in ("all", row.checkpoint)]
             rows += self.unseen.checkpoint_rows((split,), checkpoint)
         stage_scores.tell_of_silence(server, self.engine, split, rows)
+        stage_scores.tell_of_the_best(server, rows)
         self.recorder.record(rows)
         return rows

@@ -117,6 +117,7 @@ class Server(KeepsModels):
         self.stopped: dict[str, Any] | None = None
         self.sites: dict[str, str] = {}
         self.explosions = Explosions()
+        self.too_good: set[str] = set()  # clients whose scores were warned of
         self.norms = Norms()
         self.sizes: Mapping[str, tuple[int, int, int]] = {}
         self.scores: Scores = {}

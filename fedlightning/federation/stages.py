@@ -7,29 +7,38 @@ copy of its state, so absent clients are treated like those that took part. The 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from statistics import median_low
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from fedlightning.datamodules.base import SPLITS
 from fedlightning.errors import warn
 from fedlightning.federation.engine import Engine
+from fedlightning.federation.failures import at_site
 from fedlightning.federation.server import Scores as ScoresOfRound
 from fedlightning.federation.server import Server
 from fedlightning.federation.store import ClientStore
 from fedlightning.federation.update_checks import fault_of_score
 from fedlightning.hooks import POOLED
 from fedlightning.messages import GLOBAL, Update
-from fedlightning.scoring.rows import EVERYBODY, LATEST, Gap, Row
+from fedlightning.scoring.metrics import bare, higher_is_better
+from fedlightning.scoring.rows import EVERYBODY, KIND, LATEST, Gap, Row
 from fedlightning.scoring.server_model import ServerModel
 from fedlightning.scoring.tasks import LOCAL, Lost, Place, ScoreClient, ScoredModel, ScoreModel
 from fedlightning.tensors import State, equal, module_state
 from fedlightning.visit.requests import Evaluate, Scores
 from fedlightning.wrappers import user_class
+
+TOO_GOOD = 1e6
+"""Multiple of what others score from which a score is named."""
 
 
 class ScoringError(RuntimeError):
@@ -296,6 +305,30 @@ def _content(store: ClientStore, client: str, key: str) -> bytes:
         found.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
         found.update(value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data)
     return found.digest()
+
+
+def tell_of_the_best(server: Server, rows: Iterable[Row]) -> None:
+    """Warn of a score that is far better than those of other clients, where nothing says what the metric can be.
+
+    Means and selections follow such a one. Losses that explode are told of elsewhere.
+    """
+    groups = defaultdict[tuple[Any, ...], list[Row]](list)
+    for row in rows:
+        if row.split in SPLITS[1:] and row.client in server.sizes:
+            groups[KIND(row)].append(row)
+    for found in groups.values():
+        sizes = [abs(row.value) for row in found if math.isfinite(row.value)]
+        usual = max(1.0, median_low(sizes)) if len(found) > 1 and sizes else math.inf
+        for row in found:
+            good = row.value if higher_is_better(row.metric) else -row.value
+            if good > TOO_GOOD * usual and row.client not in server.too_good:
+                server.too_good.add(row.client)
+                whom = at_site(f"client '{row.client}'", row.client, server.sites.get(row.client))
+                warn(
+                    f"Round {row.round}: {row.metric} of {whom} is {row.value:g}, and of others about {usual:.3g}: means and "
+                    f"selections follow it. Say what it can be, and such scores are refused: metric_bounds = {{'"
+                    f"{bare(row.metric)}': (low, high)}} in the module. This is told once for every client."
+                )
 
 
 def tell_of_silence(server: Server, engine: Engine, split: str, rows: Sequence[Row], asked: bool = True) -> None:

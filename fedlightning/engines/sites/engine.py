@@ -16,7 +16,7 @@ from fedlightning.datamodules.public_only import public_facts
 from fedlightning.engines.sites import code
 from fedlightning.engines.sites.absent import Absent
 from fedlightning.engines.sites.agreement import agreement, digest, state_digest
-from fedlightning.engines.sites.answers import fault, in_lines, is_note, is_version
+from fedlightning.engines.sites.answers import check_shares, fault, in_lines, is_note, is_version
 from fedlightning.engines.sites.connections import Connections, Reply
 from fedlightning.engines.sites.link import Link
 from fedlightning.engines.sites.server_log import Doing, log_of_server
@@ -54,6 +54,7 @@ class SitesEngine(Engine):
         link: The connection.
         export: Whether the clients' models are sent to the server when the run ends.
         allow_other_code: Whether a site may have other code under the same names, if it allows that too.
+        max_share: The largest share of all training samples that a site may say it has.
     """
 
     data_here = False
@@ -65,7 +66,13 @@ class SitesEngine(Engine):
     )
 
     def __init__(
-        self, runner: LocalRunner, store: SiteStore, link: Link, export: bool = False, allow_other_code: bool = False
+        self,
+        runner: LocalRunner,
+        store: SiteStore,
+        link: Link,
+        export: bool = False,
+        allow_other_code: bool = False,
+        max_share: float = 1.0,
     ) -> None:
         super().__init__(runner, store)
         self.brings_models = export
@@ -73,7 +80,7 @@ class SitesEngine(Engine):
         self.connections = Connections(link, self._hello, self._session, lambda: self.attempts.clock())
         self.connections.allow_other_code = allow_other_code
         self._code = code.of_blueprint(runner.blueprint)
-        self.absent = Absent(self.connections)
+        self.absent, self._max_share = Absent(self.connections), max_share
         self.log = log_of_server(link.expected)
         self._wanted = link.expected
         self._waits_for = ""  # what keeps the run from its beginning, for the log
@@ -183,6 +190,7 @@ class SitesEngine(Engine):
             }:
                 raise ConfigurationError(f"Site '{name}' does not describe its data as a site does.")
             own.append(answer)
+        check_shares(found, self._max_share)
         everybody = in_order([client for one in own for client in one.client_ids])
         place = {client: number for number, client in enumerate(everybody)}
         own.sort(key=lambda one: min((place[client] for client in one.client_ids), default=len(place)))
