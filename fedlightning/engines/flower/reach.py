@@ -11,6 +11,8 @@ import ssl
 import time
 import urllib.parse
 import urllib.request
+from contextlib import suppress
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 from fedlightning.engines.flower.certificates import CA, KEY, SERVER
@@ -19,6 +21,8 @@ from fedlightning.errors import ConfigurationError
 
 WAIT = 5.0
 """Seconds that a server has to answer."""
+FAST, OLD = 5.0, 300.0
+"""Seconds that the clock of a site may be ahead of the server's, and behind it: Flower compares the times of requests."""
 HEADERS = 2**16
 """Bytes of a proxy's answer that are read."""
 FREED = 3.0
@@ -156,7 +160,8 @@ def _tls(connection: socket.socket, place: str, host: str, authority: Path) -> s
     except (OSError, ssl.SSLError):
         return f"{authority} is no certificate: put it back as `fedlightning certificates` has made it."
     try:
-        context.wrap_socket(connection, server_hostname=host).close()
+        with context.wrap_socket(connection, server_hostname=host) as secure:
+            return _of_clock(secure, place)
     except ssl.SSLCertVerificationError as error:
         return _of_certificate(error, place, host, authority)
     except ssl.SSLError:
@@ -164,6 +169,27 @@ def _tls(connection: socket.socket, place: str, host: str, authority: Path) -> s
     except OSError:
         return f"{place} does not answer: the server is about to start, or has ended."
     return None
+
+
+def _of_clock(server: ssl.SSLSocket, place: str) -> str | None:
+    """Return why Flower would refuse all requests of this machine by their times, in a sentence; `None`: it would not."""
+    answer = b""
+    with suppress(OSError):
+        server.sendall(f"GET / HTTP/1.1\r\nHost: {place}\r\nConnection: close\r\n\r\n".encode())
+        answer = server.recv(HEADERS)
+    told = re.search(rb"\r\ndate: ([^\r\n]+)", answer, re.IGNORECASE)
+    try:
+        then = None if told is None else parsedate_to_datetime(told[1].decode()).timestamp()
+    except ValueError:
+        return None
+    ahead = 0.0 if then is None else time.time() - then
+    if -OLD < ahead < FAST + 1:  # the answer has whole seconds
+        return None
+    way = f"{ahead:.0f} s ahead of" if ahead > 0 else f"{-ahead:.0f} s behind"
+    return (
+        f"The clock of this machine is {way} that of {place}, and {FAST:g} s ahead and {OLD:g} s behind are borne: set both "
+        "by NTP."
+    )
 
 
 def _of_certificate(error: ssl.SSLCertVerificationError, place: str, host: str, authority: Path) -> str:

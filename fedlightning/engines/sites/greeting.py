@@ -21,6 +21,7 @@ LEAVES: Mapping[str, How] = {
     "name": "as it is",
     "clients": "as it is",
     "versions": "as it is",
+    "time": "as it is",
     "other_code": "as it is",
     "client_ids": "as it is",
     "sizes": "as it is",

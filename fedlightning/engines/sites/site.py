@@ -176,6 +176,7 @@ class Site:
                 "clients": list(session.runner.data.client_ids),
                 "data": session.told,
                 "versions": versions(),
+                "time": time.time(),
                 "other_code": list(session.other_code),
             }
         }

@@ -9,6 +9,7 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from email.utils import formatdate
 
 import pytest
 
@@ -160,3 +161,25 @@ def test_programs_of_this_machine_are_reached_without(behind, monkeypatch):
     for host in ("127.0.0.1", "localhost", "::1", "intern.example"):
         assert reach.proxy_for(host, "http") is reach.proxy_for(host, "https") is None
     assert reach.proxy_for("fl.example.invalid", "https") == f"http://127.0.0.1:{port}"
+
+
+@pytest.mark.parametrize(
+    "ahead, said", [(0, None), (4, None), (8, "8 s ahead of"), (-200, None), (-400, "400 s behind"), (None, None)]
+)
+def test_a_clock_that_the_server_would_not_bear_is_said(tmp_path, monkeypatch, ahead, said):
+    """A request 6 s from the future is refused, as one with an unknown key is; the site waited and did not know why."""
+    own, _ = make(tmp_path / "certificates", ["127.0.0.1"], ["a"])
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(own / SERVER, own / KEY)
+    then = 1_700_000_000
+    monkeypatch.setattr(reach.time, "time", lambda: then + (ahead or 0) + 0.5)
+    date = "Date: nonsense" if ahead is None else f"Date: {formatdate(then, usegmt=True)}"
+
+    def answer(connection: socket.socket) -> None:
+        with context.wrap_socket(connection, server_side=True) as secure:
+            secure.recv(2**16)
+            secure.sendall(f"HTTP/1.1 403 Forbidden\r\n{date}\r\ncontent-length: 0\r\n\r\n".encode())
+
+    with listening(answer) as port:
+        found = reach.unreachable(f"127.0.0.1:{port}", own / CA)
+    assert (found is None) == (said is None) and (said is None or (said in found and "NTP" in found))
