@@ -98,7 +98,10 @@ def verified(answer: Answer, path: Path, name: str, heard: Heard, refused: Calla
                     f"'{name}': start it with the --name and the key of one site"
                 )
             else:
-                reason = heard.objection(began, number)
+                try:
+                    reason = heard.objection(began, number)
+                except OSError:  # else it could be sent again
+                    reason = "this site cannot note what it hears: its disk is full, or its folder is closed to it"
         if reason is None:
             return answer(signed[HEAD.size + length :])
         if not reason:

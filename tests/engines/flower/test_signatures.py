@@ -89,3 +89,12 @@ def test_a_memory_that_is_gone_or_damaged_lets_nothing_be_done_again(tmp_path, m
     for path in (tmp_path / "a").iterdir():  # who wants it to forget
         path.unlink()
     assert Site(a, tmp_path / "a", "a").said(first) == {"answer": 1}
+
+
+def test_a_request_that_cannot_be_noted_is_refused(tmp_path, machines):
+    """On a full disk it would be carried out again when somebody sends it again."""
+    own, a, *_ = machines
+    site, sign = Site(a, tmp_path / "a", "a"), signer(own / SIGN, 7)
+    (tmp_path / "a" / "heard.tmp").symlink_to("/dev/full")
+    assert "cannot note what it hears" in site.said(sign("a", b"work"))["refused"] and not site.answered
+    assert site.said(sign("a", b"work")) == {"answer": 1}  # there is room again
