@@ -111,14 +111,12 @@ def _runs(folder: Path, status: ServerStatus | OwnStatus, days: float | None, as
     if as_text:
         print(json.dumps([vars(run) for run in found], indent=1))
         return 0
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("run", "last used", "MB", "models"):
-        table.add_column(name, no_wrap=True)
-    for run in found:
-        table.add_row(run.name, f"{duration(now - run.used)} ago", f"{run.num_bytes / 1e6:.1f}", str(run.models))
     say(console(), _line("Runs", f"{len(found)}{'' if days is None else ' removed'} in {shown(folder)}"))
-    if found:
-        print_whole(console(), table)
+    for run in found:
+        say(
+            console(),
+            f"{run.name}  {run.models} models, {run.num_bytes / 1e6:.1f} MB, last used {duration(now - run.used)} ago",
+        )
     return 0
 
 
