@@ -10,6 +10,7 @@ Beside it there are ranges of arguments (:mod:`fedlightning.ranges`), arithmetic
 (:mod:`fedlightning.topology`) and wrapped modules (:mod:`fedlightning.wrappers`).
 """
 
+from fedlightning.compat import sheets
 from fedlightning.compat.attached import detached_copy
 from fedlightning.compat.system import file_name_of
 from fedlightning.errors import missing_package, warn
@@ -51,6 +52,7 @@ from fedlightning.hooks import (
 )
 from fedlightning.messages import GLOBAL, Extra, Message, Update, Wire, contributors
 from fedlightning.seeding import address, generator, isolated
+from fedlightning.storage.files import write_secret, write_text_atomically
 from fedlightning.storage.round_table import add_round
 from fedlightning.tensors import State
 from fedlightning.visit import probes
@@ -115,7 +117,10 @@ __all__ = [
     "detached_copy",
     "file_name_of",
     "missing_package",
+    "sheets",
     "warn",
+    "write_secret",
+    "write_text_atomically",
 ]
 
 

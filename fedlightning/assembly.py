@@ -24,7 +24,7 @@ from fedlightning.federation.attempts import FailurePolicy
 from fedlightning.federation.dry_run import DISTINCT, SMALL, UNSEEN_CLIENTS, FewClients, distinct_clients, dry_run
 from fedlightning.federation.dry_run_report import DryRun
 from fedlightning.federation.engine import Engine
-from fedlightning.federation.explosions import Explosions
+from fedlightning.federation.explosions import Explosions, FarScores
 from fedlightning.federation.federation import Federation
 from fedlightning.federation.loops import Loop, Synchronous
 from fedlightning.federation.loops.timing import Timeline
@@ -156,6 +156,7 @@ class Assembly(Fitted):
             [
                 UpdateChecks(a["update_limit"]),
                 Explosions(),
+                FarScores(),
                 Preflight(),
                 OutgoingReport(),
                 HeldOutScores(),

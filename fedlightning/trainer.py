@@ -240,6 +240,7 @@ class FederatedTrainer(Assembly):
         self.recorder = Recorder()
         self.federation: Federation | None = None
         self.stopped_by: StopRequest | None = None
+        self.signals = StopRequest()
         self.config: str | None = None
         self._logger_argument = logger
         self._max_time = arguments.parse_time(max_time)
@@ -285,7 +286,7 @@ class FederatedTrainer(Assembly):
         with ExitStack() as stack:
             if run is not None and is_writer():
                 stack.callback(run.remove_empty)
-            request = stack.enter_context(stop_requests(partial(self._saved, None if is_new else run)))
+            self.signals = request = stack.enter_context(stop_requests(partial(self._saved, None if is_new else run)))
             lock = None
             if run is not None and not is_new:
                 lock = stack.enter_context(only_writer(run.path))

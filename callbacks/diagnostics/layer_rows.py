@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from fedlightning.algorithm import add_round
+from fedlightning.algorithm import add_round, sheets
 
 ALL = "all"
 """In the column of clients: all clients together."""
@@ -81,7 +81,7 @@ def read_layers(path: str | Path) -> list[LayerRow]:
         complete = text[: text.rfind("\n") + 1]
         return [
             LayerRow(**{name: _NUMBERS.get(name, str)(line[name]) for name in COLUMNS})
-            for line in csv.DictReader(complete.splitlines())
+            for line in sheets.read_table(complete.splitlines())
         ]
     except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise ValueError(

@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock
 
-from fedlightning.algorithm import file_name_of
+from fedlightning.algorithm import file_name_of, write_secret
 
 Steps = Sequence[Sequence[float]]
 """Noise multiplier, rate and number of steps, for each kind of step."""
@@ -62,7 +61,7 @@ class Ledger:
             yield [steps for run, history in runs.items() if run not in mine for steps in history]
             if spent is not None:
                 told = {"runs": runs | {f"{self.run} {release}".rstrip(): [list(one) for one in spent]}}
-                write_whole(self.path, json.dumps(told, indent=1) + "\n")
+                write_secret(self.path, f"{json.dumps(told, indent=1)}\n".encode())
 
     def note(self, spent: Steps) -> None:
         """Write down what this run has spent."""
@@ -94,16 +93,6 @@ def forgotten(path: Path) -> ValueError:
 def _steps(values: Sequence[object]) -> list[float]:
     """Return a ledger's entry, which cannot take away from what others have spent."""
     noise, rate, count = (float(one) for one in values)  # type: ignore[arg-type]
-    if not (noise >= 0 and 0 <= rate <= 1 and count >= 0 and math.isfinite(count)):
+    if not (0 <= noise < math.inf and 0 <= rate <= 1 and count >= 0 and count.is_integer()):
         raise ValueError(f"{values} is no noise multiplier, rate and number of steps")
     return [noise, rate, count]
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is the old one or the new one, and is on the disk before anything else happens."""
-    aside = path.with_suffix(path.suffix + ".part")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)

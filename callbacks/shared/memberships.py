@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule
 
-from fedlightning.algorithm import GLOBAL, Server, ServerModels, add_round
+from fedlightning.algorithm import GLOBAL, Server, ServerModels, add_round, sheets
 
 COLUMNS = ("round", "client", "cluster", "share")
 """Columns of `clusters.csv`."""
@@ -71,7 +70,7 @@ def read_memberships(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     with path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["share"]]  # not one that was cut off
+        rows = [row for row in sheets.read_table(file) if row["share"]]  # not one that was cut off
     return [row | {"round": int(row["round"]), "share": float(row["share"])} for row in rows]
 
 

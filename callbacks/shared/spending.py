@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import math
@@ -11,10 +10,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fedlightning.algorithm import missing_package
-from fedlightning.callbacks.shared.ledger import Steps, write_whole
+from fedlightning.algorithm import missing_package, sheets, write_text_atomically
+from fedlightning.callbacks.shared.ledger import Steps
 
 ROWS, TOLD = "privacy.csv", "privacy.json"
+FAINTEST, LOUDEST = 1e-6, 1e3
+"""Noise multipliers that are told apart."""
+LARGEST = 1e3
+"""Epsilon up to which `"prv"` counts better than `"rdp"`."""
 COLUMNS = ("round", "epsilon", "delta", "noise_multiplier", "clip", "rate", "release")
 
 
@@ -37,10 +40,18 @@ def spent_by(
 ) -> float:
     """Return the epsilon of steps: noise multiplier, rate and number of each kind. Clients of one size ask alike.
 
+    Opacus computes for ever, divides by zero or asks for terabytes where noise is beyond any use. So more than `LOUDEST`
+    counts as that, less than `FAINTEST` as none, and `"prv"` as `"rdp"` where that is beyond `LARGEST`: never too little.
     Rényi `orders` are Opacus' own unless they are given.
     """
+    if any(noise < FAINTEST and rate > 0 for noise, rate, count in history):
+        return math.inf
+    if accountant == "prv" and (bound := spent_by("rdp", delta, history)) > LARGEST:
+        return bound
     counted = accountant_of(accountant)
-    counted.history = list(history)
+    counted.history = [(min(noise, LOUDEST), rate, count) for noise, rate, count in history if rate > 0]
+    if not counted.history:
+        return 0.0
     options = {"alphas": list(orders)} if orders and accountant == "rdp" else {}
     return float(counted.get_epsilon(delta=delta, **options))
 
@@ -80,7 +91,7 @@ def releases_in(folder: Path | None) -> list[list[str]]:
     """Return the rows of `privacy.csv`: a row a release, also of rounds that were done again and came out differently."""
     if folder is None or not (folder / ROWS).exists():
         return []
-    return list(csv.reader(io.StringIO((folder / ROWS).read_text(encoding="utf-8"))))[1:]
+    return list(sheets.read_lines(io.StringIO((folder / ROWS).read_text(encoding="utf-8"))))[1:]
 
 
 def write_spending(folder: Path, told: Mapping[str, Any], rows: Sequence[Sequence[Any]], release: str | None) -> None:
@@ -96,11 +107,11 @@ def write_spending(folder: Path, told: Mapping[str, Any], rows: Sequence[Sequenc
         known = {**told, "round": told["rounds"], "epsilon": math.nan if told["epsilon"] is None else told["epsilon"]}
         text = io.StringIO()
         new = [known.get(column, release) for column in COLUMNS]
-        csv.writer(text, lineterminator="\n").writerows([COLUMNS, *rows, new])
-        write_whole(folder / ROWS, text.getvalue())
+        sheets.Writer(text, lineterminator="\n").writerows([COLUMNS, *rows, new])
+        write_text_atomically(folder / ROWS, text.getvalue())
     write_told(folder, told)
 
 
 def write_told(folder: Path, told: Mapping[str, Any]) -> None:
     """Write `privacy.json` as a whole."""
-    write_whole(folder / TOLD, json.dumps(told, indent=1) + "\n")
+    write_text_atomically(folder / TOLD, json.dumps(told, indent=1) + "\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from scipy.stats import rankdata
 
+from fedlightning.algorithm import sheets
 from fedlightning.tensors import ties
 
 COLUMNS = ("round", "cluster", "client", "paid", "refunded", "rewarded", "contribution", "error")
@@ -157,7 +157,5 @@ def write_ledger(path: Path, entries: Sequence[Mapping[str, object]]) -> None:
     """Write the entries of all rounds as a table, in one go."""
     beside = path.with_name(path.name + ".tmp")
     with beside.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, restval="")
-        writer.writeheader()
-        writer.writerows(entries)
+        sheets.write_table(file, COLUMNS, entries)
     os.replace(beside, path)

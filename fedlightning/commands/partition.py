@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +11,7 @@ from rich.table import Table
 
 from fedlightning.commands.json_output import print_json
 from fedlightning.commands.terminal import console, say
+from fedlightning.compat import sheets
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.config.parsing import FederatedCLI
 
@@ -151,9 +151,7 @@ def columns_table(columns: list[Any]) -> Table:
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
-        writer.writeheader()
-        writer.writerows(rows)
+        sheets.write_table(file, list(dict.fromkeys(key for row in rows for key in row)), rows)
 
 
 def partition_table(report: Any, width: int, rows: str = "client") -> Table:

@@ -19,6 +19,7 @@ from fedlightning.config.errors import InputError, explain
 from fedlightning.config.parsing import FederatedCLI
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.onboarding import SUMMARY
+from fedlightning.run.signals import requeued
 from fedlightning.scoring.table import evaluation_line, print_results
 from fedlightning.storage.files import is_writer, read_json, save_tensors, writing
 from fedlightning.study.failures import failures_line
@@ -75,7 +76,7 @@ class Commands(FederatedCLI):
         stopped = self.trainer.stopped_by
         has_tests = any(self.datamodule.num_samples(client, "test") for client in self.datamodule.client_ids)
         if test_after_fit and has_tests and stopped is None:
-            self.trainer.test(checkpoint="all", verbose=False)
+            self._test_all()
             results = self.trainer.results
         if is_writer():
             self._show(results, screen)
@@ -84,6 +85,11 @@ class Commands(FederatedCLI):
                 print_json("fit", **self._fields(), **costs, failures=self.trainer.summary.get("failures", []))
         if stopped is not None:
             raise SystemExit(stopped.code)
+
+    def _test_all(self) -> None:
+        """Score what the fit has made on test data."""
+        with requeued(self.trainer.signals, lambda: (self.trainer.rounds_done, self.trainer.max_rounds)):
+            self.trainer.test(checkpoint="all", verbose=False)
 
     def _show(self, results: list[dict[str, Any]], screen: Console) -> None:
         """Print the results of a fit."""

@@ -60,6 +60,7 @@ class Serve(Commands):
         allow_config_change: bool = False,
         allow_new_clients: bool = False,
         allow_other_code: bool = False,
+        max_share: float = 1.0,
     ) -> None:
         """Train a federation whose clients are at sites: other machines, started with `fedlightning site`.
 
@@ -69,6 +70,10 @@ class Serve(Commands):
         """
         if sites < 1:
             raise InputError(f"sites={sites} must be at least 1.")
+        if not 0 < max_share <= 1:
+            raise InputError(
+                f"max_share={max_share} must be in (0, 1]: the share of all samples that one site may have."
+            )
         home = Path(folder).resolve()
         own = Path(certificates).resolve()
         known: list[str] = []
@@ -99,7 +104,7 @@ class Serve(Commands):
             only_writer(home),
             _told(ServerLog(home, sites, self._shown, known)) as log,
             programs.superlink(home, host, port, None if insecure else own, sites) as link,
-            connected(link, export == "server", allow_other_code),
+            connected(link, export == "server", allow_other_code, max_share),
             showing(log),
         ):
             with self._in_words():
@@ -111,7 +116,7 @@ class Serve(Commands):
                     allow_new_clients=allow_new_clients,
                 )
                 if self.trainer.stopped_by is None and self._has_tests():
-                    self.trainer.test(checkpoint="all", verbose=False)
+                    self._test_all()
             if self.trainer.stopped_by is not None:
                 log.outcome = "stopped by a signal; it goes on with --resume auto"
         if is_writer():

@@ -15,10 +15,12 @@ from fedlightning.config.parsing import FederatedCLI
 from fedlightning.datamodules import FederatedDataModule, NaturalPartitioner, Partitioned
 from fedlightning.engines.flower import certificates as files
 from fedlightning.engines.flower import programs, reach
+from fedlightning.engines.sites.runs import MOST
 from fedlightning.engines.sites.site import Site
 from fedlightning.engines.sites.site_log import SiteLog
 from fedlightning.engines.sites.status import NAME, printable, stamped
 from fedlightning.run.lock import only_writer
+from fedlightning.run.signals import Terminated, endings
 from fedlightning.trainer import FederatedTrainer
 
 AGAIN = 3.0
@@ -43,6 +45,7 @@ class AtSite(FederatedCLI):
         export: Literal["sites", "server"] = "sites",
         send_texts: bool = False,
         allow_other_code: bool = False,
+        most_runs: int = MOST,
     ) -> None:
         """Take part in a federation with data that stay here.
 
@@ -57,6 +60,8 @@ class AtSite(FederatedCLI):
         reach.host_and_port(superlink)
         if not files.is_name(name) or name != printable(name, NAME):
             raise InputError(f"name={name!r} is no name of a site: it is one of a folder, of 1 to {NAME} characters.")
+        if most_runs < 1:
+            raise InputError(f"most_runs={most_runs} must be at least 1.")
         if clients == []:
             raise InputError("clients=[]: a site has one client at least. Leave it out for all of its data's clients.")
         home = Path(folder).resolve()
@@ -84,20 +89,21 @@ class AtSite(FederatedCLI):
             export=may_export,
             send_texts=send_texts,
             allow_other_code=allow_other_code,
+            most_runs=most_runs,
         )
-        stopped = False
-        with only_writer(home):
+        stopped: BaseException | None = None
+        with only_writer(home), endings() as request:
             print(stamped(f"Site '{name}' takes part in what {superlink} asks for. Stop it with Ctrl-C."), flush=True)
             site.log = SiteLog(home, name, superlink, here)
             try:
                 take_part(site, home, superlink, None if insecure else own)
-            except KeyboardInterrupt:
-                stopped = True
+            except (KeyboardInterrupt, Terminated) as ending:
+                stopped = ending
             finally:
                 site.log.end()
-        if stopped:
-            print(stamped("Stopped. Start it again with the same folder."), flush=True)
-            raise SystemExit(130)
+        if stopped is not None:
+            print(stamped(f"Stopped by {request.name or 'Ctrl-C'}. Start it again with the same folder."), flush=True)
+            raise SystemExit(request.code or 130)
 
 
 def one_client(data: Any, name: str) -> Any:

@@ -16,6 +16,7 @@ from fedlightning.commands.study import Parser
 from fedlightning.commands.terminal import console, say, shown
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.config.errors import InputError
+from fedlightning.engines.sites.runs import DAY, kept_runs, remove_run
 from fedlightning.engines.sites.status import (
     FILE,
     NAME,
@@ -27,7 +28,7 @@ from fedlightning.engines.sites.status import (
     printable,
     read,
 )
-from fedlightning.run.lock import holder_of
+from fedlightning.run.lock import holder_of, only_writer
 
 DESCRIPTION = """\
 Show the sites of a federation: who is connected since when, and what each does now.
@@ -38,6 +39,8 @@ EXAMPLES = """\
 examples:
   fedlightning sites
   fedlightning sites --folder serve --json
+  fedlightning sites --folder site --runs
+  fedlightning sites --folder site --prune 90
   watch -n 2 fedlightning sites
 """
 
@@ -47,6 +50,13 @@ def parser() -> Parser:
     made = Parser("sites", "", DESCRIPTION, EXAMPLES)
     made.add_argument(
         "--folder", type=Path, default=Path("serve"), help="folder of the server or of a site (default: serve)"
+    )
+    made.add_argument("--runs", action="store_true", help="at a site: the runs whose records and models are kept there")
+    made.add_argument(
+        "--prune",
+        type=float,
+        metavar="DAYS",
+        help="at a site that is stopped: remove runs not used for so many days, models too",
     )
     made.add_argument(
         "--json", action="store_true", help="for programs: all of it as JSON; times are seconds since 1970"
@@ -68,6 +78,8 @@ def sites(words: Sequence[str]) -> int:
         ) from None
     if holder is None:
         _settle(status)
+    if options.runs or options.prune is not None:
+        return _runs(folder, status, options.prune, options.json)
     if options.json:
         print(json.dumps({"runs": holder is not None, "process": holder, **as_json(status)}, indent=1))
         return 0
@@ -79,6 +91,32 @@ def sites(words: Sequence[str]) -> int:
             print_whole(screen, line)
         else:
             say(screen, line)
+    return 0
+
+
+def _runs(folder: Path, status: ServerStatus | OwnStatus, days: float | None, as_text: bool) -> int:
+    """Show the runs that a site keeps, or remove old ones and show those."""
+    if not isinstance(status, OwnStatus):
+        raise InputError(
+            f"{folder} is a server's: --runs and --prune look at what a site keeps. Give the --folder of one."
+        )
+    if days is not None and not days >= 0:
+        raise InputError(f"prune={days:g} must be a number of days from 0.")
+    now, found = time.time(), kept_runs(folder)
+    if days is not None:
+        with only_writer(folder):  # a site that runs needs them
+            found = [run for run in found if now - run.used >= days * DAY]
+            for run in found:
+                remove_run(folder, run.name)
+    if as_text:
+        print(json.dumps([vars(run) for run in found], indent=1))
+        return 0
+    say(console(), _line("Runs", f"{len(found)}{'' if days is None else ' removed'} in {shown(folder)}"))
+    for run in found:
+        say(
+            console(),
+            f"{run.name}  {run.models} models, {run.num_bytes / 1e6:.1f} MB, last used {duration(now - run.used)} ago",
+        )
     return 0
 
 

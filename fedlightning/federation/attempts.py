@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 Record = TypeVar("Record")
 OnClientError = Literal["skip", "retry", "stop"]
+WITHOUT = "the run goes on without its site until that is back"
+"""What is said of a task that is given up at once, since its site did not answer before."""
 
 
 class FederationError(RuntimeError):

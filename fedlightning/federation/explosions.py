@@ -8,18 +8,22 @@ training converges must not make an ordinary one look large. In the first round 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median, median_low
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from fedlightning.datamodules.base import SPLITS
 from fedlightning.errors import warn
+from fedlightning.federation.attempts import at_site
 from fedlightning.federation.parts import Part
 from fedlightning.messages import Update
-from fedlightning.scoring.metrics import bare
+from fedlightning.scoring.metrics import bare, higher_is_better
+from fedlightning.scoring.rows import KIND, Row
 from fedlightning.tensors import State
 
 if TYPE_CHECKING:
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
 
 FACTOR = 1e3
 """Multiple of the usual value from which a value is an explosion."""
+TOO_GOOD = 1e6
+"""Multiple of what others score from which a score is named."""
 SAMPLE = 2**11
 """Numbers of a large entry that its norm is estimated from."""
 HALF = (torch.float16, torch.bfloat16)
@@ -151,3 +157,36 @@ def _sortable(value: float) -> float:
 
 def _plain(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
+
+
+class FarScores(Part):
+    """Warns of a score that is far better than those of other clients, where nothing says what the metric can be.
+
+    Means and selections follow such a one. Losses that explode are :class:`Explosions`'.
+    """
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def on_round_scored(self, federation: Federation, rows: Sequence[Row], updates: Sequence[Update]) -> None:
+        self.on_evaluated(federation, rows)
+
+    def on_evaluated(self, federation: Federation, rows: Sequence[Row]) -> None:
+        server = federation.server
+        groups = defaultdict[tuple[Any, ...], list[Row]](list)
+        for row in rows:
+            if row.split in SPLITS[1:] and row.client in server.sizes:
+                groups[KIND(row)].append(row)
+        for group in groups.values():
+            sizes = [abs(row.value) for row in group if math.isfinite(row.value)]
+            usual = max(1.0, median_low(sizes)) if len(group) > 1 and sizes else math.inf
+            for row in group:
+                good = row.value if higher_is_better(row.metric) else -row.value
+                if good > TOO_GOOD * usual and row.client not in self._told:
+                    self._told.add(row.client)
+                    whom = at_site(f"client '{row.client}'", row.client, server.sites.get(row.client))
+                    warn(
+                        f"Round {row.round}: {row.metric} of {whom} is {row.value:g}, and of others about {usual:.3g}: means "
+                        "and selections follow it. Say what it can be, and such scores are refused: metric_bounds = {'"
+                        f"{bare(row.metric)}': (low, high)}} in the module. This is told once for every client."
+                    )

@@ -285,5 +285,6 @@ class Federation:
             rows += [row for row in found if checkpoint in ("all", row.checkpoint)]
             rows += self.parts.score(self, (split,), (), checkpoint)
         stage_scores.tell_of_silence(server, self.engine, split, rows)
+        self.parts.tell("on_evaluated", self, rows)
         self.recorder.record(rows)
         return rows

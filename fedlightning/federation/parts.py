@@ -88,6 +88,9 @@ class Part:
     def on_evaluate(self, federation: Federation, split: str) -> None:
         """See that a user asks for scores of what is there; refuse, with ``ValueError``, what would not be comparable."""
 
+    def on_evaluated(self, federation: Federation, rows: Sequence[Row]) -> None:
+        """See the scores that a user has asked for."""
+
     def score(
         self, federation: Federation, splits: Sequence[str], stages: Sequence[str], checkpoint: str
     ) -> Sequence[Row]:

@@ -16,7 +16,7 @@ from fedlightning.clock import VirtualClock
 from fedlightning.datamodules.base import in_order
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.federation.architectures import Architecture, architectures_of, refuse_other_choice, refuse_unlike
-from fedlightning.federation.attempts import at_site
+from fedlightning.federation.attempts import WITHOUT, at_site
 from fedlightning.federation.models import KeepsModels
 from fedlightning.federation.parts import Parts
 from fedlightning.hooks import (
@@ -269,9 +269,16 @@ class Server(KeepsModels):
             "reason": reason,
             "decision": decision or usual,
         }
+        is_lost = WITHOUT in reason and self._is_lost(client)
         if failure not in self.failures or decision:  # else: a repeated test
             self.failures.append(failure)
-        warn(f"{when or f'Round {self.round + 1}'}: {reason}{f'; {decision}' if decision else ''}.")
+        if not is_lost:  # else it was said, and the summary has each time
+            warn(f"{when or f'Round {self.round + 1}'}: {reason}{f'; {decision}' if decision else ''}.")
+
+    def _is_lost(self, client: str) -> bool:
+        """Return whether the client's last failure was that its site is lost, in this round or the one before."""
+        before = next((one for one in reversed(self.failures) if one["client"] == client), None)
+        return before is not None and WITHOUT in before["reason"] and before["round"] >= self.round
 
     def job(self, client: str, **options: Any) -> Job:
         """Return a job for a client with the model that it is sent (:meth:`model_of`).

@@ -35,6 +35,7 @@ from fedlightning.messages import Message
 from fedlightning.seeding import isolated
 from fedlightning.tensors import State, clone, module_state, select
 from fedlightning.visit.client import Client
+from fedlightning.visit.failing import client_failure
 from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Fit
@@ -64,7 +65,7 @@ class Tried:
     refusal: str | None = None
     names: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
-    cause: Exception | None = None
+    cause: BaseException | None = None
 
     def __reduce__(self) -> Any:
         return Tried, (self.has_batches, self.refusal, self.names, self.said)
@@ -128,7 +129,8 @@ class TryStep(Question):
                     return self._try(runner, module, loader), None
                 except UnseenStepsError as error:
                     return Tried(refusal=str(error)), None
-                except Exception as error:  # whatever the user's code may raise
+                except BaseException as error:  # whatever the user's code may raise
+                    client_failure(error)
                     if self.listen:
                         raise
                     text = step_failure(error, module, self.split, self.client, loader, runner.callbacks)

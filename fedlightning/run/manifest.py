@@ -7,6 +7,8 @@ import json
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
+from fedlightning.run.long_lists import heads_of, whole
+
 CHECK = "check"
 """Entry with the manifest's own checksum."""
 MANIFEST_FIELDS = {"version", "rounds_done", "server", "clients", "packs", "sha256", "extra", CHECK}
@@ -39,7 +41,10 @@ def fault_of_manifest(manifest: Any) -> str | None:
         return ": a checksum is no text"
     if not all(_is_count(value) for value in manifest["packs"].values()):
         return ": a number of records is no count"
-    fault = _fault_of_extra(manifest["extra"])
+    for name in heads_of(manifest["extra"]):
+        if not is_file_name(name):
+            return f": it names the file {name!r:.80}, which is not in its folder"
+    fault = fault_of_extra(whole(manifest["extra"], lambda file: []))
     if fault is None and manifest[CHECK] != sum_of(manifest):
         return ": it is not what was written"
     return fault
@@ -72,7 +77,8 @@ def is_file_name(name: Any) -> bool:
     )
 
 
-def _fault_of_extra(extra: dict[str, Any]) -> str | None:
+def fault_of_extra(extra: dict[str, Any]) -> str | None:
+    """Return what is wrong with a manifest's extra values, or `None`."""
     for name in ("metrics", "metrics_of_rounds"):
         mark = extra.get(name)
         if mark is not None and not (

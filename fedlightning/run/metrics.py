@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from fedlightning.compat import sheets
 from fedlightning.scoring.row_files import DamagedMetricsError, read_rows
 from fedlightning.scoring.rows import CELLS, COLUMNS, Row
 from fedlightning.storage.files import sync, writing
@@ -83,5 +83,5 @@ class MetricsFile:
 
 def _as_csv(lines: Iterable[Iterable[Any]]) -> bytes:
     text = io.StringIO(newline="")
-    csv.writer(text).writerows(lines)
+    sheets.Writer(text).writerows(lines)
     return text.getvalue().encode()

@@ -19,7 +19,8 @@ from typing import Any
 
 from fedlightning.codec.plain import NotPlainError, decode, encode
 from fedlightning.messages import tree_bytes
-from fedlightning.run.manifest import CHECK, fault_of_manifest, sum_of
+from fedlightning.run.long_lists import heads_of, shortened, whole
+from fedlightning.run.manifest import CHECK, fault_of_extra, fault_of_manifest, sum_of
 from fedlightning.storage.files import (
     UnreadableError,
     is_writer,
@@ -81,7 +82,8 @@ def save(
             files |= dict.fromkeys(pack, name)
             sizes[name] = len(pack)
             sums[name] = sha256(folder / name)
-        elsewhere = list(extra.get(ELSEWHERE, {}).values())
+        extra = shortened(extra, folder, old["extra"] if old else None)
+        elsewhere = [*extra.get(ELSEWHERE, {}).values(), *heads_of(extra)]
         sums |= {name: sha256(folder / name) for name in elsewhere if name not in sums}
         server_file = f"server-{stamp}.pt"
         write_atomically(folder / server_file, encode(dict(server), "the server"))
@@ -105,6 +107,8 @@ def save(
         for path in folder.iterdir():
             if path.name not in keep and not path.is_dir():
                 path.unlink()
+            elif path.suffix == ".pt" and path.stat().st_mode & 0o077:  # of an earlier version
+                path.chmod(0o600)
 
 
 def set_aside(folder: Path, lasting: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,7 +155,7 @@ def _files_of(manifest: Mapping[str, Any] | None) -> set[str]:
     if not manifest:
         return set()
     elsewhere = manifest["extra"].get(ELSEWHERE, {}).values()
-    return {TEMPLATE, manifest["server"], *manifest["clients"].values(), *elsewhere}
+    return {TEMPLATE, manifest["server"], *manifest["clients"].values(), *elsewhere, *heads_of(manifest["extra"])}
 
 
 @dataclass(frozen=True)
@@ -307,12 +311,17 @@ def _checked(folder: Path, manifest_file: str) -> SavedState:
             raise DamagedStateError(f"{damaged} {name} is missing.")
         if sha256(path) != manifest["sha256"].get(name):
             raise DamagedStateError(f"{damaged} {name} is not the file that was written.")
-    extra = dict(manifest["extra"])
-    for name, file in extra.pop(ELSEWHERE, {}).items():
+
+    def read(file: str) -> Any:
         try:
-            extra[name] = read_json(folder / file)
+            return read_json(folder / file)
         except UnreadableError:
             raise DamagedStateError(f"{damaged} {file} is no JSON.") from None
+
+    extra = whole(manifest["extra"], read)
+    extra |= {name: read(file) for name, file in extra.pop(ELSEWHERE, {}).items()}
+    if (fault := fault_of_extra(extra)) is not None:
+        raise DamagedStateError(f"{damaged} {manifest_file} is no manifest{fault}.")
     return SavedState(folder, manifest["rounds_done"], extra, manifest["clients"], manifest["server"])
 
 

@@ -12,13 +12,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from fedlightning.compat.system import signals
 from fedlightning.errors import warn
+from fedlightning.storage.files import is_writer
 
 SIGNALS = signals("SIGUSR1", "SIGUSR2")
 """What SLURM is asked to send before the time is over (`--signal=USR1@90`)."""
@@ -113,35 +114,72 @@ def stop_requests(progress: Callable[[], tuple[int, int]]) -> Iterator[StopReque
         KeyboardInterrupt: After Ctrl-C, whichever of Lightning's loops it met.
     """
     request = StopRequest()
-    if threading.current_thread() is not threading.main_thread():
-        yield request
-        return
     handlers = dict.fromkeys(SIGNALS, request.after_round) if under_slurm() else {}
     handlers |= {number: request.at_once for number in ENDINGS if signal.getsignal(number) == signal.SIG_DFL}
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         handlers[signal.SIGINT] = request.at_once
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield request
-        request.check()
-    except BaseException as error:
-        if isinstance(request.ending, Terminated):
-            saved, rounds = progress()
-            with suppress(OSError):  # the terminal may be gone
-                warn(
-                    f"{request.name} ended the run "
-                    + (
-                        f"of {rounds} rounds; its state after round {saved} is saved. Go on with resume='last'."
-                        if saved
-                        else "before it had saved a state. Start it again."
+    with _answering(handlers):
+        try:
+            yield request
+            request.check()
+        except BaseException as error:
+            if isinstance(request.ending, Terminated):
+                saved, rounds = progress()
+                with suppress(OSError):  # the terminal may be gone
+                    warn(
+                        f"{request.name} ended the run "
+                        + (
+                            f"of {rounds} rounds; its state after round {saved} is saved. Go on with resume='last'."
+                            if saved
+                            else "before it had saved a state. Start it again."
+                        )
                     )
-                )
-        if request.ending is not None and error is not request.ending:
-            raise request.ending from error  # Lightning makes an exit of a Ctrl-C; what is broken off may fail otherwise
-        raise
+            if request.ending is not None and error is not request.ending:
+                raise request.ending from error  # Lightning makes an exit of a Ctrl-C; what breaks off may fail otherwise
+            raise
+        finally:
+            if request.last_resort is not None:
+                request.last_resort.cancel()
+
+
+@contextmanager
+def requeued(request: StopRequest, progress: Callable[[], tuple[int, int]]) -> Iterator[None]:
+    """Within the block, which follows on the rounds, a signal of SLURM ends it at once, and the job is queued again.
+
+    Args:
+        request: What came in the rounds; a signal that came after their end counts, too.
+        progress: Gives the rounds of the saved state, and the rounds of the run.
+
+    Raises:
+        Terminated: After such a signal.
+    """
+    with _answering(dict.fromkeys(SIGNALS, request.at_once) if under_slurm() else {}):
+        try:
+            if request.name is not None:
+                raise Terminated(request.code)
+            yield
+        except Terminated:
+            if is_writer():
+                requeue(request, *progress())
+            raise
+
+
+@contextmanager
+def endings() -> Iterator[StopRequest]:
+    """Within the block, SIGTERM and SIGHUP raise :class:`Terminated`, where nobody else answers them."""
+    request = StopRequest()
+    with _answering({n: request.at_once for n in ENDINGS if signal.getsignal(n) == signal.SIG_DFL}):
+        yield request
+
+
+@contextmanager
+def _answering(handlers: Mapping[Any, Callable[[int, Any], None]]) -> Iterator[None]:
+    """Let signals have other handlers within the block; in other threads than the main one they stay as they are."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items() if is_main}
+    try:
+        yield
     finally:
-        if request.last_resort is not None:
-            request.last_resort.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any
 
+from fedlightning.compat import sheets
 from fedlightning.messages import Trip
 from fedlightning.storage.files import writing
 from fedlightning.storage.round_table import add_round
@@ -34,7 +34,7 @@ def read_trips(folder: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     with path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["outcome"]]  # not one that was cut off
+        rows = [row for row in sheets.read_table(file) if row["outcome"]]  # not one that was cut off
     return [row | {name: kind(row[name]) for name, kind in NUMBERS.items()} for row in rows]
 
 

@@ -29,18 +29,33 @@ SHARES = (
     "specificity",
 )
 """Metrics that are shares whoever logs them; some log percents."""
+ERRORS = ("mse", "rmse", "mae", "mape", "brier", "ece", "perplexity")
+"""Metrics that are never below 0, whoever logs them."""
 
 
 def bounds_of(modules: Iterable[Any]) -> dict[str, tuple[float, float]]:
     """Return what metrics can be, by their bare names: what modules say by `metric_bounds`; of shares at least `[0, 100]`.
 
-    The bounds that torchmetrics draws its plots in are no such thing: there Cohen's kappa begins at 0.
+    Of a torchmetrics object the best that it can be, under its attribute's name. The other end of what torchmetrics draws its
+    plots in is no bound: there Cohen's kappa begins at 0.
     """
-    found = dict.fromkeys(SHARES, (0.0, 100.0))
+    found = dict.fromkeys(SHARES, (0.0, 100.0)) | dict.fromkeys(ERRORS, (0.0, math.inf))
+    said: dict[str, tuple[float, float]] = {}
     for module in modules:
-        said = getattr(module, "metric_bounds", None)
-        found |= said if isinstance(said, dict) else {}
-    return found
+        given = getattr(module, "metric_bounds", None)
+        said |= given if isinstance(given, dict) else {}
+        for name, child in module.named_children() if hasattr(module, "named_children") else ():
+            if (best := _best_of(child)) is not None:
+                found.setdefault(bare(name), best)
+    return found | said
+
+
+def _best_of(metric: Any) -> tuple[float, float] | None:
+    """Return the range of a torchmetrics object, open at its worse end; some log percents."""
+    better = getattr(metric, "higher_is_better", None)
+    if better is False and getattr(metric, "plot_lower_bound", None) == 0:
+        return 0.0, math.inf
+    return (-math.inf, 100.0) if better is True and getattr(metric, "plot_upper_bound", None) == 1 else None
 
 
 def outside(bounds: Mapping[str, tuple[float, float]], metric: str, value: float) -> str | None:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from fedlightning.compat import sheets
 from fedlightning.scoring.rows import CELLS, COLUMNS, Row
 
 LARGEST = 2**62
@@ -23,7 +24,7 @@ def write_rows(path: Path, rows: Iterable[Row], append: bool = True) -> None:
     new = not append or not path.exists()
     written = path if append else path.with_name(path.name + ".tmp")
     with written.open("w" if new else "a", newline="") as file:
-        writer = csv.writer(file)
+        writer = sheets.Writer(file)
         if new:
             writer.writerow(COLUMNS)
         writer.writerows(map(CELLS, rows))
@@ -40,7 +41,7 @@ def read_rows(path: Path) -> list[Row]:
         return []
     content = path.read_bytes()
     try:
-        lines = csv.reader(io.StringIO(content[: content.rfind(b"\n") + 1].decode(), newline=""))
+        lines = sheets.read_lines(io.StringIO(content[: content.rfind(b"\n") + 1].decode(), newline=""))
         header = next(lines, COLUMNS)
         missing = [name for name in COLUMNS if name not in header]
         if missing:
@@ -71,4 +72,4 @@ def read_part(path: Path, start: int, end: int) -> list[Row]:
     with path.open("rb") as file:
         file.seek(start)
         text = io.StringIO(file.read(end - start).decode(), newline="")
-    return [Row(int(line[0]), *line[1:-2], float(line[-2]), int(line[-1])) for line in csv.reader(text)]  # type: ignore[call-arg, arg-type]
+    return [Row(int(line[0]), *line[1:-2], float(line[-2]), int(line[-1])) for line in sheets.read_lines(text)]  # type: ignore[call-arg, arg-type]

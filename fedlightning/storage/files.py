@@ -82,9 +82,21 @@ def of_first_rank(value: Any) -> Any:
 
 
 def write_atomically(path: Path, value: Any) -> None:
-    """Write a value with `torch.save` so that the file is complete on the disk, or not there."""
-    with replacing(path) as temporary:
+    """Write a value with `torch.save` so that the file is complete on the disk, or not there.
+
+    It is a secret: states and records of clients hold whatever callbacks keep, secrets of noise among it.
+    """
+    with replacing(path, secret=True) as temporary:
         save_tensors(value, temporary, lasting=True)
+
+
+def write_secret(path: Path, content: bytes) -> None:
+    """Write a file that only this user reads, and wait until it and its name are on the disk."""
+    with replacing(path, secret=True) as temporary, temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        sync(file.fileno())
+    sync_folder(path.parent)
 
 
 def save_tensors(value: Any, path: Path, lasting: bool = False) -> None:
@@ -122,11 +134,17 @@ class _Watched:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary file to write, and put it in the place of `path`; if that fails nothing is left of it."""
+def replacing(path: Path, secret: bool = False) -> Iterator[Path]:
+    """Give a temporary file to write, and put it in the place of `path`; if that fails nothing is left of it.
+
+    A `secret` one is this user's only, before anything is written into it. Whatever writes a secret goes through here.
+    """
     temporary = path.with_name(path.name + ".tmp")
     with writing(path):
         try:
+            if secret:
+                temporary.unlink(missing_ok=True)  # a leftover that others may read, or a link that leads elsewhere
+                os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
             yield temporary
             os.replace(temporary, path)
         except BaseException:

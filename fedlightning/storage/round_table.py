@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedlightning.compat import sheets
 from fedlightning.storage.files import replacing, writing
 
 TAIL = 4096
@@ -39,11 +39,11 @@ def add_round(path: Path, columns: Sequence[str], number: int, rows: Iterable[Se
     with writing(path):
         if _ends_before(path, number):
             with path.open("a", newline="") as file:
-                csv.writer(file).writerows(rows)
+                sheets.Writer(file).writerows(rows)
             return
         kept = _rows_before(path, len(columns), number)
         with replacing(path) as beside, beside.open("w", newline="") as file:
-            csv.writer(file).writerows([columns, *kept, *rows])
+            sheets.Writer(file).writerows([columns, *kept, *rows])
 
 
 def _ends_before(path: Path, number: int) -> bool:
@@ -63,5 +63,5 @@ def _rows_before(path: Path, width: int, number: int) -> list[list[str]]:
     if not path.exists():
         return []
     with path.open(newline="") as file:
-        rows = list(csv.reader(file))[1:]
+        rows = list(sheets.read_lines(file))[1:]
     return [row for row in rows if len(row) == width and row[-1] and int(row[0]) < number]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from lightning.pytorch import Trainer
 from scipy.optimize import linear_sum_assignment
 
 from fedlightning.callbacks.shared.memberships import Clusters
+from fedlightning.compat import sheets
 
 COLUMNS = ("model", "group", "matched", "metric", "value")
 
@@ -62,7 +62,5 @@ def score_centres(
     ]
     if path is not None:
         with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(rows)
+            sheets.write_table(file, COLUMNS, rows)
     return rows

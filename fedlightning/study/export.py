@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import math
@@ -10,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fedlightning.compat import sheets
 from fedlightning.storage.files import write_text_atomically
 from fedlightning.study.architectures import architectures
 from fedlightning.study.clusters import clusters, memberships
@@ -124,9 +124,7 @@ def as_csv(lines: list[dict[str, Any]]) -> str:
     if not lines:
         return ""
     file = io.StringIO()
-    writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
+    sheets.write_table(file, list(lines[0]), lines, lineterminator="\n")
     return file.getvalue()
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypeVar
 
+from fedlightning.compat import sheets
 from fedlightning.run.metrics import METRICS_MARK, MetricsFile
 from fedlightning.storage.files import UnreadableError
 from fedlightning.study.runs import Run
@@ -145,7 +146,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
     for number, line in enumerate(lines, start=2):
         if None in line or None in line.values():
             raise UnreadableError(f"its row {number} has not as many cells as there are columns")
-        yield number, line
+        yield number, {name: sheets.plain(cell) for name, cell in line.items()}
 
 
 def _membership(line: dict[str, str], run: Run) -> Membership:

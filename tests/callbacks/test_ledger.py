@@ -51,7 +51,18 @@ def test_runs_at_the_same_time_do_not_exceed_a_limit_together(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "entry", ["[1, 0.1, -5]", "[NaN, 0.1, 5]", "[1, 2, 5]", "[1, 0.1, NaN]", "[1, 0.1]", '"1"', "null"]
+    "entry",
+    [
+        "[1, 0.1, -5]",
+        "[NaN, 0.1, 5]",
+        "[1, 2, 5]",
+        "[1, 0.1, NaN]",
+        "[1, 0.1]",
+        "[Infinity, 0.1, 5]",
+        "[1, 0.1, 0.5]",
+        '"1"',
+        "null",
+    ],
 )
 def test_an_entry_that_is_none_is_refused(entry: str, tmp_path: Path) -> None:
     text = json.dumps({"runs": {"other": ["ENTRY"]}}).replace('"ENTRY"', entry)

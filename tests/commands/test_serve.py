@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import sys
 import threading
@@ -13,10 +15,12 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedlightning.cli import main
+from fedlightning.commands import site as command
 from fedlightning.commands.serve import Serve
 from fedlightning.commands.site import one_client
-from fedlightning.engines.flower import reach
+from fedlightning.engines.flower import programs, reach
 from fedlightning.engines.flower.programs import Log, free_port
+from fedlightning.engines.sites.status import read
 from fedlightning.errors import ConfigurationError
 from fedlightning.run.lock import RunLock
 
@@ -213,3 +217,21 @@ def test_the_log_of_a_program_is_read_as_it_grows(tmp_path):
     with path.open("a") as file:
         file.write("f\n")
     assert log.new_lines() == ["half"] and log.reason() == "Failed to activate."
+
+
+@pytest.mark.usefixtures("usual_signals")
+@pytest.mark.parametrize("name, code", [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
+def test_a_site_that_is_stopped_says_so(tmp_path, capsys, monkeypatch, name, code):
+    """systemd and `docker stop` send SIGTERM: nothing was logged, and the status said that the site was connected."""
+    monkeypatch.setattr(programs, "prepare", lambda home: None)
+
+    def stopped(site, *args):
+        site.log.connection(None)
+        os.kill(os.getpid(), getattr(signal, name))
+
+    monkeypatch.setattr(command, "take_part", stopped)
+    words = ("site", "--config", CONFIG, "--superlink=127.0.0.1:1", "--name=a", "--insecure=true")
+    assert main((*words, f"--folder={tmp_path}")) == code
+    said = "Ctrl-C" if name == "SIGINT" else name
+    assert f"Stopped by {said}. Start it again with the same folder." in capsys.readouterr().out
+    assert read(tmp_path).state == "ended" and not (tmp_path / ".lock").exists()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from time import gmtime, strftime
+import os
+from time import gmtime, strftime, time
 from types import SimpleNamespace
 
 import pytest
@@ -93,3 +94,52 @@ def test_no_file_and_a_damaged_one_are_sentences(tmp_path, capsys):
     (tmp_path / FILE).write_bytes(b"\0\xff")
     code, text = shown(capsys, "--folder", str(tmp_path))
     assert code == 2 and "is damaged: it is no JSON" in text and "Traceback" not in text
+
+
+@pytest.fixture
+def site_with_runs(tmp_path):
+    StatusFile(tmp_path).write(OwnStatus("zug", "server:1", 1e9))
+    for number, days in enumerate((100, 40, 1)):
+        for part in ("asked", "records", "models"):
+            folder = tmp_path / part / f"{number:032x}"
+            folder.mkdir(parents=True)
+            (folder / "a.ckpt").write_bytes(b"x" * 10**6)
+            for path in (folder / "a.ckpt", folder):
+                os.utime(path, (time() - days * 86400,) * 2)
+    return tmp_path
+
+
+def test_the_runs_that_a_site_keeps_are_shown_and_old_ones_removed(site_with_runs, capsys):
+    words = ("--folder", str(site_with_runs))
+    code, text = shown(capsys, *words, "--runs")
+    assert (
+        code == 0
+        and "Runs:    3 in" in text
+        and f"{1:032x}" in text
+        and "3 models, 3.0 MB, last used 40 d 0 h ago" in " ".join(text.split())
+    )
+    found = json.loads(shown(capsys, *words, "--runs", "--json")[1])
+    assert [(int(run["name"], 16), run["num_bytes"], run["models"]) for run in found] == [
+        (0, 3 * 10**6, 3),
+        (1, 3 * 10**6, 3),
+        (2, 3 * 10**6, 3),
+    ]
+    code, text = shown(capsys, *words, "--prune", "30")
+    assert code == 0 and "2 removed" in text and f"{2:032x}" not in text
+    assert {path.name for path in (site_with_runs / "models").iterdir()} == {f"{2:032x}"}
+
+
+def test_runs_of_a_site_at_work_and_of_a_server_are_not_removed(site_with_runs, tmp_path_factory, capsys):
+    server = tmp_path_factory.mktemp("server")
+    write(server)
+    with RunLock(site_with_runs):
+        code, text = shown(capsys, "--folder", str(site_with_runs), "--prune", "0")
+        assert code != 0 and "is being written by process" in text
+    assert len(list((site_with_runs / "models").iterdir())) == 3
+    for folder, days, why in (
+        (server, "0", "is a server's"),
+        (site_with_runs, "-1", "from 0"),
+        (site_with_runs, "nan", "from 0"),
+    ):
+        code, text = shown(capsys, "--folder", str(folder), "--prune", days)
+        assert code != 0 and why in " ".join(text.split())

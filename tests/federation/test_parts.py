@@ -12,7 +12,16 @@ from fedlightning.federation.parts import Part, Parts
 from fedlightning.messages import Message, Update
 from tests.helpers import Toy, make_trainer, same, toy_data
 
-PARTS = ["UpdateChecks", "Explosions", "Preflight", "OutgoingReport", "HeldOutScores", "Timeline", "Saving"]
+PARTS = [
+    "UpdateChecks",
+    "Explosions",
+    "FarScores",
+    "Preflight",
+    "OutgoingReport",
+    "HeldOutScores",
+    "Timeline",
+    "Saving",
+]
 
 
 class Told(Part):
@@ -95,7 +104,7 @@ def test_every_event_is_told_by_the_core():
     events = {name for name, value in vars(Part).items() if inspect.isfunction(value) and name.startswith("on_")}
     assert events == {
         "on_begin", "on_restored", "on_round_start", "on_update", "on_visit_end", "on_round_trained", "on_round_scored",
-        "on_round_failed", "on_rounds_over", "on_round_end", "on_end", "on_evaluate",
+        "on_round_failed", "on_rounds_over", "on_round_end", "on_end", "on_evaluate", "on_evaluated",
     }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 from fedlightning import FederatedCallback
-from fedlightning.algorithm import Facts
+from fedlightning.algorithm import Facts, ModelSelection
 from fedlightning.callbacks import SCAFFOLD
+from fedlightning.cli import main
+from tests.experiments.tiny import small
 from tests.helpers import Toy, make_trainer, same, toy_data
 
 
@@ -77,3 +80,39 @@ def test_a_left_over_checkpoint_of_lightning_is_refused(tmp_path):
     (folder / "hpc_ckpt_1.ckpt").touch()
     with pytest.raises(ValueError, match=r"hpc_ckpt_1\.ckpt is a checkpoint of a job that SLURM ended"):
         run(tmp_path, version="version_0")
+
+
+class SignalAtTheEnd(ModelSelection):
+    """SLURM's signal after the last round: in the first test, or when that round ends."""
+
+    where = "nowhere"
+
+    def send(self, where):
+        if where == SignalAtTheEnd.where:
+            SignalAtTheEnd.where = "nowhere"
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    def on_client_evaluated(self, client, stage, split, metrics, module):
+        if split == "test":
+            self.send("test")
+
+    def on_round_end(self, server):
+        if server.round == 1:
+            self.send("end")
+
+
+@pytest.mark.parametrize("where", ["test", "end"])
+def test_a_signal_after_the_last_round_queues_the_job_again_too(tmp_path, slurm, monkeypatch, capsys, where):
+    """In the test after the rounds it ended the process, and nobody asked SLURM to start the job again."""
+    monkeypatch.chdir(tmp_path)
+    config = small(tmp_path / "c.yaml", "tests.run.test_signals.SignalAtTheEnd", max_rounds=2, name="run")
+    monkeypatch.setattr(SignalAtTheEnd, "where", where)
+    words = ["fit", "--config", config, "--resume", "auto"]
+    assert main(words) == 128 + signal.SIGUSR1
+    assert "the run stopped after round 2 of 2" in " ".join(capsys.readouterr().err.split())
+    assert slurm.read_text() == "requeue 77\n" and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    scores = tmp_path / "runs/run/version_0/metrics.csv"
+    tested = re.compile(r"^2,(G|L1),.*,test,", re.MULTILINE)  # L2 is of the rounds
+    assert not tested.search(scores.read_text())
+    assert main(words) == 0 and slurm.read_text() == "requeue 77\n"
+    assert tested.search(scores.read_text())

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from fedlightning.errors import ConfigurationError
+from fedlightning.storage.files import write_secret
 
 CA, SERVER, KEY, SITE, SIGN, SIGNED = "ca.pem", "server.pem", "server.key", "site.key", "sign.key", "sign.pub"
 """Files: certificates of the authority and the server, keys of server and site, the key that signs and its public part."""
@@ -133,8 +133,7 @@ def _host(host: str) -> Any:
 
 def _write(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
+    write_secret(path, content)
 
 
 def needed(folder: Path, names: Sequence[str]) -> list[Path]:

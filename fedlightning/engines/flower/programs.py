@@ -18,6 +18,7 @@ from typing import Any
 from fedlightning.engines.flower import certificates as files
 from fedlightning.engines.sites.link import Answer
 from fedlightning.errors import ConfigurationError, missing_package, refuse_without_posix
+from fedlightning.storage.files import write_secret
 
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -49,6 +50,7 @@ def prepare(home: Path) -> None:
         with suppress(PermissionError):  # somebody else's, who has given this user a place
             folder.chmod(0o700)
     os.environ.update(QUIET | {"FLWR_HOME": str(home)})
+    reach_directly("127.0.0.1", "localhost", "::1")
     try:
         import flwr  # noqa: F401
     except ImportError:
@@ -58,13 +60,18 @@ def prepare(home: Path) -> None:
         ) from None
 
 
+def reach_directly(*hosts: str) -> None:
+    """Let no proxy come between programs of this machine: Flower's clients go by the environment."""
+    before = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    known = [host for host in before.split(",") if host.strip()]
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join([*known, *(host for host in hosts if host not in known)])
+
+
 def secret_file(folder: Path) -> tuple[Path, bytes]:
     """Write a new secret that only this user can read; return its file and the secret."""
     folder.mkdir(parents=True, exist_ok=True)
     path, secret = folder / "secret", secrets.token_hex(32).encode()
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(secret)
+    write_secret(path, secret)
     return path, secret
 
 
@@ -187,6 +194,7 @@ def superlink(home: Path, host: str, port: int, own: Path | None, sites: int) ->
         words += ["--ssl-ca-certfile", str(ca), "--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)]
         words += ["--enable-supernode-auth"]
     local = itself(host)
+    reach_directly(local)
     with ExitStack() as stack:
         by = [sys.executable, "-P", str(Path(__file__).with_name("gate.py"))]
         lives = stack.enter_context(running("flower-superlink", words, port, home / "superlink.log", host, by))

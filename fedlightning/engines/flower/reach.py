@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import base64
 import errno
 import ipaddress
+import re
 import socket
 import ssl
 import time
+import urllib.parse
+import urllib.request
+from contextlib import suppress
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 from fedlightning.engines.flower.certificates import CA, KEY, SERVER
+from fedlightning.engines.sites.status import NAME, printable
 from fedlightning.errors import ConfigurationError
 
 WAIT = 5.0
 """Seconds that a server has to answer."""
+FAST, OLD = 5.0, 300.0
+"""Seconds that the clock of a site may be ahead of the server's, and behind it: Flower compares the times of requests."""
+HEADERS = 2**16
+"""Bytes of a proxy's answer that are read."""
 FREED = 3.0
 """Seconds in which a port becomes free again after the program that held it was killed."""
 
@@ -83,6 +94,9 @@ def check_port(host: str, port: int) -> None:
 def unreachable(place: str, authority: Path | None) -> str | None:
     """Return why no server is reached at an address, in a sentence; `None`: one listens there as it should."""
     host, port = host_and_port(place)
+    proxy = proxy_for(host, "http" if authority is None else "https")
+    if proxy is not None:
+        return _through(proxy, place, authority)
     try:
         connection = socket.create_connection((host, port), timeout=WAIT)
     except (socket.gaierror, UnicodeError):
@@ -97,13 +111,57 @@ def unreachable(place: str, authority: Path | None) -> str | None:
         return _without_tls(connection, place) if authority is None else _tls(connection, place, host, authority)
 
 
+def proxy_for(host: str, scheme: str) -> str | None:
+    """Return the address of the proxy by which a host is reached, as httpx finds it: by the environment."""
+    found = urllib.request.getproxies()
+    address = found.get(scheme) or found.get("all")
+    if not address or urllib.request.proxy_bypass(host):
+        return None
+    return address if "://" in address else f"http://{address}"
+
+
+def _through(proxy: str, place: str, authority: Path | None) -> str | None:
+    """Return why no server is reached through a proxy, in a sentence; `None`: one is."""
+    at = urllib.parse.urlsplit(proxy)
+    name = f"proxy {at.netloc.rpartition('@')[2]} (of HTTPS_PROXY or the like; hosts in NO_PROXY are reached without)"
+    try:
+        if at.scheme != "http" or at.hostname is None:
+            return f"The {name} is no HTTP proxy, which is http://HOST:PORT."
+        with socket.create_connection((at.hostname, at.port or 80), timeout=WAIT) as connection:
+            if authority is None:  # without TLS each request is the proxy's to pass on
+                return None
+            answer = _connected(connection, at, place)
+            if answer is None:
+                return f"The {name} answers with other than HTTP."
+            if answer.startswith("407"):
+                return f"The {name} wants a user and a password: HTTPS_PROXY=http://USER:PASSWORD@HOST:PORT."
+            if not answer.startswith("2"):
+                return f"{place} is not reached through the {name}, which says {answer}."
+            return _tls(connection, place, host_and_port(place)[0], authority)
+    except (OSError, ValueError) as error:  # also of a port that is none
+        return f"The {name} is not reached: {getattr(error, 'strerror', None) or error}."
+
+
+def _connected(connection: socket.socket, at: urllib.parse.SplitResult, place: str) -> str | None:
+    """Ask a proxy for a connection to a place; return the status of its answer, or `None` if that is no HTTP."""
+    user = ":".join(map(urllib.parse.unquote, (at.username or "", at.password or "")))
+    told = f"Proxy-Authorization: Basic {base64.b64encode(user.encode()).decode()}\r\n" if at.username else ""
+    connection.sendall(f"CONNECT {place} HTTP/1.1\r\nHost: {place}\r\n{told}\r\n".encode())
+    answer = b""
+    while not answer.endswith(b"\r\n\r\n") and len(answer) < HEADERS and (more := connection.recv(1)):
+        answer += more  # not a byte of what follows
+    said = re.match(rb"HTTP/1\.[01] (\d{3}[^\r\n]*)", answer)
+    return None if said is None else printable(said[1].decode(errors="replace"), NAME)
+
+
 def _tls(connection: socket.socket, place: str, host: str, authority: Path) -> str | None:
     try:
         context = ssl.create_default_context(cafile=str(authority))
     except (OSError, ssl.SSLError):
         return f"{authority} is no certificate: put it back as `fedlightning certificates` has made it."
     try:
-        context.wrap_socket(connection, server_hostname=host).close()
+        with context.wrap_socket(connection, server_hostname=host) as secure:
+            return _of_clock(secure, place)
     except ssl.SSLCertVerificationError as error:
         return _of_certificate(error, place, host, authority)
     except ssl.SSLError:
@@ -111,6 +169,27 @@ def _tls(connection: socket.socket, place: str, host: str, authority: Path) -> s
     except OSError:
         return f"{place} does not answer: the server is about to start, or has ended."
     return None
+
+
+def _of_clock(server: ssl.SSLSocket, place: str) -> str | None:
+    """Return why Flower would refuse all requests of this machine by their times, in a sentence; `None`: it would not."""
+    answer = b""
+    with suppress(OSError):
+        server.sendall(f"GET / HTTP/1.1\r\nHost: {place}\r\nConnection: close\r\n\r\n".encode())
+        answer = server.recv(HEADERS)
+    told = re.search(rb"\r\ndate: ([^\r\n]+)", answer, re.IGNORECASE)
+    try:
+        then = None if told is None else parsedate_to_datetime(told[1].decode()).timestamp()
+    except ValueError:
+        return None
+    ahead = 0.0 if then is None else time.time() - then
+    if -OLD < ahead < FAST + 1:  # the answer has whole seconds
+        return None
+    way = f"{ahead:.0f} s ahead of" if ahead > 0 else f"{-ahead:.0f} s behind"
+    return (
+        f"The clock of this machine is {way} that of {place}, and {FAST:g} s ahead and {OLD:g} s behind are borne: set both "
+        "by NTP."
+    )
 
 
 def _of_certificate(error: ssl.SSLCertVerificationError, place: str, host: str, authority: Path) -> str:

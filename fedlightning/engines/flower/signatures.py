@@ -47,12 +47,12 @@ class Heard:
     """What a site has heard of its server: each request once, and none of an earlier start.
 
     Args:
-        path: Keeps the newest over starts of the site.
+        path: Keeps the newest over starts of the site; a copy beside it does where it is damaged or gone.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._began, self._newest = _numbers(path)
+        self._paths = path, path.with_name(f"{path.name}.copy")
+        self._began, self._newest = max(map(_numbers, self._paths))
         self._before = self._newest  # what came before this start of the site was answered, or is lost and comes anew
         self._seen: set[int] = set()
 
@@ -61,7 +61,8 @@ class Heard:
         if began < self._began:
             return (
                 "the request is of an earlier start of the server: somebody sends it again, or the server's clock was set "
-                f"back (then stop the site, remove {self._path.name} from its folder and start it again)"
+                f"back (then stop the site, remove {' and '.join(path.name for path in self._paths)} from its folder and "
+                "start it again)"
             )
         if began > self._began:
             self._began, self._newest, self._before = began, 0, 0
@@ -70,7 +71,8 @@ class Heard:
             return ""
         self._seen.add(number)
         self._newest = max(number, self._newest)
-        write_text_atomically(self._path, f"{self._began} {self._newest}")
+        for path in self._paths:
+            write_text_atomically(path, f"{self._began} {self._newest}")
         return None
 
 
@@ -96,7 +98,10 @@ def verified(answer: Answer, path: Path, name: str, heard: Heard, refused: Calla
                     f"'{name}': start it with the --name and the key of one site"
                 )
             else:
-                reason = heard.objection(began, number)
+                try:
+                    reason = heard.objection(began, number)
+                except OSError:  # else it could be sent again
+                    reason = "this site cannot note what it hears: its disk is full, or its folder is closed to it"
         if reason is None:
             return answer(signed[HEAD.size + length :])
         if not reason:

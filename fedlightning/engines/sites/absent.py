@@ -7,9 +7,6 @@ from collections.abc import Mapping
 from fedlightning.engines.sites.connections import PING, Connections
 from fedlightning.engines.sites.window import Entry, Window
 
-WITHOUT = "the run goes on without its site until that is back"
-"""What is said of a task that is given up at once."""
-
 
 class Absent:
     """Knows which sites are not to be waited for.

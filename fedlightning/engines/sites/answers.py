@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from fedlightning.compat.sheets import is_formula
 from fedlightning.engines.sites.asked import is_text
 from fedlightning.engines.sites.connections import SENTENCE
 from fedlightning.engines.sites.status import printable
+from fedlightning.errors import ConfigurationError, warn
 from fedlightning.federation.checks import CheckThere
 from fedlightning.federation.deploy import Deployed
 from fedlightning.federation.engine import Task, Visit
@@ -16,12 +18,17 @@ from fedlightning.federation.trial import Tried, TryStep
 from fedlightning.messages import Update
 from fedlightning.scoring.rows import Gap, Row
 from fedlightning.scoring.tasks import ScoreClient, ScoreModel
+from fedlightning.visit.description import Description
 from fedlightning.visit.requests import Evaluate
 
 METRICS = 10_000
 """Names of metrics in an answer."""
+MOST_SAMPLES = 2**53
+"""Samples of a client: sums of more are no whole numbers."""
+LARGE = 0.9
+"""Share of all training samples from which a site is named."""
 NOT_ASKED = "its site answers with scores that were not asked for"
-NO_NAME = f"its site names metrics by other than at most {METRICS} short texts that can be printed"
+NO_NAME = f"its site names metrics by other than at most {METRICS} short texts that can be printed and are no formulas"
 
 
 def fault(task: Task[Any], answer: Any) -> str | None:
@@ -66,7 +73,39 @@ def _fault_of_places(evaluate: Evaluate, found: Sequence[tuple[str, str, str, st
 
 
 def _are_names(metrics: Collection[str]) -> bool:
-    return len(metrics) <= METRICS and all(is_text(metric) and metric.isprintable() for metric in metrics)
+    return len(metrics) <= METRICS and all(
+        is_text(metric) and metric.isprintable() and not is_formula(metric) for metric in metrics
+    )
+
+
+def check_shares(told: Mapping[str, Description], most: float) -> None:
+    """Compare the training samples that sites say they have: means are weighted by them, and nobody can count them.
+
+    Args:
+        told: What each site says of its data, by its name.
+        most: The largest share that a site may have.
+    """
+    shares = dict.fromkeys(told, 0)
+    for name, one in told.items():
+        for client, sizes in one.sizes.items():
+            counts = [*sizes, *one.over_rounds.get(client, ())]
+            bad = next((count for count in counts if not 0 <= count < MOST_SAMPLES), None)
+            if bad is not None:
+                raise ConfigurationError(
+                    f"Site '{name}' says that client '{client}' has {bad} samples: no such number."
+                )
+            if client in one.client_ids:
+                shares[name] += max(sizes[0], *one.over_rounds.get(client, (0,)))
+    total, several = sum(shares.values()), len([count for count in shares.values() if count]) > 1
+    for name, count in shares.items() if several else ():
+        said = f"Site '{name}' says that it has {count} of all {total} training samples"
+        if count > most * total:
+            raise ConfigurationError(
+                f"{said}, more than max_share={most:g}: the mean would be its model. Ask that site, take uniform weights, or "
+                "raise --max_share."
+            )
+        if count > LARGE * total:
+            warn(f"{said}: a mean weighted by samples is its model. Nobody can count them; --max_share refuses such.")
 
 
 def in_lines(answer: Any) -> Any:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
+from fedlightning.engines.sites.runs import is_run
 from fedlightning.engines.sites.window import MOST
 from fedlightning.wire.fields import check_of
 
@@ -78,7 +78,7 @@ def _is_word(value: Any) -> bool:
 ENVELOPES: dict[str, dict[str, Rule]] = {
     "hello": {
         "run": when(
-            lambda here, value: isinstance(value, str) and re.fullmatch("[0-9a-f]{32}", value) is not None,
+            lambda here, value: is_run(value),
             "the name of a run is 32 of the digits 0-9 and a-f",
         ),
         "agreement": when(lambda here, value: isinstance(value, dict), "it says how the server is configured"),

@@ -43,10 +43,12 @@ from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Evaluate
 from fedlightning.visit.runner import LocalRunner
 
-REPEATS = 1000
-"""Trainings from one version of a client's record: each is a try of a visit whose answer the server has not kept."""
 A_ROUND = 100
-"""Trainings of a client in a round, at most, in a method that plans its rounds."""
+"""Visits of a client in a round, at most, in a method that plans its rounds."""
+AGAIN = 100
+"""How often else a client is asked for anything in a round: once or twice, and again after failures and new starts."""
+GREETED = 1000
+"""Greetings in a round that begin something new at a site, and questions about its data."""
 AT_HOME = "models of clients do not leave this site"
 SPLITS, STAGES, MODELS = ("val", "test"), ("G", "L1", "L2"), ("global", "personal", UNSEEN)
 
@@ -272,13 +274,15 @@ def out_of_turn(here: Here, task: Any, record: ClientRecord) -> str | None:
     if not isinstance(task, Visit) or task.message.work == 0:
         return None
     now, last = task.message.round, record.last_round
-    often = record.visits >= A_ROUND * (now + 1)
-    if not often and (now > last or (now == last and here.claims("plan_round"))):
+    if now > last or (now == last and here.claims("plan_round")):
         return None
-    if often:
-        most = A_ROUND * (now + 1)
-        return f"client '{here.client}' has trained {record.visits} times, and by round {now + 1} it is {most} at most"
     return (
         f"round {now + 1} of client '{here.client}' does not follow on its record, which has trained in round {last + 1}: a "
         "server that goes back names an earlier version of the record"
     )
+
+
+def kind_of(here: Here, task: Any) -> tuple[str, int]:
+    """Return what a task asks for, and how often a client may be asked for that in a round."""
+    what = "training" if isinstance(task, Visit) and task.message.work != 0 else type(task).__name__
+    return what, AGAIN + (A_ROUND if here.claims("plan_round") else 0)

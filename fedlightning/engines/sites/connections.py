@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +20,10 @@ from fedlightning.wire import Limits, WireError, read, write
 
 PING = 10.0
 """Seconds after which a site that is at work is asked whether it still knows the run."""
+SKEW = 2.0
+"""Seconds by which clocks may differ, as far as a greeting tells."""
+ANEW = 30.0
+"""Seconds after which a site that is refused is greeted again: it may have been mended under the same name."""
 LOST = 600.0
 """Seconds after which such a question counts as lost, where nothing else is asked."""
 SENTENCE = 2000
@@ -48,11 +53,13 @@ class Request:
         node: Where it was sent.
         what: A greeting, a question whether the node knows the run, what a node is told that is refused, or a task.
         session: The session that a greeting offers.
+        sent: When; seconds since 1970.
     """
 
     node: str
     what: Literal["hello", "ping", "notice", "task"]
     session: str = ""
+    sent: float = field(default_factory=time.time)
 
 
 @dataclass
@@ -131,7 +138,8 @@ class Connections:
         }
         greeted = self._asked("hello")
         for node in sorted(nodes - set(self._replaced)):
-            waits = node in greeted or self.refused.get(node, "").startswith(session)
+            is_refused = self.refused.get(node, "").startswith(session)
+            waits = node in greeted or (is_refused and self.clock() - self._heard.get(node, 0.0) < ANEW)
             if self._greeted.get(node) != session and not waits:
                 self._greeted.pop(node, None)
                 self._post(node, self.hello(), "hello", session)
@@ -188,7 +196,7 @@ class Connections:
             if request.what == "task":
                 found.append(Reply(node, number, {"unknown": ""} if is_lost else content))
             elif request.what == "hello" and not is_lost:
-                self._welcome(node, request.session, content)
+                self._welcome(node, request, content)
             elif "unknown" in content and not is_lost:
                 found += self._forgotten(node)
         found, self._lost = [*found, *self._lost], []
@@ -236,8 +244,8 @@ class Connections:
             return {"refused": "its reply says nothing"}
         return {**found, "refused": found["refused"].rstrip(".")} if "refused" in found else found
 
-    def _welcome(self, node: str, session: str, content: dict[str, Any]) -> None:
-        answer = content.get("answer")
+    def _welcome(self, node: str, request: Request, content: dict[str, Any]) -> None:
+        answer, session = content.get("answer"), request.session
         reason = content.get("refused")
         if isinstance(answer, dict) and isinstance(answer.get("name"), str) and _is_names(answer.get("clients")):
             reason = self._objection(node, answer["name"], answer["clients"]) or self._others(session, answer)
@@ -245,6 +253,7 @@ class Connections:
             if reason is None:
                 if answer["name"] not in self.clients:
                     self._compare_versions(answer["name"], answer.get("versions"))
+                    _compare_clocks(answer["name"], answer.get("time"), request.sent)
                 self._enter(node, answer["name"])
                 self.clients[answer["name"]] = answer["clients"]
                 self.where |= dict.fromkeys(answer["clients"], node)
@@ -253,11 +262,13 @@ class Connections:
                     self.told[answer["name"]] = session, answer["data"]
                 self.refused.pop(node, None)
                 return
+        before = self.refused.get(node)
         self.refused[node] = f"{session} {reason or 'it does not say who it is'}"
         if "refused" not in content:  # else it knows
             asked = {"do": "turned away", "session": session, "why": self.why(node)}
             self._post(node, asked, "notice")
-        warn(f"A site does not take part: {self.why(node)}")
+        if self.refused[node] != before:
+            warn(f"A site does not take part: {self.why(node)}")
 
     def _compare_versions(self, name: str, theirs: Any) -> None:
         """Say where a site computes with another torch: that is no reason to refuse it, but its bits may be others."""
@@ -338,6 +349,25 @@ class Connections:
     def why(self, node: str) -> str:
         """Return why a node does not take part."""
         return self.refused[node].partition(" ")[2]
+
+
+def _compare_clocks(name: str, there: Any, sent: float) -> None:
+    """Say where a site's clock is wrong, or this one: Flower refuses requests by their times, and lines have other times.
+
+    Args:
+        name: The site.
+        there: What its clock said as it answered.
+        sent: What this one said before.
+    """
+    if type(there) is not float or not math.isfinite(there):
+        return
+    ahead, behind = there - time.time(), sent - there
+    if max(ahead, behind) > SKEW:
+        way = f"{ahead:.0f} s ahead of" if ahead > 0 else f"{behind:.0f} s behind"
+        warn(
+            f"The clock of site '{name}' is at least {way} this machine's. Flower refuses a site that is more than 5 s ahead "
+            "or 300 s behind: set both by NTP."
+        )
 
 
 def _is_names(value: Any) -> bool:

@@ -14,9 +14,9 @@ from lightning.pytorch.utilities import rank_zero_info
 from fedlightning.datamodules.base import in_order
 from fedlightning.datamodules.public_only import public_facts
 from fedlightning.engines.sites import code
-from fedlightning.engines.sites.absent import WITHOUT, Absent
+from fedlightning.engines.sites.absent import Absent
 from fedlightning.engines.sites.agreement import agreement, digest, state_digest
-from fedlightning.engines.sites.answers import fault, in_lines, is_note, is_version
+from fedlightning.engines.sites.answers import check_shares, fault, in_lines, is_note, is_version
 from fedlightning.engines.sites.connections import Connections, Reply
 from fedlightning.engines.sites.link import Link
 from fedlightning.engines.sites.server_log import Doing, log_of_server
@@ -25,7 +25,7 @@ from fedlightning.engines.sites.store import SiteStore
 from fedlightning.engines.sites.window import BUDGET, Entry, Window
 from fedlightning.engines.sites.words import in_words
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.attempts import at_site
+from fedlightning.federation.attempts import WITHOUT, at_site
 from fedlightning.federation.engine import Engine, Task
 from fedlightning.federation.store import Note
 from fedlightning.messages import Update
@@ -37,6 +37,8 @@ POLL = 1.0
 """Seconds between looks at who is connected and who takes too long."""
 NOTICE = 15.0
 """Seconds that a site has to take note of why it is refused, before the server ends."""
+MENDING = 3600.0
+"""Seconds that a site which is refused has to come back mended, while the run waits for it."""
 PATIENCE = 600.0
 """Seconds that all sites have to answer before round 1."""
 
@@ -52,6 +54,7 @@ class SitesEngine(Engine):
         link: The connection.
         export: Whether the clients' models are sent to the server when the run ends.
         allow_other_code: Whether a site may have other code under the same names, if it allows that too.
+        max_share: The largest share of all training samples that a site may say it has.
     """
 
     data_here = False
@@ -63,7 +66,13 @@ class SitesEngine(Engine):
     )
 
     def __init__(
-        self, runner: LocalRunner, store: SiteStore, link: Link, export: bool = False, allow_other_code: bool = False
+        self,
+        runner: LocalRunner,
+        store: SiteStore,
+        link: Link,
+        export: bool = False,
+        allow_other_code: bool = False,
+        max_share: float = 1.0,
     ) -> None:
         super().__init__(runner, store)
         self.brings_models = export
@@ -71,7 +80,7 @@ class SitesEngine(Engine):
         self.connections = Connections(link, self._hello, self._session, lambda: self.attempts.clock())
         self.connections.allow_other_code = allow_other_code
         self._code = code.of_blueprint(runner.blueprint)
-        self.absent = Absent(self.connections)
+        self.absent, self._max_share = Absent(self.connections), max_share
         self.log = log_of_server(link.expected)
         self._wanted = link.expected
         self._waits_for = ""  # what keeps the run from its beginning, for the log
@@ -82,6 +91,7 @@ class SitesEngine(Engine):
         self._fixed: tuple[Any, dict[str, Any], str] | None = None  # a template, its agreement, a hash of its weights
         self._window = Window()
         self._members: list[str] = []
+        self._refused: dict[str, float] = {}  # by node: since when
         self._merged: tuple[str, Description] | None = None
 
     @property
@@ -180,6 +190,7 @@ class SitesEngine(Engine):
             }:
                 raise ConfigurationError(f"Site '{name}' does not describe its data as a site does.")
             own.append(answer)
+        check_shares(found, self._max_share)
         everybody = in_order([client for one in own for client in one.client_ids])
         place = {client: number for number, client in enumerate(everybody)}
         own.sort(key=lambda one: min((place[client] for client in one.client_ids), default=len(place)))
@@ -190,10 +201,13 @@ class SitesEngine(Engine):
         self.connections.greet()
         found = self.connections.receive(POLL)
         self.log.look(self.connections, self._doing, self._waits_for)
-        for node in list(self.connections.refused):
-            why = self.connections.why(node)
-            self.connections.tell(NOTICE)
-            raise ConfigurationError(f"The run does not begin: {why}")
+        now, waits = self.attempts.clock(), len(self.connections.names) < self._wanted
+        self._refused = {node: self._refused.get(node, now) for node in self.connections.refused}
+        for node, since in self._refused.items():  # others begin without it, where they are enough
+            if node in self.connections.names or (waits and now > since + MENDING):
+                why = self.connections.why(node)
+                self.connections.tell(NOTICE)
+                raise ConfigurationError(f"The run does not begin: {why}")
         return found
 
     def _ask_all(self, asked: dict[str, Any], told: Callable[[], Mapping[str, Any]] = dict) -> dict[str, Any]:

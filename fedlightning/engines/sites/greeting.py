@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import hmac
 import json
-import os
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from fedlightning.storage.files import writing
+from fedlightning.storage.files import write_secret, writing
 from fedlightning.visit.description import Description, Part
 
 How = Literal["as it is", "keyed", "with public data", "never"]
@@ -22,6 +21,7 @@ LEAVES: Mapping[str, How] = {
     "name": "as it is",
     "clients": "as it is",
     "versions": "as it is",
+    "time": "as it is",
     "other_code": "as it is",
     "client_ids": "as it is",
     "sizes": "as it is",
@@ -90,10 +90,5 @@ def own_key(path: Path) -> bytes:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not path.exists():
-            made = path.with_name(f"{path.name}.{os.getpid()}")
-            with os.fdopen(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(secrets.token_bytes(32))
-                file.flush()
-                os.fsync(file.fileno())
-            made.replace(path)
+            write_secret(path, secrets.token_bytes(32))
         return path.read_bytes()

@@ -43,13 +43,15 @@ class Link(Protocol):
         """
 
 
-_current: list[tuple[Link, bool, bool]] = []
+_current: list[tuple[Link, bool, bool, float]] = []
 
 
 @contextmanager
-def connected(link: Link, export: bool = False, allow_other_code: bool = False) -> Iterator[Link]:
+def connected(
+    link: Link, export: bool = False, allow_other_code: bool = False, max_share: float = 1.0
+) -> Iterator[Link]:
     """Let trainers with `engine="flower"` that are fitted inside the block reach their sites over a connection."""
-    about = (link, export, allow_other_code)
+    about = (link, export, allow_other_code, max_share)
     _current.append(about)
     try:
         yield link
@@ -57,8 +59,8 @@ def connected(link: Link, export: bool = False, allow_other_code: bool = False) 
         _current.remove(about)
 
 
-def current() -> tuple[Link, bool, bool]:
-    """Return the connection of this process, whether clients' models are asked for, and whether other code is allowed."""
+def current() -> tuple[Link, bool, bool, float]:
+    """Return the connection of this process, and the options of `fedlightning serve` that :func:`connected` was given."""
     if not _current:
         raise ConfigurationError(
             "engine='flower' trains at sites, to which this process has no connection. Start it with `fedlightning serve`, "

@@ -14,6 +14,8 @@ from fedlightning.visit.record import ClientRecord
 
 TERMS = "leaves"
 """Beside the fields of a record in its file: a hash of what could leave the client when it was kept."""
+VERSIONS = 1000
+"""Versions of a client's record in a run. A server that was resumed lets none go until it has saved its state twice."""
 
 
 class UnknownVersionError(ConfigurationError):
@@ -75,6 +77,11 @@ class Records:
         """Write a record. It is on the disk when this returns its version."""
         version = uuid.uuid4().hex
         path = self._path(run, client, version)
+        if len(self.versions(run, client)) >= VERSIONS:
+            raise ConfigurationError(
+                f"{VERSIONS} versions of the record of client '{client}' are here, and the server says of none that it needs "
+                "it no more. Let it save its state more often (save_state)"
+            )
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, encode({**vars(record), TERMS: terms}, f"client '{client}'"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,9 +19,10 @@ from fedlightning.datamodules.public_only import public_facts
 from fedlightning.engines.sites import code
 from fedlightning.engines.sites.agreement import agreement, refusal_of_changes, versions
 from fedlightning.engines.sites.asked import ENVELOPES, fault_of_request
-from fedlightning.engines.sites.bounds import REPEATS, Here, fault, out_of_turn
+from fedlightning.engines.sites.bounds import GREETED, Here, fault, kind_of, out_of_turn
 from fedlightning.engines.sites.greeting import PARTS, leaving, own_key
 from fedlightning.engines.sites.records import Records
+from fedlightning.engines.sites.runs import MOST, Asked, make_room
 from fedlightning.engines.sites.site_log import SiteLog
 from fedlightning.engines.sites.texts import Texts
 from fedlightning.errors import ConfigurationError
@@ -37,7 +37,7 @@ from fedlightning.scoring.tasks import ScoreClient, ScoreModel
 from fedlightning.storage.files import read_json, readable_json, write_text_atomically, writing
 from fedlightning.tensors import load_state, module_state
 from fedlightning.visit.description import Description
-from fedlightning.visit.failing import noting
+from fedlightning.visit.failing import client_failure, noting
 from fedlightning.visit.runner import LocalRunner
 from fedlightning.wire import read, write
 
@@ -59,6 +59,7 @@ class Session:
         key: A hash of all of it; every request names it.
         run: Name of the run, under which records are kept.
         runner: Opens, fits and scores the site's clients.
+        asked: Counts what the run asks for.
         public: Whether the server has public data.
         other_code: Where its code is another than the server's, if that is allowed.
         told: What it has told of its data when it was greeted.
@@ -67,6 +68,7 @@ class Session:
     key: str
     run: str
     runner: LocalRunner
+    asked: Asked
     public: bool = False
     other_code: Collection[str] = ()
     told: Description | None = None
@@ -83,6 +85,7 @@ class Site:
         export: Whether clients' models may be sent to the server when a run ends.
         send_texts: Whether the texts of errors leave, and what modules log besides numbers; else the kind and a reference.
         allow_other_code: Take part although the server has other code under the same names, if it allows that too.
+        most_runs: Runs whose files are kept.
 
     Attributes:
         log: Is told what happens here, for people; at first it says nothing.
@@ -97,6 +100,7 @@ class Site:
         export: bool = False,
         send_texts: bool = False,
         allow_other_code: bool = False,
+        most_runs: int = MOST,
     ) -> None:
         self.name = name
         self.log = SiteLog(None, name, say=lambda line: None)
@@ -108,11 +112,11 @@ class Site:
         self._blueprint = blueprint
         self._data = data
         self._export = export
+        self._most_runs = most_runs
         self._clock = time.monotonic  # a test brings its own
         self._session: Session | None = None
         self._stages: set[str] = set()
         self._public: dict[str, Any] | None = None
-        self._trained: Counter[tuple[str, str]] = Counter()  # by client and version of its record
         self._given: dict[
             tuple[str, str], bytes
         ] = {}  # the last reply to each client: a task that comes again is known
@@ -124,8 +128,8 @@ class Site:
     def _said(self, work: Callable[[], bytes]) -> bytes:
         try:
             return work()
-        except Exception as error:
-            reason = self.texts.of_error(error)
+        except BaseException as error:  # sys.exit in the user's code, too, ends no site
+            reason = self.texts.of_error(client_failure(error))
             self.log.refused(reason)
             return write({"refused": reason})
 
@@ -146,11 +150,12 @@ class Site:
             return write({"unknown": asked["session"]})
         if asked["do"] == "tasks":
             return self._tasks(session, asked)
+        if asked["do"] in ("measure", "describe"):
+            _refuse(fault_of_request(asked["do"], asked))
+            session.asked.count(asked["do"], -1, [""], GREETED)
         if asked["do"] == "measure":
-            _refuse(fault_of_request("measure", asked))
             return write({"answer": self._measured(session)})
         if asked["do"] == "describe":
-            _refuse(fault_of_request("describe", asked))
             here = {*session.runner.data.client_ids}  # others are left out where they are
             leave_out = [client for client in asked["leave_out"] if client in here]
             return write({"answer": self._told(session.runner.describe(leave_out, PARTS), session)})
@@ -171,6 +176,7 @@ class Site:
                 "clients": list(session.runner.data.client_ids),
                 "data": session.told,
                 "versions": versions(),
+                "time": time.time(),
                 "other_code": list(session.other_code),
             }
         }
@@ -254,6 +260,7 @@ class Site:
                     "it says what data have agreed on, by their statistics, and those here want to agree on nothing."
                 )
             runner.agree(asked["statistics"])
+        make_room(self._folder, asked["run"], self._most_runs)
         codes = {"hashes of the code": [code.digest(self._code), self._data_code]}
         changed = refusal_of_changes(
             runner, own | codes, self._key, self._folder / "configurations" / f"{asked['run']}.json"
@@ -263,8 +270,9 @@ class Site:
         known = set(runner.data.client_ids)
         runner.leave_out([client for client in asked["left_out"] if client in known])
         self._given.clear()
-        self._trained.clear()
-        return Session(asked["session"], asked["run"], runner, asked.get("public") is not None, other)
+        counted = Asked(self._folder, asked["run"])
+        counted.count("hello", -1, [""], GREETED)
+        return Session(asked["session"], asked["run"], runner, counted, asked.get("public") is not None, other)
 
     def _compare_public(self, theirs: Any) -> None:
         """Refuse public data that are not those of the server."""
@@ -311,10 +319,8 @@ class Site:
         record = self.records.get(run, client, version, terms)
         here = Here(session.runner, self._export, client)
         _refuse(fault(here, task) or out_of_turn(here, task, record))
-        if isinstance(task, Visit) and task.message.work != 0:
-            self._trained[client, version] += 1
-            if self._trained[client, version] > REPEATS:
-                raise RefusedError(f"client '{client}' has trained {REPEATS} times from one version of its record.")
+        what, most = kind_of(here, task)
+        session.asked.count(what, task.address[0] - 1, task.clients if task.client is None else [client], most)
         self.log.began(task)
         with noting() as errors:
             answer, after = task.run(session.runner, record)

@@ -30,6 +30,7 @@ class SiteStore(ClientStore):
         super().__init__()
         self._run = uuid.uuid4().hex
         self._rests: deque[dict[str, str]] = deque(maxlen=RESTS)
+        self._is_resumed = False
 
     @property
     def run(self) -> str:
@@ -41,7 +42,7 @@ class SiteStore(ClientStore):
 
     def needed(self, client: str) -> list[str] | None:
         """Return the versions that the server may come back to; `None` while it does not know them all."""
-        if len(self._rests) < RESTS:
+        if self._is_resumed and len(self._rests) < RESTS:
             return None
         return sorted({self.version(client), *(rest.get(client, "") for rest in self._rests)} - {""})
 
@@ -58,6 +59,10 @@ class SiteStore(ClientStore):
     def note(self, client: str) -> Note:
         about = self._of(client)
         return Note(bool(about.get("is_personal")), dict(about.get("checkpoints", {})))
+
+    def put(self, client: str, record: ClientRecord, changed: bool = True) -> None:
+        super().put(client, record, changed)
+        self._is_resumed |= not changed  # of a saved state, and perhaps not of the newest
 
     def saved(self) -> None:
         super().saved()

@@ -9,6 +9,7 @@ modules in :data:`CHECKING`.
 from __future__ import annotations
 
 import os
+import sys
 import time
 import traceback
 import uuid
@@ -31,6 +32,8 @@ FIXED = (
 """Modules and packages whose own sentences hold nothing of the data."""
 CHECKING = ("fedlightning.callbacks", "fedlightning.layers", "fedlightning.wrappers", "fedlightning.federation.checks")
 """The same of what a callback's check says of a configuration."""
+KNOWN = {*sys.stdlib_module_names, "fedlightning", "lightning", "numpy", "torch"}
+"""Packages whose classes of errors are named in what leaves."""
 FILE = "errors.log"
 LARGEST = 2**24
 """Bytes of the file after which it begins anew; the one before is kept beside it."""
@@ -105,7 +108,7 @@ class Texts:
             trace = "".join(traceback.format_exception(error))
             reference = self._kept(f"{text}\n{trace}" if text else trace)
             self._known.append((error, reference))
-        return f"{type(error).__name__:.60} ({reference})"
+        return f"{_known_kind(error)} ({reference})"
 
     def _kept(self, text: str) -> str:
         """Write a text into the site's own file; return the words that refer to it."""
@@ -122,6 +125,11 @@ class Texts:
         except OSError as error:  # the answer leaves all the same
             print(f"{self.file} cannot be written ({error}): {entry}", flush=True)
         return f"reference {reference} in {FILE} there"
+
+
+def _known_kind(error: BaseException) -> str:
+    """Return the name of the first class of an error that is no user's: code can make a class with any name."""
+    return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__.partition(".")[0] in KNOWN)
 
 
 def _is_fixed(error: BaseException, modules: Sequence[str] = FIXED) -> bool:

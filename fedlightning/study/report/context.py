@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from fedlightning.compat import sheets
 from fedlightning.scoring.metrics import higher_is_better
 from fedlightning.storage.files import UnreadableError, read_json
 from fedlightning.study.columns import GLOBAL
@@ -248,7 +248,7 @@ def write_csv(path: Path, table: Table) -> None:
     keys = list(dict.fromkeys(k for c in table.columns for k in (c.key, c.radius, c.interval) if k is not None))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.writer(file)
+        writer = sheets.Writer(file)
         writer.writerow(keys)
         writer.writerows([_plain(row.get(key)) for key in keys] for row in table.rows)
 

@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("flwr", reason="Flower is in an environment of its own: make test-flower")
 
 from fedlightning.engines.flower.programs import end, free_port
+from tests.engines.flower.test_reach import Proxy, listening
 
 CONFIG = """
 trainer:
@@ -48,6 +49,7 @@ class Machines:
         self.folder = folder
         self.port = free_port()
         self.running: list[subprocess.Popen[bytes]] = []
+        self.variables: dict[str, str] = {}
         (folder / "run.yaml").write_text(CONFIG)
 
     def start(self, name: str, *words: str, module: str = "fedlightning") -> subprocess.Popen[bytes]:
@@ -58,7 +60,8 @@ class Machines:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "PYTHONUNBUFFERED": "1"}
+                | self.variables,
             )
         self.running.append(process)
         return process
@@ -132,6 +135,20 @@ def test_tls_keys_and_kills(machines):
     models = [(runs / name / "checkpoints" / "last") for name in ("alone", "one")]
     assert same_models(*models)
     assert not list((runs / "one" / "checkpoints" / "clients").glob("*.ckpt"))  # they stay at their sites
+
+
+def test_a_site_behind_a_proxy(machines):
+    """The server's name is known to the proxy alone: site and SuperNode go through it, and not to one another."""
+    machines.finish(machines.start("keys", "certificates", "--hosts", "fl.example.invalid", "--sites", "s0", "s1"))
+    place = f"fl.example.invalid:{machines.port}"
+    proxy = Proxy({place: machines.port})
+    with listening(proxy) as port:
+        server = machines.serve("--trainer.max_rounds=1")
+        machines.variables = dict.fromkeys(("HTTPS_PROXY", "HTTP_PROXY"), f"http://127.0.0.1:{port}")
+        for number in range(2):
+            machines.site(number, f"--superlink={place}", "--trainer.max_rounds=1")
+        machines.finish(server)
+    assert {head.split()[1] for head in proxy.asked} == {place}
 
 
 def same_models(one: Path, other: Path) -> bool:

@@ -72,3 +72,29 @@ def test_starts_of_a_server_have_growing_numbers_whatever_its_clock(tmp_path, mo
     assert found == [100, 101, 102]
     (tmp_path / "began").write_text("nonsense")
     assert begin(tmp_path / "began") == 100
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda path: path.unlink(), lambda path: path.write_text("12")], ids=["gone", "damaged"]
+)
+@pytest.mark.parametrize("name", ["heard", "heard.copy"])
+def test_a_memory_that_is_gone_or_damaged_lets_nothing_be_done_again(tmp_path, machines, damage, name):
+    own, a, *_ = machines
+    first, second = (signer(own / SIGN, began)("a", b"work") for began in (7, 8))
+    site = Site(a, tmp_path / "a", "a")
+    assert [site.said(one) for one in (first, second)] == [{"answer": 1}] * 2
+    damage(tmp_path / "a" / name)
+    site = Site(a, tmp_path / "a", "a")
+    assert "remove heard and heard.copy" in site.said(first)["refused"] and site.said(second) == {"lost": ""}
+    for path in (tmp_path / "a").iterdir():  # who wants it to forget
+        path.unlink()
+    assert Site(a, tmp_path / "a", "a").said(first) == {"answer": 1}
+
+
+def test_a_request_that_cannot_be_noted_is_refused(tmp_path, machines):
+    """On a full disk it would be carried out again when somebody sends it again."""
+    own, a, *_ = machines
+    site, sign = Site(a, tmp_path / "a", "a"), signer(own / SIGN, 7)
+    (tmp_path / "a" / "heard.tmp").symlink_to("/dev/full")
+    assert "cannot note what it hears" in site.said(sign("a", b"work"))["refused"] and not site.answered
+    assert site.said(sign("a", b"work")) == {"answer": 1}  # there is room again

@@ -46,6 +46,34 @@ def test_a_silent_site_is_waited_for_once(tmp_path):
     assert any("goes on without its site until that is back" in entry["reason"] for entry in run.server.failures)
 
 
+def test_a_lost_site_is_said_once_and_not_in_every_round(tmp_path):
+    """The summary has each round; two long warnings for each client did, too."""
+    line = Line(sites(tmp_path / "sites", max_rounds=6))
+    Silent(line, begin=1)
+    with pytest.warns(UserWarning, match="goes on without") as told:
+        run = at_sites(line, tmp_path / "server", max_rounds=6)
+    assert left_out(run) == missed(2, 3, 4, 5, 6)
+    for client in SHARES[1]:
+        assert sum(f"'{client}'" in str(one.message) for one in told if "client_timeout" in str(one.message)) == 2
+
+
+def test_a_site_that_is_lost_again_is_said_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(connections, "LOST", -1.0)
+    line = Line(sites(tmp_path / "sites", max_rounds=8))
+    silent = Silent(line, begin=1, end=3)
+
+    def again(node, data):
+        if visits_of(data, 5):
+            silent.begin = 5
+        return silent(node, data)
+
+    line.watch = again
+    with pytest.warns(UserWarning, match="goes on without") as told:
+        at_sites(line, tmp_path / "server", max_rounds=8)
+    rounds = [str(one.message).partition(":")[0] for one in told if "goes on without" in str(one.message)]
+    assert len(set(rounds)) == 2 and len(rounds) == 2 * len(SHARES[1])
+
+
 def test_a_silent_site_that_answers_again_takes_part_again(tmp_path, monkeypatch):
     monkeypatch.setattr(connections, "LOST", -1.0)  # the question is among what is lost here: it is asked again
     line = Line(sites(tmp_path / "sites", max_rounds=ROUNDS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,12 @@ import pytest
 
 from fedlightning import FederatedCallback
 from fedlightning.callbacks import IFCA, FedNova, HypCluster, MaxFL
+from fedlightning.engines.sites.answers import check_shares
+from fedlightning.errors import ConfigurationError
 from fedlightning.messages import Update
 from fedlightning.scoring.rows import Gap, Row
 from fedlightning.tensors import State
+from fedlightning.visit.description import Description
 from fedlightning.wire import read, write
 from tests.engines.sites.helpers import Line, at_sites, changed, sites
 
@@ -26,6 +30,7 @@ LIES: dict[str, Callable[[Update], Any]] = {
     "twice": lambda update: update.evaluations.extend(2 * [SCORE]),
     "no text": lambda update: update.metrics.update({"\ud800": 1.0}),
     "colours": lambda update: update.metrics.update({"\x1b[2J": 1.0}),
+    "a formula": lambda update: update.metrics.update({"=HYPERLINK(1)": 1.0}),
     "a long name": lambda update: update.metrics.update({"m" * 10**4: 1.0}),
     "a long number": lambda update: update.metrics.update({"m": 10**400}),
     "a long sum": lambda update: setattr(update, "lr_sum", 10**400),
@@ -106,3 +111,64 @@ def test_a_tiny_number_ends_no_run_and_takes_no_model_over(
     failures, model = lied_to(tmp_path, change, algorithm)
     assert {failure["client"] for failure in failures} <= {"site1"}
     assert all(float(tensor.norm()) < 100 for tensor in model.values())
+
+
+# -- what a site says of itself ------------------------------------------------------------------------------------------
+def told(**counts: int) -> dict[str, Description]:
+    return {name: Description("", [name], {name: (count, 0, 0)}) for name, count in counts.items()}
+
+
+def test_a_site_that_claims_most_samples_is_named_or_refused() -> None:
+    """The mean would be its model."""
+    with pytest.warns(UserWarning, match=r"Site 'b' says that it has 1000000000 of all 1000000010 .*--max_share"):
+        check_shares(told(a=10, b=10**9), 1.0)
+    with pytest.raises(ConfigurationError, match=r"Site 'b' says .* more than max_share=0\.5.*uniform weights"):
+        check_shares(told(a=10, b=11), 0.5)
+    later = told(a=10, b=1) | {"b": Description("", ["b"], {"b": (1, 0, 0)}, over_rounds={"b": [1, 10**9]})}
+    with pytest.raises(ConfigurationError, match="Site 'b' says"):
+        check_shares(later, 0.9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for fine in (told(a=10, b=90), told(a=10), told(a=0, b=0), told(a=0)):
+            check_shares(fine, 1.0)
+        check_shares(told(a=10, b=10), 0.5)
+        held_out = Description("", [], {"b": (10**9, 0, 0)})  # trains nothing
+        check_shares(told(a=10) | {"b": held_out}, 1.0)
+
+
+@pytest.mark.parametrize("count", [-1, 2**53, 2**200])
+def test_a_number_of_samples_that_is_none_is_refused(count: int) -> None:
+    for odd in (told(b=count), {"b": Description("", [], {"b": (1, 1, count)})}):
+        with pytest.raises(ConfigurationError, match="no such number"):
+            check_shares(told(a=10) | odd, 1.0)
+
+
+def test_the_server_compares_what_sites_say(tmp_path: Path) -> None:
+    line = Line(sites(tmp_path / "sites"))
+
+    def claim(node: str, data: bytes) -> bytes:
+        content = read(data)
+        answer = content.get("answer")
+        if isinstance(answer, dict) and "site1" in answer.get("clients", ()):
+            answer["data"] = replace(answer["data"], sizes=dict.fromkeys(answer["data"].sizes, (10**9, 6, 6)))
+        return write(content)
+
+    line.reply = claim
+    with pytest.warns(UserWarning, match=r"Site 'home of site1' says that it has 2000000000 of all"):
+        at_sites(line, tmp_path / "server")
+
+
+@pytest.mark.parametrize(
+    "value, named", [(-1e300, True), (-math.inf, True), (-1e7, True), (1e300, False), (-3.0, False)]
+)
+def test_a_score_far_better_than_others_is_named_once(tmp_path: Path, value: float, named: bool) -> None:
+    def change(answer: Any, content: dict[str, Any]) -> None:
+        for row in answer if isinstance(answer, list) else ():
+            if isinstance(row, Row) and row.client == "site1":
+                object.__setattr__(row, "value", value)
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        lied_to(tmp_path, change)
+    texts = [str(one.message) for one in found if "metric_bounds" in str(one.message)]
+    assert len(texts) == named and all("val_loss of client 'site1' at site 'home of site1'" in text for text in texts)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import stat
+import warnings
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
 import torch
 from torch.utils.data import TensorDataset
 
@@ -15,7 +18,7 @@ from fedlightning.callbacks import FedMD
 from fedlightning.datamodules.overlap import look
 from fedlightning.engines.sites.greeting import LEAVES, own_key
 from fedlightning.visit.description import Description, _hash
-from fedlightning.wire import read
+from fedlightning.wire import read, write
 from tests.engines.sites.helpers import SHARES, Line, a_site, at_sites, sites
 
 
@@ -117,3 +120,26 @@ def test_a_key_is_its_users_and_stays(tmp_path):
     assert own_key(key) == key.read_bytes() == a_site(tmp_path / "site", SHARES[0])._key == site._key
     assert own_key(tmp_path / "other" / "key") != site._key
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["key"]
+
+
+@pytest.mark.parametrize(
+    "skew, said", [(0.0, None), (60.0, "60 s ahead of"), (-60.0, "60 s behind"), (math.nan, None), ("x", None)]
+)
+def test_a_clock_that_is_wrong_is_said_when_a_site_comes(tmp_path, skew, said):
+    """Flower refuses requests by their times, and says no more than that."""
+    line = Line(sites(tmp_path / "sites"))
+
+    def late(node, data):
+        content = read(data)
+        answer = content.get("answer")
+        if isinstance(answer, dict) and "site1" in answer.get("clients", ()):
+            answer["time"] = skew if isinstance(skew, str) else answer["time"] + skew
+        return write(content)
+
+    line.reply = late
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        at_sites(line, tmp_path / "server")
+    texts = [str(one.message) for one in found if "NTP" in str(one.message)]
+    assert len(texts) == (said is not None)
+    assert said is None or f"The clock of site 'home of site1' is at least {said} this machine's" in texts[0]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fedlightning.engines.sites.engine import MENDING
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.deploy import Deploy, Deployed
 from fedlightning.wire import read, write
@@ -85,3 +86,40 @@ def test_no_file_is_made_of_what_is_no_checkpoint(tmp_path, forged, reason):
     (failure,) = trainer.server.failures
     assert reason in str(failure)
     assert not (trainer.run.path / "checkpoints/clients/site0.ckpt").exists()
+
+
+# -- before round 1 ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("how", ["under another name", "under the same name"])
+def test_a_site_that_is_refused_may_come_back_mended(tmp_path, how):
+    """One site's mistake ended the server for all of them."""
+    other = a_site(tmp_path / "sites" / "1", SHARES[1], lr=0.5)
+    line = Line(sites(tmp_path / "sites"))
+    mended = line.sites.pop("1")
+    line.sites["1"], line.expected = other.answer, 2
+
+    class Later(Line):
+        def receive(self, waiting, timeout):
+            if self.now > 100:
+                self.sites.pop("1", None)
+                self.sites["1" if how == "under the same name" else "2"] = mended
+            return super().receive(waiting, timeout)
+
+    line.__class__ = Later
+    with pytest.warns(UserWarning, match="A site does not take part: .*is not that of site") as told:
+        trainer = at_sites(line, tmp_path / "server")
+    assert trainer.rounds_done == 2 and not trainer.summary.get("failures")
+    assert sum("does not take part" in str(one.message) for one in told) == 1
+
+
+def test_a_site_that_is_not_mended_ends_the_wait(tmp_path):
+    line = Line(sites(tmp_path / "sites") | {"1": a_site(tmp_path / "sites" / "1", SHARES[1], lr=0.5)})
+    with pytest.raises(ConfigurationError, match=r"The run does not begin: .*is not that of site"):
+        at_sites(line, tmp_path / "server")
+    assert MENDING < line.now < MENDING + 60
+
+
+def test_others_begin_without_a_refused_site_where_they_are_enough(tmp_path):
+    line = Line(sites(tmp_path / "sites"))
+    line.sites["0 refused"] = a_site(tmp_path / "more", SHARES[1], lr=0.5).answer
+    line.expected = 2
+    assert at_sites(line, tmp_path / "server").rounds_done == 2

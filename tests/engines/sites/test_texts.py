@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import stat
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -189,7 +190,9 @@ def test_an_exception_without_a_text_of_its_own(tmp_path):
     try:
         raise Odd
     except Odd as error:
-        assert re.fullmatch(r"Odd \(reference [0-9a-f]{8} in errors\.log there\)", Texts(tmp_path).of_error(error))
+        assert re.fullmatch(
+            r"Exception \(reference [0-9a-f]{8} in errors\.log there\)", Texts(tmp_path).of_error(error)
+        )
 
 
 def test_a_file_that_cannot_be_written_ends_nothing(tmp_path, capsys):
@@ -211,3 +214,57 @@ def test_requests_name_no_text_of_the_server_back(tmp_path):
     site = sites(tmp_path)["0"]
     said = read(site.answer(write({"do": "x" * 1000, "session": ""})))["refused"]
     assert len(said) < 100
+
+
+class Exits(ModelSelection):
+    """Ends the process somewhere, as a script's code may that was made for one run alone."""
+
+    def __init__(self, where: str = "") -> None:
+        self.where = where
+
+    def check(self, setup):
+        if self.where == "check":
+            setup.first_batch()
+            sys.exit("bye")
+
+
+def _exit(*args):
+    sys.exit("bye")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "where", ["training_step", "validation_step", "configure_optimizers", "check", "setup", "on_save_checkpoint"]
+)
+def test_an_exit_in_the_users_code_ends_no_site(tmp_path, where):
+    """It ended the site where a step was tried, a callback was checked or the data were opened."""
+    parts = sites(tmp_path / "sites", Exits(where), sanity_check=True, stages=["G", "L1", "L2"])
+    for site in parts.values():
+        if where == "setup":
+            site._data.setup = _exit
+        elif where != "check":
+            setattr(site._blueprint.template, where, _exit)
+    with pytest.raises(Exception, match="SystemExit") if where != "on_save_checkpoint" else nullcontext():
+        at_sites(Line(parts), tmp_path / "server", Exits(where), sanity_check=True, stages=["G", "L1", "L2"])
+
+
+@pytest.mark.parametrize("ending", [KeyboardInterrupt, GeneratorExit])
+def test_what_ends_the_process_ends_the_site(tmp_path, ending):
+    (site, _) = sites(tmp_path).values()
+
+    def end(asked):
+        raise ending
+
+    site._reply = end
+    with pytest.raises(ending):
+        site.answer(b"")
+
+
+def test_the_name_of_a_class_of_the_users_stays(tmp_path):
+    """A class can be made with any name, such as that of a row."""
+    texts = Texts(tmp_path)
+    for bases, known in (((Exception,), "Exception"), ((KeyError,), "KeyError"), ((torch.OutOfMemoryError,), "OutOf")):
+        error = type(PATIENT, bases, {})("x")
+        said = texts.of_error(error)
+        assert PATIENT not in said and said.startswith(known) and PATIENT in texts.file.read_text()
+    assert Texts(tmp_path, allowed=True).of_error(error) == "x"
