@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterable
 from multiprocessing import get_all_start_methods
 from pathlib import Path
+from typing import Any
 
 INSIDE = {"fedlightning", "lightning", "torch", "torchmetrics", "jsonargparse", *sys.stdlib_module_names}
 """Packages whose lines do not help to find an error in the user's code."""
@@ -37,6 +38,14 @@ class ControlFlow(BaseException):
 
     It is no `Exception`, so that neither `hasattr` nor a user's `except` can swallow it and continue with something else.
     """
+
+
+class Restart(ControlFlow):
+    """A visit has met something by which it has to begin again, otherwise; nothing of it has counted yet."""
+
+    def apply(self, runner: Any) -> None:
+        """Let the client side (:class:`~fedlightning.visit.runner.LocalRunner`) do otherwise from now on."""
+        raise NotImplementedError
 
 
 def warn(text: str) -> None:

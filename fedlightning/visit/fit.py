@@ -19,10 +19,10 @@ from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint, StochasticWe
 from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.compat.attached import trainer_of
 from fedlightning.compat.system import file_name_of
+from fedlightning.errors import Restart
 from fedlightning.hooks import CallbackList, Phase
 from fedlightning.visit import monitors
 from fedlightning.visit.client import Client
-from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.fast.fit import train_fast
 from fedlightning.visit.lightning_loop import release, train_with_lightning
 from fedlightning.visit.loss_terms import loss_terms
@@ -76,7 +76,7 @@ def fit(
                 start_sampler(0, 0, 1)
                 anomaly = bool(settings.trainer_arguments.get("detect_anomaly"))
                 trainer = train_fast(client, visit, everything, loader, fast_trainer, inside, anomaly)
-        except (Exception, NotInFastLoop) as error:
+        except (Exception, Restart) as error:
             monitors.require(trainer_of(client.module), name, validates, error)
             raise
         monitors.require(trainer, name, validates)

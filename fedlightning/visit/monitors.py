@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from fedlightning.errors import ControlFlow
+from fedlightning.errors import Restart
 from fedlightning.hooks import FederatedCallback
 
 
@@ -31,7 +31,7 @@ class Monitor(NamedTuple):
         return f"{self.owner} monitors '{self.metric}'"
 
 
-class NeedsValidationError(ControlFlow):
+class NeedsValidationError(Restart):
     """Asks for a visit with validation.
 
     Args:
@@ -41,6 +41,10 @@ class NeedsValidationError(ControlFlow):
     def __init__(self, monitor: Monitor) -> None:
         super().__init__(str(monitor))
         self.monitor = monitor
+
+    def apply(self, runner: Any) -> None:
+        """Validate inside visits from now on."""
+        runner.validate_visits(self.monitor)
 
 
 def monitors(trainer: Any) -> Iterator[Monitor]:

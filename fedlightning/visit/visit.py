@@ -17,14 +17,13 @@ import torch
 from lightning.pytorch import LightningModule
 
 from fedlightning.datamodules.ready_batches import samples_in
+from fedlightning.errors import Restart
 from fedlightning.hooks import POOLED, Phase, Stage, UpdateCodec
 from fedlightning.messages import Message, Update
 from fedlightning.seeding import seed_all
 from fedlightning.tensors import State, first_nonfinite, load_state, pack
 from fedlightning.visit.client import Client
 from fedlightning.visit.failing import client_failure, in_words
-from fedlightning.visit.fast.errors import NotInFastLoop
-from fedlightning.visit.monitors import NeedsValidationError
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Evaluate, Fit, FitResult, MissingScores, Score, ScoreRequest, Scores, VisitSteps
 from fedlightning.visit.visit_callback import refuse_unseen
@@ -45,11 +44,8 @@ def carry_out(
     """
     try:
         return _drive(runner, visit_steps(runner, message, record, evaluate))
-    except NotInFastLoop as reason:  # neither the record nor the message has changed: begin again with the Trainer
-        runner.loop.give_up(str(reason))
-        return carry_out(runner, message, record, evaluate)
-    except NeedsValidationError as reason:  # likewise
-        runner.validate_visits(reason.monitor)
+    except Restart as reason:  # neither the record nor the message has changed
+        reason.apply(runner)
         return carry_out(runner, message, record, evaluate)
 
 
