@@ -23,7 +23,8 @@ from fedlightning.federation.loops.synchronous import Synchronous
 from fedlightning.federation.outgoing import outgoing_of
 from fedlightning.federation.parts import Part
 from fedlightning.federation.trial import StepTrials, Tried, TryStep
-from fedlightning.hooks import POOLED, Change, FederatedCallback, Setup, changes_of, refuse_combinations
+from fedlightning.hooks import POOLED, Change, FederatedCallback, Setup
+from fedlightning.hooks.composition import changes_of, refuse_combinations
 from fedlightning.hooks.facts import EVERY_SCORE
 from fedlightning.wrappers import user_class
 

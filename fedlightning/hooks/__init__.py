@@ -8,7 +8,6 @@ methods are given and give back; `callback_list.py` runs events and finds who an
 from fedlightning.hooks import facts
 from fedlightning.hooks.callback import FederatedCallback
 from fedlightning.hooks.callback_list import ROLES, CallbackList
-from fedlightning.hooks.composition import changes_in, changes_of, refuse_combinations
 from fedlightning.hooks.facts import Change, Facts, Need, Newcomers
 from fedlightning.hooks.families import (
     AsynchronousMethod,
@@ -68,9 +67,6 @@ __all__ = [
     "SumCodec",
     "UpdateCodec",
     "UpdateInterception",
-    "changes_in",
-    "changes_of",
-    "refuse_combinations",
     "CallbackList",
     "FederatedCallback",
     "FirstStep",

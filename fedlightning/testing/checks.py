@@ -19,7 +19,8 @@ import torch
 
 from fedlightning.federation.attempts import TooFewClientsError
 from fedlightning.federation.server import Server
-from fedlightning.hooks import Change, FederatedCallback, changes_of
+from fedlightning.hooks import Change, FederatedCallback
+from fedlightning.hooks.composition import changes_of
 from fedlightning.scoring.rows import UNSEEN
 from fedlightning.tensors import State, entry_kinds, first_nonfinite, module_state
 from fedlightning.testing.runs import (
