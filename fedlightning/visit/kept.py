@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from io import IOBase
 from operator import is_
-from types import BuiltinFunctionType, FunctionType, MethodType, NoneType, SimpleNamespace
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, NoneType, SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
@@ -25,24 +28,26 @@ class _Empty(LightningModule):
         self.save_hyperparameters()
 
 
-OWN = frozenset(vars(_Empty()))
+OWN = frozenset(vars(_Empty())) - {"_hparams"}
 """Attributes of torch's and of Lightning's, which look after them."""
 ATOMIC = frozenset(
-    (bool, int, float, complex, str, bytes, range, slice, type, NoneType, FunctionType, BuiltinFunctionType, MethodType,
-     torch.dtype, torch.device, torch.Size, nn.Parameter)
-)  # fmt: skip
-"""Types of what is not looked into: a value of them cannot change, or is an entry of the module."""
+    (bool, int, float, complex, str, bytes, range, slice, type, NoneType, torch.dtype, torch.device, torch.Size)
+)
+"""Types of what is not looked into: a value of them cannot change."""
 CONTAINERS = (dict, list, set, deque)
+HELD = (*CONTAINERS, Tensor)
+CANNOT_BE_COPIED = (Iterator, IOBase, type(lru_cache(len)))
 NOT_USERS = INSIDE | {"numpy", "pytorch_lightning"}
 """Packages whose objects are not looked into."""
+UNCOPIED = "which cannot be copied"
 _named: WeakSet[type] = WeakSet()  # classes whose attributes that cannot be copied have been named
 
 
 class Kept:
     """Attributes and buffers of a module and of its parts, with what is in them, as they are now.
 
-    Containers, tensors, arrays, random generators and objects of the user's own classes are looked into. Parameters are the
-    model, and what a class holds for all its objects is nobody's.
+    Containers, tensors, arrays, random generators and objects of the user's own classes are looked into, and containers that
+    a class holds for all its objects. Parameters of the module are the model; those of a part hidden in a list are not.
 
     Args:
         module: The module.
@@ -62,6 +67,7 @@ class Kept:
     def __init__(self, module: nn.Module) -> None:
         self._records: list[tuple[PutBack, Any, Any, str]] = []
         self._seen: dict[int, Any] = {}  # the objects too, so that no other one gets the id of one that is gone
+        self._seen |= {id(parameter): parameter for parameter in module.parameters()}
         self._uncopied: list[str] = []
         self._waiting: list[tuple[Any, str]] = [(module, "")]
         while self._waiting:
@@ -69,7 +75,7 @@ class Kept:
         if self._uncopied and type(module) not in _named:
             _named.add(type(module))
             warn(
-                f"{type(module).__name__} keeps {', '.join(sorted(set(self._uncopied)))}, which cannot be copied. It goes on "
+                f"{type(module).__name__} keeps {', '.join(sorted(set(self._uncopied)))}, {UNCOPIED}. It goes on "
                 "from one client's score to the next, so scores may depend on the engine. Make it anew in "
                 "on_validation_start and on_test_start."
             )
@@ -84,36 +90,53 @@ class Kept:
         self._seen[id(value)] = value
         if isinstance(value, nn.Module):
             for part in value.modules():
+                kind, attributes = type(part).__name__, vars(part)
                 self._seen[id(part)] = part
-                self._note(part, type(part).__name__, OWN)
-                for name, buffer in vars(part)["_buffers"].items():  # `named_buffers` takes as long as all the rest
-                    if buffer is not None:
-                        self._records.append((_buffer, (part, name), buffer, f"{type(part).__name__}.{name}"))
-                        self._waiting.append((buffer, f"{type(part).__name__}.{name}"))
+                self._note(part, kind, OWN)
+                for of, what in (("_modules", "part"), ("_buffers", "buffer"), ("_parameters", "parameter")):
+                    self._records.append((_contents, attributes[of], dict(attributes[of]), f"a {what} of {kind}"))
+                for name, entry in (attributes["_buffers"] | attributes["_parameters"]).items():  # faster than torch's
+                    self._waiting.append((entry, f"{kind}.{name}"))
         elif isinstance(value, Tensor):
             if value.layout == torch.strided and not value.is_meta:
                 self._records.append((_tensor, value, value.detach().clone(), place))
         elif isinstance(value, np.ndarray):
             if value.flags.writeable:
                 self._records.append((_array, value, value.copy(), place))
+            self._waiting += [(item, place) for item in value.flat] if value.dtype.hasobject else []
+        elif isinstance(value, (bytearray, array)):
+            self._records.append((_items, value, value[:], place))
         elif isinstance(value, KINDS):
             self._records.append((_generator, value, state_of(value), place))
-        elif isinstance(value, (*CONTAINERS, tuple)):
-            kind = next((kind for kind in CONTAINERS if isinstance(value, kind)), None)
-            if kind is not None:
-                self._records.append((_contents, value, kind(value), place))
+        elif isinstance(value, partial):
+            self._waiting += [(value.func, place), (value.args, place), (value.keywords, place)]
+        elif isinstance(value, (MethodType, BuiltinFunctionType)):
+            self._waiting.append((value.__self__, place))
+        elif isinstance(value, FunctionType) and _is_users(value):
+            self._waiting += [(cell.cell_contents, place) for cell in value.__closure__ or () if cell != CellType()]
+        elif isinstance(value, (*CONTAINERS, tuple, frozenset)):
+            copy = next((kind for kind in CONTAINERS if isinstance(value, kind)), None)
+            if copy is not None:
+                self._records.append((_contents, value, copy(value), place))
             inside = value.values() if isinstance(value, dict) else value
             self._waiting += [(item, place) for item in inside if type(item) not in ATOMIC]
+            if hasattr(value, "__dict__"):  # of a class made from a container
+                self._note(value, place, frozenset())
         elif _is_users(value):
             self._note(value, place, frozenset())
-        elif isinstance(value, Iterator):
+        elif isinstance(value, CANNOT_BE_COPIED):
             self._uncopied.append(place)
 
     def _note(self, owner: Any, place: str, own: frozenset[str]) -> None:
-        attributes = vars(owner)
+        attributes = getattr(owner, "__dict__", {})
         before = {name: attributes[name] for name in attributes.keys() - own}
         self._records.append((_attributes, owner, before, f"an attribute of {place}"))
-        for name, value in before.items():  # what a metric's names begin with an underscore never changes in place
+        classes = [kind for kind in type(owner).__mro__ if kind.__module__.partition(".")[0] not in NOT_USERS]
+        slots = {name: getattr(owner, name) for kind in classes for name in _slots(kind) if hasattr(owner, name)}
+        if slots:
+            self._records.append((_slotted, owner, slots, place))
+        held = {name: value for kind in classes for name, value in vars(kind).items() if isinstance(value, HELD)}
+        for name, value in (held | slots | before).items():  # a metric's names that begin with _ never change in place
             if type(value) not in ATOMIC and not (name[0] == "_" and isinstance(owner, Metric)):
                 self._waiting.append((value, f"{place}.{name}"))
 
@@ -123,7 +146,7 @@ PutBack = Callable[[Any, Any], bool]
 
 
 def _attributes(owner: Any, before: dict[str, Any]) -> bool:
-    attributes = vars(owner)
+    attributes = getattr(owner, "__dict__", {})
     new = attributes.keys() - before.keys() - (OWN if isinstance(owner, nn.Module) else frozenset())
     if not new and _are_same(list(map(attributes.get, before)), before.values()):
         return False
@@ -133,15 +156,17 @@ def _attributes(owner: Any, before: dict[str, Any]) -> bool:
     return True
 
 
-def _buffer(place: tuple[nn.Module, str], before: Tensor) -> bool:
-    is_other = getattr(*place, None) is not before
-    if is_other:
-        setattr(*place, before)
-    return is_other
+def _slotted(owner: Any, before: dict[str, Any]) -> bool:
+    other = [name for name, value in before.items() if getattr(owner, name, None) is not value]
+    for name in other:
+        object.__setattr__(owner, name, before[name])
+    return bool(other)
 
 
 def _tensor(tensor: Tensor, before: Tensor) -> bool:
     if torch.equal(tensor, before):
+        return False
+    if tensor.is_floating_point() and tensor.shape == before.shape and tensor.allclose(before, 0, 0, equal_nan=True):
         return False
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         if tensor.shape == before.shape:
@@ -154,6 +179,12 @@ def _tensor(tensor: Tensor, before: Tensor) -> bool:
 def _array(array: Any, before: Any) -> bool:
     is_other = array.tobytes() != before.tobytes()
     array[...] = before
+    return is_other
+
+
+def _items(value: Any, before: Any) -> bool:
+    is_other = bool(value != before)
+    value[:] = before
     return is_other
 
 
@@ -176,6 +207,11 @@ def _are_same(values: Any, before: Any) -> bool:
 
 def _is_users(value: Any) -> bool:
     """Whether an object is of a class that neither Python nor the packages beneath bring along."""
-    kind = type(value)
-    users = kind is SimpleNamespace or kind.__module__.partition(".")[0] not in NOT_USERS
-    return users and hasattr(value, "__dict__") and not isinstance(value, type)
+    package = (value if isinstance(value, FunctionType) else type(value)).__module__ or ""
+    users = type(value) is SimpleNamespace or package.partition(".")[0] not in NOT_USERS or package == "collections"
+    return users and not isinstance(value, type)
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
