@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
-from io import IOBase
 from operator import is_
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, NoneType, SimpleNamespace
+from types import BuiltinFunctionType, CellType, FunctionType, MemberDescriptorType, MethodType, NoneType
 from typing import Any
 from weakref import WeakSet
 
@@ -28,17 +27,18 @@ class _Empty(LightningModule):
         self.save_hyperparameters()
 
 
-OWN = frozenset(vars(_Empty())) - {"_hparams"}
+OWN = frozenset(vars(_Empty()))
 """Attributes of torch's and of Lightning's, which look after them."""
 ATOMIC = frozenset(
     (bool, int, float, complex, str, bytes, range, slice, type, NoneType, torch.dtype, torch.device, torch.Size)
 )
 """Types of what is not looked into: a value of them cannot change."""
 CONTAINERS = (dict, list, set, deque)
-HELD = (*CONTAINERS, Tensor)
-CANNOT_BE_COPIED = (Iterator, IOBase, type(lru_cache(len)))
-NOT_USERS = INSIDE | {"numpy", "pytorch_lightning"}
-"""Packages whose objects are not looked into."""
+PARTS_OF_MODULES = ("_modules", "_parameters", "_buffers")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+NOT_USERS = (INSIDE | {"numpy", "pytorch_lightning"}) - {"argparse", "collections", "types"}
+"""Packages whose objects are not looked into. `Namespace`, `UserDict` and `SimpleNamespace` hold what a user puts in."""
+MISSING = object()
 UNCOPIED = "which cannot be copied"
 _named: WeakSet[type] = WeakSet()  # classes whose attributes that cannot be copied have been named
 
@@ -66,8 +66,8 @@ class Kept:
 
     def __init__(self, module: nn.Module) -> None:
         self._records: list[tuple[PutBack, Any, Any, str]] = []
-        self._seen: dict[int, Any] = {}  # the objects too, so that no other one gets the id of one that is gone
-        self._seen |= {id(parameter): parameter for parameter in module.parameters()}
+        # the objects too, so that no other one gets the id of one that is gone; faster than `module.parameters()`
+        self._seen = {id(entry): entry for part in module.modules() for entry in vars(part)["_parameters"].values()}
         self._uncopied: list[str] = []
         self._waiting: list[tuple[Any, str]] = [(module, "")]
         while self._waiting:
@@ -89,56 +89,71 @@ class Kept:
             return
         self._seen[id(value)] = value
         if isinstance(value, nn.Module):
-            for part in value.modules():
-                kind, attributes = type(part).__name__, vars(part)
-                self._seen[id(part)] = part
-                self._note(part, kind, OWN)
-                for of, what in (("_modules", "part"), ("_buffers", "buffer"), ("_parameters", "parameter")):
-                    self._records.append((_contents, attributes[of], dict(attributes[of]), f"a {what} of {kind}"))
-                for name, entry in (attributes["_buffers"] | attributes["_parameters"]).items():  # faster than torch's
-                    self._waiting.append((entry, f"{kind}.{name}"))
+            kind, attributes = type(value).__name__, vars(value)
+            self._note(value, kind, OWN)
+            for name in PARTS_OF_MODULES:
+                entries = attributes[name]
+                self._waiting += [(entry, f"{kind}.{key}") for key, entry in entries.items()]
+                if isinstance(entries, dict):  # not a scripted module's
+                    self._records.append((_contents, entries, dict(entries), f"an entry of {kind}"))
+            if isinstance(value, LightningModule):
+                self._wait((value.hparams,), f"{kind}.hparams")
+            for name in HOOKS:
+                if attributes[name]:
+                    self._wait(attributes[name].values(), f"a hook of {kind}")
         elif isinstance(value, Tensor):
             if value.layout == torch.strided and not value.is_meta:
                 self._records.append((_tensor, value, value.detach().clone(), place))
         elif isinstance(value, np.ndarray):
             if value.flags.writeable:
                 self._records.append((_array, value, value.copy(), place))
-            self._waiting += [(item, place) for item in value.flat] if value.dtype.hasobject else []
+            if value.dtype.hasobject:
+                self._wait(value.flat, place)
         elif isinstance(value, (bytearray, array)):
             self._records.append((_items, value, value[:], place))
         elif isinstance(value, KINDS):
             self._records.append((_generator, value, state_of(value), place))
-        elif isinstance(value, partial):
-            self._waiting += [(value.func, place), (value.args, place), (value.keywords, place)]
-        elif isinstance(value, (MethodType, BuiltinFunctionType)):
-            self._waiting.append((value.__self__, place))
-        elif isinstance(value, FunctionType) and _is_users(value):
-            self._waiting += [(cell.cell_contents, place) for cell in value.__closure__ or () if cell != CellType()]
         elif isinstance(value, (*CONTAINERS, tuple, frozenset)):
-            copy = next((kind for kind in CONTAINERS if isinstance(value, kind)), None)
-            if copy is not None:
-                self._records.append((_contents, value, copy(value), place))
-            inside = value.values() if isinstance(value, dict) else value
-            self._waiting += [(item, place) for item in inside if type(item) not in ATOMIC]
+            container = next((kind for kind in CONTAINERS if isinstance(value, kind)), None)
+            if container is not None:
+                self._records.append((_contents, value, container(value), place))
+            self._wait(value.values() if isinstance(value, dict) else value, place)
             if hasattr(value, "__dict__"):  # of a class made from a container
-                self._note(value, place, frozenset())
-        elif _is_users(value):
-            self._note(value, place, frozenset())
-        elif isinstance(value, CANNOT_BE_COPIED):
+                self._note(value, place)
+        elif isinstance(value, partial):
+            self._wait((value.func, value.args, value.keywords), place)
+        elif isinstance(value, (MethodType, BuiltinFunctionType)):
+            self._wait((value.__self__,), place)
+        elif isinstance(value, FunctionType):
+            if _is_users(value):
+                self._wait((vars(value), *(value.__defaults__ or ()), *(value.__closure__ or ())), place)
+        elif isinstance(value, CellType):
+            if value != CellType():  # not empty
+                self._records.append((_cell, value, value.cell_contents, place))
+                self._wait((value.cell_contents,), place)
+        elif _is_users(type(value)):
+            self._note(value, place)
+        elif isinstance(value, (Iterator, type(lru_cache(len)))):
             self._uncopied.append(place)
 
-    def _note(self, owner: Any, place: str, own: frozenset[str]) -> None:
+    def _wait(self, values: Iterable[Any], place: str) -> None:
+        self._waiting += [(value, place) for value in values if type(value) not in ATOMIC]
+
+    def _note(self, owner: Any, place: str, own: frozenset[str] = frozenset()) -> None:
         attributes = getattr(owner, "__dict__", {})
         before = {name: attributes[name] for name in attributes.keys() - own}
         self._records.append((_attributes, owner, before, f"an attribute of {place}"))
-        classes = [kind for kind in type(owner).__mro__ if kind.__module__.partition(".")[0] not in NOT_USERS]
-        slots = {name: getattr(owner, name) for kind in classes for name in _slots(kind) if hasattr(owner, name)}
-        if slots:
-            self._records.append((_slotted, owner, slots, place))
-        held = {name: value for kind in classes for name, value in vars(kind).items() if isinstance(value, HELD)}
-        for name, value in (held | slots | before).items():  # a metric's names that begin with _ never change in place
+        for name, value in before.items():  # what a metric's names begin with an underscore never changes in place
             if type(value) not in ATOMIC and not (name[0] == "_" and isinstance(owner, Metric)):
                 self._waiting.append((value, f"{place}.{name}"))
+        for kind in _users_classes(type(owner)):  # type: ignore[arg-type]
+            for name, value in vars(kind).items():
+                if isinstance(value, MemberDescriptorType):  # of a slot
+                    content = _read(value, owner)
+                    self._records.append((_slot, (value, owner), content, f"{place}.{name}"))
+                    self._wait((content,), f"{place}.{name}")
+                elif isinstance(value, (*CONTAINERS, Tensor)) and not name.startswith("__"):
+                    self._wait((value,), f"{kind.__name__}.{name}")
 
 
 # -- by kind: let a value be as it was before, and return whether it was not ------------------------------------------
@@ -156,17 +171,35 @@ def _attributes(owner: Any, before: dict[str, Any]) -> bool:
     return True
 
 
-def _slotted(owner: Any, before: dict[str, Any]) -> bool:
-    other = [name for name, value in before.items() if getattr(owner, name, None) is not value]
-    for name in other:
-        object.__setattr__(owner, name, before[name])
-    return bool(other)
+def _slot(place: tuple[Any, Any], before: Any) -> bool:
+    slot, owner = place
+    content = _read(slot, owner)
+    if content is before:
+        return False
+    if before is MISSING:
+        slot.__delete__(owner)
+    else:
+        slot.__set__(owner, before)
+    return True
+
+
+def _read(slot: Any, owner: Any) -> Any:
+    try:
+        return slot.__get__(owner)
+    except AttributeError:
+        return MISSING
+
+
+def _cell(cell: CellType, before: Any) -> bool:
+    is_other = cell.cell_contents is not before
+    cell.cell_contents = before
+    return is_other
 
 
 def _tensor(tensor: Tensor, before: Tensor) -> bool:
-    if torch.equal(tensor, before):
-        return False
-    if tensor.is_floating_point() and tensor.shape == before.shape and tensor.allclose(before, 0, 0, equal_nan=True):
+    if torch.equal(tensor, before) or (
+        torch.equal(tensor.isnan(), before.isnan()) and torch.equal(tensor.nan_to_num(), before.nan_to_num())
+    ):
         return False
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         if tensor.shape == before.shape:
@@ -205,13 +238,11 @@ def _are_same(values: Any, before: Any) -> bool:
     return len(values) == len(before) and all(map(is_, values, before))
 
 
-def _is_users(value: Any) -> bool:
-    """Whether an object is of a class that neither Python nor the packages beneath bring along."""
-    package = (value if isinstance(value, FunctionType) else type(value)).__module__ or ""
-    users = type(value) is SimpleNamespace or package.partition(".")[0] not in NOT_USERS or package == "collections"
-    return users and not isinstance(value, type)
+def _is_users(kind: Any) -> bool:
+    """Whether a class or function comes neither with Python nor with the packages beneath."""
+    return (kind.__module__ or "").partition(".")[0] not in NOT_USERS
 
 
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = vars(kind).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+@lru_cache(maxsize=1024)
+def _users_classes(kind: type) -> tuple[type, ...]:
+    return tuple(filter(_is_users, kind.__mro__))

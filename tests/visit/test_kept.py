@@ -50,10 +50,43 @@ def appended(sizes):
     return float(len(sizes))
 
 
-def counting():
-    """Return a function that counts its calls."""
+def closing_over_a_list():
     calls = []
     return lambda: appended(calls)
+
+
+def closing_over_a_number():
+    calls = 0
+
+    def call():
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return call
+
+
+def with_a_default():
+    return lambda calls=[]: appended(calls)
+
+
+def with_an_attribute():
+    def call():
+        call.calls = getattr(call, "calls", 0) + 1
+        return call.calls
+
+    return call
+
+
+def by_a_late_slot():
+    class Hidden:
+        __slots__ = ("__calls",)
+
+        def __call__(self):
+            self.__calls = getattr(self, "_Hidden__calls", 0) + 1
+            return self.__calls
+
+    return Hidden()
 
 
 class Keeper(Toy):
@@ -78,11 +111,7 @@ class Keeper(Toy):
         self.slotted, self.hits, self.hidden_part = Slotted(), Hits(), [nn.Linear(1, 1, bias=False)]
         nn.init.zeros_(self.hidden_part[0].weight)
         self.bytes, self.numbers, self.users = bytearray(), array("d"), UserList()
-        self.bound, self.of_list, self.partial = (
-            Meter().add,
-            [].append,
-            partial(appended, []),
-        )
+        self.bound, self.of_list, self.partial = Meter().add, [].append, partial(appended, [])
         self.objects, self.frozen = np.array([[], [0]], dtype=object), frozenset([Meter()])
         self.save_hyperparameters({"scored": 0})
         self.net[0].seen = []
@@ -216,20 +245,10 @@ def test_every_engine_and_loop_gives_the_scores_of_a_client_alone(tmp_path, kind
     if kind is Keeper:
         sizes = {key[2:4]: value for key, value in found.items() if key[4:] == ("val", "count")}
         assert {size for (_, data), size in sizes.items() if data == "local"} == {10}
-        same = {
-            "slotted",
-            "hits",
-            "hidden_part",
-            "bytes",
-            "numbers",
-            "users",
-            "bound",
-            "of_list",
-            "objects",
-            "frozen",
-            "late",
-        }
-        for metric in (*same, "of_class", "hparams", "partial"):
+        for metric in (
+            *("slotted", "hits", "hidden_part", "bytes", "numbers", "users", "bound", "of_list", "objects", "frozen"),
+            *("late", "of_class", "hparams", "partial"),
+        ):
             values = {key[2]: value for key, value in found.items() if key[3:] == ("local", "val", metric)}
             assert len(set(values.values())) == 1, metric
         assert {key[5] for key in found} >= {"outs", "cached", "meter", "accuracy", "hidden", "summed", "drawn"}
@@ -301,13 +320,36 @@ def test_an_attribute_that_is_no_number_is_the_same_as_before():
     assert Kept(module).put_back() == []
 
 
-def test_what_a_function_has_closed_over_is_put_back():
+@pytest.mark.parametrize(
+    "counting", [closing_over_a_list, closing_over_a_number, with_a_default, with_an_attribute, by_a_late_slot]
+)
+def test_what_a_callable_counts_is_put_back(counting):
     module = Toy()
     module.calls = counting()
     kept = Kept(module)
     assert [module.calls() for _ in range(2)] == [1, 2]
-    kept.put_back()
+    assert kept.put_back()
     assert module.calls() == 1
+
+
+def test_what_a_hook_keeps_is_put_back():
+    module, calls = Toy(), []
+    module.net[0].register_forward_hook(lambda *_: calls.append(1))
+    kept = Kept(module)
+    module.logits(torch.zeros(1, 6))
+    assert calls == [1]
+    assert kept.put_back()
+    assert calls == []
+
+
+def test_a_scripted_part_is_put_back():
+    module = Toy()
+    module.norm = torch.jit.script(nn.BatchNorm1d(6))
+    kept, before = Kept(module), module.norm.running_mean.clone()
+    module.norm(torch.randn(8, 6))
+    assert not torch.equal(module.norm.running_mean, before)
+    assert kept.put_back()
+    assert torch.equal(module.norm.running_mean, before)
 
 
 def test_a_run_names_what_cannot_be_copied(tmp_path):
