@@ -37,7 +37,7 @@ from fedlightning.algorithm import (
 )
 from fedlightning.callbacks.pi_fl_round import CLASSES, UTILITY, PIFLRound, Steps, shares
 from fedlightning.callbacks.shared.class_scores import class_scores
-from fedlightning.callbacks.shared.memberships import cluster_module, in_client_order, ledger_figure, save
+from fedlightning.callbacks.shared.memberships import best_fitted, cluster_module, in_client_order, ledger_figure, save
 from fedlightning.callbacks.shared.representations import head_path
 from fedlightning.callbacks.shared.server_models import (
     NO_SERVER_STEP,
@@ -331,8 +331,7 @@ class PIFL(PIFLRound):
         if loader is None or len(loader) == 0:
             return torch.zeros(len(states))
         if self.importance == "matching":
-            losses = torch.stack([client.losses(state, split) for state in states])
-            return torch.bincount(ties.first_least(losses), minlength=len(states)) / losses.shape[1]
+            return best_fitted(torch.stack([client.losses(state, split) for state in states])).float()
         return torch.tensor([self._score(client.evaluate(state, split)) for state in states])
 
     def _score(self, metrics: Mapping[str, float]) -> float:

@@ -25,10 +25,11 @@ def test_the_personal_model_stays_where_the_step_skips_a_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["AFL", "FedSAM", "FedFomo", "MaxFL", "PerFedAvg exact", "QFedAvg", "SCAFFOLD option 1"]
+    "name",
+    ["AFL", "FedSAM", "FedFomo", "FedSoft", "MaxFL", "PIFL", "PerFedAvg exact", "QFedAvg", "SCAFFOLD option 1"],
 )
 def test_a_batch_that_the_step_skips_counts_in_no_mean_either(name: str) -> None:
-    """A client's loss, or its gradient, over all data ended the run; so did a second pass over nothing."""
+    """A client's loss, its gradient, or its samples' losses ended the run; so did a second pass over nothing."""
     Scene("skips", (name,)).run()
 
 
@@ -40,3 +41,9 @@ def test_the_state_of_a_method_over_complex_double_entries_is_saved(tmp_path: Pa
 def test_fedgkt_compares_losses_in_the_precision_of_the_module() -> None:
     """A module in double precision ended in an error of torch about types."""
     Scene("complex", ("FedGKT edge",)).run()
+
+
+def test_steps_of_several_optimizers_have_no_one_size_for_l2gd() -> None:
+    """The rate was the sum of one optimizer's over the steps of another: twice too large, or a division by none."""
+    with pytest.raises(Refused, match="the module has 2 optimizers, each with steps of its own"):
+        Scene("manual", ("L2GD",)).run()
