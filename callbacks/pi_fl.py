@@ -47,10 +47,20 @@ from fedlightning.callbacks.shared.server_models import (
     one_visit,
 )
 from fedlightning.callbacks.shared.tokens import Ledger, write_ledger
-from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range, Share
+from fedlightning.ranges import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Range,
+    Share,
+    at_most_one,
+    idle_with,
+    needs,
+)
 from fedlightning.tensors import select, ties
 
 BID = "bid"
+NO_ACCOUNTS = "there are no accounts. Leave it out, or use ledger=True."
 
 
 class PIFL(PIFLRound):
@@ -116,6 +126,17 @@ class PIFL(PIFLRound):
 
     rank = -1  # the personal model is made before others work on it
 
+    @idle_with("price", "ledger", False, NO_ACCOUNTS)
+    @idle_with("tokens", "ledger", False, NO_ACCOUNTS)
+    @idle_with("eta", "ledger", False, NO_ACCOUNTS)
+    @idle_with("gamma", "ledger", False, NO_ACCOUNTS)
+    @idle_with("charge_first_round", "ledger", False, NO_ACCOUNTS)
+    @idle_with("gamma", "eta", 0.0, "nothing is refunded. Leave it out, or set eta.")
+    @idle_with("threshold", "incentive", False, "nobody bids. Leave it out, or use incentive=True.")
+    @needs(
+        "head", "pretrain_rounds", why="only the pre-training looks at classes. Leave it out, or set pretrain_rounds."
+    )
+    @at_most_one("init", "pretrain_rounds", why="the pre-training gives the clusters' start. Use one of them.")
     def __init__(
         self,
         num_clusters: PositiveInt = 2,

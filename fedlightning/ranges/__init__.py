@@ -28,7 +28,7 @@ from fedlightning.ranges.checking import (
     may_be_infinite,
     ranges_of,
 )
-from fedlightning.ranges.together import at_least_one, at_most_one, exactly_one, needs
+from fedlightning.ranges.together import at_least_one, at_most_one, exactly_one, idle_with, needs
 
 __all__ = [
     "CountOrShare",
@@ -51,6 +51,7 @@ __all__ = [
     "checked",
     "described",
     "exactly_one",
+    "idle_with",
     "may_be_infinite",
     "needs",
     "ranges_of",

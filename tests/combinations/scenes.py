@@ -99,6 +99,26 @@ class Skips(ToyModule):
         return None if batch_idx == 1 else super().training_step(batch, batch_idx)
 
 
+class Counting(ToyModule):
+    """Buffers that differ between clients: samples and the mean input as floats, steps and labels as integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("samples", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(FEATURES))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("labels", torch.zeros((), dtype=torch.int64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.samples += len(batch[1])
+            self.mean.lerp_(batch[0].mean(0), 0.3)
+            self.steps += 1
+            self.labels += batch[1].sum()
+        x = batch[0] - self.mean  # so that a wrong one shows in the parameters
+        return F.cross_entropy(self(x), batch[1])
+
+
 MODULES: dict[str, Callable[[], Any]] = {
     "plain": ToyModule,
     "full": lambda: ToyModule(full=True),
@@ -108,6 +128,7 @@ MODULES: dict[str, Callable[[], Any]] = {
     "manual": Manual,
     "second optimizer": lambda: Manual(both=False),
     "skips": Skips,
+    "counting": Counting,
     "complex": lambda: Turned(False),
     "two reals": lambda: Turned(True),
 }

@@ -16,15 +16,27 @@ from fedlightning.callbacks import (
     DSGD,
     IFCA,
     LDSGD,
+    PIFL,
     SWIFT,
+    TIFF,
     DFedAvg,
     FedAsync,
+    FedBABU,
     FedBE,
     FedBuff,
+    FedDF,
     FederatedEarlyStopping,
+    FedMD,
+    FedPer,
+    FedRep,
     FedSAM,
+    GeometricMedian,
+    LGFedAvg,
+    LocalAdaptation,
+    pFedKnow,
 )
 from fedlightning.errors import ConfigurationError
+from fedlightning.federation.failures import FederationError
 from fedlightning.hooks import FederatedCallback
 from fedlightning.ranges.annotations import ranges_in
 from fedlightning.ranges.checking import _annotations as annotations_of
@@ -49,8 +61,21 @@ UNIONS = (Union, types.UnionType)
         (lambda: FedAsync(decay=0.9), "decay=0.9 without decay_at"),
         (lambda: FedBuff(b=2.0), "b=2.0 without staleness='hinge'"),
         (lambda: FedBE(alpha=0.5), "alpha=0.5 without distribution='dirichlet'"),
+        (lambda: FedBE(swa_start=0.5, swa_every=0), "swa_start=0.5 with swa_every=0"),
+        (lambda: FedDF(patience=20), "patience=20 without validation"),
+        (lambda: FedDF(gradient_clip_val=-1.0), "gradient_clip_val=-1.0"),
+        (lambda: FedMD(digest_batch_size=0), "digest_batch_size=0"),
+        (lambda: PIFL(gamma=0.2, ledger=False), "gamma=0.2 with ledger=False"),
+        (lambda: TIFF(gamma=0.2, eta=0.0), "gamma=0.2 with eta=0.0"),
+        (lambda: PIFL(init=0.1, pretrain_rounds=1), "got both init=0.1 and pretrain_rounds=1"),
+        *((lambda kind=kind, name=name: kind(**{name: "head", "num_layers": 3}), f"both {name}='head' and num_layers=3")
+          for kind, name in ((FedPer, "personal"), (FedRep, "personal"), (LGFedAvg, "shared"), (FedBABU, "head"))),
+        (lambda: LocalAdaptation(head="head"), "head='head' without part"),
+        (lambda: LocalAdaptation(monitor="val_acc"), "monitor='val_acc' without keep_if_better"),
+        (lambda: GeometricMedian(max_share=0.3), "max_share=0.3 without weighted"),
+        (lambda: pFedKnow(lam=0.5), "lam=0.5 without guide"),
     ],
-    ids=range(12),
+    ids=range(27),
 )  # fmt: skip
 def test_an_option_without_the_one_that_it_belongs_to_is_refused(make, sentence):
     with pytest.raises(ConfigurationError, match=re.escape(sentence)):
@@ -116,7 +141,7 @@ def silent_options(kind: type) -> list[str]:
     silent = []
     for name, value in base.hyperparameters().items():
         for other in other_values(kind, name, value):
-            with suppress(Refused, ConfigurationError):
+            with suppress(Refused, ValueError, FederationError):  # what says why, or diverges, is not silent
                 words, there = left_by(kind(**base.hyperparameters() | {name: other}))
                 if words == said and difference(left, there) == 0.0:
                     silent.append(f"{kind.__name__}({name}={other!r})")
