@@ -57,7 +57,7 @@ from fedlightning.ranges import (
     idle_with,
     needs,
 )
-from fedlightning.tensors import select, ties
+from fedlightning.tensors import entry_kinds, select, ties
 
 BID = "bid"
 NO_ACCOUNTS = "there are no accounts. Leave it out, or use ledger=True."
@@ -334,8 +334,10 @@ class PIFL(PIFLRound):
         client.scratch[self.key] = weights
         message.state = combine(states[0], zip(shares(weights), states, strict=True))
         if not self.normalize and weights.sum() > 0:
-            trained = {name for name, _ in client.module.named_parameters()}
-            message.state = {n: v * float(weights.sum()) if n in trained else v for n, v in message.state.items()}
+            kinds, whole = entry_kinds(client.module), float(weights.sum())
+            message.state = {
+                n: v * whole if kinds[n] in ("trainable", "frozen") else v for n, v in message.state.items()
+            }
         client.received = dict(message.state)
 
     def weights(self, client: Client, states: Sequence[State]) -> Tensor:

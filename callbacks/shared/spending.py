@@ -15,6 +15,8 @@ from fedlightning.algorithm import missing_package
 from fedlightning.callbacks.shared.ledger import Steps, write_whole
 
 ROWS, TOLD = "privacy.csv", "privacy.json"
+NOTHING_HIDDEN = 1000.0
+"""An epsilon from which nobody asks for decimals."""
 COLUMNS = ("round", "epsilon", "delta", "noise_multiplier", "clip", "rate", "release")
 
 
@@ -37,8 +39,11 @@ def spent_by(
 ) -> float:
     """Return the epsilon of steps: noise multiplier, rate and number of each kind. Clients of one size ask alike.
 
-    Rényi `orders` are Opacus' own unless they are given.
+    Rényi `orders` are Opacus' own unless they are given. The grid of `"prv"` grows with epsilon, to more than the memory has:
+    above :data:`NOTHING_HIDDEN` the bound by Rényi orders stands.
     """
+    if accountant == "prv" and (bound := spent_by("rdp", delta, history)) > NOTHING_HIDDEN:
+        return bound
     counted = accountant_of(accountant)
     counted.history = list(history)
     options = {"alphas": list(orders)} if orders and accountant == "rdp" else {}

@@ -294,10 +294,12 @@ def before_round_1(error: BaseException) -> bool:
 
 
 def results(trainer: FederatedTrainer) -> dict[str, Any]:
-    """Return what a run leaves: the server's models, and the module that each client uses."""
-    return {"server": server_of(trainer).models} | {
-        label: dict(module_state(module)) for label, module in deployed(trainer)
-    }
+    """Return what a run leaves: the server's models, and the module that each client uses. Tied weights stay tied."""
+    models = server_of(trainer).models
+    for state in models.values():
+        if {"middle.weight", "again.weight"} <= state.keys():
+            assert torch.equal(state["middle.weight"], state["again.weight"]), "tied weights came apart"
+    return {"server": models} | {label: dict(module_state(module)) for label, module in deployed(trainer)}
 
 
 def reals(tree: Any) -> Any:

@@ -109,7 +109,7 @@ NEUTRAL: dict[str, Any] = {
     "FeSEM": FeSEM(num_clusters=1, weighting="samples"),
     "LocalAdaptation": LocalAdaptation(epochs=0),
     "MOON": MOON(mu=0.0),
-    "NormClippedMean": NormClippedMean(1e30),
+    "NormClippedMean": NormClippedMean(1e30, max_share=1.0),
     "PerFedAvg": PerFedAvg(alpha=0.0, weighting="samples"),
 }
 """Callbacks whose strength is zero, however many clients there are."""
