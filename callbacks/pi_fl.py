@@ -131,6 +131,7 @@ class PIFL(PIFLRound):
     @idle_with("eta", "ledger", False, NO_ACCOUNTS)
     @idle_with("gamma", "ledger", False, NO_ACCOUNTS)
     @idle_with("charge_first_round", "ledger", False, NO_ACCOUNTS)
+    @idle_with("normalize", "importance", "matching", "its shares sum to 1 anyway. Leave it out.")
     @idle_with("gamma", "eta", 0.0, "nothing is refunded. Leave it out, or set eta.")
     @idle_with("threshold", "incentive", False, "nobody bids. Leave it out, or use incentive=True.")
     @needs(

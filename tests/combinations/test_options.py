@@ -33,6 +33,7 @@ from fedlightning.callbacks import (
     GeometricMedian,
     LGFedAvg,
     LocalAdaptation,
+    pFedHR,
     pFedKnow,
 )
 from fedlightning.callbacks.attacks import ModelReplacement
@@ -75,10 +76,12 @@ UNIONS = (Union, types.UnionType)
         (lambda: LocalAdaptation(monitor="val_acc"), "monitor='val_acc' without keep_if_better"),
         (lambda: GeometricMedian(max_share=0.3), "max_share=0.3 without weighted"),
         (lambda: pFedKnow(lam=0.5), "lam=0.5 without guide"),
+        (lambda: PIFL(importance="matching", normalize=False), "normalize=False with importance='matching'"),
+        (lambda: pFedHR(labels=True, noise=0.5), "noise=0.5 with labels=True"),
         (lambda: FedGroup(mix_mean=True), "mix_mean=True without mix"),
         (lambda: ModelReplacement(["a"], server_lr=0.5), "server_lr=0.5 without scale='exact'"),
     ],
-    ids=range(29),
+    ids=range(31),
 )  # fmt: skip
 def test_an_option_without_the_one_that_it_belongs_to_is_refused(make, sentence):
     with pytest.raises(ConfigurationError, match=re.escape(sentence)):
@@ -116,6 +119,10 @@ INERT: dict[str, dict[str, str]] = {
         "FederatedEarlyStopping": "stage patience criterion",
         "LocalCheckpoint": "min_samples",
         "FedMultimodal": "holders_only",
+        "PLayerFLRandom": "clamp",
+        "PIFL": "gamma max_evaluations",
+        "TIFF": "performance_slots random_slots gamma max_evaluations",
+        "pFedHR": "temperature noise grouping relu tune_models cka_samples max_stitch",
     },
     "the module has no batch normalisation": {
         "FedBE": "update_statistics",
