@@ -10,6 +10,7 @@ from torch import nn
 from fedlightning.algorithm import Client, Phase, Server, ServerModels, Setup, WeightingName
 from fedlightning.callbacks.local_adaptation import AdaptsAtEnd, Part
 from fedlightning.callbacks.partial import other_names, part_names, refuse_no_body
+from fedlightning.ranges import NonNegativeInt, PositiveFloat, PositiveInt, at_most_one
 
 
 class FedBABU(AdaptsAtEnd, ServerModels):
@@ -50,16 +51,17 @@ class FedBABU(AdaptsAtEnd, ServerModels):
         ['0.weight', '0.bias']
     """
 
+    @at_most_one("head", "num_layers", why="it counts the layers where none are named. Use one of them.")
     def __init__(
         self,
         head: str | list[str] | None = None,
-        num_layers: int = 1,
-        epochs: int = 20,
+        num_layers: PositiveInt = 1,
+        epochs: NonNegativeInt = 20,
         part: Part = "all",
-        lr_factor: float = 0.01,
+        lr_factor: PositiveFloat = 0.01,
         weighting: WeightingName | None = "uniform",
     ) -> None:
-        self._set(epochs, part, head, num_layers, lr_factor)
+        self.epochs, self.part, self.head, self.num_layers, self.lr_factor = epochs, part, head, num_layers, lr_factor
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import update_bn
 from fedlightning.algorithm import Server, State, WeightingName, isolated
 from fedlightning.callbacks.shared.distillation import inputs_of
 from fedlightning.callbacks.shared.fusion import EnsembleFusion, Member
-from fedlightning.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Range, needs
+from fedlightning.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Range, idle_with, needs
 from fedlightning.tensors import WeightedMean, narrow, widen
 
 
@@ -72,6 +72,7 @@ class FedBE(EnsembleFusion):
 
     validation = 0.0
 
+    @idle_with("swa_start", "swa_every", 0, "nothing is averaged. Leave it out, or set swa_every.")
     @needs("alpha", "distribution", value="dirichlet", why="a Gaussian has no concentration. Leave it out.")
     def __init__(
         self,

@@ -57,6 +57,7 @@ class FedDF(EnsembleFusion):
         FedDF(steps=200, lr=0.001, batch_size=128, combine='logits', ...)
     """
 
+    @needs("patience", "validation", why="nothing tells which model is better. Set validation=0.2, or leave it out.")
     @needs("drop_worst", "validation", why="it judges by labelled public data. Set validation=0.2.")
     def __init__(
         self,
@@ -66,7 +67,7 @@ class FedDF(EnsembleFusion):
         combine: Literal["logits", "probabilities"] = "logits",
         temperature: PositiveFloat = 1.0,
         cosine: bool = True,
-        gradient_clip_val: float | None = 5.0,
+        gradient_clip_val: PositiveFloat | None = 5.0,
         validation: Annotated[float, Range("[0, 1)", "A share of the public data.")] = 0.0,
         patience: PositiveInt = 1000,
         drop_worst: bool = False,

@@ -147,6 +147,7 @@ class FedGKT(FederatedCallback):
                 Also if another callback works on a model that travels, or keeps something beside one: here none does.
         """
         setup.refuse_drift(self.key, "gives a client's samples the logits that the server found in the round before")
+        setup.refuse_unnumbered(self.key, "keeps logits of training samples")
         name = type(setup.template).__name__
         features_at_start(setup, lambda module: {"z": FeatureTap(module, head_path(module, self.head))}, self.key)
         refuse_other_widths(setup, lambda module: {"z": FeatureTap(module, head_path(module, self.head))}, self.key)

@@ -32,7 +32,7 @@ from fedlightning.callbacks.shared.server_models import (
     NO_SERVER_STEP,
     one_visit,
 )
-from fedlightning.ranges import PositiveInt, Range
+from fedlightning.ranges import PositiveInt, Range, needs
 from fedlightning.tensors import WeightedMean, narrow, select, subtract, to_row, widen
 
 COLD_START = "cold start"
@@ -93,6 +93,7 @@ class FedGroup(Clusters):
             newcomers=Newcomers(no_model=why, join=True, place=self._place),
         )
 
+    @needs("mix_mean", "mix", why="groups do not mix. Leave it out, or set mix.")
     def __init__(
         self,
         num_clusters: Annotated[int, Range("[1, inf)", "1 is FedAvg.")] = 2,

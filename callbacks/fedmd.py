@@ -99,7 +99,7 @@ class FedMD(FederatedCallback):
         public_samples: PositiveInt = 5000,
         transfer_epochs: NonNegativeInt = 20,
         digest_epochs: NonNegativeInt = 1,
-        digest_batch_size: NonNegativeInt | None = 256,
+        digest_batch_size: PositiveInt | None = 256,
         digest_lr_factor: NonNegativeFloat = 1.0,
         digest_loss: Literal["mae", "mse", "kl"] = "mae",
         weighting: Literal["uniform", "samples"] = "uniform",

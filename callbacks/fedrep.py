@@ -7,7 +7,7 @@ from typing import Annotated
 
 from fedlightning.algorithm import NEWCOMER, Client, Job, Phase, Server, WeightingName
 from fedlightning.callbacks.partial import FedPer, other_names, part_names
-from fedlightning.ranges import NonNegativeInt, Range
+from fedlightning.ranges import NonNegativeInt, PositiveInt, Range, at_most_one
 
 FINAL = "head"
 
@@ -52,10 +52,11 @@ class FedRep(FedPer):
         fit ('0.weight', '0.bias') None
     """
 
+    @at_most_one("personal", "num_layers", why="it counts the layers where none are named. Use one of them.")
     def __init__(
         self,
         personal: str | list[str] | None = None,
-        num_layers: int = 1,
+        num_layers: PositiveInt = 1,
         head_epochs: NonNegativeInt = 10,
         body_epochs: Annotated[int, Range("[0, inf)", "None is the trainer's.")] | None = None,
         final_head: bool = True,

@@ -27,7 +27,7 @@ from fedlightning.algorithm import (
     contributors,
     facts,
 )
-from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
+from fedlightning.callbacks.shared.memberships import Clusters, best_fitted, cluster_module, in_client_order
 from fedlightning.callbacks.shared.server_models import (
     NO_SERVER_STEP,
     another_start,
@@ -250,9 +250,8 @@ class FedSoft(Clusters):
 
 def shares(losses: Tensor, sigma: float) -> Tensor:
     """Return `u_s = n_s / n`, float64 of shape `(centres,)`, where `n_s` counts the samples that centre s fits best."""
-    counts = torch.bincount(ties.first_least(losses), minlength=len(losses)).double()
-    found = counts / max(losses.shape[1], 1)
-    return torch.where(counts > 0, found, torch.full_like(found, sigma))
+    found = best_fitted(losses)
+    return torch.where(found > 0, found, torch.full_like(found, sigma))
 
 
 def weighted_sum(weights: Sequence[float], states: Sequence[State]) -> State:

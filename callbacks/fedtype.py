@@ -126,9 +126,11 @@ class FedType(SharedPeer):
         """Refuse what :class:`SharedPeer` does, and batches without a class for each sample, which sets are about."""
         super().check(setup)
         setup.refuse_drift(self.key, "calibrates on samples of a client that never train")
-        batch = setup.first_batch()
-        if batch is not None and self.imitation:
-            labels_of(batch, self.key)
+        if self.imitation:
+            setup.refuse_unnumbered(self.key, "calibrates on samples of a client that never train")
+            batch = setup.first_batch()
+            if batch is not None:
+                labels_of(batch, self.key)
 
     # -- training ------------------------------------------------------------------------------------------------------
     def local_phases(self, client: Client) -> Iterable[Phase]:

@@ -106,6 +106,11 @@ class L2GD(FederatedCallback):
                 f"L2GD decides by a coin how many steps a round has, but the trainer counts local_epochs="
                 f"{setup.local_epochs}. Set local_steps=1 (the number itself is not used)."
             )
+        if len(setup.optimizers) > 1:
+            raise ValueError(
+                f"L2GD balances steps of one size against steps towards the mean, and the module has {len(setup.optimizers)} "
+                "optimizers, each with steps of its own. Use one optimizer, with parameter groups."
+            )
         for optimizer in setup.optimizers:
             theta = self.theta(largest_lr(optimizer))
             if theta > 1.0:
@@ -157,10 +162,6 @@ class L2GD(FederatedCallback):
 
     def on_send(self, client: Client, update: Update) -> None:
         """Keep ``x_i`` and the learning rate it moved with."""
-        if client.contributed and not client.steps:
-            raise ValueError(
-                "L2GD goes by the learning rate of the first optimizer's steps, and in this visit it took none"
-            )
         if client.steps:
             moving = [name for name, kind in entry_kinds(client.module).items() if kind != "frozen"]
             x = select(client.model_state(), set(moving) & set(client.received))

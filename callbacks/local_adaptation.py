@@ -12,6 +12,7 @@ from fedlightning.algorithm import NEWCOMER, Change, Client, Facts, Job, Message
 from fedlightning.callbacks.checkpoints import is_better, monitored
 from fedlightning.callbacks.own_models import KeepsModel
 from fedlightning.callbacks.partial import other_names, part_names
+from fedlightning.ranges import NonNegativeInt, PositiveFloat, PositiveInt, at_most_one, needs
 from fedlightning.tensors import select
 
 ADAPTED = "adapted"
@@ -41,19 +42,6 @@ class AdaptsAtEnd(KeepsModel):
     head: str | list[str] | None
     num_layers: int
     lr_factor: float
-
-    def _set(self, epochs: int, part: Part, head: str | list[str] | None, num_layers: int, lr_factor: float) -> None:
-        """Check and store the arguments of fine-tuning."""
-        if epochs < 0 or lr_factor <= 0:
-            raise ValueError(
-                f"{self.key} got epochs={epochs} and lr_factor={lr_factor}. Use epochs from 0 (0: the global model is "
-                "deployed) and a positive factor."
-            )
-        if num_layers < 1:
-            raise ValueError(f"{self.key} got num_layers={num_layers}. The head has 1 layer or more.")
-        if part not in ("all", "head", "body"):
-            raise ValueError(f"{self.key} got part={part!r}. Use 'all', 'head' (the base is frozen) or 'body'.")
-        self.epochs, self.part, self.head, self.num_layers, self.lr_factor = epochs, part, head, num_layers, lr_factor
 
     def adapted_names(self, module: nn.Module) -> list[str] | None:
         """Return the state names that fine-tuning trains, or ``None`` for everything."""
@@ -153,18 +141,25 @@ class LocalAdaptation(AdaptsAtEnd):
         ['2.weight', '2.bias']
     """
 
+    @at_most_one("head", "num_layers", why="it counts the layers where none are named. Use one of them.")
+    @needs("head", "part", why="all is adapted. Set part='head' or 'body'.")
+    @needs("num_layers", "part", why="all is adapted. Set part='head' or 'body'.")
+    @needs(
+        "monitor", "keep_if_better", why="the adapted model is kept anyway. Leave it out, or use keep_if_better=True."
+    )
+    @needs("mode", "keep_if_better", why="the adapted model is kept anyway. Leave it out, or use keep_if_better=True.")
     def __init__(
         self,
-        epochs: int = 4,
+        epochs: NonNegativeInt = 4,
         part: Part = "all",
         head: str | list[str] | None = None,
-        num_layers: int = 1,
-        lr_factor: float = 1.0,
+        num_layers: PositiveInt = 1,
+        lr_factor: PositiveFloat = 1.0,
         keep_if_better: bool = False,
         monitor: str = "val_loss",
         mode: Literal["min", "max"] = "min",
     ) -> None:
-        self._set(epochs, part, head, num_layers, lr_factor)
+        self.epochs, self.part, self.head, self.num_layers, self.lr_factor = epochs, part, head, num_layers, lr_factor
         self.keep_if_better = keep_if_better
         self.monitor = monitor
         self.mode = mode

@@ -12,6 +12,7 @@ from fedlightning.callbacks.shared.server_models import (
     no_model,
 )
 from fedlightning.layers import as_names, expand, head_names, ordered_layers
+from fedlightning.ranges import PositiveInt, at_most_one
 
 
 class FedPer(FederatedCallback):
@@ -39,8 +40,12 @@ class FedPer(FederatedCallback):
 
     facts = Facts(mixes_architectures=True)
 
+    @at_most_one("personal", "num_layers", why="it counts the layers where none are named. Use one of them.")
     def __init__(
-        self, personal: str | list[str] | None = None, num_layers: int = 1, weighting: WeightingName | None = None
+        self,
+        personal: str | list[str] | None = None,
+        num_layers: PositiveInt = 1,
+        weighting: WeightingName | None = None,
     ) -> None:
         self.personal = personal
         self.num_layers = num_layers
@@ -88,8 +93,9 @@ class LGFedAvg(FederatedCallback):
 
     facts = Facts(mixes_architectures=True)
 
+    @at_most_one("shared", "num_layers", why="it counts the layers where none are named. Use one of them.")
     def __init__(
-        self, shared: str | list[str] | None = None, num_layers: int = 2, weighting: WeightingName | None = None
+        self, shared: str | list[str] | None = None, num_layers: PositiveInt = 2, weighting: WeightingName | None = None
     ) -> None:
         self.shared = shared
         self.num_layers = num_layers

@@ -33,7 +33,7 @@ from fedlightning.callbacks.shared.server_models import (
     no_model,
 )
 from fedlightning.callbacks.shared.stitching import BLOCKS, Stitched, rebuild
-from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
+from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range, idle_with
 from fedlightning.tensors import first_nonfinite
 from fedlightning.wrappers import FeatureTap
 
@@ -106,6 +106,8 @@ class pFedHR(FederatedCallback):
         ),
     )
 
+    @idle_with("temperature", "labels", True, "NT-Xent is for data without labels. Leave it out, or use labels=False.")
+    @idle_with("noise", "labels", True, "views are for data without labels. Leave it out, or use labels=False.")
     def __init__(
         self,
         lam: NonNegativeFloat = 0.1,

@@ -31,7 +31,7 @@ from fedlightning.algorithm import (
 from fedlightning.callbacks.shared.dealt import refuse_new_deal
 from fedlightning.callbacks.shared.representations import features_at_start, head_path, other_task, targets_in
 from fedlightning.layers import expand
-from fedlightning.ranges import Length, NonNegativeFloat, Share, ShareBelowOne
+from fedlightning.ranges import Length, NonNegativeFloat, Share, ShareBelowOne, needs
 from fedlightning.tensors import WeightedMean, module_state, narrow, widen
 from fedlightning.wrappers import FeatureTap
 
@@ -85,6 +85,7 @@ class pFedKnow(FederatedCallback):
 
     rank = 10  # after the terms of others, so that pruned weights have no gradient
 
+    @needs("lam", "guide", why="there is none to follow. Give one, or leave lam out.")
     def __init__(
         self,
         server: str | None = None,

@@ -37,7 +37,7 @@ from fedlightning.algorithm import (
 )
 from fedlightning.callbacks.pi_fl_round import CLASSES, UTILITY, PIFLRound, Steps, shares
 from fedlightning.callbacks.shared.class_scores import class_scores
-from fedlightning.callbacks.shared.memberships import cluster_module, in_client_order, ledger_figure, save
+from fedlightning.callbacks.shared.memberships import best_fitted, cluster_module, in_client_order, ledger_figure, save
 from fedlightning.callbacks.shared.representations import head_path
 from fedlightning.callbacks.shared.server_models import (
     NO_SERVER_STEP,
@@ -47,10 +47,20 @@ from fedlightning.callbacks.shared.server_models import (
     one_visit,
 )
 from fedlightning.callbacks.shared.tokens import Ledger, write_ledger
-from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range, Share
-from fedlightning.tensors import select, ties
+from fedlightning.ranges import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Range,
+    Share,
+    at_most_one,
+    idle_with,
+    needs,
+)
+from fedlightning.tensors import entry_kinds, select, ties
 
 BID = "bid"
+NO_ACCOUNTS = "there are no accounts. Leave it out, or use ledger=True."
 
 
 class PIFL(PIFLRound):
@@ -116,6 +126,18 @@ class PIFL(PIFLRound):
 
     rank = -1  # the personal model is made before others work on it
 
+    @idle_with("price", "ledger", False, NO_ACCOUNTS)
+    @idle_with("tokens", "ledger", False, NO_ACCOUNTS)
+    @idle_with("eta", "ledger", False, NO_ACCOUNTS)
+    @idle_with("gamma", "ledger", False, NO_ACCOUNTS)
+    @idle_with("charge_first_round", "ledger", False, NO_ACCOUNTS)
+    @idle_with("normalize", "importance", "matching", "its shares sum to 1 anyway. Leave it out.")
+    @idle_with("gamma", "eta", 0.0, "nothing is refunded. Leave it out, or set eta.")
+    @idle_with("threshold", "incentive", False, "nobody bids. Leave it out, or use incentive=True.")
+    @needs(
+        "head", "pretrain_rounds", why="only the pre-training looks at classes. Leave it out, or set pretrain_rounds."
+    )
+    @at_most_one("init", "pretrain_rounds", why="the pre-training gives the clusters' start. Use one of them.")
     def __init__(
         self,
         num_clusters: PositiveInt = 2,
@@ -313,8 +335,10 @@ class PIFL(PIFLRound):
         client.scratch[self.key] = weights
         message.state = combine(states[0], zip(shares(weights), states, strict=True))
         if not self.normalize and weights.sum() > 0:
-            trained = {name for name, _ in client.module.named_parameters()}
-            message.state = {n: v * float(weights.sum()) if n in trained else v for n, v in message.state.items()}
+            kinds, whole = entry_kinds(client.module), float(weights.sum())
+            message.state = {
+                n: v * whole if kinds[n] in ("trainable", "frozen") else v for n, v in message.state.items()
+            }
         client.received = dict(message.state)
 
     def weights(self, client: Client, states: Sequence[State]) -> Tensor:
@@ -331,8 +355,7 @@ class PIFL(PIFLRound):
         if loader is None or len(loader) == 0:
             return torch.zeros(len(states))
         if self.importance == "matching":
-            losses = torch.stack([client.losses(state, split) for state in states])
-            return torch.bincount(ties.first_least(losses), minlength=len(states)) / losses.shape[1]
+            return best_fitted(torch.stack([client.losses(state, split) for state in states])).float()
         return torch.tensor([self._score(client.evaluate(state, split)) for state in states])
 
     def _score(self, metrics: Mapping[str, float]) -> float:

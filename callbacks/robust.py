@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedlightning.callbacks.shared.robust import Bad, RobustRule, capped, clipped, middle, squared_distances
-from fedlightning.ranges import PositiveShare, Range
+from fedlightning.ranges import PositiveShare, Range, needs
 
 Radius = Annotated[float, Range("(0, inf)")] | Literal["median"]
 
@@ -151,6 +151,7 @@ class GeometricMedian(RobustRule):
         tensor([1.])
     """
 
+    @needs("max_share", "weighted", why="all count alike. Leave it out, or use weighted=True.")
     def __init__(
         self,
         weighted: bool = False,

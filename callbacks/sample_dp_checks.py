@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 from fedlightning.algorithm import Extra, FederatedCallback, Setup, UpdateCodec, probes
 from fedlightning.callbacks.shared.ledger import Steps
+from fedlightning.callbacks.shared.poisson_batches import refuse_undrawable
 from fedlightning.callbacks.shared.record_gradients import refuse_mixed_records
 
 ONLY_STEPS = (
@@ -65,6 +66,8 @@ def refuse_uncovered(owner: FederatedCallback, setup: Setup, solves: bool, unit:
     if unit == "patient" and not setup.knows_groups():
         raise ValueError(NO_GROUPS)
     refuse_trainer(setup.module, setup.trainer_arguments.get, len(setup.optimizers))
+    for loader in setup.train_loaders():
+        refuse_undrawable(loader, owner.key)
     batch = setup.first_batch()
     if batch is not None:
         refuse_mixed_records(setup.module, probes.move_batch(setup.module, batch), owner.key)

@@ -144,7 +144,7 @@ def read_for_scores(loader: Any) -> Iterator[None]:
         True
     """
     seed_in_workers(loader)
-    with kept(getattr(loader, "dataset", None)):
+    with kept(*(getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler", "collate_fn"))):
         yield
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from fedlightning.datamodules.labels import LABEL_KEYS
+from fedlightning.datamodules.ready_batches import gives_batches
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.views import IndexView, collate_rows, samples_at, worker_options
 
@@ -118,16 +119,18 @@ def without_labels(batch: Any) -> Any:
     return batch[0] if isinstance(batch, tuple | list) and batch else batch
 
 
-def is_iterable(loader: Any) -> bool:
-    """Return True if public samples have no position: an iterable dataset, or a loader that is no `DataLoader`.
+def has_positions(loader: Any) -> bool:
+    """Return True if samples have positions: not those of a stream, of ready batches, and of what is no `DataLoader`.
 
     Example:
         >>> from torch.utils.data import DataLoader
-        >>> from fedlightning.datamodules.public import is_iterable
-        >>> is_iterable(DataLoader(range(3))), is_iterable(iter([1]))
-        (False, True)
+        >>> from fedlightning.datamodules.public import has_positions
+        >>> [has_positions(loader) for loader in (DataLoader(range(3)), DataLoader(range(3), batch_size=None), [1])]
+        [True, False, False]
     """
-    return not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset)
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    return not gives_batches(loader)
 
 
 def addressable(loader: Any, owner: str) -> DataLoader[Any]:
@@ -150,11 +153,11 @@ public: another data set.
     """
     if loader is None:
         raise ValueError(f"{owner} has no public data. Give it some: {WAYS}.")
-    if is_iterable(loader):
+    if not has_positions(loader):
         what = type(getattr(loader, "dataset", loader)).__name__
         raise ValueError(
             f"The public data of {owner} are a {what}, whose samples have no position, and they are addressed by position. "
-            "Use a map-style dataset (with __len__ and __getitem__)."
+            "Use a map-style dataset of samples (with __len__ and __getitem__), and a batch_size."
         )
     found: DataLoader[Any] = loader
     return found

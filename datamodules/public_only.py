@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from fedlightning.datamodules.another import Another, another, is_data_set, loader_of
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.overlap import content_hash
-from fedlightning.datamodules.public import is_iterable
+from fedlightning.datamodules.public import has_positions
 from fedlightning.datamodules.without_clients import WithoutClients
 from fedlightning.ranges import PositiveInt, checked
 
@@ -100,14 +100,14 @@ def public_facts(data: FederatedDataModule) -> dict[str, Any] | None:
     loader: Any = data.public_dataloader()
     if loader is None:
         return None
-    if is_iterable(loader):
+    if not has_positions(loader):
         return {"samples": None, "batch_size": getattr(loader, "batch_size", None), "content": None}
     return {"samples": len(loader.dataset), "batch_size": loader.batch_size, "content": public_content(loader)}
 
 
 def public_content(loader: Any) -> str | None:
     """Return a hash of what a loader's dataset holds; `None` if it has none, or cannot be compared."""
-    if loader is None or is_iterable(loader):
+    if not has_positions(loader):
         return None
     try:
         return content_hash(loader.dataset, loader.collate_fn)

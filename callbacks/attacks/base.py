@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from fedlightning.algorithm import Client, Facts, FederatedCallback, Newcomers, Server, Setup, Update
 from fedlightning.ranges import Range
-from fedlightning.tensors import narrow, widen
+from fedlightning.tensors import narrow, tied_names, widen
 
 Positive = Annotated[float, Range("(0, inf)")]
 FACTS = Facts(mixes_architectures=True, asynchronous=True, newcomers=Newcomers(join=True))
@@ -117,7 +117,8 @@ class Attack(BadClients):
         if client.id not in self.clients or client.evaluating:
             return
         trainable = {name for name, parameter in client.module.named_parameters() if parameter.requires_grad}
+        tied = tied_names(client.module)
         for name in sorted(trainable & update.state.keys() & client.received.keys()):
             sent, value = widen(client.received[name]), update.state[name]
             bad = sent + self.attacked(client, widen(value) - sent, name)
-            update.state[name] = narrow(bad, value)
+            update.state |= dict.fromkeys(tied.get(name, (name,)), narrow(bad, value))

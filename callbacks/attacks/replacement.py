@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedlightning.algorithm import Change, Client, Facts, Message, Need, Server, Update, UpdateInterception
 from fedlightning.callbacks.attacks.base import FACTS, Attack, Positive
-from fedlightning.ranges import Range
+from fedlightning.ranges import Range, needs
 from fedlightning.tensors import narrow, widen
 
 KNOWN_WEIGHTS = Need(
@@ -43,6 +43,7 @@ class ModelReplacement(UpdateInterception, Attack):
         tensor([4.])
     """
 
+    @needs("server_lr", "scale", value="exact", why="a number is taken as it is. Leave it out, or set scale='exact'.")
     def __init__(
         self,
         clients: Sequence[str | int],

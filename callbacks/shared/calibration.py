@@ -35,7 +35,7 @@ def samples_by_class(client: Client, classes: int, owner: str) -> Tensor:
     """
     told = None if POOLED in (client.id, client.message.data) else client.class_counts
     if told is None:
-        labels = client.outputs(client.samples(training=False), lambda _, batch: labels_of(batch, owner))
+        labels = client.outputs(client.one_pass(), lambda _, batch: labels_of(batch, owner))
         labels = known_labels(labels.long(), classes)
         told = torch.bincount(labels[labels != IGNORED], minlength=classes).tolist()
     if any(told[classes:]):

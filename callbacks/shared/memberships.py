@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from lightning.pytorch import LightningModule
+from torch import Tensor
 
 from fedlightning.algorithm import GLOBAL, Server, ServerModels, add_round, sheets
+from fedlightning.tensors import ties
 
 COLUMNS = ("round", "client", "cluster", "share")
 """Columns of `clusters.csv`."""
@@ -45,6 +48,19 @@ def cluster_module(server: Server, cluster: str | None) -> LightningModule | Non
     if cluster is None or len(server.shared_names()) < len(server.kinds):
         return None
     return server.module_with(server.models[cluster])
+
+
+def best_fitted(losses: Tensor) -> Tensor:
+    """Return the share of samples, `(models,)`, that each model has the least loss on, float64.
+
+    A sample without a loss under any of them, which a step skips, does not count. All are 0 where none counts.
+
+    Example:
+        >>> best_fitted(torch.tensor([[0.1, 0.9, torch.nan, 0.4], [0.4, 0.2, torch.nan, 0.5]]))
+        tensor([0.6667, 0.3333], dtype=torch.float64)
+    """
+    there = losses[:, ~losses.isnan().all(0)]
+    return torch.bincount(ties.first_least(there), minlength=len(losses)).double() / max(there.shape[1], 1)
 
 
 def in_client_order(server: Server, found: Mapping[str, T]) -> dict[str, T]:

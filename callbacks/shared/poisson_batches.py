@@ -101,20 +101,8 @@ def poisson_loader(
     Raises:
         ValueError: If the records cannot be drawn one by one.
     """
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
-        raise ValueError(
-            f"{owner} draws each record with the same probability, and cannot from {type(loader).__name__} over "
-            f"{type(getattr(loader, 'dataset', loader)).__name__}. Give a DataLoader with a batch_size over a "
-            "map-style dataset."
-        )
-    count = len(loader.dataset)  # type: ignore[arg-type]
-    orders = _only_orders(loader.sampler, count, owner)
-    if not orders or type(loader).__iter__ is not DataLoader.__iter__:
-        raise ValueError(
-            f"{owner} draws every record of the data set with the same probability, in the place of "
-            f"{type(loader if orders else loader.sampler).__name__}, which draws others or otherwise. Give a DataLoader "
-            "without it; for a part of the records, a Subset."
-        )
+    refuse_undrawable(loader, owner)
+    count = len(loader.dataset)
     if count == 0 or len(loader) == 0:
         raise ValueError(f"{owner} got a loader without a batch.")
     if groups is not None and len(groups) != count:
@@ -131,6 +119,27 @@ def poisson_loader(
         prefetch_factor=loader.prefetch_factor,
     )
     return made, sampler
+
+
+def refuse_undrawable(loader: Any, owner: str) -> None:
+    """Refuse a loader whose records cannot be drawn one by one.
+
+    Raises:
+        ValueError: With a way out.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+        raise ValueError(
+            f"{owner} draws each record with the same probability, and cannot from {type(loader).__name__} over "
+            f"{type(getattr(loader, 'dataset', loader)).__name__}. Give a DataLoader with a batch_size over a "
+            "map-style dataset."
+        )
+    orders = _only_orders(loader.sampler, len(loader.dataset), owner)  # type: ignore[arg-type]
+    if not orders or type(loader).__iter__ is not DataLoader.__iter__:
+        raise ValueError(
+            f"{owner} draws every record of the data set with the same probability, in the place of "
+            f"{type(loader if orders else loader.sampler).__name__}, which draws others or otherwise. Give a DataLoader "
+            "without it; for a part of the records, a Subset."
+        )
 
 
 def _only_orders(sampler: Any, count: int, owner: str) -> bool:

@@ -87,7 +87,7 @@ def setup_of(
         modules: A built module of each architecture.
         architecture: Name of the architecture.
         public: The public data.
-        more: The other functions of the `Setup`: `first_batch`, `knows_groups`, `shared_names`, `warn`.
+        more: The other functions of the `Setup`: `first_batch`, `train_loaders`, `knows_groups`, `shared_names`, `warn`.
     """
     module = modules[architecture]
     return Setup(
@@ -156,6 +156,7 @@ class CheckThere(Question):
             Public(lambda: (loader, type(runner.data).__name__), blueprint),
             first_batch=runner.first_batch,
             knows_groups=runner.knows_groups,
+            train_loaders=runner.train_loaders,
             shared_names=lambda without=None: self.shared["" if without is None else without.key],
             warn=said.append,
         )

@@ -7,7 +7,7 @@ asked where the batch is: the checks of callbacks (:mod:`~fedlightning.federatio
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -157,6 +157,12 @@ class Rehearsal:
         """Return whether the group of every training sample is known, where the clients' data are."""
         if self.engine.data_here:
             return self.engine.runner.knows_groups()
+        raise BatchElsewhere
+
+    def train_loaders(self) -> Iterator[Any]:
+        """Return the clients' training loaders, where the clients' data are."""
+        if self.engine.data_here:
+            return self.engine.runner.train_loaders()
         raise BatchElsewhere
 
     # -- the configuration ---------------------------------------------------------------------------------------------
@@ -349,6 +355,7 @@ class Rehearsal:
                 public,
                 first_batch=self.first_batch,
                 knows_groups=self.knows_groups,
+                train_loaders=self.train_loaders,
                 shared_names=partial(self.server.shared_in, name),
             )
             refuse_combinations(setup.callbacks, setup)

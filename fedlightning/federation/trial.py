@@ -37,6 +37,7 @@ from fedlightning.tensors import State, clone, module_state, select
 from fedlightning.visit.client import Client
 from fedlightning.visit.failing import client_failure
 from fedlightning.visit.fast.errors import NotInFastLoop
+from fedlightning.visit.kept import UNCOPIED
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Fit
 from fedlightning.visit.runner import LocalRunner
@@ -119,6 +120,7 @@ class TryStep(Question):
         """Try the step on a copy."""
         with isolated(runner.settings.seed, "sanity"), quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            warnings.filterwarnings("default", f".*{UNCOPIED}")  # said once, which is here
             made = runner.data.at_round(0).client_dataloader(self.client, self.split)
             loader = None if made is None else spread(made, whole=self.split == "train")
             if loader is None or len(loader) == 0:

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from fedlightning.datamodules.public import has_positions
 from fedlightning.messages import GLOBAL, Update
 from fedlightning.tensors import EntryKind, State
 
@@ -198,6 +199,7 @@ class Setup:
         trainer_arguments: Arguments of the clients' Lightning Trainers that were set, such as `gradient_clip_val`.
         num_batches: Number of training batches in an epoch of a client.
         first_batch: Gives one training batch of the first client that has one.
+        train_loaders: Gives the training loaders of the clients that have a batch; of one machine's, where they are apart.
         evaluate_every: Rounds between evaluations; 0: never.
         participation: Share (float) or number (int) of clients that take part in a round.
         has_pooled: Tells whether the union of the clients' data of a split can be had in one place.
@@ -229,6 +231,7 @@ class Setup:
     trainer_arguments: Mapping[str, Any] = field(default_factory=dict)
     num_batches: Callable[[str], int] = lambda client: 1
     first_batch: Callable[[], Any] = lambda: None
+    train_loaders: Callable[[], Iterable[Any]] = lambda: ()
     evaluate_every: int = 1
     participation: int | float = 1.0
     has_pooled: Callable[[str], bool] = lambda split: True
@@ -260,6 +263,23 @@ class Setup:
             raise ValueError(
                 f"{owner} {why}, and here the clients' training data change from round to round. Remove {owner}, or "
                 "give data that stay."
+            )
+
+    def refuse_unnumbered(self, owner: str, why: str) -> None:
+        """Refuse training samples that cannot be had one by one: those of streams and of ready batches.
+
+        Args:
+            owner: The callback that cannot do with it.
+            why: What it does, as the middle of a sentence.
+
+        Raises:
+            ValueError: If a client has such samples.
+        """
+        other = next((loader for loader in self.train_loaders() if not has_positions(loader)), None)
+        if other is not None:
+            raise ValueError(
+                f"{owner} {why}, and those of {type(getattr(other, 'dataset', other)).__name__} have no position: it gives a "
+                "stream or ready batches. Use a map-style dataset of samples, and a batch_size."
             )
 
     def refuse_manual(self, owner: str, why: str, instead: str = "Use automatic optimization.") -> None:

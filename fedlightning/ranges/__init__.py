@@ -31,7 +31,7 @@ from fedlightning.ranges.checking import (
     may_be_infinite,
     ranges_of,
 )
-from fedlightning.ranges.together import at_least_one, at_most_one, exactly_one, needs, shown
+from fedlightning.ranges.together import at_least_one, at_most_one, exactly_one, idle_with, needs, shown
 
 __all__ = [
     "CountOrShare",
@@ -54,6 +54,7 @@ __all__ = [
     "checked",
     "described",
     "exactly_one",
+    "idle_with",
     "is_boundless",
     "is_finite",
     "may_be_infinite",

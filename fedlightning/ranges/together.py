@@ -66,6 +66,24 @@ def needs(name: str, other: str, why: str, value: Any = ANY) -> Callable[[Init],
     return _ruled((name, other), rule)
 
 
+def idle_with(name: str, other: str, value: Any, why: str) -> Callable[[Init], Init]:
+    """Declare that an argument is not given where another one has a value with which it does nothing.
+
+    Args:
+        name: Name of the argument.
+        other: Name of the one that decides.
+        value: Its value with which the first does nothing.
+        why: Why, and the way out: the end of the sentence.
+    """
+
+    def rule(given: Mapping[str, Any], values: Mapping[str, Any]) -> str | None:
+        if name not in given or not _is_default(values[other], value):
+            return None
+        return f"got {name}={shown(given[name])} with {other}={value!r}: {why}"
+
+    return _ruled((name, other), rule)
+
+
 def fault_of(init: Callable[..., None], arguments: Mapping[str, Any]) -> str | None:
     """Return what is wrong with the arguments of an `__init__` together, as the end of a sentence; `None`: nothing."""
     rules: list[Rule] = getattr(inspect.unwrap(init), RULES, [])

@@ -66,10 +66,11 @@ class Client(ReadsData):
 
         Returns:
             fp64 tensor of shape `(num_samples,)` on the CPU, in the order in which the loader gives the samples; that
-            is the same for every `state` within a visit.
+            is the same for every `state` within a visit. NaN for a sample that the step skips.
         """
+        address = self._address("loss", split)
         with self._at(state) as module:
-            return probes.sample_losses(module, self._batches(split), self.precision, *self._address("loss", split))
+            return probes.sample_losses(module, self._batches(split), self.precision, *address, gaps=True)
 
     def gradient(self, state: Mapping[str, Tensor] | None = None, split: str = "train") -> State:
         """Return the sample-weighted mean gradient over a split, by parameter name, on the CPU.

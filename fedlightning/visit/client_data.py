@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fedlightning.datamodules.public import addressable, is_iterable, public_loader, size_of
+from fedlightning.datamodules.public import addressable, has_positions, public_loader, size_of
 from fedlightning.datamodules.ready_batches import gives_batches
 from fedlightning.datamodules.views import samples_at
 from fedlightning.visit import probes
@@ -84,14 +84,15 @@ class ReadsData(ClientBase):
         Sample `i` is the `i`-th of the split's dataset, in every round: what is found out about it can be kept by its number.
         """
         loader = self.loader(split)
-        if loader is None or is_iterable(loader):
+        if loader is None or not has_positions(loader):
             what = (
                 "no samples"
                 if loader is None
                 else f"samples without a number ({type(getattr(loader, 'dataset', loader)).__name__})"
             )
             raise ValueError(
-                f"client.samples(split='{split}'): client '{self.id}' has {what}. Use a map-style dataset."
+                f"client.samples(split='{split}'): client '{self.id}' has {what}. Use a map-style dataset of samples, "
+                "and a batch_size."
             )
         training = targets is not None if training is None else training
         found = public_loader(
@@ -105,6 +106,11 @@ class ReadsData(ClientBase):
         )
         self._runner.start_sampler(found, self.message, purpose=f"samples-{split}")
         return found
+
+    def one_pass(self, split: str = "train") -> Iterable[Any]:
+        """Return batches with every sample of a split, for :meth:`outputs`; a tail that training leaves out too."""
+        loader = self.loader(split)
+        return self.samples(training=False, split=split) if has_positions(loader) else loader or ()
 
     def outputs(
         self,

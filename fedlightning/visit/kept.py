@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache, partial
 from operator import is_
-from types import BuiltinFunctionType, FunctionType, MethodType, NoneType, SimpleNamespace
+from types import BuiltinFunctionType, CellType, FunctionType, MemberDescriptorType, MethodType, NoneType
 from typing import Any
 from weakref import WeakSet
 
@@ -28,21 +30,24 @@ class _Empty(LightningModule):
 OWN = frozenset(vars(_Empty()))
 """Attributes of torch's and of Lightning's, which look after them."""
 ATOMIC = frozenset(
-    (bool, int, float, complex, str, bytes, range, slice, type, NoneType, FunctionType, BuiltinFunctionType, MethodType,
-     torch.dtype, torch.device, torch.Size, nn.Parameter)
-)  # fmt: skip
-"""Types of what is not looked into: a value of them cannot change, or is an entry of the module."""
+    (bool, int, float, complex, str, bytes, range, slice, type, NoneType, torch.dtype, torch.device, torch.Size)
+)
+"""Types of what is not looked into: a value of them cannot change."""
 CONTAINERS = (dict, list, set, deque)
-NOT_USERS = INSIDE | {"numpy", "pytorch_lightning"}
-"""Packages whose objects are not looked into."""
+PARTS_OF_MODULES = ("_modules", "_parameters", "_buffers")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+NOT_USERS = (INSIDE | {"numpy", "pytorch_lightning"}) - {"argparse", "collections", "types"}
+"""Packages whose objects are not looked into. `Namespace`, `UserDict` and `SimpleNamespace` hold what a user puts in."""
+MISSING = object()
+UNCOPIED = "which cannot be copied"
 _named: WeakSet[type] = WeakSet()  # classes whose attributes that cannot be copied have been named
 
 
 class Kept:
     """Attributes and buffers of a module and of its parts, with what is in them, as they are now.
 
-    Containers, tensors, arrays, random generators and objects of the user's own classes are looked into. Parameters are the
-    model, and what a class holds for all its objects is nobody's.
+    Containers, tensors, arrays, random generators and objects of the user's own classes are looked into, and containers that
+    a class holds for all its objects. Parameters of the module are the model; those of a part hidden in a list are not.
 
     Args:
         module: The module.
@@ -61,7 +66,8 @@ class Kept:
 
     def __init__(self, module: nn.Module) -> None:
         self._records: list[tuple[PutBack, Any, Any, str]] = []
-        self._seen: dict[int, Any] = {}  # the objects too, so that no other one gets the id of one that is gone
+        # the objects too, so that no other one gets the id of one that is gone; faster than `module.parameters()`
+        self._seen = {id(entry): entry for part in module.modules() for entry in vars(part)["_parameters"].values()}
         self._uncopied: list[str] = []
         self._waiting: list[tuple[Any, str]] = [(module, "")]
         while self._waiting:
@@ -69,7 +75,7 @@ class Kept:
         if self._uncopied and type(module) not in _named:
             _named.add(type(module))
             warn(
-                f"{type(module).__name__} keeps {', '.join(sorted(set(self._uncopied)))}, which cannot be copied. It goes on "
+                f"{type(module).__name__} keeps {', '.join(sorted(set(self._uncopied)))}, {UNCOPIED}. It goes on "
                 "from one client's score to the next, so scores may depend on the engine. Make it anew in "
                 "on_validation_start and on_test_start."
             )
@@ -83,39 +89,71 @@ class Kept:
             return
         self._seen[id(value)] = value
         if isinstance(value, nn.Module):
-            for part in value.modules():
-                self._seen[id(part)] = part
-                self._note(part, type(part).__name__, OWN)
-                for name, buffer in vars(part)["_buffers"].items():  # `named_buffers` takes as long as all the rest
-                    if buffer is not None:
-                        self._records.append((_buffer, (part, name), buffer, f"{type(part).__name__}.{name}"))
-                        self._waiting.append((buffer, f"{type(part).__name__}.{name}"))
+            kind, attributes = type(value).__name__, vars(value)
+            self._note(value, kind, OWN)
+            for name in PARTS_OF_MODULES:
+                entries = attributes[name]
+                self._waiting += [(entry, f"{kind}.{key}") for key, entry in entries.items()]
+                if isinstance(entries, dict):  # not a scripted module's
+                    self._records.append((_contents, entries, dict(entries), f"an entry of {kind}"))
+            if isinstance(value, LightningModule):
+                self._wait((value.hparams,), f"{kind}.hparams")
+            for name in HOOKS:
+                if attributes[name]:
+                    self._wait(attributes[name].values(), f"a hook of {kind}")
         elif isinstance(value, Tensor):
             if value.layout == torch.strided and not value.is_meta:
                 self._records.append((_tensor, value, value.detach().clone(), place))
         elif isinstance(value, np.ndarray):
             if value.flags.writeable:
                 self._records.append((_array, value, value.copy(), place))
+            if value.dtype.hasobject:
+                self._wait(value.flat, place)
+        elif isinstance(value, (bytearray, array)):
+            self._records.append((_items, value, value[:], place))
         elif isinstance(value, KINDS):
             self._records.append((_generator, value, state_of(value), place))
-        elif isinstance(value, (*CONTAINERS, tuple)):
-            kind = next((kind for kind in CONTAINERS if isinstance(value, kind)), None)
-            if kind is not None:
-                self._records.append((_contents, value, kind(value), place))
-            inside = value.values() if isinstance(value, dict) else value
-            self._waiting += [(item, place) for item in inside if type(item) not in ATOMIC]
-        elif _is_users(value):
-            self._note(value, place, frozenset())
-        elif isinstance(value, Iterator):
+        elif isinstance(value, (*CONTAINERS, tuple, frozenset)):
+            container = next((kind for kind in CONTAINERS if isinstance(value, kind)), None)
+            if container is not None:
+                self._records.append((_contents, value, container(value), place))
+            self._wait(value.values() if isinstance(value, dict) else value, place)
+            if hasattr(value, "__dict__"):  # of a class made from a container
+                self._note(value, place)
+        elif isinstance(value, partial):
+            self._wait((value.func, value.args, value.keywords), place)
+        elif isinstance(value, (MethodType, BuiltinFunctionType)):
+            self._wait((value.__self__,), place)
+        elif isinstance(value, FunctionType):
+            if _is_users(value):
+                self._wait((vars(value), *(value.__defaults__ or ()), *(value.__closure__ or ())), place)
+        elif isinstance(value, CellType):
+            if value != CellType():  # not empty
+                self._records.append((_cell, value, value.cell_contents, place))
+                self._wait((value.cell_contents,), place)
+        elif _is_users(type(value)):
+            self._note(value, place)
+        elif isinstance(value, (Iterator, type(lru_cache(len)))):
             self._uncopied.append(place)
 
-    def _note(self, owner: Any, place: str, own: frozenset[str]) -> None:
-        attributes = vars(owner)
+    def _wait(self, values: Iterable[Any], place: str) -> None:
+        self._waiting += [(value, place) for value in values if type(value) not in ATOMIC]
+
+    def _note(self, owner: Any, place: str, own: frozenset[str] = frozenset()) -> None:
+        attributes = getattr(owner, "__dict__", {})
         before = {name: attributes[name] for name in attributes.keys() - own}
         self._records.append((_attributes, owner, before, f"an attribute of {place}"))
         for name, value in before.items():  # what a metric's names begin with an underscore never changes in place
             if type(value) not in ATOMIC and not (name[0] == "_" and isinstance(owner, Metric)):
                 self._waiting.append((value, f"{place}.{name}"))
+        for kind in _users_classes(type(owner)):  # type: ignore[arg-type]
+            for name, value in vars(kind).items():
+                if isinstance(value, MemberDescriptorType):  # of a slot
+                    content = _read(value, owner)
+                    self._records.append((_slot, (value, owner), content, f"{place}.{name}"))
+                    self._wait((content,), f"{place}.{name}")
+                elif isinstance(value, (*CONTAINERS, Tensor)) and not name.startswith("__"):
+                    self._wait((value,), f"{kind.__name__}.{name}")
 
 
 # -- by kind: let a value be as it was before, and return whether it was not ------------------------------------------
@@ -123,7 +161,7 @@ PutBack = Callable[[Any, Any], bool]
 
 
 def _attributes(owner: Any, before: dict[str, Any]) -> bool:
-    attributes = vars(owner)
+    attributes = getattr(owner, "__dict__", {})
     new = attributes.keys() - before.keys() - (OWN if isinstance(owner, nn.Module) else frozenset())
     if not new and _are_same(list(map(attributes.get, before)), before.values()):
         return False
@@ -133,15 +171,35 @@ def _attributes(owner: Any, before: dict[str, Any]) -> bool:
     return True
 
 
-def _buffer(place: tuple[nn.Module, str], before: Tensor) -> bool:
-    is_other = getattr(*place, None) is not before
-    if is_other:
-        setattr(*place, before)
+def _slot(place: tuple[Any, Any], before: Any) -> bool:
+    slot, owner = place
+    content = _read(slot, owner)
+    if content is before:
+        return False
+    if before is MISSING:
+        slot.__delete__(owner)
+    else:
+        slot.__set__(owner, before)
+    return True
+
+
+def _read(slot: Any, owner: Any) -> Any:
+    try:
+        return slot.__get__(owner)
+    except AttributeError:
+        return MISSING
+
+
+def _cell(cell: CellType, before: Any) -> bool:
+    is_other = cell.cell_contents is not before
+    cell.cell_contents = before
     return is_other
 
 
 def _tensor(tensor: Tensor, before: Tensor) -> bool:
-    if torch.equal(tensor, before):
+    if torch.equal(tensor, before) or (
+        torch.equal(tensor.isnan(), before.isnan()) and torch.equal(tensor.nan_to_num(), before.nan_to_num())
+    ):
         return False
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         if tensor.shape == before.shape:
@@ -154,6 +212,12 @@ def _tensor(tensor: Tensor, before: Tensor) -> bool:
 def _array(array: Any, before: Any) -> bool:
     is_other = array.tobytes() != before.tobytes()
     array[...] = before
+    return is_other
+
+
+def _items(value: Any, before: Any) -> bool:
+    is_other = bool(value != before)
+    value[:] = before
     return is_other
 
 
@@ -174,8 +238,11 @@ def _are_same(values: Any, before: Any) -> bool:
     return len(values) == len(before) and all(map(is_, values, before))
 
 
-def _is_users(value: Any) -> bool:
-    """Whether an object is of a class that neither Python nor the packages beneath bring along."""
-    kind = type(value)
-    users = kind is SimpleNamespace or kind.__module__.partition(".")[0] not in NOT_USERS
-    return users and hasattr(value, "__dict__") and not isinstance(value, type)
+def _is_users(kind: Any) -> bool:
+    """Whether a class or function comes neither with Python nor with the packages beneath."""
+    return (kind.__module__ or "").partition(".")[0] not in NOT_USERS
+
+
+@lru_cache(maxsize=1024)
+def _users_classes(kind: type) -> tuple[type, ...]:
+    return tuple(filter(_is_users, kind.__mro__))

@@ -101,13 +101,19 @@ def mean_loss(module: LightningModule, batches: Iterable[Any], precision: Precis
     return total / count if count else float("nan")
 
 
-def sample_losses(module: LightningModule, batches: Iterable[Any], precision: Precision, *seed: object) -> Tensor:
+def sample_losses(
+    module: LightningModule, batches: Iterable[Any], precision: Precision, *seed: object, gaps: bool = False
+) -> Tensor:
     """Return the training loss of each sample, in eval mode and without gradients.
 
     The step sees one sample at a time, so any `training_step` will do: a loss that is a mean over the batch has no
     other way to tell them apart.
+
+    Raises:
+        NoLossError: If the step skips samples: all of them, where there may be gaps, which are NaN.
     """
     losses: list[Tensor] = []
+    skipped = None
     was_training = module.training
     module.eval()
     try:
@@ -115,11 +121,18 @@ def sample_losses(module: LightningModule, batches: Iterable[Any], precision: Pr
             for index, batch in enumerate(batches):
                 batch = move_batch(module, precision.convert_input(batch))
                 for place in range(extract_batch_size(batch) or 1):
-                    one = apply_to_collection(batch, Tensor, _sample, place)
-                    losses.append(training_loss(module, one, index).detach().reshape(()))
+                    sample = apply_to_collection(batch, Tensor, _sample, place)
+                    try:
+                        losses.append(training_loss(module, sample, index).detach().reshape(()))
+                    except NoLossError as error:
+                        losses.append(torch.tensor(torch.nan, device=module.device))
+                        skipped = error
     finally:
         module.train(was_training)
-    return torch.stack(losses).cpu().double() if losses else torch.empty(0, dtype=torch.float64)
+    found = torch.stack(losses).cpu().double() if losses else torch.empty(0, dtype=torch.float64)
+    if skipped is not None and not (gaps and found.isfinite().any()):
+        raise skipped
+    return found
 
 
 def _sample(values: Tensor, place: int) -> Tensor:

@@ -257,18 +257,23 @@ class LocalRunner:
         """Return whether the group (a patient) of every training sample is known."""
         return all(self.data.sample_groups(client) is not None for client in self.data.client_ids)
 
-    def first_batch(self) -> Any:
-        """Return a training batch of the first client that has one, for checks at the start; else `None`."""
+    def train_loaders(self) -> Iterator[DataLoader[Any]]:
+        """Yield the training loaders of the clients that have a batch, for checks at the start."""
         for client in self.data.client_ids:
             loader = self.data.at_round(0).client_dataloader(client, "train")
             if loader is not None and len(loader) > 0:
-                dataset, size = loader.dataset, loader.batch_size or 1
-                if isinstance(dataset, IterableDataset) or loader.batch_sampler is None:
-                    with isolated(self.settings.seed, "first batch"), kept(dataset):
-                        return self.blueprint.precision.convert_input(next(iter(loader)))
-                chosen = range(min(size, len(dataset)))  # type: ignore[arg-type]
-                with kept(dataset):
-                    return self.blueprint.precision.convert_input(loader.collate_fn(samples_at(dataset, chosen)))
+                yield loader
+
+    def first_batch(self) -> Any:
+        """Return a training batch of the first client that has one, for checks at the start; else `None`."""
+        for loader in self.train_loaders():
+            dataset, size = loader.dataset, loader.batch_size or 1
+            if isinstance(dataset, IterableDataset) or loader.batch_sampler is None:
+                with isolated(self.settings.seed, "first batch"), kept(dataset):
+                    return self.blueprint.precision.convert_input(next(iter(loader)))
+            chosen = range(min(size, len(dataset)))  # type: ignore[arg-type]
+            with kept(dataset):
+                return self.blueprint.precision.convert_input(loader.collate_fn(samples_at(dataset, chosen)))
         return None
 
     def batches_of(self, request: Fit) -> Any:

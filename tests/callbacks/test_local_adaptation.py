@@ -256,7 +256,7 @@ def test_a_client_without_samples_deploys_the_global_model():
     ("make", "sentence"),
     [
         (lambda: LocalAdaptation(epochs=-1), "LocalAdaptation got epochs=-1"),
-        (lambda: LocalAdaptation(lr_factor=0.0), "lr_factor=0.0.*positive factor"),
+        (lambda: LocalAdaptation(lr_factor=0.0), r"lr_factor=0.0. Use a number in \(0, inf\)"),
         (lambda: LocalAdaptation(part="top"), "part='top'. Use 'all', 'head'"),
         (lambda: LocalAdaptation(part="head", head=["fc"]), "'fc' is neither a name"),
         (lambda: LocalAdaptation(part="body", num_layers=2), "has no trainable parameter of Toy to fine-tune"),

@@ -175,15 +175,32 @@ def test_workers_of_other_loaders_stay_as_they_are():
     assert loader.worker_init_fn is None
 
 
+class Mixed:
+    """Collates with noise from a generator of its own."""
+
+    def __init__(self):
+        self.own = random.Random(0)
+
+    def __call__(self, samples):
+        x, y = torch.utils.data.default_collate(samples)
+        return x + self.own.random(), y
+
+
 @pytest.mark.filterwarnings("ignore:The training loader of client")
-def test_scores_of_noisy_data_do_not_depend_on_the_engine(tmp_path):
+@pytest.mark.parametrize("owner", ["dataset", "collate_fn", "sampler"])
+def test_scores_of_noisy_data_do_not_depend_on_the_engine(tmp_path, owner):
     def rows(**options):
         torch.manual_seed(0)
         trainer = make_trainer(tmp_path / str(options), max_rounds=2, **options)
         trains = {client: DataLoader(data(int(client)), batch_size=6) for client in "012"}
-        noisy = Augmented(0, "numpy")  # one for all
-        vals = {client: DataLoader(noisy, batch_size=6) for client in "012"}
+        noisy = Augmented(0, "numpy") if owner == "dataset" else data(0)  # one for all
+        options = {"collate_fn": Mixed()} if owner == "collate_fn" else {}
+        options |= {"sampler": SAMPLERS["weighted"]()} if owner == "sampler" else {}
+        vals = {client: DataLoader(noisy, batch_size=6, **options) for client in "012"}
         trainer.fit(Toy(), train_dataloaders=trains, val_dataloaders=vals)
-        return [row.cells for row in trainer.rows]
+        return trainer.rows
 
-    assert rows() == rows(engine="processes", workers=2)
+    alone = rows()
+    assert [row.cells for row in alone] == [row.cells for row in rows(engine="processes", workers=2)]
+    stacked = rows(engine="vectorized")
+    assert [row.value for row in stacked] == pytest.approx([row.value for row in alone], abs=1e-5, nan_ok=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
 
+from fedlightning.callbacks import FedGKT, FedLC, FedType, SampleDP
 from fedlightning.datamodules import LoaderDataModule
 from fedlightning.datamodules.ready_batches import samples_in, samples_of
 from tests.helpers import Toy, federate, global_state, make_trainer, same, samples, spied
@@ -142,3 +143,31 @@ def test_a_step_on_ready_batches_is_tried_before_round_1() -> None:
 
     with pytest.raises(ValueError, match="tried before round 1: ValueError: broken"):
         federate(Broken(), LoaderDataModule(loaders("ready")), sanity_check=True)
+
+
+REFUSED = {
+    "FedGKT": (
+        FedGKT(head="net.3"),
+        "^FedGKT keeps logits of training samples, and those of (Batches|Stream) have no position",
+    ),
+    "FedType": (
+        FedType(imitation=0.1),
+        "^FedType calibrates on samples .*, and those of (Batches|Stream) have no position",
+    ),
+    "SampleDP": (SampleDP(delta=1e-3, noise_multiplier=1.0), "^SampleDP draws each record .* over (Batches|Stream)"),
+}
+
+
+@pytest.mark.parametrize("kind", ["ready", "stream"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_needs_single_samples_is_refused_before_round_1(name: str, kind: str) -> None:
+    callback, sentence = REFUSED[name]
+    with pytest.raises(ValueError, match=sentence):
+        federate(toy(), LoaderDataModule(loaders(kind)), [callback])
+
+
+@pytest.mark.parametrize("kind", ["ready", "stream"])
+def test_classes_are_counted_in_ready_batches(kind: str) -> None:
+    """FedLC asked for samples by their numbers."""
+    ready, plain = (federate(toy(), LoaderDataModule(loaders(of)), [FedLC(head="net.3")]) for of in (kind, "samples"))
+    same(global_state(ready), global_state(plain))

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, defaultdict, deque
+from array import array
+from collections import Counter, UserList, defaultdict, deque
+from functools import partial
+from itertools import count
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torchmetrics import Accuracy, MeanMetric, SumMetric
 
@@ -29,8 +34,65 @@ class Meter:
         self.sums["count"] += count
 
 
+class Slotted:
+    __slots__ = ("number",)
+
+    def __init__(self):
+        self.number = 0
+
+
+class Hits(dict):
+    hits = 0
+
+
+def appended(sizes):
+    sizes.append(1)
+    return float(len(sizes))
+
+
+def closing_over_a_list():
+    calls = []
+    return lambda: appended(calls)
+
+
+def closing_over_a_number():
+    calls = 0
+
+    def call():
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return call
+
+
+def with_a_default():
+    return lambda calls=[]: appended(calls)
+
+
+def with_an_attribute():
+    def call():
+        call.calls = getattr(call, "calls", 0) + 1
+        return call.calls
+
+    return call
+
+
+def by_a_late_slot():
+    class Hidden:
+        __slots__ = ("__calls",)
+
+        def __call__(self):
+            self.__calls = getattr(self, "_Hidden__calls", 0) + 1
+            return self.__calls
+
+    return Hidden()
+
+
 class Keeper(Toy):
     """Keeps in each of these ways what it has seen, clears nothing, and logs what follows from it."""
+
+    of_class: ClassVar = []
 
     def __init__(self):
         super().__init__()
@@ -46,6 +108,12 @@ class Keeper(Toy):
             [MeanMetric()],
             SumMetric(),
         )
+        self.slotted, self.hits, self.hidden_part = Slotted(), Hits(), [nn.Linear(1, 1, bias=False)]
+        nn.init.zeros_(self.hidden_part[0].weight)
+        self.bytes, self.numbers, self.users = bytearray(), array("d"), UserList()
+        self.bound, self.of_list, self.partial = Meter().add, [].append, partial(appended, [])
+        self.objects, self.frozen = np.array([[], [0]], dtype=object), frozenset([Meter()])
+        self.save_hyperparameters({"scored": 0})
         self.net[0].seen = []
         self.register_buffer("steps", torch.zeros(()), persistent=False)
 
@@ -57,13 +125,13 @@ class Keeper(Toy):
         self.labels |= set(y.tolist())
         self.last.append(len(y))
         self.count += len(y)
-        self.best = min(self.best, float(loss))
+        self.best = min(self.best, loss.item())
         self.first = x[0] if self.first is None else self.first
         self.total += len(y)
         self.array += len(y)
         self.nested[0]["sizes"][0].append(len(y))
         self.classes.update(y.tolist())
-        self.meter.add(float(loss), len(y))
+        self.meter.add(loss.item(), len(y))
         self.space.steps += 1
         self.by_class[int(y[0])].append(1)
         self.accuracy.update(logits, y)
@@ -71,6 +139,22 @@ class Keeper(Toy):
         self.summed.update(loss)
         self.net[0].seen.append(x)
         self.steps += 1
+        self.slotted.number += 1
+        self.hits.hits += 1
+        self.hidden_part[0].weight.data += 1
+        self.bytes.append(1)
+        self.numbers.append(1)
+        self.users.append(1)
+        self.bound(1, 1)
+        self.of_list(1)
+        self.objects[1].append(1)
+        next(iter(self.frozen)).add(1, 1)
+        self.of_class.append(1)
+        self.hparams["scored"] += 1
+        if not hasattr(self, "late"):
+            self.late = SumMetric()
+        self.late.update(1)
+        self.log("partial", self.partial(), reduce_fx="max")
         self.log("drawn", self.draws.random())
         self.log("loss", loss)
 
@@ -101,6 +185,19 @@ class Keeper(Toy):
             "summed": self.summed.compute(),
             "seen": torch.cat(self.net[0].seen).mean(),
             "steps": self.steps,
+            "slotted": self.slotted.number,
+            "hits": self.hits.hits,
+            "hidden_part": self.hidden_part[0].weight.item(),
+            "bytes": len(self.bytes),
+            "numbers": len(self.numbers),
+            "users": len(self.users),
+            "bound": self.bound.__self__.sums["count"],
+            "of_list": len(self.of_list.__self__),
+            "objects": len(self.objects[1]),
+            "frozen": next(iter(self.frozen)).sums["count"],
+            "of_class": len(self.of_class),
+            "hparams": self.hparams["scored"],
+            "late": self.late.compute(),
         }
         self.log_dict({name: float(value) for name, value in values.items()})
 
@@ -148,6 +245,12 @@ def test_every_engine_and_loop_gives_the_scores_of_a_client_alone(tmp_path, kind
     if kind is Keeper:
         sizes = {key[2:4]: value for key, value in found.items() if key[4:] == ("val", "count")}
         assert {size for (_, data), size in sizes.items() if data == "local"} == {10}
+        for metric in (
+            *("slotted", "hits", "hidden_part", "bytes", "numbers", "users", "bound", "of_list", "objects", "frozen"),
+            *("late", "of_class", "hparams", "partial"),
+        ):
+            values = {key[2]: value for key, value in found.items() if key[3:] == ("local", "val", metric)}
+            assert len(set(values.values())) == 1, metric
         assert {key[5] for key in found} >= {"outs", "cached", "meter", "accuracy", "hidden", "summed", "drawn"}
 
 
@@ -158,7 +261,7 @@ def test_what_it_keeps_is_put_back_to_the_same_objects():
     batch = torch.randn(4, 6), torch.tensor([0, 1, 2, 0])
     module.log = module.log_dict = lambda *args, **kwargs: None
     module.validation_step(batch, 0)
-    module.late = 1
+    module.added = 1
     kept.put_back()
     assert {name: repr(value) for name, value in vars(module).items()} == before
     assert module.outs is outs
@@ -209,6 +312,54 @@ def test_what_training_keeps_is_each_clients_own(kind):
     assert not differs(found, trained(local_epochs=2, engine="processes", workers=2))
     with pytest.raises(ConfigurationError, match=r"training_step .*(changes|under torch.func.vmap)"):
         trained(local_epochs=2, engine="vectorized")
+
+
+def test_an_attribute_that_is_no_number_is_the_same_as_before():
+    module = Toy()
+    module.best = torch.tensor([float("nan"), 1.0])
+    assert Kept(module).put_back() == []
+
+
+@pytest.mark.parametrize(
+    "counting", [closing_over_a_list, closing_over_a_number, with_a_default, with_an_attribute, by_a_late_slot]
+)
+def test_what_a_callable_counts_is_put_back(counting):
+    module = Toy()
+    module.calls = counting()
+    kept = Kept(module)
+    assert [module.calls() for _ in range(2)] == [1, 2]
+    assert kept.put_back()
+    assert module.calls() == 1
+
+
+def test_what_a_hook_keeps_is_put_back():
+    module, calls = Toy(), []
+    module.net[0].register_forward_hook(lambda *_: calls.append(1))
+    kept = Kept(module)
+    module.logits(torch.zeros(1, 6))
+    assert calls == [1]
+    assert kept.put_back()
+    assert calls == []
+
+
+def test_a_scripted_part_is_put_back():
+    module = Toy()
+    module.norm = torch.jit.script(nn.BatchNorm1d(6))
+    kept, before = Kept(module), module.norm.running_mean.clone()
+    module.norm(torch.randn(8, 6))
+    assert not torch.equal(module.norm.running_mean, before)
+    assert kept.put_back()
+    assert torch.equal(module.norm.running_mean, before)
+
+
+def test_a_run_names_what_cannot_be_copied(tmp_path):
+    class Numbering(Toy):
+        def __init__(self):
+            super().__init__()
+            self.numbers = count()
+
+    with pytest.warns(UserWarning, match=r"Numbering keeps Numbering\.numbers, which cannot be copied"):
+        scores(tmp_path, Numbering)
 
 
 def test_what_cannot_be_copied_is_named_once():

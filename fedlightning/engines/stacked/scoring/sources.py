@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from fedlightning.datamodules.in_memory import is_plain, rows_of, tensors_of
+from fedlightning.datamodules.own_generators import going_on
 from fedlightning.datamodules.resident import on_device, resident_batches
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.views import ArrayDataset
@@ -131,9 +132,11 @@ def _plain(skeleton: Any) -> bool:
 
 
 def can_iterate_together(loader: Any) -> bool:
-    """Return True if a loader has a fixed order and no workers, of which many clients would have too many."""
+    """Return True if a loader has a fixed order, no workers, of which many clients would have too many, and no generator
+    of its own, which others may draw from in between.
+    """
     fixed = type(loader.sampler) in (SequentialSampler, AddressedSampler) and type(loader.batch_sampler) is BatchSampler
-    return fixed and not loader.num_workers
+    return fixed and not loader.num_workers and not going_on(loader)
 
 
 def rewinding(loaders: Iterable[Any]) -> Callable[[], None]:
