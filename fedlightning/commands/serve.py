@@ -66,7 +66,8 @@ class Serve(Commands):
 
         It starts Flower's SuperLink, waits for the sites and trains with them. Data, personal models and records stay
         there. A data section of the configuration is not looked at, but for a PublicDataModule: the public data that some
-        methods need, which every site has too. trainer.client_timeout has to be set.
+        methods need, which every site has too. trainer.client_timeout has to be set. A site that says it has more than
+        max_share of all training samples is refused.
         """
         if sites < 1:
             raise InputError(f"sites={sites} must be at least 1.")

@@ -52,7 +52,8 @@ class AtSite(FederatedCLI):
         It starts Flower's SuperNode and trains what the server asks for, until it is stopped. The configuration is the run's,
         with this site's own data section; the server's must be the same but for that, and is refused otherwise. A data module
         that knows no clients is one client, which is called as the site is. Models and records of the clients lie in a folder
-        here: start the site with the same folder again after it was stopped.
+        here: start the site with the same folder again after it was stopped. It keeps most_runs of them at most
+        (`fedlightning sites --runs`).
         """
         from fedlightning.arguments import federated_data
         from fedlightning.datamodules.held_out import without
