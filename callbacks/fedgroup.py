@@ -32,7 +32,7 @@ from fedlightning.callbacks.shared.server_models import (
     NO_SERVER_STEP,
     one_visit,
 )
-from fedlightning.ranges import PositiveInt, Range
+from fedlightning.ranges import Counts, PositiveInt, Range
 from fedlightning.tensors import WeightedMean, narrow, select, subtract, to_row, widen
 
 COLD_START = "cold start"
@@ -95,7 +95,7 @@ class FedGroup(Clusters):
 
     def __init__(
         self,
-        num_clusters: Annotated[int, Range("[1, inf)", "1 is FedAvg.")] = 2,
+        num_clusters: Annotated[int, Range("[1, inf)", "1 is FedAvg."), Counts("clients")] = 2,
         alpha: PositiveInt = 20,
         pretrain: Annotated[int, Range("[1, inf)", "Who does not train has no direction.")] | None = None,
         unit: bool = True,

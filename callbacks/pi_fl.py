@@ -47,7 +47,7 @@ from fedlightning.callbacks.shared.server_models import (
     one_visit,
 )
 from fedlightning.callbacks.shared.tokens import Ledger, write_ledger
-from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range, Share
+from fedlightning.ranges import ClientCount, NonNegativeFloat, NonNegativeInt, PositiveInt, Range, Share
 from fedlightning.tensors import select, ties
 
 BID = "bid"
@@ -118,7 +118,7 @@ class PIFL(PIFLRound):
 
     def __init__(
         self,
-        num_clusters: PositiveInt = 2,
+        num_clusters: ClientCount = 2,
         performance_slots: PositiveInt | None = 8,
         random_slots: NonNegativeInt = 2,
         importance: Literal["accuracy", "matching"] = "accuracy",

@@ -194,7 +194,7 @@ class SampleDP(TrainingData, Private):
 
     def wire(self, module: Any) -> Wire:
         """What a client has spent, and whether (1) it has room for another such visit, or not (0)."""
-        number = Extra("scalar", low=0, due=("",))
+        number = Extra("scalar", low=0, told=True, due=("",))
         return Wire(up={"epsilon": number, "left": Extra("scalar", low=0, high=1, whole=True, due=("",))})
 
     # -- a visit -------------------------------------------------------------------------------------------------------

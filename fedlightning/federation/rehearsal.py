@@ -24,6 +24,7 @@ from fedlightning.federation.outgoing import outgoing_of
 from fedlightning.federation.trial import StepTrials, Tried, TryStep
 from fedlightning.hooks import POOLED, Change, FederatedCallback, Setup, changes_of, refuse_combinations
 from fedlightning.hooks.facts import EVERY_SCORE
+from fedlightning.ranges import counts_of
 from fedlightning.wrappers import user_class
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Rehearsal:
             ValueError: With a sentence, if something cannot work.
         """
         for question in (
+            self.counts,
             self.participation,
             self.scored_clients,
             self.data_elsewhere,
@@ -152,6 +154,27 @@ class Rehearsal:
         raise BatchElsewhere
 
     # -- the configuration ---------------------------------------------------------------------------------------------
+    def counts(self) -> None:
+        """Refuse numbers of clients above how many there are; tell of numbers of rounds that the run does not reach."""
+        server, there = self.server, len(self.server.clients)
+        asked = [("The trainer", "participation", "clients", server.participation)]
+        owners = (*server.callbacks, self.federation.loop)
+        asked += [(type(owner).__name__, *counted) for owner in owners for counted in counts_of(owner)]
+        for owner, name, things, count in asked:
+            if things == "clients" and isinstance(count, int) and count > there:
+                raise ConfigurationError(
+                    f"{owner} got {name}={count}, and the federation has {self._clients}. Use {there} at most."
+                )
+            if things == "rounds" and count > server.max_rounds > 1:
+                warn(
+                    f"{owner} got {name}={count}, and the run has {server.max_rounds} rounds: what comes then never does."
+                )
+
+    @property
+    def _clients(self) -> str:
+        count, held_out = len(self.server.clients), len(self.server.held_out)
+        return f"{count} client{'s' * (count != 1)}{f', {held_out} held out apart' * bool(held_out)}"
+
     def participation(self) -> None:
         """Refuse rounds that nobody, or two, could plan or finish."""
         server, needed = self.server, self.engine.attempts.policy.min_clients

@@ -571,3 +571,8 @@ def test_a_visit_from_an_earlier_record_is_counted_beside_the_one_it_replaces(tm
     assert (one, same_one, two) == (3, 3, 4)
     same(first.state, again.state)
     assert float(other.extras["SampleDP"]["epsilon"]) > float(first.extras["SampleDP"]["epsilon"])
+
+
+def test_a_large_epsilon_is_no_update_that_explodes():
+    trainer = federate(module(), toy_data(SIZES), [dp(noise_multiplier=5e-4)], max_rounds=2)
+    assert not trainer.server.failures and min(trainer.server.state["SampleDP"]["epsilon"].values()) > 1e6

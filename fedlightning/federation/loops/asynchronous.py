@@ -22,7 +22,7 @@ from fedlightning.federation.server import Server
 from fedlightning.federation.update_checks import checked
 from fedlightning.hooks import Arrivals, AsynchronousMethod
 from fedlightning.messages import Update
-from fedlightning.ranges import PositiveShare, Range
+from fedlightning.ranges import Counts, PositiveShare, Range
 from fedlightning.run.timeline import Outcome
 from fedlightning.seeding import generator
 from fedlightning.visit.requests import Evaluate
@@ -71,7 +71,9 @@ class Asynchronous(Loop):
     def __init__(
         self,
         clock: VirtualClock | None = None,
-        concurrency: Annotated[int, Range("[1, inf)", "It counts clients, or is a share.", strict=True)]
+        concurrency: Annotated[
+            int, Range("[1, inf)", "It counts clients, or is a share.", strict=True), Counts("clients")
+        ]
         | PositiveShare = 1.0,
         arrivals: Annotated[int, Range("[1, inf)", strict=True)] | None = None,
         max_staleness: Annotated[int, Range("[0, inf)", strict=True)] | None = None,
@@ -97,11 +99,6 @@ class Asynchronous(Loop):
             raise ConfigurationError(
                 f"participation={server.participation} has no meaning in an asynchronous loop, where {self.concurrency!r} "
                 "(concurrency) says how many clients are at work at a time. Leave it out."
-            )
-        if self._width(server) > len(server.clients):
-            raise ConfigurationError(
-                f"Asynchronous got concurrency={self.concurrency}, but there are {len(server.clients)} clients, each with at "
-                "most one job at a time. Lower it."
             )
         self.clock.check(server.clients)
 
