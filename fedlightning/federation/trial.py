@@ -28,7 +28,7 @@ from fedlightning.datamodules.own_generators import kept
 from fedlightning.datamodules.ready_batches import gives_batches
 from fedlightning.errors import ConfigurationError, ControlFlow
 from fedlightning.federation.engine import Engine, Question
-from fedlightning.federation.first_step import ask_first_step, tell_of_batches_of_one
+from fedlightning.federation.first_step import ask_first_step, corrects, tell_of_batches_of_one
 from fedlightning.federation.trial_failure import step_failure
 from fedlightning.hooks import Phase
 from fedlightning.messages import Message
@@ -269,7 +269,7 @@ class StepTrials:
                     self._step(split, architecture)
         if self.engine.data_here and len(modules) == 1 and _normalises(self.blueprint.template):
             tell_of_batches_of_one(self.engine.runner)
-        if any(one.claims("check_step") or one.claims("correct_gradient") for one in self.blueprint.callbacks):
+        if any(one.claims("check_step") or corrects(one) for one in self.blueprint.callbacks):
             for architecture in modules:
                 logged = partial(self._logged, architecture) if "val" in self.splits else list
                 ask_first_step(self.engine, architecture, logged)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from functools import partial
 
@@ -11,16 +12,24 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedlightning.callbacks import (
+    IFCA,
     SCAFFOLD,
     FedAvg,
+    FedDF,
     FederatedEarlyStopping,
     FedPer,
     FedProx,
+    FedSAM,
+    FedSoft,
     GlobalCheckpoint,
     LocalCheckpoint,
+    PerFedAvg,
+    pFedBayes,
+    pFedMe,
 )
 from fedlightning.federation import federation
-from tests.helpers import NormNet, Toy, make_trainer, toy_data
+from tests.callbacks.public import public_data
+from tests.helpers import NormNet, Toy, close, make_trainer, toy_data
 
 
 @pytest.fixture
@@ -63,13 +72,46 @@ class Sparse(Toy):
         return self.net(x + self.embedding((x[:, 0].abs() * 3).long().clamp(0, 9)))
 
 
+class SparseOnly(Sparse):
+    def __init__(self):
+        super().__init__()
+        self.net.requires_grad_(False)
+
+    def configure_optimizers(self):
+        return torch.optim.SparseAdam(self.embedding.parameters(), 0.01)
+
+
+class Dense(Sparse):
+    def __init__(self):
+        super().__init__()
+        self.embedding.sparse = False
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        *(SCAFFOLD(option=1), FedProx(mu=0.1), FedSoft(), FedSAM(), pFedMe(), pFedBayes(), IFCA(option=1)),
+        *(PerFedAvg(), FedDF(steps=2)),
+    ],
+    ids=lambda one: one.key,
+)
+def test_sparse_gradients_do_as_dense_ones(callback):
+    models = []
+    for kind in (Sparse, Dense):
+        torch.manual_seed(0)
+        trainer = make_trainer(None, [copy.deepcopy(callback)], sanity_check=True, max_rounds=1, local_steps=2)
+        trainer.fit(kind(), public_data((24, 16)))
+        models.append(trainer.server.model)
+    close(*models)
+
+
 @pytest.mark.parametrize(
     ("module", "callback", "sentence"),
     [
         (NeedsTrainer, SCAFFOLD(), r"AdamW's movement is no sum of gradients\. Use SCAFFOLD\(option=1\)"),
         (MadeInSetup, SCAFFOLD(), r"AdamW's movement is no sum of gradients\. Use SCAFFOLD\(option=1\)"),
-        (Sparse, SCAFFOLD(option=1), r"'embedding\.weight' of Sparse are sparse, and SCAFFOLD adds"),
-        (Sparse, FedProx(mu=0.1), r"'embedding\.weight' of Sparse are sparse, and FedProx adds"),
+        (SparseOnly, FedProx(mu=0.1), r"'embedding\.weight' of SparseOnly are sparse, FedProx adds"),
+        (SparseOnly, FedSAM(), r"'embedding\.weight' of SparseOnly are sparse, FedSAM adds"),
     ],
 )
 def test_what_cannot_work_is_refused(nothing_runs, module, callback, sentence):
