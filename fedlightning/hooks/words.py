@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from fedlightning.errors import listed
 from fedlightning.messages import GLOBAL, Update
 from fedlightning.tensors import EntryKind, State
 
@@ -260,6 +261,23 @@ class Setup:
             raise ValueError(
                 f"{owner} {why}, and here the clients' training data change from round to round. Remove {owner}, or "
                 "give data that stay."
+            )
+
+    def refuse_frozen(self, owner: str, names: Sequence[str], instead: str) -> None:
+        """Refuse a part of the module that is to train by itself, and in which nothing does.
+
+        Args:
+            owner: The callback that trains it.
+            names: Names of the part's entries.
+            instead: The way out.
+
+        Raises:
+            ValueError: If no parameter among them trains.
+        """
+        if not any(self.kinds[name] == "trainable" for name in names):
+            raise ValueError(
+                f"{owner} trains a part of {type(self.template).__name__} by itself ({listed(map(repr, names))}), and no "
+                f"parameter of it trains. {instead}"
             )
 
     def refuse_manual(self, owner: str, why: str, instead: str = "Use automatic optimization.") -> None:
