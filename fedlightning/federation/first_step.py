@@ -31,13 +31,16 @@ OF_ONE = "Expected more than 1 value per channel"
 """Beginning of what torch says of a batch that cannot be normalised."""
 
 
-def ask_first_step(engine: Engine, architecture: str, logged: Callable[[], Iterable[list[str]]]) -> None:
+def ask_first_step(
+    engine: Engine, architecture: str, logged: Callable[[], Iterable[list[str]]], is_scored: bool
+) -> None:
     """Let callbacks refuse what a step of training and of validation shows.
 
     Args:
         engine: Has the runner, and its data where they are here.
         architecture: Name of the architecture.
-        logged: Gives what the module logs in validation, for some clients; nothing if it is not validated.
+        logged: Gives what the module logs in validation, for some clients.
+        is_scored: Whether models are scored on validation data.
     """
     runner, blueprint = engine.runner, engine.runner.blueprint
     asking = [one for one in blueprint.callbacks if one.claims("check_step")]
@@ -54,9 +57,10 @@ def ask_first_step(engine: Engine, architecture: str, logged: Callable[[], Itera
             "steps with sparse ones only. Take another optimizer, or leave the callback out."
         )
     if asking:
-        known = {metric: None for names in _found(logged) for metric in names}  # one client may lack what another has
+        heard = list(_found(logged))
+        known = tuple({metric: None for names in heard for metric in names})  # one client may lack what another has
         state = blueprint.settings.optimizer_state
-        step = FirstStep(name, tuple(seen.optimizers), seen.clips, state, tuple(known) or None)
+        step = FirstStep(name, tuple(seen.optimizers), seen.clips, state, known if heard else None, is_scored)
         for callback in asking:
             callback.check_step(step)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -36,6 +36,7 @@ from fedlightning.seeding import isolated
 from fedlightning.tensors import State, clone, module_state, select
 from fedlightning.visit.client import Client
 from fedlightning.visit.fast.errors import NotInFastLoop
+from fedlightning.visit.log_rules import NotOneNumberError
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Fit
 from fedlightning.visit.runner import LocalRunner
@@ -128,6 +129,8 @@ class TryStep(Question):
                     return self._try(runner, module, loader), None
                 except UnseenStepsError as error:
                     return Tried(refusal=str(error)), None
+                except NotOneNumberError as error:
+                    return Tried(refusal=f"{error}.", cause=error), None
                 except Exception as error:  # whatever the user's code may raise
                     if self.listen:
                         raise
@@ -144,8 +147,14 @@ class TryStep(Question):
                 self._train(runner, module, loader)
             else:
                 runner.scorer.client = self.client
-                with nullcontext() if self.listen else _ends_after_one(runner.blueprint.losses):
-                    names |= runner.scorer.score(module, loader, self.split).keys()
+                with _noting(runner.blueprint.losses) as stepped:
+                    try:
+                        names |= runner.scorer.score(module, loader, self.split).keys()
+                    except NotOneNumberError:
+                        raise
+                    except Exception:  # what an epoch's end makes of one batch tells nothing of a whole epoch
+                        if self.listen or not stepped:
+                            raise
         except OneBatchDone as done:
             if done.visit is not None and done.visit.unseen:
                 refuse_unseen(runner.callbacks, module, done.visit, runner.settings.unit)
@@ -178,15 +187,17 @@ class TryStep(Question):
 
 
 @contextmanager
-def _ends_after_one(losses: StepLosses) -> Iterator[None]:
-    """Within the block, an evaluation ends after its first batch."""
+def _noting(losses: StepLosses) -> Iterator[list[bool]]:
+    """Within the block, each batch of an evaluation that is through is noted in a list."""
+    add, stepped = losses.add, list[bool]()
 
-    def end(outputs: Any, batch: Any) -> None:
-        raise OneBatchDone
+    def note(outputs: Any, batch: Any) -> None:
+        stepped.append(True)
+        add(outputs, batch)
 
-    losses.add = end  # type: ignore[method-assign]
+    losses.add = note  # type: ignore[method-assign]
     try:
-        yield
+        yield stepped
     finally:
         del losses.add
 
@@ -271,8 +282,7 @@ class StepTrials:
             tell_of_batches_of_one(self.engine.runner)
         if any(one.claims("check_step") or corrects(one) for one in self.blueprint.callbacks):
             for architecture in modules:
-                logged = partial(self._logged, architecture) if "val" in self.splits else list
-                ask_first_step(self.engine, architecture, logged)
+                ask_first_step(self.engine, architecture, partial(self._logged, architecture), "val" in self.splits)
 
     def _logged(self, architecture: str) -> Iterator[list[str]]:
         """Yield what the module logs in validation, for some clients."""

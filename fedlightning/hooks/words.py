@@ -304,6 +304,7 @@ class FirstStep(NamedTuple):
         clips: Hook in which the module changes its gradients after the backward pass; empty: there is none.
         optimizer_state: Whether optimizers begin anew in every visit (`"reset"`) or go on (`"keep"`).
         logged: Metrics that the module logs in validation; `None` if that is not known.
+        is_scored: Whether models are scored on validation data during the run.
     """
 
     module: str
@@ -311,3 +312,4 @@ class FirstStep(NamedTuple):
     clips: str = ""
     optimizer_state: str = "reset"
     logged: tuple[str, ...] | None = None
+    is_scored: bool = True

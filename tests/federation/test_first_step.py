@@ -13,7 +13,9 @@ from torch.nn import functional as F
 
 from fedlightning.callbacks import (
     IFCA,
+    PIFL,
     SCAFFOLD,
+    TIFF,
     FedAvg,
     FedDF,
     FederatedEarlyStopping,
@@ -188,6 +190,26 @@ def test_a_metric_that_nobody_logs_is_refused(nothing_runs, callback, module):
         ValueError, match=rf"monitors 'val_loss', but validation gives .*{module.names[0]}.*set monitor="
     ):
         start(module(), callback, evaluate_every=1)
+
+
+class Silent(Toy):
+    def validation_step(self, batch, batch_idx):
+        pass
+
+
+@pytest.mark.parametrize("callback", [LocalCheckpoint(), GlobalCheckpoint()], ids=lambda one: one.key)
+def test_a_module_that_logs_nothing_is_refused(nothing_runs, callback):
+    with pytest.raises(ValueError, match=r"gives no metric\. Log one in validation_step, or remove \w+Checkpoint\."):
+        start(Silent(), callback, evaluate_every=1)
+
+
+@pytest.mark.parametrize("evaluate_every", [0, 1])
+@pytest.mark.parametrize("callback", [PIFL(), TIFF(), PIFL(utility="gradient", incentive=False)], ids=repr)
+def test_a_metric_that_pays_is_asked_for(nothing_runs, callback, evaluate_every):
+    with pytest.raises(
+        ValueError, match=r"needs the metric 'val_accuracy', but validation gives \['val_acc', 'val_loss'\]"
+    ):
+        start(Toy(), callback, evaluate_every=evaluate_every)
 
 
 def test_the_only_loss_is_monitored_by_default():
