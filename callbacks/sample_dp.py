@@ -352,6 +352,10 @@ class SampleDP(TrainingData, Private):
                 f"'{most}', the most of all clients, against everybody who sees updates.",
             )
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a fit in which a finder steps before anything here has seen it begin."""
+        checks.refuse_finders(trainer.callbacks)  # type: ignore[attr-defined]
+
     # -- a plain Trainer -----------------------------------------------------------------------------------------------
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """In a plain Trainer: give it Poisson batches; raise ValueError if they would mix records."""

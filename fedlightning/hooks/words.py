@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -214,6 +214,7 @@ class Setup:
         absent: What keeps clients out of rounds, such as `participation=0.5` or a callback; empty: all take part in each.
         has_clock: Whether the loop counts virtual seconds.
         drifts: Whether the clients' training data change from round to round.
+        ordinary: Lightning's callbacks that run inside visits: the trainer's, and the module's where they need no trainer.
     """
 
     module: LightningModule
@@ -246,6 +247,7 @@ class Setup:
     absent: str = ""
     has_clock: bool = False
     drifts: bool = False
+    ordinary: Sequence[Callback] = ()
 
     def refuse_drift(self, owner: str, why: str) -> None:
         """Refuse training data that change from round to round.

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -576,3 +578,23 @@ def test_a_visit_from_an_earlier_record_is_counted_beside_the_one_it_replaces(tm
 def test_a_large_epsilon_is_no_update_that_explodes():
     trainer = federate(module(), toy_data(SIZES), [dp(noise_multiplier=5e-4)], max_rounds=2)
     assert not trainer.server.failures and min(trainer.server.state["SampleDP"]["epsilon"].values()) > 1e6
+
+
+class BringsFinder(Toy):
+    def configure_callbacks(self):
+        return LearningRateFinder()
+
+
+@pytest.mark.parametrize("module", [Toy(), BringsFinder()], ids=["trainer", "module"])
+def test_finders_are_refused_before_round_1(module):
+    ordinary = [] if isinstance(module, BringsFinder) else [LearningRateFinder()]
+    with pytest.raises(
+        ValueError, match="LearningRateFinder takes steps on training data that SampleDP neither covers"
+    ):
+        federate(module, toy_data(), [SampleDP(delta=1e-3, noise_multiplier=1.0), *ordinary])
+
+
+def test_lightnings_tuner_is_refused():
+    trainer = plain_trainer(SampleDP(delta=1e-3, noise_multiplier=1.0))
+    with pytest.raises(ValueError, match="LearningRateFinder takes steps on training data that SampleDP"):
+        Tuner(trainer).lr_find(Toy(), DataLoader(TensorDataset(torch.zeros(8, 6), torch.zeros(8).long()), 4))
