@@ -137,10 +137,25 @@ class Blueprint:
         with isolated(self.settings.seed, "build") if made.is_wrapped else nullcontext():
             module: LightningModule = detached(made.copier.copy())
             if made.is_wrapped:
-                module.configure_model()
+                self._configure(module)
                 for callback in self.callbacks:
                     module = self._wrapped(module, callback, owner)
         return self.convert(module)
+
+    def _configure(self, module: LightningModule) -> None:
+        """Let a module make its layers; it sees a trainer with the run's arguments, and no data."""
+        if not is_overridden("configure_model", module):
+            return
+        module.trainer = self.trainer
+        try:
+            module.configure_model()
+        except Exception as error:
+            raise ConfigurationError(
+                f"{type(module).__name__}.configure_model fails where models are made, before there are data or a fit: "
+                f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}. Give what it needs to __init__."
+            ) from error
+        finally:
+            module.trainer = None
 
     def reference(self, architecture: str) -> LightningModule:
         """Return the server's module of an architecture, built once, to look at; it is not to be changed."""

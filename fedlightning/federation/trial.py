@@ -84,6 +84,7 @@ class OneBatchDone(ControlFlow):
         super().__init__()
         self.monitors, self.visit = list(monitors), visit
         self.changed: list[str] = []
+        self.refusal: str | None = None
 
 
 class StopAfterOne(Callback):
@@ -158,7 +159,7 @@ class TryStep(Question):
         except OneBatchDone as done:
             if done.visit is not None and done.visit.unseen:
                 refuse_unseen(runner.callbacks, module, done.visit, runner.settings.unit)
-            return Tried(names=sorted(names) if self.listen else done.monitors, said=done.changed)
+            return Tried(True, done.refusal, sorted(names) if self.listen else done.monitors, done.changed)
         return Tried(names=sorted(names))
 
     def _train(self, runner: LocalRunner, module: LightningModule, loader: DataLoader[Any]) -> None:
@@ -174,9 +175,9 @@ class TryStep(Question):
                 alone.loop.give_up(str(reason))
                 module = runner.blueprint.build(self.client)
             except OneBatchDone as done:
-                done.changed = [
-                    name for name, value in _buffers(module).items() if not _is_same(value, before.get(name))
-                ]
+                after = _buffers(module)
+                done.refusal = _other_shapes(module, before, after)
+                done.changed = [name for name, value in after.items() if not _is_same(value, before.get(name))]
                 raise
             else:
                 return
@@ -207,6 +208,18 @@ def _buffers(module: LightningModule) -> State:
     entries = module_state(module)
     names = [name for name, _ in module.named_buffers() if name in entries and name.rpartition(".")[2] not in USUAL]
     return clone(select(entries, names), "cpu")
+
+
+def _other_shapes(module: LightningModule, before: State, after: State) -> str | None:
+    """Return the refusal of a buffer whose shape training changes: the server's model and those of all clients have one."""
+    for name in (name for name in before if name in after and before[name].shape != after[name].shape):
+        return (
+            f"Training changes the shape of '{name}' of {user_class(module).__name__}, from {tuple(before[name].shape)} to "
+            f"{tuple(after[name].shape)}, and entries of models have the shapes of the server's. Give it its full size from "
+            "the start, or register it with persistent=False: it is no entry of the model then, and begins anew in every "
+            "visit."
+        )
+    return None
 
 
 def _is_same(value: Tensor, before: Tensor | None) -> bool:

@@ -156,7 +156,11 @@ class Scorer:
         if self._refusal(module) is not None or refusals.of_loader(loader, limit) is not None:
             return None
         # The first module of a class is scored on a copy: if it turns out to need the Trainer, its own metrics are unused.
-        scored = module if (kind, testing) in self._tried else detached_copy(module)
+        try:
+            scored = module if (kind, testing) in self._tried else detached_copy(module)
+        except Exception:  # something in it cannot be copied
+            self._refused.add(kind)
+            return None
         losses = self._blueprint.losses
         losses.reset()
         try:

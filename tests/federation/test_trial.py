@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import F1Score
 
 from fedlightning.algorithm import Change, Facts, FederatedCallback
-from fedlightning.callbacks import FENDA, SCAFFOLD, FedPer, Local
+from fedlightning.callbacks import FENDA, SCAFFOLD, FedPer, FedProx, Local
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.trial import spread
-from tests.helpers import CLASSES, NormNet, Toy, federate, global_state, make_trainer, same, toy_data
+from tests.helpers import CLASSES, FEATURES, NormNet, Toy, federate, global_state, make_trainer, same, toy_data
 
 
 class BadTest(Toy):
@@ -283,3 +283,27 @@ def test_of_other_buffers_nothing_is_said(module, callbacks, options):
         warnings.simplefilter("always")
         federate(module(), toy_data((8, 16)), callbacks, sanity_check=True, **options)
     assert not [one for one in told if "Training changes buffers" in str(one.message)]
+
+
+class Bank(Toy):
+    """A memory bank that grows with what it has seen."""
+
+    def __init__(self, persistent):
+        super().__init__()
+        self.register_buffer("bank", torch.zeros(0, FEATURES), persistent=persistent)
+
+    def training_step(self, batch, batch_idx):
+        self.bank = torch.cat([self.bank, batch[0]])
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_buffer_that_grows():
+    with pytest.raises(
+        ConfigurationError, match=r"the shape of 'bank' of Bank, from \(0, 6\) to \(\d+, 6\).*persistent=False"
+    ):
+        federate(Bank(True), toy_data(), [NoRounds()], sanity_check=True)
+    models = []
+    for make in (lambda: Bank(False), Toy):
+        torch.manual_seed(0)
+        models.append(federate(make(), toy_data(), [FedProx(mu=0.1)], sanity_check=True, evaluate_every=1).server.model)
+    same(*models)
