@@ -280,13 +280,16 @@ class Fitted:
     def predict(
         self, dataloaders: Any = None, client: str | None = None, *, checkpoint: str = "latest"
     ) -> list[Any] | None:
-        """Predict with one client's deployed model (stage L1), or with the global model."""
+        """Predict with one client's deployed model (stage L1), or with the global model.
+
+        Lightning callbacks of this trainer that have hooks of prediction, such as a `BasePredictionWriter`, are called.
+        """
         federation = self._fitted()
         given = {name: self.arguments[name] for name in ("accelerator", "precision", "limit_predict_batches")}
         if dataloaders is not None:
             module = self.module(client, checkpoint)
             arguments.check_prediction_data(dataloaders, client)
-            return predictions(module, dataloaders, given)
+            return predictions(module, dataloaders, given, self.ordinary_callbacks)
         model = deployed(federation.server, federation.engine, client, checkpoint)
         deploy, model_of_server = (model, None) if isinstance(model, Deploy) else (None, model)
         whole = None if model_of_server is None else ServerModel(model_of_server, federation.server.blueprint)

@@ -12,7 +12,7 @@ from importlib.metadata import version
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import BasePredictionWriter, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, DemoModel, RandomDataset
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -453,6 +453,31 @@ def test_a_client_as_a_user_sees_it():
 def test_the_global_model_predicts_on_the_union():
     trainer = federate(Toy("adam"), toy_data(), max_rounds=1)
     assert len(torch.cat(trainer.predict())) == 36
+
+
+class Writes(BasePredictionWriter):
+    def __init__(self):
+        super().__init__("batch_and_epoch")
+        self.batches, self.epochs = [], []
+
+    def write_on_batch_end(self, trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
+        self.batches.append((list(batch_indices), prediction))
+
+    def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
+        self.epochs.append(predictions)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_writer_of_predictions_is_called(given):
+    """As in Lightning; a ModelCheckpoint beside it has no place in a prediction, and would be refused there."""
+    writer = Writes()
+    trainer = federate(Toy(), toy_data(), [writer, ModelCheckpoint()], max_rounds=1)
+    assert not writer.batches
+    loader = trainer.federation.engine.runner.data.client_dataloader("1", "test")
+    predicted = trainer.predict(loader if given else None, client="1")
+    assert torch.equal(torch.cat([one for _, one in writer.batches]), torch.cat(predicted))
+    assert [index for indices, _ in writer.batches for index in indices] == list(range(len(torch.cat(predicted))))
+    assert torch.equal(torch.cat(writer.epochs[0]), torch.cat(predicted))
 
 
 def test_early_stopping_is_each_clients_own():

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from fedlightning.blueprint.copier import Copier
 from fedlightning.blueprint.evaluator import StepLosses, make_evaluator
 from fedlightning.blueprint.settings import LocalSettings
-from fedlightning.compat.attached import detached
+from fedlightning.compat.attached import configure, detached
 from fedlightning.errors import ConfigurationError
 from fedlightning.hooks import CallbackList, FederatedCallback
 from fedlightning.models.client_models import ClientModels
@@ -144,18 +144,13 @@ class Blueprint:
 
     def _configure(self, module: LightningModule) -> None:
         """Let a module make its layers; it sees a trainer with the run's arguments, and no data."""
-        if not is_overridden("configure_model", module):
-            return
-        module.trainer = self.trainer
         try:
-            module.configure_model()
+            configure(module, lambda: self.trainer)
         except Exception as error:
             raise ConfigurationError(
                 f"{type(module).__name__}.configure_model fails where models are made, before there are data or a fit: "
                 f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}. Give what it needs to __init__."
             ) from error
-        finally:
-            module.trainer = None
 
     def reference(self, architecture: str) -> LightningModule:
         """Return the server's module of an architecture, built once, to look at; it is not to be changed."""

@@ -142,10 +142,11 @@ class _Recorder(pickle.Pickler):
 
 def _uncopyable(module: nn.Module, error: Exception) -> Exception:
     """Return the refusal of a module with an attribute that cannot be copied; the error itself if it is none of them."""
+    bare = vars(nn.Module())  # what every module has: its parts, which are looked at by themselves
     for path, child in module.named_modules():
         for name, value in vars(child).items():
             try:
-                None if name in ("_parameters", "_buffers", "_modules") else copy.deepcopy(value)
+                None if name in bare else copy.deepcopy(value)
             except Exception as reason:
                 kind = type(child).__name__
                 return ConfigurationError(
