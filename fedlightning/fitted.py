@@ -20,7 +20,7 @@ from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.deploy import Deploy, Predict, predictions
-from fedlightning.federation.deployed import deployed, deployed_module
+from fedlightning.federation.deployed import deployed, deployed_module, spent_in
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.federation import Federation
 from fedlightning.federation.onboarding import Onboarding, blueprint_of_placing, blueprint_of_visits, placing_callback
@@ -317,6 +317,7 @@ class Fitted:
         """
         module = self.module(client, checkpoint)
         about = {"checkpoint": checkpoint} | ({} if client is None else {"client": client})
+        about |= spent_in(self._fitted().server.run_dir)
         with writing(Path(path)):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             blueprint = self._fitted().server.blueprint

@@ -57,6 +57,7 @@ class Blueprint:
         callbacks: The federated callbacks.
         settings: How every client trains.
         assigned: Name of each client's architecture, where there are several; the server has the default one.
+        privacy: Epsilon and delta that were spent on the model that the federation begins with; empty: none is known.
         tools: What a process makes once for its models, by name; it is sent to nobody.
     """
 
@@ -64,6 +65,7 @@ class Blueprint:
     callbacks: CallbackList
     settings: LocalSettings
     assigned: Mapping[str, str] = field(default_factory=dict)
+    privacy: Mapping[str, Any] = field(default_factory=dict)
     tools: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
     losses: StepLosses = field(init=False, repr=False, default_factory=StepLosses)
     _trainer: Trainer | None = field(init=False, default=None, repr=False)

@@ -147,6 +147,10 @@ class Rehearsal:
             return None
         raise BatchElsewhere
 
+    def class_counts(self, client: str) -> Sequence[int] | None:
+        """Return a client's training samples by class, where that is known here."""
+        return self.engine.describe(parts=["classes"]).classes.get(client) if self.engine.data_here else None
+
     def knows_groups(self) -> bool:
         """Return whether the group of every training sample is known, where the clients' data are."""
         if self.engine.data_here:
@@ -370,6 +374,7 @@ class Rehearsal:
                 first_batch=self.first_batch,
                 knows_groups=self.knows_groups,
                 shared_names=partial(self.server.shared_in, name),
+                class_counts=self.class_counts,
             )
             refuse_combinations(setup.callbacks, setup)
             found += [(callback, name, setup) for callback in self.server.callbacks]

@@ -214,6 +214,7 @@ class Setup:
         absent: What keeps clients out of rounds, such as `participation=0.5` or a callback; empty: all take part in each.
         has_clock: Whether the loop counts virtual seconds.
         drifts: Whether the clients' training data change from round to round.
+        class_counts: Gives the training samples of a client by class; `None` where the data do not tell, or are elsewhere.
         ordinary: Lightning's callbacks that run inside visits: the trainer's, and the module's where they need no trainer.
     """
 
@@ -247,6 +248,7 @@ class Setup:
     absent: str = ""
     has_clock: bool = False
     drifts: bool = False
+    class_counts: Callable[[str], Sequence[int] | None] = lambda client: None
     ordinary: Sequence[Callback] = ()
 
     def refuse_drift(self, owner: str, why: str) -> None:

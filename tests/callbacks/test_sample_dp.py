@@ -24,6 +24,7 @@ from fedlightning.algorithm import Facts, FederatedCallback, Outgoing
 from fedlightning.callbacks import (
     MOON,
     SCAFFOLD,
+    ClientDP,
     Ditto,
     FedAdam,
     FedALA,
@@ -598,3 +599,28 @@ def test_lightnings_tuner_is_refused():
     trainer = plain_trainer(SampleDP(delta=1e-3, noise_multiplier=1.0))
     with pytest.raises(ValueError, match="LearningRateFinder takes steps on training data that SampleDP"):
         Tuner(trainer).lr_find(Toy(), DataLoader(TensorDataset(torch.zeros(8, 6), torch.zeros(8).long()), 4))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SampleDP(delta=1e-3, noise_multiplier=2.0),
+        lambda: ClientDP(delta=1e-3, noise_multiplier=2.0, clip=1.0),
+    ],
+    ids=["SampleDP", "ClientDP"],
+)
+def test_what_a_model_has_spent_goes_on_with_it(make, tmp_path):
+    """From export to init_from: what both runs spend is told, and the next export carries the sum."""
+    spent, start = [], None
+    for number in range(3):
+        trainer = make_trainer(tmp_path / str(number), [make()], max_rounds=1, init_from=start)
+        told = pytest.warns(UserWarning, match=r"has spent epsilon=.* at delta=0.00\d") if start else nullcontext()
+        with told:
+            trainer.fit(module(), datamodule=toy_data(SIZES))
+        spent.append(json.loads((trainer.recorder.run.path / "privacy.json").read_text()))
+        start = trainer.recorder.run.path / "checkpoints" / "global.ckpt"
+        carried = torch.load(start, weights_only=True)["fedlightning"]["privacy"]
+        assert carried["epsilon"] == pytest.approx(sum(one["epsilon"] for one in spent))
+        assert carried["delta"] == pytest.approx(1e-3 * (number + 1))
+    assert "together" not in spent[0]
+    assert spent[2]["begins_with"]["epsilon"] == pytest.approx(spent[0]["epsilon"] + spent[1]["epsilon"])
