@@ -99,8 +99,8 @@ class FedLC(FederatedCallback):
             setup.warn(
                 f"FedLC leaves alone the classes that a client does not have, and {len(lacking)} of {len(held)} clients lack "
                 f"some of {classes} (client '{lacking[0]}' has {held[lacking[0]]}): each model may give them any logit, and "
-                "the mean may be far worse than that of FedAvg. It is meant for classes that are rare; here take FedDyn, or compare "
-                "with FedAvg."
+                "the mean may be far worse than that of FedAvg. FedLC is meant for classes that are rare; here take FedDyn, "
+                "or compare with FedAvg."
             )
 
     def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:
