@@ -105,7 +105,7 @@ def check_arguments(owner: object, init: Callable[..., None], arguments: Mapping
 
 
 def counts_of(owner: object) -> list[tuple[str, str, int]]:
-    """Return the arguments of an object that count something, each with what it counts and its value.
+    """Return the arguments of an object that count something, each with what it counts and its value; defaults left out.
 
     Example:
         >>> from fedlightning.callbacks import IFCA
@@ -117,7 +117,12 @@ def counts_of(owner: object) -> list[tuple[str, str, int]]:
         for name, annotation in _annotations_of(type(owner)).items()
         for things in counted_in(annotation)
     ]
-    return [(name, things, value) for name, things, value in told if isinstance(value, int)]
+    parameters = inspect.signature(type(owner)).parameters
+    return [
+        (name, things, value)
+        for name, things, value in told
+        if isinstance(value, int) and (name not in parameters or value != parameters[name].default)
+    ]
 
 
 def ranges_of(kind: type) -> dict[str, str]:

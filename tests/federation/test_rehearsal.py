@@ -85,6 +85,13 @@ def test_more_clients_than_there_are_without_a_callback():
     assert evaluated_clients(3, ["a", "b", "c"], 0) == ["a", "b", "c"]
 
 
+def test_a_default_is_nobodys_claim():
+    for callback in (IFCA(), CFL()):
+        server = of_server(callback)
+        server.clients = ["a"]
+        rehearsal(server, loop=Synchronous()).counts()
+
+
 def test_a_share_is_no_number_of_clients():
     rehearsal(of_server(FedCovid(large=1.0), participation=1.0), loop=Synchronous()).counts()
 
