@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, 
 from fedlightning.callbacks.shared.server_models import (
     NO_SERVER_STEP,
 )
-from fedlightning.ranges import NonNegativeFloat, PositiveInt, ShareBelowOne
+from fedlightning.ranges import ClientCount, Counts, NonNegativeFloat, Range, ShareBelowOne
 from fedlightning.tensors import WeightedMean, select, subtract, ties, to_row
 
 SPLITS = Need(
@@ -103,8 +104,8 @@ class CFL(Clusters):
         eps2: NonNegativeFloat = 0.6,
         relative: bool = True,
         gap: ShareBelowOne = 0.6,
-        start_round: PositiveInt = 2,
-        min_size: PositiveInt = 2,
+        start_round: Annotated[int, Range("[1, inf)"), Counts("rounds")] = 2,
+        min_size: ClientCount = 2,
         weighting: WeightingName | None = "uniform",
     ) -> None:
         self.eps1, self.eps2, self.relative, self.gap = eps1, eps2, relative, gap

@@ -299,10 +299,10 @@ def monitor_of(callback: Any, known: Iterable[str]) -> str:
     losses = [name for name in names if "loss" in _words(name)]
     if (monitor, callback.mode) == (DEFAULT, "min") and len(losses) == 1:
         return losses[0]
-    raise ValueError(
-        f"{callback.key} monitors '{monitor}', but validation gives {sorted(names) or 'no metric'}. Log it in "
-        "validation_step, or set monitor=... to one of these, with mode='max' where more is better."
-    )
+    there = f"{sorted(names)}. Log it in validation_step, or set monitor=... to one of these, with mode='max' where more is "
+    there += "better"
+    none = f"no metric. Log one in validation_step, or remove {callback.key}"
+    raise ValueError(f"{callback.key} monitors '{monitor}', but validation gives {there if names else none}.")
 
 
 def _words(metric: str) -> list[str]:
@@ -315,7 +315,7 @@ def check_monitor(callback: Any, step: FirstStep) -> None:
     Raises:
         ValueError: With the metrics that there are.
     """
-    if step.logged is None:
+    if step.logged is None or not step.is_scored:
         return
     found = monitor_of(callback, step.logged)
     if found != callback.monitor:

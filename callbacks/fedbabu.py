@@ -70,7 +70,9 @@ class FedBABU(AdaptsAtEnd, ServerModels):
         Raises:
             ValueError: If a name matches nothing, nothing is left to share, or nothing can be fine-tuned.
         """
-        refuse_no_body(self, setup, part_names(setup.module, self.head, self.num_layers))
+        head = part_names(setup.module, self.head, self.num_layers)
+        refuse_no_body(self, setup, head)
+        setup.refuse_frozen(self.key, other_names(setup.module, head), "Name another head, or use Local().")
         super().check(setup)
 
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:

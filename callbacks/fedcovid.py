@@ -25,7 +25,15 @@ from fedlightning.algorithm import (
     Wire,
 )
 from fedlightning.callbacks.shared.representations import features_at_start, head_path, labels_of, rows
-from fedlightning.ranges import CountOrShare, NonNegativeFloat, PositiveFloat, PositiveInt, PositiveShare, Range
+from fedlightning.ranges import (
+    Counts,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    Range,
+    RoundCountOrShare,
+)
 from fedlightning.tensors import as_reals
 from fedlightning.wrappers import FeatureTap
 
@@ -92,8 +100,8 @@ class FedCovid(FederatedCallback):
         noise: NonNegativeFloat = 0.2,
         margin: NonNegativeFloat = 0.2,
         mining: Literal["random", "semi-hard"] = "random",
-        warmup: CountOrShare = 0.5,
-        large: Annotated[int, Range("[1, inf)", strict=True)]
+        warmup: RoundCountOrShare = 0.5,
+        large: Annotated[int, Range("[1, inf)", strict=True), Counts("clients")]
         | Annotated[float, Range("(0, 1]", "One client at least is large; use warmup=0 for no order.")] = 0.5,
         small_work: PositiveShare = 0.5,
         small_lr: PositiveFloat = 0.2,

@@ -44,7 +44,7 @@ from fedlightning.callbacks.shared.representations import (
 from fedlightning.callbacks.shared.server_models import (
     no_model,
 )
-from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range
+from fedlightning.ranges import NonNegativeFloat, PositiveInt, Range, RoundCount
 from fedlightning.tensors import module_state
 from fedlightning.wrappers import FeatureTap
 
@@ -114,7 +114,7 @@ class FedGH(FederatedCallback):
         server_epochs: Annotated[int, Range("[1, inf)", "server_lr=0 leaves the header as it began.")] = 10,
         shuffle: bool = True,
         means: Literal["samples", "batches"] = "samples",
-        warmup: NonNegativeInt = 0,
+        warmup: RoundCount = 0,
     ) -> None:
         self.head = head
         self.server_lr = server_lr

@@ -32,7 +32,7 @@ from fedlightning.callbacks.shared.server_models import (
     NO_SERVER_STEP,
     one_visit,
 )
-from fedlightning.ranges import PositiveInt, Range, needs
+from fedlightning.ranges import Counts, PositiveInt, Range, needs
 from fedlightning.tensors import WeightedMean, narrow, select, subtract, to_row, widen
 
 COLD_START = "cold start"
@@ -96,7 +96,7 @@ class FedGroup(Clusters):
     @needs("mix_mean", "mix", why="groups do not mix. Leave it out, or set mix.")
     def __init__(
         self,
-        num_clusters: Annotated[int, Range("[1, inf)", "1 is FedAvg.")] = 2,
+        num_clusters: Annotated[int, Range("[1, inf)", "1 is FedAvg."), Counts("clients")] = 2,
         alpha: PositiveInt = 20,
         pretrain: Annotated[int, Range("[1, inf)", "Who does not train has no direction.")] | None = None,
         unit: bool = True,

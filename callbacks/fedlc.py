@@ -34,6 +34,10 @@ class FedLC(FederatedCallback):
     * Server: as in FedAvg. Down: ``w``. Up: ``w_i``; counts stay with the client. State: none.
     * Deployed: the global model ``w``, with its logits as they are.
 
+    It is for classes that are rare, not absent: what a client's model says of a class that it lacks is bound by nothing, at
+    any `tau`. With two of ten digits a client (10 clients, a small network) it had an accuracy of 0.61, where FedAvg had
+    0.86, FedNTD 0.69 and FedDyn 0.92; with Dirichlet(0.5) and (0.1) it was as good as FedAvg (0.94, 0.87).
+
     The term is a difference, ``loss + CE(f') - CE(f)``, so what else is in the module's loss stays. The loss must be a
     mean cross entropy over single class labels: others are refused. The logged loss stays the task's.
 
@@ -82,6 +86,22 @@ class FedLC(FederatedCallback):
         """
         if self.tau > 0.0:
             check_cross_entropy(setup, self.feature_taps, self.key)
+            self._tell_of_absent(setup)
+
+    def _tell_of_absent(self, setup: Setup) -> None:
+        """Warn where many classes are absent: whatever the strength, nothing keeps the others' logits in their place."""
+        told = {client: setup.class_counts(client) for client in setup.clients if setup.num_samples[client]}
+        counts = {client: count for client, count in told.items() if count is not None}
+        classes = max(map(len, counts.values()), default=0)
+        held = {client: sum(one > 0 for one in count) for client, count in counts.items()}
+        lacking = [client for client, several in held.items() if several < classes]
+        if 2 * sum(held.values()) < classes * len(held):
+            setup.warn(
+                f"FedLC leaves alone the classes that a client does not have, and {len(lacking)} of {len(held)} clients lack "
+                f"some of {classes} (client '{lacking[0]}' has {held[lacking[0]]}): each model may give them any logit, and "
+                "the mean may be far worse than that of FedAvg. FedLC is meant for classes that are rare; here take FedDyn, "
+                "or compare with FedAvg."
+            )
 
     def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:
         """Tap the logits: the output of the head."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated
 
-from fedlightning.algorithm import NEWCOMER, Client, Job, Phase, Server, WeightingName
+from fedlightning.algorithm import NEWCOMER, Client, Job, Phase, Server, Setup, WeightingName
 from fedlightning.callbacks.partial import FedPer, other_names, part_names
 from fedlightning.ranges import NonNegativeInt, PositiveInt, Range, at_most_one
 
@@ -66,6 +66,19 @@ class FedRep(FedPer):
         self.head_epochs = head_epochs
         self.body_epochs = body_epochs
         self.final_head = final_head
+
+    def check(self, setup: Setup) -> None:
+        """Refuse what :class:`~fedlightning.callbacks.FedPer` does, and a head or a body in which nothing trains.
+
+        Raises:
+            ValueError: Naming the part.
+        """
+        super().check(setup)
+        head = part_names(setup.module, self.personal, self.num_layers)
+        if head and self.head_epochs:
+            setup.refuse_frozen(self.key, head, "Set head_epochs=0, or use FedAvg().")
+        if self.body_epochs != 0:
+            setup.refuse_frozen(self.key, other_names(setup.module, head), "Set body_epochs=0, or use Local().")
 
     def claims(self, role: str) -> bool:
         """Decline visits after the last round where heads do not train then."""

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from fedlightning.algorithm import Change, Client, Facts, Need, Server, ServerModels, Setup, Stage, WeightingName
+from fedlightning.callbacks.shared.calibration import samples_by_class
 from fedlightning.callbacks.shared.cross_entropy import check_cross_entropy
 from fedlightning.callbacks.shared.representations import head_path, labels_of, rows
 from fedlightning.wrappers import AddedParametersMixin, FeatureTap, mix, user_class
@@ -154,12 +155,10 @@ class FedRoD(ServerModels):
         """Take the logarithms of the client's numbers of samples by class; nothing where all are equal.
 
         Raises:
-            ValueError: If the data have no class labels, or more classes than the head has logits.
+            ValueError: If the data have more classes than the head has logits.
         """
-        counts, classes = client.class_counts, personal_head(client.module)[1].out_features
-        if counts is None or len(counts) > classes:
-            found = "no class labels" if counts is None else f"{len(counts)} classes"
-            raise ValueError(f"FedRoD weighs the {classes} logits by a client's classes, but its data have {found}")
+        classes = personal_head(client.module)[1].out_features
+        counts = samples_by_class(client, classes, self.key).tolist()
         equal = len(set(counts)) == 1 and len(counts) == classes
         client.scratch[self.key] = None if equal else log_counts(counts, classes).to(client.device)
 

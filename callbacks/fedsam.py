@@ -25,7 +25,7 @@ from fedlightning.algorithm import (
     warn,
 )
 from fedlightning.ranges import PositiveFloat, Range, needs
-from fedlightning.tensors import as_reals, clone, load_state, narrow
+from fedlightning.tensors import as_reals, clone, dense, load_state, narrow
 
 SMALL = 1e-16
 """What keeps a gradient of length 0 from dividing by 0 (the authors' code)."""
@@ -138,7 +138,7 @@ class FedSAM(FederatedCallback):
         parameters = {name: p for name, p in pl_module.named_parameters() if p.grad is not None}
         if not parameters:  # the step has skipped the batch
             return
-        e = self.perturbation(parameters, {name: p.grad for name, p in parameters.items() if p.grad is not None})
+        e = self.perturbation(parameters, {name: dense(p.grad) for name, p in parameters.items() if p.grad is not None})
         if not _finite(e):
             return
         y = clone(parameters)

@@ -35,7 +35,7 @@ from fedlightning.callbacks.shared.server_models import (
     parameter_names,
     warn_of_weightings,
 )
-from fedlightning.ranges import NonNegativeFloat, PositiveInt, Share
+from fedlightning.ranges import ClientCount, NonNegativeFloat, PositiveInt, Share
 from fedlightning.tensors import WeightedMean, narrow, select, ties, widen
 
 ESTIMATE = "estimate"
@@ -81,9 +81,9 @@ class FedSoft(Clusters):
 
     def __init__(
         self,
-        num_clusters: PositiveInt = 2,
+        num_clusters: ClientCount = 2,
         lam: NonNegativeFloat = 0.1,
-        selected: PositiveInt | None = None,
+        selected: ClientCount | None = None,
         interval: PositiveInt = 2,
         sigma: Share = 1e-4,
         init: NonNegativeFloat | Literal["random"] = "random",
@@ -113,8 +113,6 @@ class FedSoft(Clusters):
                 f"FedSoft sends no model for all, so there is no anchor that {', '.join(anchored)} could refer to: terms "
                 "that need one do nothing."
             )
-        if self.selected is not None and self.selected > len(setup.clients):
-            raise ValueError(f"FedSoft draws selected={self.selected} clients, and there are {len(setup.clients)}.")
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare all centres, or the point that they pull to, down; counts of samples up."""

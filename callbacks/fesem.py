@@ -34,7 +34,7 @@ from fedlightning.callbacks.shared.server_models import (
     combine,
 )
 from fedlightning.layers import expand
-from fedlightning.ranges import NonNegativeFloat, PositiveInt, Range
+from fedlightning.ranges import Counts, NonNegativeFloat, PositiveInt, Range
 from fedlightning.tensors import has_mean, select, ties, to_row
 
 MIDDLE = "mean of the centres"
@@ -95,7 +95,7 @@ class FeSEM(Clusters):
 
     def __init__(
         self,
-        num_clusters: Annotated[int, Range("[1, inf)", "1 is FedAvg.")] = 2,
+        num_clusters: Annotated[int, Range("[1, inf)", "1 is FedAvg."), Counts("clients")] = 2,
         pull: NonNegativeFloat = 0.0,
         layers: list[str] | None = None,
         stale: bool = False,

@@ -22,6 +22,7 @@ from fedlightning.algorithm import (
     Setup,
     WeightingName,
 )
+from fedlightning.callbacks.shared.calibration import samples_by_class
 from fedlightning.callbacks.shared.representations import features_at_start, head_path, labels_of, rows
 from fedlightning.ranges import Range
 from fedlightning.wrappers import AddedParametersMixin, FeatureTap, Mixin, mix, mixins_of, user_class
@@ -152,20 +153,20 @@ class GPFL(FederatedCallback):
         """Fix the contexts by the embeddings that came.
 
         Raises:
-            ValueError: If the data have no class labels, or more classes than there are embeddings.
+            ValueError: If the data have more classes than there are embeddings.
         """
         path, _ = conditioned_head(client.module)
         prefix, state = f"{path}.{CONDITIONS}", message.state
         embeddings = state.get(f"{prefix}.embeddings.weight")
         if embeddings is None:
             return
-        counts = client.class_counts
-        if counts is None or len(counts) > len(embeddings):
-            found = "no class labels" if counts is None else f"{len(counts)} classes"
+        told = client.class_counts or ()
+        if len(told) > len(embeddings):
             raise ValueError(
-                f"GPFL weights {len(embeddings)} class embeddings by a client's classes, but its data have {found}. "
-                "Set num_classes, or give the data labels"
+                f"GPFL weights {len(embeddings)} class embeddings by a client's classes, but its data have {len(told)} "
+                "classes. Set num_classes"
             )
+        counts = samples_by_class(client, len(embeddings), self.key).tolist()
         state[f"{prefix}.generic"], state[f"{prefix}.personal"] = contexts(embeddings, counts)
 
     def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:

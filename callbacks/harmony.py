@@ -50,7 +50,7 @@ from fedlightning.callbacks.shared.modalities import (
 from fedlightning.callbacks.shared.server_models import (
     NO_SERVER_STEP,
 )
-from fedlightning.ranges import CountOrShare, PositiveInt
+from fedlightning.ranges import ClientCount, RoundCountOrShare
 from fedlightning.tensors import WeightedMean, clone, select
 from fedlightning.wrappers import mix
 
@@ -109,8 +109,8 @@ class Harmony(Clusters):
 
     def __init__(
         self,
-        stage1: CountOrShare = 2 / 3,
-        num_clusters: PositiveInt = 3,
+        stage1: RoundCountOrShare = 2 / 3,
+        num_clusters: ClientCount = 3,
         encoders: Parts | None = None,
         heads: Parts | None = None,
         weighting: WeightingName | None = "uniform",

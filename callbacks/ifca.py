@@ -30,7 +30,7 @@ from fedlightning.callbacks.shared.server_models import (
     another_start,
     check_starts,
 )
-from fedlightning.ranges import NonNegativeFloat, PositiveFloat, Range, needs
+from fedlightning.ranges import Counts, NonNegativeFloat, PositiveFloat, Range, needs
 from fedlightning.tensors import add, first_nonfinite, select, ties
 
 GRADIENT = "gradient at the chosen centre"
@@ -90,7 +90,7 @@ class IFCA(Clusters):
     )
     def __init__(
         self,
-        num_clusters: Annotated[int, Range("[1, inf)", "1 is FedAvg.")] = 2,
+        num_clusters: Annotated[int, Range("[1, inf)", "1 is FedAvg."), Counts("clients")] = 2,
         option: Literal[1, 2] = 2,
         server_lr: PositiveFloat = 0.1,
         init: NonNegativeFloat | Literal["random"] = "random",

@@ -53,11 +53,8 @@ class AdaptsAtEnd(KeepsModel):
     def check(self, setup: Setup) -> None:
         """Refuse names that are not there, and a part without anything to train."""
         names = self.adapted_names(setup.module)
-        if names is not None and not any(setup.kinds[name] == "trainable" for name in names):
-            raise ValueError(
-                f"{self.key}(part={self.part!r}, head={self.head}, num_layers={self.num_layers}) has no trainable "
-                f"parameter of {type(setup.template).__name__} to fine-tune. Choose another part."
-            )
+        if names is not None:
+            setup.refuse_frozen(f"{self.key}(part={self.part!r})", names, "Choose another part.")
 
     def final_jobs(self, server: Server) -> list[Job]:
         """Plan a visit to every client with training data, sampled before or not."""

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from fedlightning.algorithm import Change, Client, Phase, Setup, Stage, State, WeightingName
 from fedlightning.callbacks.own_models import KeepsModel
-from fedlightning.ranges import CountOrShare, Length, PositiveInt, Share
+from fedlightning.ranges import Length, PositiveInt, RoundCountOrShare, Share
 from fedlightning.tensors import clone, entry_kinds, interpolate, load_state, module_state, select, ties
 
 
@@ -66,7 +66,7 @@ class MAPPER(KeepsModel):
         grid: Annotated[Sequence[Share], Length(different=True, note="Shares of the local model.")] = (0.25, 0.5, 0.75),
         global_steps: PositiveInt | None = None,
         choose_on: Literal["train", "val"] = "train",
-        warmup: CountOrShare = 0.5,
+        warmup: RoundCountOrShare = 0.5,
         weighting: WeightingName | None = "uniform",
     ) -> None:
         self.grid = grid

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from fedlightning.algorithm import Change, Client, Facts, FederatedCallback, Setup, Stage, State, WeightingName, probes
 from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat
-from fedlightning.tensors import add, as_reals, clone, load_state, module_state
+from fedlightning.tensors import add, as_reals, clone, dense, load_state, module_state
 
 
 class PerFedAvg(FederatedCallback):
@@ -117,7 +117,7 @@ class PerFedAvg(FederatedCallback):
             return
         load_state(pl_module, w)
         parameters = {name: p for name, p in pl_module.named_parameters() if p.grad is not None}
-        r = {name: p.grad.detach() for name, p in parameters.items() if p.grad is not None}
+        r = {name: dense(p.grad.detach()) for name, p in parameters.items() if p.grad is not None}
         for name, curvature in (
             self._hessian_times(r) if r else {}
         ).items():  # without r the step has skipped its batch

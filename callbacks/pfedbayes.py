@@ -17,7 +17,7 @@ from fedlightning.callbacks.own_models import KeepsModel
 from fedlightning.callbacks.shared.gaussians import kl_gradients
 from fedlightning.callbacks.shared.steps import largest_lr, step_to_mean
 from fedlightning.ranges import NonNegativeFloat, PositiveInt, Range
-from fedlightning.tensors import load_state
+from fedlightning.tensors import dense, load_state
 from fedlightning.wrappers import AddedParametersMixin, mix, mixins_of
 
 SUFFIX = "_rho"
@@ -191,7 +191,7 @@ class pFedBayes(KeepsModel):
             mu, rho = weight.own
             if mu.grad is not None:
                 slopes = kl_gradients(mu, rho, *weight.common)
-                gradient = mu.grad
+                gradient = dense(mu.grad)
                 rho.grad = gradient * weight.epsilon * rho.sigmoid() + strength * slopes[1]
                 mu.grad = gradient + strength * slopes[0]
             weight.epsilon = None

@@ -23,6 +23,7 @@ from fedlightning.algorithm import (
     Client,
     Extra,
     Facts,
+    FirstStep,
     Job,
     Message,
     Newcomers,
@@ -48,6 +49,7 @@ from fedlightning.callbacks.shared.server_models import (
 )
 from fedlightning.callbacks.shared.tokens import Ledger, write_ledger
 from fedlightning.ranges import (
+    ClientCount,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
@@ -140,7 +142,7 @@ class PIFL(PIFLRound):
     @at_most_one("init", "pretrain_rounds", why="the pre-training gives the clusters' start. Use one of them.")
     def __init__(
         self,
-        num_clusters: PositiveInt = 2,
+        num_clusters: ClientCount = 2,
         performance_slots: PositiveInt | None = 8,
         random_slots: NonNegativeInt = 2,
         importance: Literal["accuracy", "matching"] = "accuracy",
@@ -170,6 +172,16 @@ class PIFL(PIFLRound):
         self.pretrain_rounds = pretrain_rounds
         self.charge_first_round, self.head, self.weighting = charge_first_round, head, weighting
 
+    def check_step(self, step: FirstStep) -> None:
+        """Refuse a metric that validation does not log."""
+        if step.logged is not None and (self._pays or (self.num_clusters > 1 and self.importance == "accuracy")):
+            self._score(dict.fromkeys(step.logged, 0.0))
+
+    @property
+    def _pays(self) -> bool:
+        """Whether it needs validation scores for what it pays."""
+        return bool(self.ledger) or (self.incentive and self.utility != "gradient") or self.pretrain_rounds > 0
+
     @property
     def facts(self) -> Facts:
         """Clusters have models of their own, of which a client may train several; who joins gets tokens."""
@@ -187,14 +199,13 @@ class PIFL(PIFLRound):
             setup.refuse_manual(self.key, "compares models by the loss that training_step returns")
         if self.num_clusters > 1 and not self.pretrain_rounds and self.init != 0:
             check_starts(self, setup, self.init)
-        scores = self.ledger or (self.incentive and self.utility != "gradient") or self.pretrain_rounds > 0
-        if scores and not setup.has_split("val"):
+        if self._pays and not setup.has_split("val"):
             raise ValueError(
                 f"{self.key} pays by what validation data say, and there are none. Give the data module a val_fraction, "
                 "or use ledger=False and incentive=False."
             )
         in_one_place = self._in_one_place or self.pretrain_rounds > 0
-        if scores and in_one_place and not setup.has_pooled("val"):
+        if self._pays and in_one_place and not setup.has_pooled("val"):
             raise ValueError(
                 f"{self.key} scores models on the union of all clients' validation data, which cannot be had in one place "
                 f"here. Use {self.elsewhere}."

@@ -194,7 +194,7 @@ class SampleDP(TrainingData, Private):
 
     def wire(self, module: Any) -> Wire:
         """What a client has spent, and whether (1) it has room for another such visit, or not (0)."""
-        number = Extra("scalar", low=0, due=("",))
+        number = Extra("scalar", low=0, told=True, due=("",))
         return Wire(up={"epsilon": number, "left": Extra("scalar", low=0, high=1, whole=True, due=("",))})
 
     # -- a visit -------------------------------------------------------------------------------------------------------
@@ -351,6 +351,10 @@ class SampleDP(TrainingData, Private):
                 f"epsilon={kept['epsilon'][most]:.4g} at delta={self.delta:g} for each {self.unit} of client "
                 f"'{most}', the most of all clients, against everybody who sees updates.",
             )
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a fit in which a finder steps before anything here has seen it begin."""
+        checks.refuse_finders(trainer.callbacks)  # type: ignore[attr-defined]
 
     # -- a plain Trainer -----------------------------------------------------------------------------------------------
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

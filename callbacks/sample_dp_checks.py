@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping, LearningRateFinder
 
 from fedlightning.algorithm import Extra, FederatedCallback, Setup, UpdateCodec, probes
 from fedlightning.callbacks.shared.ledger import Steps
@@ -65,12 +65,28 @@ def refuse_uncovered(owner: FederatedCallback, setup: Setup, solves: bool, unit:
             )
     if unit == "patient" and not setup.knows_groups():
         raise ValueError(NO_GROUPS)
+    refuse_finders(setup.ordinary)
     refuse_trainer(setup.module, setup.trainer_arguments.get, len(setup.optimizers))
     for loader in setup.train_loaders():
         refuse_undrawable(loader, owner.key)
     batch = setup.first_batch()
     if batch is not None:
         refuse_mixed_records(setup.module, probes.move_batch(setup.module, batch), owner.key)
+
+
+def refuse_finders(callbacks: Iterable[Callback]) -> None:
+    """Refuse Lightning callbacks, also those of its Tuner, that train on the data before the fit begins.
+
+    Raises:
+        ValueError: Naming one.
+    """
+    for one in callbacks:
+        if isinstance(one, LearningRateFinder | BatchSizeFinder):
+            raise ValueError(
+                f"{type(one).__name__} takes steps on training data that SampleDP neither covers with noise nor counts, and "
+                "what it finds would tell of them. Choose the value on data that need no protection, and remove one of the "
+                "two."
+            )
 
 
 def warn_of_few(setup: Setup, delta: float) -> None:

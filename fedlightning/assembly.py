@@ -16,10 +16,10 @@ from fedlightning import arguments
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.blueprint.trainer_arguments import FORWARDED, OF_DEVICES, check_devices
-from fedlightning.blueprint.warm_start import warm_started
+from fedlightning.blueprint.warm_start import read_privacy, warm_started
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.engines.choice import choose, make_engine
-from fedlightning.errors import ConfigurationError
+from fedlightning.errors import ConfigurationError, warn
 from fedlightning.federation.attempts import FailurePolicy
 from fedlightning.federation.dry_run import DISTINCT, SMALL, UNSEEN_CLIENTS, FewClients, distinct_clients, dry_run
 from fedlightning.federation.dry_run_report import DryRun
@@ -39,7 +39,7 @@ from fedlightning.federation.store import ClientStore
 from fedlightning.federation.unseen import HeldOutScores
 from fedlightning.federation.update_checks import UpdateChecks
 from fedlightning.fitted import Fitted
-from fedlightning.hooks import POOLED
+from fedlightning.hooks import POOLED, Protection
 from fedlightning.run.fingerprint import PARTS, fingerprint
 from fedlightning.run.folder import RunFolder
 from fedlightning.run.lock import only_thread
@@ -99,7 +99,16 @@ class Assembly(Fitted):
             check_devices(devices, settings.trainer_arguments)
         if a["init_from"] is not None:
             model = warm_started(model, a["init_from"])
-        return Blueprint(model, self.callbacks, settings)
+        blueprint = Blueprint(model, self.callbacks, settings)
+        if a["init_from"] is not None and any(isinstance(one, Protection) for one in self.callbacks):
+            blueprint.privacy = spent = read_privacy(a["init_from"])
+            if spent:
+                warn(
+                    f"init_from={str(a['init_from'])!r} has spent epsilon={spent['epsilon']:.4g} at "
+                    f"delta={spent['delta']:g}. For data that were in it, that and what this run spends add up: privacy.json "
+                    "tells both, and their sum."
+                )
+        return blueprint
 
     def _assemble(
         self,

@@ -20,7 +20,7 @@ from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.deploy import Deploy, Predict, predictions
-from fedlightning.federation.deployed import deployed, deployed_module
+from fedlightning.federation.deployed import deployed, deployed_module, spent_in
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.federation import Federation
 from fedlightning.federation.onboarding import Onboarding, blueprint_of_placing, blueprint_of_visits, placing_callback
@@ -282,13 +282,16 @@ class Fitted:
     def predict(
         self, dataloaders: Any = None, client: str | None = None, *, checkpoint: str = "latest"
     ) -> list[Any] | None:
-        """Predict with one client's deployed model (stage L1), or with the global model."""
+        """Predict with one client's deployed model (stage L1), or with the global model.
+
+        Lightning callbacks of this trainer that have hooks of prediction, such as a `BasePredictionWriter`, are called.
+        """
         federation = self._fitted()
         given = {name: self.arguments[name] for name in ("accelerator", "precision", "limit_predict_batches")}
         if dataloaders is not None:
             module = self.module(client, checkpoint)
             arguments.check_prediction_data(dataloaders, client)
-            return predictions(module, dataloaders, given)
+            return predictions(module, dataloaders, given, self.ordinary_callbacks)
         model = deployed(federation.server, federation.engine, client, checkpoint)
         deploy, model_of_server = (model, None) if isinstance(model, Deploy) else (None, model)
         whole = None if model_of_server is None else ServerModel(model_of_server, federation.server.blueprint)
@@ -316,6 +319,7 @@ class Fitted:
         """
         module = self.module(client, checkpoint)
         about = {"checkpoint": checkpoint} | ({} if client is None else {"client": client})
+        about |= spent_in(self._fitted().server.run_dir)
         with writing(Path(path)):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             blueprint = self._fitted().server.blueprint

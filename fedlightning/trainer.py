@@ -78,7 +78,8 @@ class FederatedTrainer(Assembly):
         client_memory_gb: Gigabytes of client records (personal models, states) kept in memory between visits; the least
             recently visited clients beyond that lie on disk. Default: a quarter of the machine's memory.
         init_from: Checkpoint (of Lightning or of this package) or `state_dict` file whose weights the federation begins
-            with, instead of the module's own.
+            with, instead of the module's own. An exported file carries what was spent on it (SampleDP, ClientDP): a private
+            run tells that, its own, and the sum (`together` in `privacy.json`).
         on_client_error: What becomes of a client that fails (raises, has a NaN, loses its worker process, takes too long).
             "skip": it is left out of the round, with a warning; "retry": it is tried again first, with the same random
             numbers; "stop": it ends the run.

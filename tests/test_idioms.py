@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import NamedTuple
 
 import pytest
@@ -13,7 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Accuracy, MetricCollection
 
 import fedlightning
-from tests.helpers import CLASSES, FEATURES, Toy, make_trainer, mostly_slow, toy_data
+from fedlightning.errors import ConfigurationError
+from tests.helpers import CLASSES, FEATURES, Toy, make_trainer, mostly_slow, same, toy_data
 
 # isort: split
 from lightning.pytorch import LightningModule
@@ -257,3 +259,73 @@ def test_callbacks_of_a_single_fit_are_refused_or_left_out():
         make_trainer(None, [BatchSizeFinder()])
     with pytest.warns(UserWarning, match="RichProgressBar is left out"):
         assert not make_trainer(None, [RichProgressBar()]).ordinary_callbacks
+
+
+# -- modules that cannot be copied, and models that are made late ------------------------------------------------------
+class Locked(Toy):
+    """Holds what `copy.deepcopy` cannot take."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class Unlocked(Locked):
+    """The way out that the refusal names."""
+
+    def __getstate__(self):
+        return {name: value for name, value in vars(self).items() if name != "lock"}
+
+    def __setstate__(self, state):
+        vars(self).update(state, lock=threading.Lock())
+
+
+class LockedLater(Toy):
+    """The other way out."""
+
+    def training_step(self, batch, batch_idx):
+        self.lock = threading.Lock()
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_cannot_be_copied_is_named_with_ways_out_that_work():
+    with pytest.raises(
+        ConfigurationError, match=r"Locked cannot be copied for each client: 'lock' is a lock .*__getstate__"
+    ):
+        make_trainer(None, []).fit(Locked(), datamodule=toy_data())
+    models = []
+    for kind in (Toy, Unlocked, LockedLater):
+        torch.manual_seed(0)
+        trainer = make_trainer(None, [], evaluate_every=1, sanity_check=True)
+        trainer.fit(kind(), datamodule=toy_data())
+        assert not trainer.server.failures
+        models.append(trainer.server.model)
+    same(models[0], models[1])
+    same(models[0], models[2])
+
+
+class MadeLate(LightningModule):
+    """Its layers depend on its trainer, or on data that there are not yet."""
+
+    def __init__(self, data):
+        super().__init__()
+        self.data, self.net = data, None
+
+    def configure_model(self):
+        if self.net is None:
+            source = self.trainer.datamodule.train_dataloader() if self.data else None
+            self.net = nn.Linear(FEATURES * self.trainer.world_size, CLASSES if source is None else 1)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_a_model_that_asks_its_trainer():
+    trainer = make_trainer(None, [])
+    trainer.fit(MadeLate(data=False), datamodule=toy_data())
+    assert trainer.module().net.weight.shape == (CLASSES, FEATURES) and trainer.module()._trainer is None
+    with pytest.raises(ConfigurationError, match=r"MadeLate\.configure_model fails .*Give what it needs to __init__"):
+        make_trainer(None, []).fit(MadeLate(data=True), datamodule=toy_data())

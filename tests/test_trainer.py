@@ -12,7 +12,7 @@ from importlib.metadata import version
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import BasePredictionWriter, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, DemoModel, RandomDataset
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -455,11 +455,39 @@ def test_the_global_model_predicts_on_the_union():
     assert len(torch.cat(trainer.predict())) == 36
 
 
+class Writes(BasePredictionWriter):
+    def __init__(self):
+        super().__init__("batch_and_epoch")
+        self.batches, self.epochs = [], []
+
+    def write_on_batch_end(self, trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
+        self.batches.append((list(batch_indices), prediction))
+
+    def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
+        self.epochs.append(predictions)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_writer_of_predictions_is_called(given):
+    """As in Lightning; a ModelCheckpoint beside it has no place in a prediction, and would be refused there."""
+    writer = Writes()
+    trainer = federate(Toy(), toy_data(), [writer, ModelCheckpoint()], max_rounds=1)
+    assert not writer.batches
+    loader = trainer.federation.engine.runner.data.client_dataloader("1", "test")
+    predicted = trainer.predict(loader if given else None, client="1")
+    assert torch.equal(torch.cat([one for _, one in writer.batches]), torch.cat(predicted))
+    assert [index for indices, _ in writer.batches for index in indices] == list(range(len(torch.cat(predicted))))
+    assert torch.equal(torch.cat(writer.epochs[0]), torch.cat(predicted))
+
+
 def test_early_stopping_is_each_clients_own():
     """Shared, it would compare one client's loss with another's; a stopped epoch ends the visit, not the federation."""
     stop = EarlyStopping("train_loss", mode="min", patience=0, min_delta=10.0, check_on_train_epoch_end=True)
-    _trainer, spy = spied(Toy(), toy_data([8, 8]), [stop], max_rounds=1, local_epochs=5)
-    assert [update.steps for update in spy.updates] == [2, 2]
+    with pytest.warns(
+        UserWarning, match=r"'train_loss' goes on from visit to visit: .* each later visit ends after one epoch"
+    ):
+        _trainer, spy = spied(Toy(), toy_data([8, 8]), [stop], max_rounds=2, local_epochs=5)
+    assert [update.steps for update in spy.updates] == [2, 2, 1, 1]
     assert stop.wait_count == 0
 
 

@@ -23,7 +23,10 @@ KNOWN_WEIGHTS = Need(
 
 
 class ModelReplacement(UpdateInterception, Attack):
-    """Bad clients send ``scale (w_i - w)``, so that a mean over ``scale`` clients becomes their own model.
+    """Bad clients send ``scale (w_i - w)``, so that a mean over ``scale`` clients becomes their model plus what others add.
+
+    The mean is ``w + sum_i a_i u_i``: where the bad weigh ``1 / scale``, it is their model plus the weighted changes
+    of the honest. Near the end of training these are small (the paper's setting); before, the mean is another model.
 
     Bagdasaryan, Veit, Hua, Estrin, Shmatikov, "How to backdoor federated learning", AISTATS 2020 (arXiv:1807.00459).
     Beside :class:`~fedlightning.callbacks.attacks.Backdoor` with the same clients it is their attack. *Constrain and scale*:

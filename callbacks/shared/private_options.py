@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fedlightning.algorithm import Change, Cover, Need, Outgoing, Protection, Server, warn
 from fedlightning.ranges import Range, at_least_one
@@ -70,12 +70,14 @@ class Private(Protection):
             return "noised"
         return self.scores if item.kind == "scores" else "withheld" if item.kind == "logged" else "in the clear"
 
-    def items_told(self, server: Server) -> dict[str, list[str]]:
-        """Return by cover what leaves clients in a run, for `privacy.json`."""
+    def items_told(self, server: Server) -> dict[str, Any]:
+        """Return by cover what leaves clients in a run, and what the model it begins with has spent, for `privacy.json`."""
         found: dict[str, list[str]] = {"noised": [], "withheld": [], "in the clear": []}
         for item in server.outgoing:
             found[self.covers(item)].append(str(item))
-        return {name.replace(" ", "_"): texts for name, texts in found.items()}
+        begins_with = server.blueprint.privacy
+        told = {"begins_with": dict(begins_with)} if begins_with else {}
+        return {name.replace(" ", "_"): texts for name, texts in found.items()} | told
 
     def say_spent(self, server: Server, spent: str) -> None:
         """Say what a run has spent, and what epsilon does not count."""

@@ -225,13 +225,15 @@ def hooks_on(module: LightningModule) -> Any:
         )
     if problems:
         raise ValueError(
-            f"Opacus cannot tell the gradients of single records apart: {problems[0]} "
+            f"SampleDP needs the gradient of each record, and Opacus cannot tell them apart: {problems[0]} "
             "(opacus.validators.ModuleValidator.fix(module) replaces such layers)."
         )
     try:
         return GradSampleHooks(module, loss_reduction="mean", strict=True)
     except NotImplementedError as error:
-        raise ValueError(f"Opacus cannot tell the gradients of single records apart: {error}") from error
+        raise ValueError(
+            f"SampleDP needs the gradient of each record, and Opacus cannot tell them apart: {error}"
+        ) from error
 
 
 def refuse_mixed_records(

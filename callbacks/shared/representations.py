@@ -142,7 +142,7 @@ def of_one_width(
 
 def rows(features: Tensor) -> Tensor:
     """Return features as ``(batch, width)``, in fp32 at least: cosines and means are not taken in half precision."""
-    return features.flatten(1).to(torch.promote_types(features.dtype, torch.float32))
+    return features.reshape(len(features), -1).to(torch.promote_types(features.dtype, torch.float32))
 
 
 def features_at_start(setup: Setup, taps: Taps, owner: str) -> dict[str, Tensor]:

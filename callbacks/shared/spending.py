@@ -113,5 +113,11 @@ def write_spending(folder: Path, told: Mapping[str, Any], rows: Sequence[Sequenc
 
 
 def write_told(folder: Path, told: Mapping[str, Any]) -> None:
-    """Write `privacy.json` as a whole."""
+    """Write `privacy.json` as a whole; what the model that a run begins with has spent is added up with its own.
+
+    For data that were in both, that is by basic composition: epsilons and deltas are summed.
+    """
+    before = told.get("begins_with")
+    if before is not None and told["epsilon"] is not None:
+        told = {**told, "together": {name: told[name] + before[name] for name in ("epsilon", "delta")}}
     write_text_atomically(folder / TOLD, json.dumps(told, indent=1) + "\n")

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     DeviceStatsMonitor,
+    EarlyStopping,
     LearningRateMonitor,
     ProgressBar,
     StochasticWeightAveraging,
@@ -57,8 +58,14 @@ def _check_numbers(callback: FederatedCallback) -> None:
 
 
 def check_keeping(callbacks: Iterable[Callback], optimizer_state: str) -> None:
-    """Refuse averages of weights that would go on from visit to visit: they bring a client's old weights back."""
+    """Refuse averages of weights that would go on from visit to visit; say what an EarlyStopping that goes on does."""
     for item in callbacks:
+        if isinstance(item, EarlyStopping):
+            warn(
+                f"{type(item).__name__} ends visits, and what it has seen of '{item.monitor}' goes on from visit to visit: "
+                "once it has stopped a client, each later visit ends after one epoch, unless that is better than the best so "
+                "far. FederatedEarlyStopping ends the federation."
+            )
         if optimizer_state == "keep" and isinstance(item, StochasticWeightAveraging | WeightAveraging):
             raise ConfigurationError(
                 f"{type(item).__name__} averages the weights of one fit, but optimizer_state='keep' makes one fit of all "

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from fedlightning.blueprint.copier import Copier
 from fedlightning.blueprint.evaluator import StepLosses, make_evaluator
 from fedlightning.blueprint.settings import LocalSettings
-from fedlightning.compat.attached import detached
+from fedlightning.compat.attached import configure, detached
 from fedlightning.errors import ConfigurationError
 from fedlightning.hooks import CallbackList, FederatedCallback
 from fedlightning.models.client_models import ClientModels
@@ -57,6 +57,7 @@ class Blueprint:
         callbacks: The federated callbacks.
         settings: How every client trains.
         assigned: Name of each client's architecture, where there are several; the server has the default one.
+        privacy: Epsilon and delta that were spent on the model that the federation begins with; empty: none is known.
         tools: What a process makes once for its models, by name; it is sent to nobody.
     """
 
@@ -64,6 +65,7 @@ class Blueprint:
     callbacks: CallbackList
     settings: LocalSettings
     assigned: Mapping[str, str] = field(default_factory=dict)
+    privacy: Mapping[str, Any] = field(default_factory=dict)
     tools: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
     losses: StepLosses = field(init=False, repr=False, default_factory=StepLosses)
     _trainer: Trainer | None = field(init=False, default=None, repr=False)
@@ -137,10 +139,20 @@ class Blueprint:
         with isolated(self.settings.seed, "build") if made.is_wrapped else nullcontext():
             module: LightningModule = detached(made.copier.copy())
             if made.is_wrapped:
-                module.configure_model()
+                self._configure(module)
                 for callback in self.callbacks:
                     module = self._wrapped(module, callback, owner)
         return self.convert(module)
+
+    def _configure(self, module: LightningModule) -> None:
+        """Let a module make its layers; it sees a trainer with the run's arguments, and no data."""
+        try:
+            configure(module, lambda: self.trainer)
+        except Exception as error:
+            raise ConfigurationError(
+                f"{type(module).__name__}.configure_model fails where models are made, before there are data or a fit: "
+                f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}. Give what it needs to __init__."
+            ) from error
 
     def reference(self, architecture: str) -> LightningModule:
         """Return the server's module of an architecture, built once, to look at; it is not to be changed."""

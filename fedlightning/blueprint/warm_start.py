@@ -49,6 +49,15 @@ def warm_started(module: LightningModule, path: str | Path | None) -> LightningM
     return started
 
 
+def read_privacy(path: str | Path) -> dict[str, Any]:
+    """Return the epsilon and delta that an exported checkpoint says were spent on it; empty if it says none."""
+    content: Any = torch.load(path, map_location="cpu", weights_only=True)
+    own = content.get("fedlightning") if isinstance(content, Mapping) else None
+    told = own.get("privacy") if isinstance(own, Mapping) else None
+    spent = {name: told.get(name) for name in ("epsilon", "delta")} if isinstance(told, Mapping) else {}
+    return spent if spent and all(isinstance(value, float) and value >= 0 for value in spent.values()) else {}
+
+
 def read_state(path: str | Path) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint or of a file with a `state_dict`, on the CPU."""
     if not Path(path).is_file():

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 
@@ -57,6 +58,13 @@ def detached_copy(module: LightningModule) -> LightningModule:
     """A deep copy of a module without the trainer it may be attached to, which would be copied along."""
     with attached(module, None):
         return copy.deepcopy(module)
+
+
+def configure(module: LightningModule, trainer: Callable[[], Any]) -> None:
+    """Let a module make its layers, where it does so late; `trainer` gives the one that it sees, if it has none."""
+    if is_overridden("configure_model", module):
+        with attached(module, trainer_of(module) or trainer()):
+            module.configure_model()
 
 
 def to_device(module: LightningModule, device: torch.device) -> None:

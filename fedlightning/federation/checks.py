@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch.utils.data import IterableDataset
 
 from fedlightning.blueprint.blueprint import Blueprint
@@ -96,6 +96,7 @@ def setup_of(
         kinds=entry_kinds(module),
         callbacks=list(blueprint.callbacks),
         optimizers=optimizers_of(module),
+        ordinary=[*blueprint.settings.callbacks, *_own_callbacks(module)],
         modules=modules if told.is_mixed else {},
         num_batches=lambda client: told.batches[client],
         has_pooled=lambda split: split in told.pooled,
@@ -107,6 +108,15 @@ def setup_of(
         **more,
         **told.facts,
     )
+
+
+def _own_callbacks(module: LightningModule) -> list[Callback]:
+    """Return the callbacks that a module brings along; none if it needs a trainer to tell."""
+    try:
+        configured = module.configure_callbacks()
+    except Exception:  # of the user's code
+        return []
+    return [configured] if isinstance(configured, Callback) else list(configured or ())
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.client_logger import ClientLogger
@@ -22,6 +22,7 @@ from fedlightning.scoring.server_model import ServerModel
 from fedlightning.storage.files import read_tensors, writing
 from fedlightning.tensors import equal, load_state, module_state
 from fedlightning.visit.failing import client_failure, in_words
+from fedlightning.visit.fast.hooks import of_callback
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.runner import LocalRunner
 
@@ -167,17 +168,21 @@ class Predict(Question):
         else:
             assert self.deploy is not None
             module = self.deploy.module(runner, record)
-        return (predictions(module, loader, self.arguments),), None
+        return (predictions(module, loader, self.arguments, runner.settings.callbacks),), None
 
     def lost(self, reason: str) -> tuple[Any] | None:
         """Raise: who asked waits for predictions."""
         raise RuntimeError(f"There are no predictions: {reason}.")
 
 
-def predictions(module: LightningModule, dataloaders: Any, arguments: Mapping[str, Any]) -> list[Any] | None:
-    """Predict with a module, quietly."""
+def predictions(
+    module: LightningModule, dataloaders: Any, arguments: Mapping[str, Any], callbacks: Iterable[Callback]
+) -> list[Any] | None:
+    """Predict with a module, quietly; those of the run's Lightning callbacks that have hooks of prediction are called."""
+    called = [one for one in callbacks if any("predict" in hook for hook in of_callback(type(one)))]
     with quiet():
         trainer = Trainer(
+            callbacks=called,
             devices=1,
             logger=ClientLogger(),
             enable_checkpointing=False,

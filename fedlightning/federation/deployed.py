@@ -5,8 +5,9 @@ Those of clients are made by tasks (:mod:`fedlightning.federation.deploy`), wher
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import LightningModule
 
@@ -20,7 +21,7 @@ from fedlightning.hooks import NEWCOMER
 from fedlightning.run import checkpoints
 from fedlightning.run.folder import RunFolder
 from fedlightning.scoring.server_model import ServerModel
-from fedlightning.storage.files import readable_json, write_text_atomically, writing
+from fedlightning.storage.files import read_json, readable_json, write_text_atomically, writing
 from fedlightning.tensors import module_state
 from fedlightning.visit.failing import client_failure, in_words
 
@@ -78,13 +79,13 @@ def export(run: RunFolder, server: Server, engine: Engine) -> bool:
     if names or server.global_module(None) is not None:
         name = next(iter(names), "latest")
         whole = deployed_module(server, engine, None, name)
-        about = {"checkpoint": name}
+        about = {"checkpoint": name} | spent_in(run.path)
         exporter_of(server.blueprint).save(folder / "global.ckpt", whole, about, server.architecture().name)
     shared = ServerModel(whole, server.blueprint) if whole is not None and engine.shares_disk else None
     where: dict[str, str | None] = {}
     unsent: dict[str, str] = {}
     clients = _with_files(server, engine)
-    tasks = _tasks(server, engine, clients, folder / "clients", shared, unsent)
+    tasks = _tasks(server, engine, clients, folder / "clients", shared, unsent, spent_in(run.path))
     answers = map(Brought(server, folder).keep, engine.map(tasks)) if engine.brings_models else engine.map(tasks)
     found = {one.client: one for one in answers}
     for client in clients:
@@ -113,6 +114,18 @@ def export(run: RunFolder, server: Server, engine: Engine) -> bool:
     return len(server.failures) > told
 
 
+def spent_in(folder: Path | None) -> dict[str, Any]:
+    """Return what the models of a run have spent, as its `privacy.json` says: an exported file carries it along."""
+    if folder is None or not (folder / PRIVACY).exists():
+        return {}
+    told = read_json(folder / PRIVACY)
+    total = told.get("together", told)
+    if total["epsilon"] is None:
+        return {}
+    return {"privacy": {name: total[name] for name in ("epsilon", "delta")} | {"unit": told.get("unit", "client")}}
+
+
+PRIVACY = "privacy.json"
 LINKED = 1000
 """Clients up to which each has a file of its own among the exported checkpoints, be it a link to the global one."""
 
@@ -129,13 +142,19 @@ def _with_files(server: Server, engine: Engine) -> list[str]:
 
 
 def _tasks(
-    server: Server, engine: Engine, clients: list[str], folder: Path, shared: ServerModel | None, unsent: dict[str, str]
+    server: Server,
+    engine: Engine,
+    clients: list[str],
+    folder: Path,
+    shared: ServerModel | None,
+    unsent: dict[str, str],
+    spent: Mapping[str, Any],
 ) -> Iterator[Deploy]:
     """Yield the tasks; note in `unsent` why a client could be sent no message."""
     place = str(folder) if engine.shares_disk else None
     for client in clients:
         name = next((entry["name"] for entry in engine.store.note(client).checkpoints.values()), "")
-        about = {"checkpoint": name or "latest"}
+        about = {"checkpoint": name or "latest", **spent}
         try:
             message = server.message(server.job(client, work=0))
         except Exception as error:  # of an algorithm

@@ -51,6 +51,7 @@ SMALL: dict[str, Any] = {
     "save_state": 0,
     "evaluate_every": 1,
     "evaluate_seconds": None,
+    "evaluate_clients": None,
     "strategy": "auto",
     "devices": 1,
     "num_nodes": 1,

@@ -16,7 +16,7 @@ from fedlightning.datamodules.own_generators import kept
 from fedlightning.datamodules.views import samples_at
 from fedlightning.errors import ConfigurationError, ControlFlow, listed, warn
 from fedlightning.federation.engine import Engine
-from fedlightning.hooks import FirstStep, Phase
+from fedlightning.hooks import Change, FederatedCallback, FirstStep, Phase
 from fedlightning.messages import Message
 from fedlightning.seeding import isolated
 from fedlightning.visit.client import Client
@@ -31,33 +31,43 @@ OF_ONE = "Expected more than 1 value per channel"
 """Beginning of what torch says of a batch that cannot be normalised."""
 
 
-def ask_first_step(engine: Engine, architecture: str, logged: Callable[[], Iterable[list[str]]]) -> None:
+def ask_first_step(
+    engine: Engine, architecture: str, logged: Callable[[], Iterable[list[str]]], is_scored: bool
+) -> None:
     """Let callbacks refuse what a step of training and of validation shows.
 
     Args:
         engine: Has the runner, and its data where they are here.
         architecture: Name of the architecture.
-        logged: Gives what the module logs in validation, for some clients; nothing if it is not validated.
+        logged: Gives what the module logs in validation, for some clients.
+        is_scored: Whether models are scored on validation data.
     """
     runner, blueprint = engine.runner, engine.runner.blueprint
     asking = [one for one in blueprint.callbacks if one.claims("check_step")]
-    correcting = next((one for one in blueprint.callbacks if one.claims("correct_gradient")), None)
+    correcting = next((one for one in blueprint.callbacks if corrects(one)), None)
     name = user_class(blueprint.template_of(architecture)).__name__
     seen = Look()
     batch = runner.first_batch() if engine.data_here and len(blueprint.architectures) == 1 else None
     if batch is not None:
         seen, _ = _first_step(runner, batch)
-    if correcting is not None and seen.sparse and not any(one.claims("shared_names") for one in blueprint.callbacks):
+    sparse_only = seen.sparse and any(isinstance(one, torch.optim.SparseAdam) for one in seen.optimizers)
+    if correcting is not None and sparse_only and not any(one.claims("shared_names") for one in blueprint.callbacks):
         raise ConfigurationError(
-            f"The gradients of '{seen.sparse}' of {name} are sparse, and {correcting.key} adds to gradients. Make the layer "
-            "with sparse=False, or leave the callback out."
+            f"The gradients of '{seen.sparse}' of {name} are sparse, {correcting.key} adds to gradients, and SparseAdam "
+            "steps with sparse ones only. Take another optimizer, or leave the callback out."
         )
     if asking:
-        known = {metric: None for names in _found(logged) for metric in names}  # one client may lack what another has
+        heard = list(_found(logged))
+        known = tuple({metric: None for names in heard for metric in names})  # one client may lack what another has
         state = blueprint.settings.optimizer_state
-        step = FirstStep(name, tuple(seen.optimizers), seen.clips, state, tuple(known) or None)
+        step = FirstStep(name, tuple(seen.optimizers), seen.clips, state, known if heard else None, is_scored)
         for callback in asking:
             callback.check_step(step)
+
+
+def corrects(callback: FederatedCallback) -> bool:
+    """Return whether optimizers step with other gradients than those of the module's step."""
+    return callback.claims("correct_gradient") or Change.ELSEWHERE in callback.facts.changes
 
 
 def _found(logged: Callable[[], Iterable[list[str]]]) -> Iterable[list[str]]:

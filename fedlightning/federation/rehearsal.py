@@ -26,6 +26,7 @@ from fedlightning.federation.trial import StepTrials, Tried, TryStep
 from fedlightning.hooks import POOLED, Change, FederatedCallback, Setup
 from fedlightning.hooks.composition import changes_of, refuse_combinations
 from fedlightning.hooks.facts import EVERY_SCORE
+from fedlightning.ranges import counts_of
 from fedlightning.wrappers import user_class
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class Rehearsal:
             ValueError: With a sentence, if something cannot work.
         """
         for question in (
+            self.counts,
             self.participation,
             self.scored_clients,
             self.data_elsewhere,
@@ -153,6 +155,10 @@ class Rehearsal:
             return None
         raise BatchElsewhere
 
+    def class_counts(self, client: str) -> Sequence[int] | None:
+        """Return a client's training samples by class, where that is known here."""
+        return self.engine.describe(parts=["classes"]).classes.get(client) if self.engine.data_here else None
+
     def knows_groups(self) -> bool:
         """Return whether the group of every training sample is known, where the clients' data are."""
         if self.engine.data_here:
@@ -166,6 +172,27 @@ class Rehearsal:
         raise BatchElsewhere
 
     # -- the configuration ---------------------------------------------------------------------------------------------
+    def counts(self) -> None:
+        """Refuse numbers of clients above how many there are; tell of numbers of rounds that the run does not reach."""
+        server, there = self.server, len(self.server.clients)
+        asked = [("The trainer", "participation", "clients", server.participation)]
+        owners = (*server.callbacks, self.federation.loop)
+        asked += [(type(owner).__name__, *counted) for owner in owners for counted in counts_of(owner)]
+        for owner, name, things, count in asked:
+            if things == "clients" and isinstance(count, int) and count > there:
+                raise ConfigurationError(
+                    f"{owner} got {name}={count}, and the federation has {self._clients}. Use {there} at most."
+                )
+            if things == "rounds" and count > server.max_rounds > 1:
+                warn(
+                    f"{owner} got {name}={count}, and the run has {server.max_rounds} rounds: what comes then never does."
+                )
+
+    @property
+    def _clients(self) -> str:
+        count, held_out = len(self.server.clients), len(self.server.held_out)
+        return f"{count} client{'s' * (count != 1)}{f', {held_out} held out apart' * bool(held_out)}"
+
     def participation(self) -> None:
         """Refuse rounds that nobody, or two, could plan or finish."""
         server, needed = self.server, self.engine.attempts.policy.min_clients
@@ -357,6 +384,7 @@ class Rehearsal:
                 knows_groups=self.knows_groups,
                 train_loaders=self.train_loaders,
                 shared_names=partial(self.server.shared_in, name),
+                class_counts=self.class_counts,
             )
             refuse_combinations(setup.callbacks, setup)
             found += [(callback, name, setup) for callback in self.server.callbacks]

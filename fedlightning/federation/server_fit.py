@@ -22,7 +22,7 @@ from fedlightning.datamodules.own_generators import readdress, seed_in_workers
 from fedlightning.datamodules.public import addressable, public_loader, size_of
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.seeding import address, generator, isolated
-from fedlightning.tensors import ties
+from fedlightning.tensors import dense, ties
 from fedlightning.visit.outputs import outputs
 from fedlightning.visit.probes import move_batch
 from fedlightning.wrappers.muting import evaluating, muted
@@ -215,6 +215,10 @@ class _Fit(LightningModule):
                 "its optimizer, or clip gradients (gradient_clip_val)."
             )
         return loss
+
+    def on_after_backward(self) -> None:
+        for parameter in self.module.parameters():
+            parameter.grad = dense(parameter.grad)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         return (

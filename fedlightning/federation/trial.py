@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -28,7 +28,7 @@ from fedlightning.datamodules.own_generators import kept
 from fedlightning.datamodules.ready_batches import gives_batches
 from fedlightning.errors import ConfigurationError, ControlFlow
 from fedlightning.federation.engine import Engine, Question
-from fedlightning.federation.first_step import ask_first_step, tell_of_batches_of_one
+from fedlightning.federation.first_step import ask_first_step, corrects, tell_of_batches_of_one
 from fedlightning.federation.trial_failure import step_failure
 from fedlightning.hooks import Phase
 from fedlightning.messages import Message
@@ -38,6 +38,7 @@ from fedlightning.visit.client import Client
 from fedlightning.visit.failing import client_failure
 from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.kept import UNCOPIED
+from fedlightning.visit.log_rules import NotOneNumberError
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Fit
 from fedlightning.visit.runner import LocalRunner
@@ -85,6 +86,7 @@ class OneBatchDone(ControlFlow):
         super().__init__()
         self.monitors, self.visit = list(monitors), visit
         self.changed: list[str] = []
+        self.refusal: str | None = None
 
 
 class StopAfterOne(Callback):
@@ -131,6 +133,8 @@ class TryStep(Question):
                     return self._try(runner, module, loader), None
                 except UnseenStepsError as error:
                     return Tried(refusal=str(error)), None
+                except NotOneNumberError as error:
+                    return Tried(refusal=f"{error}.", cause=error), None
                 except BaseException as error:  # whatever the user's code may raise
                     client_failure(error)
                     if self.listen:
@@ -148,12 +152,18 @@ class TryStep(Question):
                 self._train(runner, module, loader)
             else:
                 runner.scorer.client = self.client
-                with nullcontext() if self.listen else _ends_after_one(runner.blueprint.losses):
-                    names |= runner.scorer.score(module, loader, self.split).keys()
+                with _noting(runner.blueprint.losses) as stepped:
+                    try:
+                        names |= runner.scorer.score(module, loader, self.split).keys()
+                    except NotOneNumberError:
+                        raise
+                    except Exception:  # what an epoch's end makes of one batch tells nothing of a whole epoch
+                        if self.listen or not stepped:
+                            raise
         except OneBatchDone as done:
             if done.visit is not None and done.visit.unseen:
                 refuse_unseen(runner.callbacks, module, done.visit, runner.settings.unit)
-            return Tried(names=sorted(names) if self.listen else done.monitors, said=done.changed)
+            return Tried(True, done.refusal, sorted(names) if self.listen else done.monitors, done.changed)
         return Tried(names=sorted(names))
 
     def _train(self, runner: LocalRunner, module: LightningModule, loader: DataLoader[Any]) -> None:
@@ -169,9 +179,9 @@ class TryStep(Question):
                 alone.loop.give_up(str(reason))
                 module = runner.blueprint.build(self.client)
             except OneBatchDone as done:
-                done.changed = [
-                    name for name, value in _buffers(module).items() if not _is_same(value, before.get(name))
-                ]
+                after = _buffers(module)
+                done.refusal = _other_shapes(module, before, after)
+                done.changed = [name for name, value in after.items() if not _is_same(value, before.get(name))]
                 raise
             else:
                 return
@@ -182,15 +192,17 @@ class TryStep(Question):
 
 
 @contextmanager
-def _ends_after_one(losses: StepLosses) -> Iterator[None]:
-    """Within the block, an evaluation ends after its first batch."""
+def _noting(losses: StepLosses) -> Iterator[list[bool]]:
+    """Within the block, each batch of an evaluation that is through is noted in a list."""
+    add, stepped = losses.add, list[bool]()
 
-    def end(outputs: Any, batch: Any) -> None:
-        raise OneBatchDone
+    def note(outputs: Any, batch: Any) -> None:
+        stepped.append(True)
+        add(outputs, batch)
 
-    losses.add = end  # type: ignore[method-assign]
+    losses.add = note  # type: ignore[method-assign]
     try:
-        yield
+        yield stepped
     finally:
         del losses.add
 
@@ -200,6 +212,18 @@ def _buffers(module: LightningModule) -> State:
     entries = module_state(module)
     names = [name for name, _ in module.named_buffers() if name in entries and name.rpartition(".")[2] not in USUAL]
     return clone(select(entries, names), "cpu")
+
+
+def _other_shapes(module: LightningModule, before: State, after: State) -> str | None:
+    """Return the refusal of a buffer whose shape training changes: the server's model and those of all clients have one."""
+    for name in (name for name in before if name in after and before[name].shape != after[name].shape):
+        return (
+            f"Training changes the shape of '{name}' of {user_class(module).__name__}, from {tuple(before[name].shape)} to "
+            f"{tuple(after[name].shape)}, and entries of models have the shapes of the server's. Give it its full size from "
+            "the start, or register it with persistent=False: it is no entry of the model then, and begins anew in every "
+            "visit."
+        )
+    return None
 
 
 def _is_same(value: Tensor, before: Tensor | None) -> bool:
@@ -273,10 +297,9 @@ class StepTrials:
                     self._step(split, architecture)
         if self.engine.data_here and len(modules) == 1 and _normalises(self.blueprint.template):
             tell_of_batches_of_one(self.engine.runner)
-        if any(one.claims("check_step") or one.claims("correct_gradient") for one in self.blueprint.callbacks):
+        if any(one.claims("check_step") or corrects(one) for one in self.blueprint.callbacks):
             for architecture in modules:
-                logged = partial(self._logged, architecture) if "val" in self.splits else list
-                ask_first_step(self.engine, architecture, logged)
+                ask_first_step(self.engine, architecture, partial(self._logged, architecture), "val" in self.splits)
 
     def _logged(self, architecture: str) -> Iterator[list[str]]:
         """Yield what the module logs in validation, for some clients."""

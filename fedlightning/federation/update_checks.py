@@ -357,7 +357,7 @@ def _fault_of_extra(
     total *= max(server.blueprint.settings.work, 1) if extra.counts == "seen" else 1
     if extra.counts and sum(float(one.sum(dtype=torch.float64)) for one in numbers) > total:
         return f"{what} counts more samples than the {total} of client '{update.client}'"
-    if extra.whole or extra.counts or extra.gaps:
+    if extra.whole or extra.counts or extra.gaps or extra.told:
         return None
     kind = "entries" if shaped else "extra"
     fault = sizes.fault(what, kind, norm, lambda: math.sqrt(max(sum(one.numel() for one in numbers), 1)))

@@ -7,11 +7,12 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fedlightning.datamodules.public import has_positions
+from fedlightning.errors import listed
 from fedlightning.messages import GLOBAL, Update
 from fedlightning.tensors import EntryKind, State
 
@@ -215,6 +216,8 @@ class Setup:
         absent: What keeps clients out of rounds, such as `participation=0.5` or a callback; empty: all take part in each.
         has_clock: Whether the loop counts virtual seconds.
         drifts: Whether the clients' training data change from round to round.
+        class_counts: Gives the training samples of a client by class; `None` where the data do not tell, or are elsewhere.
+        ordinary: Lightning's callbacks that run inside visits: the trainer's, and the module's where they need no trainer.
     """
 
     module: LightningModule
@@ -248,6 +251,8 @@ class Setup:
     absent: str = ""
     has_clock: bool = False
     drifts: bool = False
+    class_counts: Callable[[str], Sequence[int] | None] = lambda client: None
+    ordinary: Sequence[Callback] = ()
 
     def refuse_drift(self, owner: str, why: str) -> None:
         """Refuse training data that change from round to round.
@@ -282,6 +287,23 @@ class Setup:
                 "stream or ready batches. Use a map-style dataset of samples, and a batch_size."
             )
 
+    def refuse_frozen(self, owner: str, names: Sequence[str], instead: str) -> None:
+        """Refuse a part of the module that is to train by itself, and in which nothing does.
+
+        Args:
+            owner: The callback that trains it.
+            names: Names of the part's entries.
+            instead: The way out.
+
+        Raises:
+            ValueError: If no parameter among them trains.
+        """
+        if not any(self.kinds[name] == "trainable" for name in names):
+            raise ValueError(
+                f"{owner} trains a part of {type(self.template).__name__} by itself ({listed(map(repr, names))}), and no "
+                f"parameter of it trains. {instead}"
+            )
+
     def refuse_manual(self, owner: str, why: str, instead: str = "Use automatic optimization.") -> None:
         """Refuse a module that optimizes manually.
 
@@ -306,6 +328,7 @@ class FirstStep(NamedTuple):
         clips: Hook in which the module changes its gradients after the backward pass; empty: there is none.
         optimizer_state: Whether optimizers begin anew in every visit (`"reset"`) or go on (`"keep"`).
         logged: Metrics that the module logs in validation; `None` if that is not known.
+        is_scored: Whether models are scored on validation data during the run.
     """
 
     module: str
@@ -313,3 +336,4 @@ class FirstStep(NamedTuple):
     clips: str = ""
     optimizer_state: str = "reset"
     logged: tuple[str, ...] | None = None
+    is_scored: bool = True

@@ -6,7 +6,9 @@
 """
 
 from fedlightning.ranges.annotations import (
+    ClientCount,
     CountOrShare,
+    Counts,
     Instance,
     Length,
     NonNegativeFloat,
@@ -15,6 +17,8 @@ from fedlightning.ranges.annotations import (
     PositiveInt,
     PositiveShare,
     Range,
+    RoundCount,
+    RoundCountOrShare,
     Share,
     ShareBelowOne,
     allows,
@@ -28,13 +32,16 @@ from fedlightning.ranges.checking import (
     check_arguments,
     check_on_creation,
     checked,
+    counts_of,
     may_be_infinite,
     ranges_of,
 )
 from fedlightning.ranges.together import at_least_one, at_most_one, exactly_one, idle_with, needs, shown
 
 __all__ = [
+    "ClientCount",
     "CountOrShare",
+    "Counts",
     "Init",
     "Instance",
     "Length",
@@ -44,6 +51,8 @@ __all__ = [
     "PositiveInt",
     "PositiveShare",
     "Range",
+    "RoundCount",
+    "RoundCountOrShare",
     "Share",
     "ShareBelowOne",
     "allows",
@@ -52,6 +61,7 @@ __all__ = [
     "check_arguments",
     "check_on_creation",
     "checked",
+    "counts_of",
     "described",
     "exactly_one",
     "idle_with",

@@ -101,7 +101,25 @@ class Instance:
     note: str = ""
 
 
+@dataclass(frozen=True)
+class Counts:
+    """What a whole number counts: before round 1, when that is known, one above what there is is told of.
+
+    Args:
+        things: `"clients"`: a number above theirs is refused. `"rounds"`: it is warned of, since a run may be resumed with
+            more.
+
+    Example:
+        >>> counted_in(Annotated[int, Range("[1, inf)"), Counts("clients")] | None)
+        ['clients']
+    """
+
+    things: Literal["clients", "rounds"]
+
+
 PositiveInt = Annotated[int, Range("[1, inf)")]
+ClientCount = Annotated[int, Range("[1, inf)"), Counts("clients")]
+RoundCount = Annotated[int, Range("[0, inf)"), Counts("rounds")]
 NonNegativeInt = Annotated[int, Range("[0, inf)")]
 PositiveFloat = Annotated[float, Range("(0, inf)")]
 NonNegativeFloat = Annotated[float, Range("[0, inf)")]
@@ -110,6 +128,7 @@ PositiveShare = Annotated[float, Range("(0, 1]")]
 ShareBelowOne = Annotated[float, Range("[0, 1)")]
 CountOrShare = Annotated[int, Range("[0, inf)", strict=True)] | Share
 """A whole number is a number of things, and 1.0 all of them."""
+RoundCountOrShare = Annotated[int, Range("[0, inf)", strict=True), Counts("rounds")] | Share
 
 
 def allows(annotation: Any, value: Any) -> bool:
@@ -273,6 +292,12 @@ def is_plain_kind(annotation: Any) -> bool:
 def ranges_in(annotation: Any) -> list[Range]:
     """Return the ranges of numbers in an annotation."""
     return [one for one in _declared(annotation) if isinstance(one, Range)]
+
+
+def counted_in(annotation: Any) -> list[str]:
+    """Return what a whole number with an annotation counts, as :class:`Counts` says."""
+    held = [one.things for one in getattr(annotation, "__metadata__", ()) if isinstance(one, Counts)]
+    return held + [things for one in get_args(annotation) for things in counted_in(one)]
 
 
 def notes_in(annotation: Any) -> list[str]:

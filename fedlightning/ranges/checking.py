@@ -11,7 +11,15 @@ from typing import Any, TypeVar
 
 from fedlightning.errors import ConfigurationError
 from fedlightning.ranges import annotations as declarations
-from fedlightning.ranges.annotations import allows, described, is_checked, is_plain_kind, notes_in, ranges_in
+from fedlightning.ranges.annotations import (
+    allows,
+    counted_in,
+    described,
+    is_checked,
+    is_plain_kind,
+    notes_in,
+    ranges_in,
+)
 from fedlightning.ranges.together import fault_of, shown
 
 Kind = TypeVar("Kind", bound=type)
@@ -95,6 +103,27 @@ def check_arguments(owner: object, init: Callable[..., None], arguments: Mapping
     fault = fault_of(init, arguments)
     if fault is not None:
         raise ConfigurationError(f"{type(owner).__name__} {fault}")
+
+
+def counts_of(owner: object) -> list[tuple[str, str, int]]:
+    """Return the arguments of an object that count something, each with what it counts and its value; defaults left out.
+
+    Example:
+        >>> from fedlightning.callbacks import IFCA
+        >>> counts_of(IFCA(num_clusters=3))
+        [('num_clusters', 'clients', 3)]
+    """
+    told = [
+        (name, things, getattr(owner, name, None))
+        for name, annotation in _annotations_of(type(owner)).items()
+        for things in counted_in(annotation)
+    ]
+    parameters = inspect.signature(type(owner)).parameters
+    return [
+        (name, things, value)
+        for name, things, value in told
+        if isinstance(value, int) and (name not in parameters or value != parameters[name].default)
+    ]
 
 
 def ranges_of(kind: type) -> dict[str, str]:

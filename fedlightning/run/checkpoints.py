@@ -20,7 +20,7 @@ from fedlightning.codec.names import Trust, UntrustedError, is_trusted, look_up,
 from fedlightning.codec.objects import from_tree, to_tree
 from fedlightning.codec.plain import NotPlainError, native
 from fedlightning.codec.restoring import ROOMS, within
-from fedlightning.compat.attached import detached_copy
+from fedlightning.compat.attached import configure, detached_copy
 from fedlightning.compat.quiet import quiet
 from fedlightning.storage.files import UnreadableError, check_seal, read_tensors, replacing, save_tensors, seal
 from fedlightning.tensors import load_state, module_state
@@ -102,7 +102,7 @@ class Exporter:
         """Return the class of the user's module and its entries' shapes."""
         if architecture not in self._known:
             complete = detached_copy(self._template_of(architecture))
-            complete.configure_model()
+            configure(complete, lambda: self._trainer)
             shapes = {name: value.shape for name, value in module_state(complete).items()}
             self._known[architecture] = type(complete), shapes
         return self._known[architecture]
@@ -213,7 +213,7 @@ def _opened(path: Path, module: LightningModule | None, trust: Trust, hparams: d
     if wrapped is not None:
         loaded = from_tree(wrapped, trust)
     elif module is not None:
-        loaded = _filled(module, checkpoint["state_dict"])
+        loaded = _filled(module, checkpoint)
     elif "module" in own and not hparams:
         loaded = from_tree(own["module"], trust)
     else:
@@ -226,20 +226,42 @@ def _opened(path: Path, module: LightningModule | None, trust: Trust, hparams: d
         raise UnreadableError(f"what it holds is no whole module ({error})") from None
 
 
-def _filled(module: LightningModule, state: dict[str, Any]) -> LightningModule:
-    """Return the module with the weights of the file; one that builds its layers in `configure_model` builds them."""
-    module.configure_model()
-    own = module_state(module)
+def _filled(module: LightningModule, checkpoint: dict[str, Any]) -> LightningModule:
+    """Return the module with the weights of the file, as `load_from_checkpoint` would fill one.
+
+    One that builds its layers in `configure_model` builds them, and what the file lacks stays as it is where the module says
+    `strict_loading = False`.
+    """
+    kind = type(module).__name__
+    configure(module, _reader)
+    try:
+        module.on_load_checkpoint(checkpoint)
+    except Exception as error:  # of the user's code
+        raise UnreadableError(f"{kind}.on_load_checkpoint fails: {type(error).__name__}: {error}") from error
+    own, saved = module_state(module), checkpoint["state_dict"]
+    extra = {
+        name: saved[name] for name in module.state_dict() if name in saved and name not in own
+    }  # of get_extra_state
+    state = {name: value for name, value in saved.items() if name not in extra}
     more = next((name for name in state if name not in own), None)
     if more is not None:
-        raise UnreadableError(f"it has '{more}', which {type(module).__name__} does not have")
-    for name, value in module_state(module).items():
+        raise UnreadableError(f"it has '{more}', which {kind} does not have")
+    for name, value in own.items():
         found = state.get(name)
+        if found is None and not module.strict_loading:
+            continue
         if not isinstance(found, Tensor) or found.shape != value.shape:
             has = f"has shape {tuple(found.shape)}" if isinstance(found, Tensor) else "is missing"
-            raise UnreadableError(f"'{name}' of {type(module).__name__}, of shape {tuple(value.shape)}, {has} in it")
+            way = "" if isinstance(found, Tensor) else " (a module that has it anyway says so: strict_loading = False)"
+            raise UnreadableError(f"'{name}' of {kind}, of shape {tuple(value.shape)}, {has} in it{way}")
     load_state(module, state)
+    module.load_state_dict(extra, strict=False)
     return module
+
+
+def _reader() -> Trainer:
+    with quiet():
+        return Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from fedlightning.tensors.arithmetic import (
 from fedlightning.tensors.mean import WeightedMean
 from fedlightning.tensors.memory import pack, side_by_side
 from fedlightning.tensors.modules import EntryKind, State, entry_kinds, load_state, module_state, tied_names
-from fedlightning.tensors.reals import add_row, as_reals, has_mean, narrow, to_row, widen
+from fedlightning.tensors.reals import add_row, as_reals, dense, has_mean, narrow, to_row, widen
 
 __all__ = [
     "EntryKind",
@@ -29,6 +29,7 @@ __all__ = [
     "add_row",
     "as_reals",
     "clone",
+    "dense",
     "distance",
     "entry_kinds",
     "equal",

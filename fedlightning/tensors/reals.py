@@ -7,6 +7,7 @@ rank, its second moment and its noise are those of the real and of the imaginary
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +35,19 @@ def as_reals(entry: Tensor) -> Tensor:
         tensor([3.])
     """
     return torch.view_as_real(entry) if entry.is_complex() else entry
+
+
+GradientT = TypeVar("GradientT", Tensor, Tensor | None)
+
+
+def dense(gradient: GradientT) -> GradientT:
+    """Return a gradient, a sparse one (`nn.Embedding(sparse=True)`) dense: little of torch's arithmetic takes others.
+
+    Example:
+        >>> dense(torch.tensor([0.0, 2.0]).to_sparse())
+        tensor([0., 2.])
+    """
+    return gradient if gradient is None or gradient.layout == torch.strided else gradient.to_dense()
 
 
 def widen(entry: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from fedlightning.visit import monitors
 from fedlightning.visit.client import Client
 from fedlightning.visit.fast.fit import train_fast
 from fedlightning.visit.lightning_loop import release, train_with_lightning
+from fedlightning.visit.log_rules import numbers
 from fedlightning.visit.loss_terms import loss_terms
 from fedlightning.visit.phase_loss import phase_loss
 from fedlightning.visit.surroundings import Surroundings
@@ -87,7 +88,7 @@ def fit(
     states = {callback.state_key: callback.state_dict() for callback in ordinary}
     record["callbacks"] = {key: state for key, state in states.items() if state}
     if phase.loss is None:  # else it is no metric of the task
-        client.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
+        client.metrics |= numbers(trainer.callback_metrics, client.module)
     release(trainer) if isinstance(trainer, Trainer) else trainer.release()
     if visit.attempts == 0 and work > 0 and client.module.automatic_optimization and batches:
         raise RuntimeError(

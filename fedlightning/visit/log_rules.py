@@ -8,7 +8,7 @@ differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Number
@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+
+from fedlightning.wrappers import user_class
 
 REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "min": "min", "max": "max"}
 """Reduction over an epoch, by the name that `reduce_fx` may give it."""
@@ -123,6 +125,32 @@ def wide_dtype() -> torch.dtype:
     return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
 
 
+class NotOneNumberError(ValueError):
+    """A module logs under a name what is no single number."""
+
+    WAY_OUT = "Log its mean, or a number for each class (torchmetrics.ClasswiseWrapper)"
+
+
+def one_number(name: str, value: Any, owner: LightningModule | None) -> Any:
+    """Return a logged value if it is a single number.
+
+    Raises:
+        NotOneNumberError: With its name and its shape.
+    """
+    if isinstance(value, Tensor) and value.numel() != 1:
+        module = "The module" if owner is None else user_class(owner).__name__
+        raise NotOneNumberError(
+            f"{module} logs '{name}' as a tensor of shape {tuple(value.shape)}, and what is logged is one number. "
+            f"{NotOneNumberError.WAY_OUT}"
+        )
+    return value
+
+
+def numbers(logged: Mapping[str, Any], owner: LightningModule) -> dict[str, float]:
+    """Return logged values as plain numbers."""
+    return {name: float(one_number(name, value, owner)) for name, value in logged.items()}
+
+
 def scalar(
     name: str, value: Any, refusal: Callable[[str], BaseException], owner: LightningModule | None = None
 ) -> Tensor:
@@ -133,8 +161,7 @@ def scalar(
         value = torch.tensor(value, device=None if owner is None else owner.device, dtype=wide_dtype())
     else:
         raise refusal(f"self.log({name!r}) gets a {type(value).__name__}")
-    if value.numel() != 1:
-        raise refusal(f"self.log({name!r}) gets a tensor of {value.numel()} elements")
+    one_number(name, value, owner)
     if value.dtype not in (torch.float32, torch.float64):
         value = value.to(wide_dtype())
     return value.squeeze() if value.ndim else value

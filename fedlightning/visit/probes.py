@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedlightning.compat.attached import takes_index
 from fedlightning.datamodules.public import PairedBatch
 from fedlightning.seeding import isolated
-from fedlightning.tensors import State
+from fedlightning.tensors import State, dense
 from fedlightning.wrappers.muting import evaluating, frozen_buffers, muted
 
 TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -166,7 +166,7 @@ def batch_gradient(
         gradients = torch.autograd.grad(loss * factor, list(trainable.values()), allow_unused=True)
     return loss.detach(), {
         name: gradient / factor if factor != 1.0 else gradient
-        for name, gradient in zip(trainable, gradients, strict=True)
+        for name, gradient in zip(trainable, map(dense, gradients), strict=True)
         if gradient is not None
     }
 

@@ -19,9 +19,11 @@ from fedlightning.visit.fast import refusals
 from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.fast.evaluation import Evaluation, evaluate, may_stay_open, module_refusal
 from fedlightning.visit.kept import Kept
+from fedlightning.visit.log_rules import NotOneNumberError, numbers
 from fedlightning.visit.lost_batches import refuse_lost_batches
 from fedlightning.visit.surroundings import ClientData
 from fedlightning.visit.undefined import nan_where_undefined
+from fedlightning.wrappers import user_class
 
 
 class Scorer:
@@ -74,7 +76,7 @@ class Scorer:
                 logged = self._by_trainer(module, loader, testing)
         to_device(module, home)
         module.trainer = before
-        return {name: float(value) for name, value in logged.items()} or losses.result()
+        return numbers(logged, module) or losses.result()
 
     def _by_trainer(self, module: LightningModule, loader: DataLoader[Any], testing: bool) -> dict[str, Any]:
         self._blueprint.losses.reset()
@@ -83,6 +85,16 @@ class Scorer:
             with quiet(), nan_where_undefined(module):
                 run = trainer.test if testing else trainer.validate
                 results = run(module, dataloaders=loader, verbose=False)
+        except ValueError as error:
+            if "a single element" in str(
+                error
+            ):  # Lightning's words of self.log, and of a metric whose name it does not tell
+                numbers(trainer.callback_metrics, module)
+                text = " ".join(str(error).split()).rstrip(".")
+                raise NotOneNumberError(
+                    f"{user_class(module).__name__}: {text}. {NotOneNumberError.WAY_OUT}"
+                ) from error
+            raise
         finally:
             kept.put_back()
         step, loop = ("test_step", trainer.test_loop) if testing else ("validation_step", trainer.validate_loop)
@@ -116,7 +128,7 @@ class Scorer:
                     losses.reset()
                     with read_for_scores(loader):
                         logged = evaluation.run(loader)
-                    found.append({name: float(value) for name, value in logged.items()} or losses.result())
+                    found.append(numbers(logged, module) or losses.result())
         except NotInFastLoop:
             self._refused.add(type(module))
         finally:
@@ -144,7 +156,11 @@ class Scorer:
         if self._refusal(module) is not None or refusals.of_loader(loader, limit) is not None:
             return None
         # The first module of a class is scored on a copy: if it turns out to need the Trainer, its own metrics are unused.
-        scored = module if (kind, testing) in self._tried else detached_copy(module)
+        try:
+            scored = module if (kind, testing) in self._tried else detached_copy(module)
+        except Exception:  # something in it cannot be copied
+            self._refused.add(kind)
+            return None
         losses = self._blueprint.losses
         losses.reset()
         try:

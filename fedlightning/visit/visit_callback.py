@@ -17,6 +17,7 @@ from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.errors import ConfigurationError
 from fedlightning.hooks import CallbackList, FederatedCallback, GradientContext, Phase
 from fedlightning.seeding import seed_all
+from fedlightning.tensors import dense
 from fedlightning.visit.client import Client
 from fedlightning.visit.requests import FitResult
 from fedlightning.wrappers import user_class
@@ -170,8 +171,8 @@ class VisitCallback(Callback):
     @torch.no_grad()
     def _corrected(self, name: str, parameter: Tensor, lr: float) -> Tensor:
         assert parameter.grad is not None
-        gradient = parameter.grad
         anchor = self.client.anchor(name, parameter.device)
+        gradient = before = dense(parameter.grad)
         for callback in self.correctors:
             context = GradientContext(
                 anchor={} if anchor is None else {name: anchor},
@@ -183,7 +184,7 @@ class VisitCallback(Callback):
                 phase=self.phase,
             )
             gradient = callback.correct_gradient(context, name, parameter, gradient)
-        return gradient.to(parameter.grad.dtype)
+        return parameter.grad if gradient is before else gradient.to(parameter.grad.dtype)
 
     def _stepped(self, index: int, optimizer: Optimizer, *ignored: Any) -> None:
         moved = False

@@ -59,6 +59,7 @@ def reduced(callback, came, **options):
     """Return the noise of a round of a hundred clients, and the server."""
     server = SimpleNamespace(
         **{"state": {}, "clients": [str(i) for i in range(100)], "round": 0, "run_dir": None, "outgoing": ()} | options,
+        blueprint=SimpleNamespace(privacy={}),
         trainable=["w"],
         model={"w": torch.zeros(100, 200)},
         max_rounds=9,
@@ -93,7 +94,15 @@ def test_the_count_has_noise_of_its_deviation():
         callback = dp(clip=1.0, noise_multiplier=1.0, noise_seed=seed, quantile=0.5, clip_lr=1.0)
         state = {"ClientDP": callback_state(callback)}
         server = SimpleNamespace(
-            state=state, clients=range(100), round=0, run_dir=None, outgoing=(), trainable=[], model={}, max_rounds=1
+            state=state,
+            clients=range(100),
+            round=0,
+            run_dir=None,
+            outgoing=(),
+            blueprint=SimpleNamespace(privacy={}),
+            trainable=[],
+            model={},
+            max_rounds=1,
         )
         server.shared_names = lambda: ()
         callback.on_reduced(server, {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -329,3 +330,22 @@ def test_wrong_use_is_refused():
         federate(Loss(lambda logits, y: logits[:, 0].sub(y).square().mean()), numbers, [FedLC()])
     with pytest.raises(ValueError, match=r"FedLC cannot see the features of Toy: .*Set head="):
         federate(Toy(), skewed(), [FedLC(head="nothing")])
+
+
+@pytest.mark.parametrize(
+    ("counts", "told"),
+    [
+        ([[9, 0, 0], [0, 9, 0]], True),
+        ([[9, 9, 0], [0, 9, 9]], False),
+        ([[9, 9, 9], [1, 9, 9]], False),
+        ([None, None], False),
+    ],
+)
+def test_absent_classes_are_told_of_at_the_start(counts, told, monkeypatch):
+    known = dict(zip("01", counts, strict=True))
+    monkeypatch.setattr(ToyData, "class_counts", lambda self, client, split="train": known[client])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        federate(Toy(), toy_data((8, 8)), [FedLC()], max_rounds=1)
+    said = [str(one.message) for one in caught if "does not have" in str(one.message)]
+    assert len(said) == told and all("2 of 2 clients lack some of 3 (client '0' has 1)" in text for text in said)

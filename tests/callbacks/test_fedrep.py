@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from fedlightning.callbacks import FedAvg, FedPer, FedProx, FedRep
+from fedlightning.callbacks import FedAvg, FedBABU, FedPer, FedProx, FedRep, FedType
 from fedlightning.hooks import FederatedCallback
 from fedlightning.tensors import clone, module_state, select
 from tests.callbacks.common import HEAD, MAKES, SIZES, MomentumDecay, absent_clients_rest, batches, deployed, descend
@@ -251,3 +251,51 @@ def test_it_is_not_fedper():
 def test_wrong_use(make, sentence):
     with pytest.raises(ValueError, match=sentence):
         federate(Toy(), toy_data(SIZES), [make()])
+
+
+@pytest.mark.parametrize(
+    ("make", "frozen", "way"),
+    [
+        (FedRep, "net.0", r"Set body_epochs=0"),
+        (FedRep, "net.3", r"Set head_epochs=0"),
+        (lambda: FedRep(body_epochs=0), "net.3", r"Set head_epochs=0"),
+        (FedBABU, "net.0", r"use Local\(\)"),
+    ],
+)
+def test_a_part_in_which_nothing_trains(make, frozen, way):
+    module = Toy()
+    module.get_submodule(frozen).requires_grad_(False)
+    with pytest.raises(ValueError, match=rf"'{frozen}\.weight', '{frozen}\.bias'\), and no parameter.*{way}"):
+        federate(module, toy_data(SIZES), [make()])
+
+
+@pytest.mark.parametrize(
+    ("frozen", "make"), [("net.0", lambda: FedRep(body_epochs=0)), ("net.3", lambda: FedRep(head_epochs=0))]
+)
+def test_a_part_that_is_left_out_may_be_frozen(frozen, make):
+    module = Filters()
+    module.get_submodule(frozen).requires_grad_(False)
+    assert not federate(module, toy_data(SIZES), [make()], max_rounds=1).server.failures
+
+
+class Filters(Toy):
+    """Its optimizer holds what trains as it is made."""
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], 0.01)
+
+
+class Whole(Toy):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 0.01)
+
+
+@pytest.mark.parametrize("local_loop", ["fast", "trainer"])
+@pytest.mark.parametrize("make", [lambda: FedRep(head_epochs=2), lambda: FedType(Filters())], ids=["FedRep", "FedType"])
+def test_optimizers_that_hold_what_trains_do_as_those_that_hold_everything(make, local_loop):
+    models = []
+    for kind in (Filters, Whole):
+        torch.manual_seed(0)
+        trainer = federate(kind(), toy_data(SIZES), [make()], max_rounds=2, local_loop=local_loop)
+        models.append(trainer.server.model | module_state(trainer.module("0")))
+    same(*models)

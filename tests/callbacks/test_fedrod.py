@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import fedlightning
 from fedlightning.callbacks import (
     FENDA,
+    GPFL,
     SCAFFOLD,
     FedAdam,
     FedAvg,
@@ -34,6 +35,7 @@ from tests.helpers import (
     NormNet,
     PiecesStyle,
     Toy,
+    ToyData,
     close,
     differs,
     federate,
@@ -351,3 +353,15 @@ def test_what_is_inexact_is_said():
 def test_senseless_settings_are_refused():
     with pytest.raises(ValueError, match="FedRoD got init="):
         FedRoD(init="random")
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: FedRoD(head="net.3"), lambda: GPFL(head="net.3", num_classes=3)], ids=["FedRoD", "GPFL"]
+)
+def test_classes_are_counted_where_the_data_do_not_tell_them(make, monkeypatch):
+    torch.manual_seed(0)
+    models = [federate(Toy(), toy_data(), [make()], max_rounds=2).server.model]
+    monkeypatch.setattr(ToyData, "class_counts", lambda self, client, split="train": None)
+    torch.manual_seed(0)
+    models.append(federate(Toy(), toy_data(), [make()], max_rounds=2).server.model)
+    same(*models)

@@ -241,8 +241,8 @@ def test_hypcluster_deploys_what_is_best_on_validation_data():
     }
     for kind, start in ((HypCluster, -3.0), (IFCA, None)):
         callbacks = [kind(2, init=0.1), Planted(2.0, -3.0)]
-        trainer = federate(Quadratic(), ToyData({"0": pairs}), callbacks, max_rounds=1)
-        assert chosen(trainer, kind.__name__) == {"0": 0}  # trained: the best on training data
+        trainer = federate(Quadratic(), ToyData({"0": pairs, "1": pairs}), callbacks, max_rounds=1)
+        assert chosen(trainer, kind.__name__) == {"0": 0, "1": 0}  # trained: the best on training data
         w = module_state(trainer.module("0"))["w"]
         assert (w.tolist() == [-3.0] * 3) == (start is not None)
 

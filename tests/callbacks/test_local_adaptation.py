@@ -259,7 +259,7 @@ def test_a_client_without_samples_deploys_the_global_model():
         (lambda: LocalAdaptation(lr_factor=0.0), r"lr_factor=0.0. Use a number in \(0, inf\)"),
         (lambda: LocalAdaptation(part="top"), "part='top'. Use 'all', 'head'"),
         (lambda: LocalAdaptation(part="head", head=["fc"]), "'fc' is neither a name"),
-        (lambda: LocalAdaptation(part="body", num_layers=2), "has no trainable parameter of Toy to fine-tune"),
+        (lambda: LocalAdaptation(part="body", num_layers=2), r"a part of Toy by itself \(none\), and no"),
     ],
 )
 def test_wrong_use(make, sentence):

@@ -42,5 +42,8 @@ def test_every_item_that_leaves_is_told_under_its_cover():
         def __str__(self):
             return self.kind
 
-    told = private.items_told(SimpleNamespace(outgoing=[Item(kind=name, owner="") for name in texts]))
+    server = SimpleNamespace(
+        outgoing=[Item(kind=name, owner="") for name in texts], blueprint=SimpleNamespace(privacy={})
+    )
+    told = private.items_told(server)
     assert told == {"noised": ["entries"], "withheld": ["logged"], "in_the_clear": ["counts"]}

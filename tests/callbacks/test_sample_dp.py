@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,6 +24,7 @@ from fedlightning.algorithm import Facts, FederatedCallback, Outgoing
 from fedlightning.callbacks import (
     MOON,
     SCAFFOLD,
+    ClientDP,
     Ditto,
     FedAdam,
     FedALA,
@@ -571,3 +574,53 @@ def test_a_visit_from_an_earlier_record_is_counted_beside_the_one_it_replaces(tm
     assert (one, same_one, two) == (3, 3, 4)
     same(first.state, again.state)
     assert float(other.extras["SampleDP"]["epsilon"]) > float(first.extras["SampleDP"]["epsilon"])
+
+
+def test_a_large_epsilon_is_no_update_that_explodes():
+    trainer = federate(module(), toy_data(SIZES), [dp(noise_multiplier=5e-4)], max_rounds=2)
+    assert not trainer.server.failures and min(trainer.server.state["SampleDP"]["epsilon"].values()) > 1e6
+
+
+class BringsFinder(Toy):
+    def configure_callbacks(self):
+        return LearningRateFinder()
+
+
+@pytest.mark.parametrize("module", [Toy(), BringsFinder()], ids=["trainer", "module"])
+def test_finders_are_refused_before_round_1(module):
+    ordinary = [] if isinstance(module, BringsFinder) else [LearningRateFinder()]
+    with pytest.raises(
+        ValueError, match="LearningRateFinder takes steps on training data that SampleDP neither covers"
+    ):
+        federate(module, toy_data(), [SampleDP(delta=1e-3, noise_multiplier=1.0), *ordinary])
+
+
+def test_lightnings_tuner_is_refused():
+    trainer = plain_trainer(SampleDP(delta=1e-3, noise_multiplier=1.0))
+    with pytest.raises(ValueError, match="LearningRateFinder takes steps on training data that SampleDP"):
+        Tuner(trainer).lr_find(Toy(), DataLoader(TensorDataset(torch.zeros(8, 6), torch.zeros(8).long()), 4))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SampleDP(delta=1e-3, noise_multiplier=2.0),
+        lambda: ClientDP(delta=1e-3, noise_multiplier=2.0, clip=1.0),
+    ],
+    ids=["SampleDP", "ClientDP"],
+)
+def test_what_a_model_has_spent_goes_on_with_it(make, tmp_path):
+    """From export to init_from: what both runs spend is told, and the next export carries the sum."""
+    spent, start = [], None
+    for number in range(3):
+        trainer = make_trainer(tmp_path / str(number), [make()], max_rounds=1, init_from=start)
+        told = pytest.warns(UserWarning, match=r"has spent epsilon=.* at delta=0.00\d") if start else nullcontext()
+        with told:
+            trainer.fit(module(), datamodule=toy_data(SIZES))
+        spent.append(json.loads((trainer.recorder.run.path / "privacy.json").read_text()))
+        start = trainer.recorder.run.path / "checkpoints" / "global.ckpt"
+        carried = torch.load(start, weights_only=True)["fedlightning"]["privacy"]
+        assert carried["epsilon"] == pytest.approx(sum(one["epsilon"] for one in spent))
+        assert carried["delta"] == pytest.approx(1e-3 * (number + 1))
+    assert "together" not in spent[0]
+    assert spent[2]["begins_with"]["epsilon"] == pytest.approx(spent[0]["epsilon"] + spent[1]["epsilon"])

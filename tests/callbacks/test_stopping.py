@@ -195,6 +195,29 @@ def test_budgets_hold_in_every_loop(loop, callbacks):
         assert {"G", "L1"} <= {row.stage for row in last if row.split == "val"}
 
 
+@pytest.mark.parametrize(
+    ("costs", "ends"),
+    [
+        ([10, 2, 2, 2], (3, 1)),  # there is room for one more as dear as the first, and for no two
+        ([2, 2, 10, 2], (2, 0)),
+        ([5, 5, 5, 5], (1, 1)),
+        ([1, 1, 1, 1], None),
+    ],
+)
+@pytest.mark.parametrize("limit", ["max_steps", "max_seconds", "max_megabytes"])
+def test_a_budget_goes_by_the_dearest_round_so_far(limit, costs, ends):
+    ended = []
+    server = SimpleNamespace(bytes_up=0, bytes_down=0, time=0.0, steps=0, state={}, round=0)
+    server.stop = lambda by, reason, after: ended.append((server.round, after))
+    budget = Budget(**{limit: {(10, 2, 2, 2): 35, (2, 2, 10, 2): 20}.get(tuple(costs), 15)})
+    for server.round, cost in enumerate(costs):
+        server.bytes_up += cost * 10**6
+        server.time += cost
+        server.steps += cost
+        budget.on_round_end(server)
+    assert ended[:1] == ([] if ends is None else [ends])
+
+
 def test_a_first_round_beyond_the_budget_is_scored_all_the_same():
     trainer = make_trainer(None, [Budget(max_steps=1)], max_rounds=12, evaluate_every=5)
     trainer.fit(module(), datamodule=toy_data((8, 8)))

@@ -55,9 +55,9 @@ def test_in_stacks():
 
 
 def test_the_draw_is_of_the_data_and_nested():
-    drawn = {given: fit(evaluate_clients=given, max_rounds=1).server.evaluated for given in (2, 0.5, 1.0, 99)}
+    drawn = {given: fit(evaluate_clients=given, max_rounds=1).server.evaluated for given in (2, 0.5, 1.0, 8)}
     assert len(drawn[2]) == 2 and len(drawn[0.5]) == 4 and set(drawn[2]) < set(drawn[0.5])
-    assert drawn[1.0] == drawn[99] == [str(number) for number in range(8)]
+    assert drawn[1.0] == drawn[8] == [str(number) for number in range(8)]
     fit(LocalCheckpoint(), evaluate_clients=1.0, max_rounds=1)  # all of them are every client
     assert fit(APFL(), seed=7, evaluate_clients=2, max_rounds=1).server.evaluated == drawn[2]
 

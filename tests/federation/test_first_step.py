@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from functools import partial
 
@@ -11,16 +12,26 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedlightning.callbacks import (
+    IFCA,
+    PIFL,
     SCAFFOLD,
+    TIFF,
     FedAvg,
+    FedDF,
     FederatedEarlyStopping,
     FedPer,
     FedProx,
+    FedSAM,
+    FedSoft,
     GlobalCheckpoint,
     LocalCheckpoint,
+    PerFedAvg,
+    pFedBayes,
+    pFedMe,
 )
 from fedlightning.federation import federation
-from tests.helpers import NormNet, Toy, make_trainer, toy_data
+from tests.callbacks.public import public_data
+from tests.helpers import NormNet, Toy, close, make_trainer, toy_data
 
 
 @pytest.fixture
@@ -63,13 +74,46 @@ class Sparse(Toy):
         return self.net(x + self.embedding((x[:, 0].abs() * 3).long().clamp(0, 9)))
 
 
+class SparseOnly(Sparse):
+    def __init__(self):
+        super().__init__()
+        self.net.requires_grad_(False)
+
+    def configure_optimizers(self):
+        return torch.optim.SparseAdam(self.embedding.parameters(), 0.01)
+
+
+class Dense(Sparse):
+    def __init__(self):
+        super().__init__()
+        self.embedding.sparse = False
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        *(SCAFFOLD(option=1), FedProx(mu=0.1), FedSoft(), FedSAM(), pFedMe(), pFedBayes(), IFCA(option=1)),
+        *(PerFedAvg(), FedDF(steps=2)),
+    ],
+    ids=lambda one: one.key,
+)
+def test_sparse_gradients_do_as_dense_ones(callback):
+    models = []
+    for kind in (Sparse, Dense):
+        torch.manual_seed(0)
+        trainer = make_trainer(None, [copy.deepcopy(callback)], sanity_check=True, max_rounds=1, local_steps=2)
+        trainer.fit(kind(), public_data((24, 16)))
+        models.append(trainer.server.model)
+    close(*models)
+
+
 @pytest.mark.parametrize(
     ("module", "callback", "sentence"),
     [
         (NeedsTrainer, SCAFFOLD(), r"AdamW's movement is no sum of gradients\. Use SCAFFOLD\(option=1\)"),
         (MadeInSetup, SCAFFOLD(), r"AdamW's movement is no sum of gradients\. Use SCAFFOLD\(option=1\)"),
-        (Sparse, SCAFFOLD(option=1), r"'embedding\.weight' of Sparse are sparse, and SCAFFOLD adds"),
-        (Sparse, FedProx(mu=0.1), r"'embedding\.weight' of Sparse are sparse, and FedProx adds"),
+        (SparseOnly, FedProx(mu=0.1), r"'embedding\.weight' of SparseOnly are sparse, FedProx adds"),
+        (SparseOnly, FedSAM(), r"'embedding\.weight' of SparseOnly are sparse, FedSAM adds"),
     ],
 )
 def test_what_cannot_work_is_refused(nothing_runs, module, callback, sentence):
@@ -146,6 +190,26 @@ def test_a_metric_that_nobody_logs_is_refused(nothing_runs, callback, module):
         ValueError, match=rf"monitors 'val_loss', but validation gives .*{module.names[0]}.*set monitor="
     ):
         start(module(), callback, evaluate_every=1)
+
+
+class Silent(Toy):
+    def validation_step(self, batch, batch_idx):
+        pass
+
+
+@pytest.mark.parametrize("callback", [LocalCheckpoint(), GlobalCheckpoint()], ids=lambda one: one.key)
+def test_a_module_that_logs_nothing_is_refused(nothing_runs, callback):
+    with pytest.raises(ValueError, match=r"gives no metric\. Log one in validation_step, or remove \w+Checkpoint\."):
+        start(Silent(), callback, evaluate_every=1)
+
+
+@pytest.mark.parametrize("evaluate_every", [0, 1])
+@pytest.mark.parametrize("callback", [PIFL(), TIFF(), PIFL(utility="gradient", incentive=False)], ids=repr)
+def test_a_metric_that_pays_is_asked_for(nothing_runs, callback, evaluate_every):
+    with pytest.raises(
+        ValueError, match=r"needs the metric 'val_accuracy', but validation gives \['val_acc', 'val_loss'\]"
+    ):
+        start(Toy(), callback, evaluate_every=evaluate_every)
 
 
 def test_the_only_loss_is_monitored_by_default():

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from fedlightning import FederatedCallback
-from fedlightning.algorithm import ClientSelection, Facts
+from fedlightning.algorithm import ClientSelection, Extra, Facts, Wire
 from fedlightning.callbacks import SCAFFOLD, FedAsync, FedAvg
 from fedlightning.clock import SampleSpeed, VirtualClock
 from fedlightning.errors import ConfigurationError
+from fedlightning.federation.attempts import FederationError
 from fedlightning.federation.loops import Asynchronous
 from fedlightning.federation.norms import FACTOR, TINY, WINDOW, Norms, norm_of_sent
 from fedlightning.federation.update_checks import UpdateChecks
@@ -123,6 +125,23 @@ def test_running_statistics_and_extras_have_a_size_too():
 
     trainer = federate(toy(), toy_data(), [Control()], max_rounds=2, local_steps=2)
     assert failed(trainer) == [(1, "0"), (2, "0")] and "'delta_c' has the norm" in trainer.server.failures[0]["reason"]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_what_an_extra_only_tells_may_be_of_any_size(told):
+    class Tells(FederatedCallback):
+        def wire(self, module):
+            return Wire(up={"number": Extra("scalar", low=0.0, told=told, due=("",))})
+
+        def on_send(self, client, update):
+            update.extras[self.key] = {"number": torch.tensor(1e9)}
+
+    run = partial(federate, toy(), toy_data(), [Tells()], max_rounds=2)
+    if told:
+        assert not failed(run())
+    else:
+        with pytest.raises(FederationError, match="'number' has the norm"):
+            run()
 
 
 class Zeros(Toy):

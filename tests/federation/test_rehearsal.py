@@ -8,6 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from fedlightning.algorithm import ClientSelection
+from fedlightning.arguments.inputs import evaluated_clients
+from fedlightning.callbacks import CFL, IFCA, MAPPER, FedCovid, FedGroup, FedSoft, FeSEM, FeSEMMA, HypCluster
+from fedlightning.clock import FixedSpeed, VirtualClock
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.loops import Asynchronous, Synchronous
 from fedlightning.federation.rehearsal import Rehearsal
@@ -29,13 +32,15 @@ class Divides(FederatedCallback):
         return 1.0
 
 
-def of_server(*callbacks, participation=1.0, samples=5):
+def of_server(*callbacks, participation=1.0, samples=5, rounds=10):
     clients = ["a", "b", "c"]
     return SimpleNamespace(
         over_rounds={},
         callbacks=CallbackList(list(callbacks)),
         participation=participation,
         clients=clients,
+        held_out=[],
+        max_rounds=rounds,
         num_samples=dict.fromkeys(clients, samples),
         participants=lambda: clients[: round(participation * 3)],
         blueprint=None,
@@ -50,6 +55,53 @@ def rehearsal(server=None, needed=1, **federation):
         sites=federation.pop("sites", {}),
     )
     return Rehearsal(SimpleNamespace(server=server or of_server(), engine=engine, **federation))
+
+
+MORE = {
+    "num_clusters": [IFCA(num_clusters=4), HypCluster(num_clusters=4), FeSEM(4), FeSEMMA(4), FedGroup(4), FedSoft(4)],
+    "min_size": [CFL(min_size=4)],
+    "selected": [FedSoft(selected=4)],
+    "large": [FedCovid(large=4)],
+}
+
+
+@pytest.mark.parametrize(("name", "callback"), [(name, one) for name, ones in MORE.items() for one in ones], ids=repr)
+def test_more_clients_than_there_are(name, callback):
+    with pytest.raises(
+        ConfigurationError, match=rf"{type(callback).__name__} got {name}=4, and .* 3 clients. Use 3 at"
+    ):
+        rehearsal(of_server(callback), loop=Synchronous()).counts()
+    setattr(callback, name, 3)
+    rehearsal(of_server(callback), loop=Synchronous()).counts()
+
+
+def test_more_clients_than_there_are_without_a_callback():
+    with pytest.raises(ConfigurationError, match="The trainer got participation=4"):
+        rehearsal(of_server(participation=4), loop=Synchronous()).counts()
+    with pytest.raises(ConfigurationError, match="Synchronous got first=4"):
+        rehearsal(loop=Synchronous(VirtualClock(FixedSpeed(1.0)), first=4)).counts()
+    with pytest.raises(ConfigurationError, match="The trainer got evaluate_clients=4"):
+        evaluated_clients(4, ["a", "b", "c"], 0)
+    assert evaluated_clients(3, ["a", "b", "c"], 0) == ["a", "b", "c"]
+
+
+def test_a_default_is_nobodys_claim():
+    for callback in (IFCA(), CFL()):
+        server = of_server(callback)
+        server.clients = ["a"]
+        rehearsal(server, loop=Synchronous()).counts()
+
+
+def test_a_share_is_no_number_of_clients():
+    rehearsal(of_server(FedCovid(large=1.0), participation=1.0), loop=Synchronous()).counts()
+
+
+def test_more_rounds_than_the_run_has():
+    with pytest.warns(UserWarning, match="CFL got start_round=5, and the run has 4 rounds"):
+        rehearsal(of_server(CFL(start_round=5), rounds=4), loop=Synchronous()).counts()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rehearsal(of_server(CFL(start_round=4), MAPPER(warmup=0.5), rounds=4), loop=Synchronous()).counts()
 
 
 def test_two_that_say_who_takes_part():

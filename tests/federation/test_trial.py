@@ -11,12 +11,13 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import F1Score
 
 from fedlightning.algorithm import Change, Facts, FederatedCallback
-from fedlightning.callbacks import FENDA, SCAFFOLD, FedPer, Local
+from fedlightning.callbacks import FENDA, SCAFFOLD, FedPer, FedProx, Local
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.trial import spread
-from tests.helpers import CLASSES, NormNet, Toy, federate, global_state, make_trainer, same, toy_data
+from tests.helpers import CLASSES, FEATURES, NormNet, Toy, federate, global_state, make_trainer, same, toy_data
 
 
 class BadTest(Toy):
@@ -155,12 +156,53 @@ class AddsToTheModule(FederatedCallback):
 
 @pytest.mark.parametrize("loop", ["auto", "trainer"])
 def test_a_try_ends_after_its_batch(loop, tmp_path):
-    """What comes at the end of an epoch is of the whole of it, and is left to the run."""
-    Watches.ended, Watches.before = 0, 1
+    """The end of an epoch of one batch is seen, as in Lightning's sanity check."""
+    Watches.ended, Watches.before = 0, 0
     trainer = make_trainer(tmp_path, [AddsToTheModule()], sanity_check=True, local_loop=loop, max_rounds=1)
     trainer.fit(Watches(), datamodule=toy_data())
-    assert Watches.before == 0 < Watches.ended
+    assert Watches.before == 1 < Watches.ended
     assert "add" not in vars(trainer.federation.engine.runner.blueprint.losses)
+
+
+class ByClass(Toy):
+    """Logs a number for each class, in one of the ways in which that goes wrong."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.metric = way, F1Score("multiclass", num_classes=CLASSES, average="none")
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.metric.update(self.logits(batch[0]), batch[1])
+        if self.way == "metric":
+            self.log("val_f1", self.metric)
+        if self.way == "step":
+            self.log("val_f1", torch.zeros(CLASSES))
+
+    def on_validation_epoch_end(self):
+        if self.way == "end":
+            self.log("val_f1", self.metric.compute())
+        if self.way == "fails":
+            assert self.global_step, "of one batch there is too little"
+
+
+@pytest.mark.parametrize("loop", ["auto", "trainer"])
+@pytest.mark.parametrize("way", ["metric", "end", "step"])
+def test_what_is_no_single_number_is_named(way, loop):
+    with pytest.raises(ConfigurationError, match="val_f1"):
+        federate(ByClass(way), toy_data(), [NoRounds()], sanity_check=True, evaluate_every=1, local_loop=loop)
+
+
+def test_what_fails_at_the_end_of_one_batch_may_be_right_at_the_end_of_all():
+    with pytest.raises(AssertionError, match="a round has begun"):
+        federate(ByClass("fails"), toy_data(), [NoRounds()], sanity_check=True, evaluate_every=1)
+
+
+class NoRounds(FederatedCallback):
+    facts = Facts(takes_part=False)
+
+    def on_round_start(self, server):
+        raise AssertionError("a round has begun")
 
 
 def test_the_users_loaders_are_not_touched():
@@ -241,3 +283,27 @@ def test_of_other_buffers_nothing_is_said(module, callbacks, options):
         warnings.simplefilter("always")
         federate(module(), toy_data((8, 16)), callbacks, sanity_check=True, **options)
     assert not [one for one in told if "Training changes buffers" in str(one.message)]
+
+
+class Bank(Toy):
+    """A memory bank that grows with what it has seen."""
+
+    def __init__(self, persistent):
+        super().__init__()
+        self.register_buffer("bank", torch.zeros(0, FEATURES), persistent=persistent)
+
+    def training_step(self, batch, batch_idx):
+        self.bank = torch.cat([self.bank, batch[0]])
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_buffer_that_grows():
+    with pytest.raises(
+        ConfigurationError, match=r"the shape of 'bank' of Bank, from \(0, 6\) to \(\d+, 6\).*persistent=False"
+    ):
+        federate(Bank(True), toy_data(), [NoRounds()], sanity_check=True)
+    models = []
+    for make in (lambda: Bank(False), Toy):
+        torch.manual_seed(0)
+        models.append(federate(make(), toy_data(), [FedProx(mu=0.1)], sanity_check=True, evaluate_every=1).server.model)
+    same(*models)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +67,63 @@ def test_a_module_to_load_into_builds_its_layers_and_takes_every_weight(tmp_path
     assert equal(module_state(fedlightning.load(file, BuiltLater())), global_state(trainer))
     with pytest.raises(UnreadableError, match=r"'net\.0\.weight', which Bare does not have"):
         fedlightning.load(file, Bare())
+
+
+class Counts(Toy):
+    """Has a state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+class Trims(Toy):
+    """Leaves what is frozen out of its files, and brings a note along."""
+
+    def __init__(self, strict: bool = False) -> None:
+        super().__init__()
+        self.note = ""
+        self.net[0].requires_grad_(False)
+        self.strict_loading = strict
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        kept = {name: value for name, value in checkpoint["state_dict"].items() if not name.startswith("net.0")}
+        checkpoint.update(state_dict=kept, note="trained")
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.note = checkpoint["note"]
+
+
+class AsksItsTrainer(BuiltLater):
+    def configure_model(self) -> None:
+        assert self.trainer.world_size == 1
+        super().configure_model()
+
+
+def test_an_export_is_known_to_load_whatever_the_module_adds_or_leaves_out(tmp_path: Path) -> None:
+    module = Counts()
+    module.count = 7
+    federate(module, toy_data(), [FedAvg()], tmp_path / "counts")
+    opened = fedlightning.load(next((tmp_path / "counts").rglob("global.ckpt")), Counts())
+    assert opened.count == 7
+    trainer = federate(Trims(), toy_data(), [FedAvg()], tmp_path / "trims")
+    file = next((tmp_path / "trims").rglob("global.ckpt"))
+    opened = fedlightning.load(file, Trims())
+    assert opened.note == "trained"
+    assert torch.equal(opened.net[3].weight, global_state(trainer)["net.3.weight"])
+    with pytest.raises(
+        UnreadableError, match=r"'net\.0\.weight' of Trims.* is missing in it \(.*strict_loading = False\)"
+    ):
+        fedlightning.load(file, Trims(strict=True))
+    trainer = federate(AsksItsTrainer(), toy_data(), [FedAvg()], tmp_path / "late")
+    opened = fedlightning.load(next((tmp_path / "late").rglob("global.ckpt")), AsksItsTrainer())
+    assert equal(module_state(opened), global_state(trainer)) and opened._trainer is None
 
 
 def test_a_link_replaces_what_was_there_and_works_without_links(

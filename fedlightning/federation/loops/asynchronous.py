@@ -21,7 +21,7 @@ from fedlightning.federation.loops.synchrony import refuse_synchronous
 from fedlightning.federation.server import Server
 from fedlightning.hooks import Arrivals, AsynchronousMethod
 from fedlightning.messages import Outcome, Update
-from fedlightning.ranges import PositiveShare, Range
+from fedlightning.ranges import Counts, PositiveShare, Range
 from fedlightning.seeding import generator
 from fedlightning.visit.requests import Evaluate
 
@@ -69,7 +69,9 @@ class Asynchronous(Loop):
     def __init__(
         self,
         clock: VirtualClock | None = None,
-        concurrency: Annotated[int, Range("[1, inf)", "It counts clients, or is a share.", strict=True)]
+        concurrency: Annotated[
+            int, Range("[1, inf)", "It counts clients, or is a share.", strict=True), Counts("clients")
+        ]
         | PositiveShare = 1.0,
         arrivals: Annotated[int, Range("[1, inf)", strict=True)] | None = None,
         max_staleness: Annotated[int, Range("[0, inf)", strict=True)] | None = None,
@@ -95,11 +97,6 @@ class Asynchronous(Loop):
             raise ConfigurationError(
                 f"participation={server.participation} has no meaning in an asynchronous loop, where {self.concurrency!r} "
                 "(concurrency) says how many clients are at work at a time. Leave it out."
-            )
-        if self._width(server) > len(server.clients):
-            raise ConfigurationError(
-                f"Asynchronous got concurrency={self.concurrency}, but there are {len(server.clients)} clients, each with at "
-                "most one job at a time. Lower it."
             )
         self.clock.check(server.clients)
 

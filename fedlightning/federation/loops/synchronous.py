@@ -16,7 +16,7 @@ from fedlightning.federation.loops.timing import Late, RoundTimes
 from fedlightning.federation.server import Server
 from fedlightning.hooks import AsynchronousMethod, Job, Plan
 from fedlightning.messages import Message, Update, contributors
-from fedlightning.ranges import Range, needs
+from fedlightning.ranges import Counts, Range, needs
 from fedlightning.visit.requests import Evaluate
 
 ROUNDS = 2**32
@@ -66,7 +66,8 @@ class Synchronous(Loop):
         clock: VirtualClock | None = None,
         deadline: Annotated[float, Range("(0, inf)", "In virtual seconds.")] | None = None,
         late: Late = "drop",
-        first: Annotated[int, Range("[1, inf)", "The number of updates that suffice.", strict=True)] | None = None,
+        first: Annotated[int, Range("[1, inf)", "The number of updates that suffice.", strict=True), Counts("clients")]
+        | None = None,
     ) -> None:
         self.clock = clock
         self.deadline = deadline

@@ -418,7 +418,7 @@ def test_methods_of_clients_equal_synchronous_rounds_where_all_are_alike(make):
         (Asynchronous(), [FedBuff(2), FedAsync()], {}, "both"),
         (Asynchronous(), [], {"participation": 2}, "participation=2 has no meaning"),
         (Asynchronous(), [], {"participation": 1}, "participation=1 has no meaning"),
-        (Asynchronous(concurrency=4), [], {}, "there are 3 clients"),
+        (Asynchronous(concurrency=4), [], {}, "the federation has 3 clients"),
         (Asynchronous(VirtualClock(SampleSpeed(slowdown={"x": 2}))), [], {}, "names client 'x'"),
     ],
 )
