@@ -253,7 +253,9 @@ class Halved(Scene):
 
 @relation(scenes(modules=("complex",)), few=15)
 def a_complex_parameter_equals_two_reals(scene: Scene) -> None:
-    """Domain: methods that take both; float64."""
+    """Domain: methods that take both; float64. Both parts of an entry move alike here, a tie that TopK breaks by rounding."""
+    if "TopK" in scene.callbacks:
+        raise Refused
     alike(reals(results(scene.run())), results(scene.but(module="two reals").run()))
 
 
