@@ -281,7 +281,7 @@ class FederatedTrainer(Assembly):
         started = time.monotonic()
         model = arguments.check_model(model)
         data = arguments.federated_data(datamodule, train_dataloaders, val_dataloaders, test_dataloaders)
-        run, is_new = find_run(self.arguments, resume)
+        run, is_new = self._find_run(resume)
         self.given = (model, datamodule)
         self.federation, self.stopped_by = None, None
         with ExitStack() as stack:
@@ -346,6 +346,9 @@ class FederatedTrainer(Assembly):
         restore(self._assemble(model, data, folder_of(run), go_on=False), go_on=False)
 
     # -- helpers ---------------------------------------------------------------------------------------------------
+    def _find_run(self, resume: str | Path | None) -> tuple[RunFolder | None, bool]:
+        return find_run(self.arguments, resume)
+
     def _saved(self, resumed: RunFolder | None) -> tuple[int, int]:
         here = 0 if self.federation is None else self.federation.parts.find(Saving).rounds_saved
         return here or (0 if resumed is None else rounds_saved(resumed)), self.max_rounds
