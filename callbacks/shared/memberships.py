@@ -60,7 +60,8 @@ def best_fitted(losses: Tensor) -> Tensor:
         tensor([0.6667, 0.3333], dtype=torch.float64)
     """
     there = losses[:, ~losses.isnan().all(0)]
-    return torch.bincount(ties.first_least(there), minlength=len(losses)).double() / max(there.shape[1], 1)
+    counts = torch.bincount(ties.first_least(there), minlength=len(losses))
+    return counts / torch.tensor(max(there.shape[1], 1), dtype=torch.float64)
 
 
 def in_client_order(server: Server, found: Mapping[str, T]) -> dict[str, T]:

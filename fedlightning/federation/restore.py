@@ -74,7 +74,9 @@ def restore(federation: Federation, go_on: bool, allow_changes: bool = False, al
     if go_on and extra["final"] and not federation.final_done:
         federation.costs.forget_final_visits(federation.server, federation.rounds_done)
     scored = federation.rounds_done + federation.final_done
-    marks = extra if federation.final_done else {name: extra.get(f"{name}_of_rounds", extra[name]) for name in MARKS}
+    marks = (
+        extra if federation.final_done else {name: extra.get(earlier, extra[name]) for name, earlier in MARKS.items()}
+    )
     mark = marks["metrics"]
     if go_on:
         if UNDONE in extra:

@@ -19,8 +19,8 @@ from fedlightning.storage.files import is_writer
 if TYPE_CHECKING:
     from fedlightning.federation.federation import Federation
 
-MARKS = ("metrics", "loggers")
-"""What a saved state knows of the recorder."""
+MARKS = {"metrics": "metrics_of_rounds", "loggers": "loggers_of_rounds"}
+"""What a saved state knows of the recorder: its marks, and those from before the visits after the last round."""
 
 
 class Saving(Part):
@@ -108,7 +108,7 @@ class Saving(Part):
             "lasting": self.lasting(federation),
             **self._who(federation, run.last),
             **federation.recorder.mark(),
-            **{f"{name}_of_rounds": mark for name, mark in (self._marks_of_rounds or {}).items()},
+            **{MARKS[name]: mark for name, mark in (self._marks_of_rounds or {}).items()},
             "spent": server.spent,
             "failures": server.failures,
             "stopped": server.stopped,

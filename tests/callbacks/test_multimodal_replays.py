@@ -351,8 +351,8 @@ def test_pfedknow(guided):
     start = Guided().double()
     prune, threshold = [0.9, 0.25, 0.5, 0.0], 0.5  # the share of "0", the server, is not used
     method = pFedKnow(
-        server="0", prune=prune, threshold=threshold, guide="teacher" if guided else None, lam=0.8,
-        head="net.3",
+        server="0", prune=prune, threshold=threshold, head="net.3",
+        **({"guide": "teacher", "lam": 0.8} if guided else {}),
     )  # fmt: skip
     trainer, _ = spied(start, plain_data(samples), [method], max_rounds=3, local_epochs=2)
 

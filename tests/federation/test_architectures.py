@@ -162,7 +162,7 @@ def test_resume_and_worker_processes_change_nothing(make, tmp_path):
 
 
 def test_a_common_head_is_averaged_over_all_and_the_rest_stays():
-    trainer = federate(models(), data(), [LGFedAvg("net.3", num_layers=1)], max_rounds=1)
+    trainer = federate(models(), data(), [LGFedAvg("net.3")], max_rounds=1)
     assert trainer.server.shared_names() == ("net.3.weight", "net.3.bias")
     heads = [trainer.federation.store.get(client) for client in trainer.server.clients]
     assert all("net.3.weight" not in record.personal for record in heads)

@@ -22,7 +22,6 @@ NO_ENTRIES = {
     "callbacks/fd.py",
     "callbacks/fedet.py",
     "callbacks/fedkd.py",
-    "callbacks/fedsoft.py",
     "callbacks/fedtype.py",
     "callbacks/flde.py",
     "callbacks/flora.py",
