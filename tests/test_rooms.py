@@ -108,3 +108,41 @@ def test_every_exception_is_still_needed():
 def test_every_room_has_a_place():
     rooms = {module.partition(".")[0] for module in modules() if module}
     assert rooms == set(RANK), "Give a new room its place in ORDER."
+
+
+CORE = [
+    f"federation.{name}"
+    for name in (
+        "federation",
+        "server",
+        "parts",
+        "intake",
+        "aggregation",
+        "engine",
+        "attempts",
+        "models",
+        "stages",
+        "store",
+    )
+]
+"""What trains and scores; all else attaches to it (`federation/parts.py`)."""
+ATTACHED = (
+    *(
+        f"federation.{name}"
+        for name in ("update_checks", "norms", "explosions", "rehearsal", "trial", "checks", "outgoing")
+    ),
+    *(
+        f"federation.{name}"
+        for name in ("saving", "state", "restore", "changes", "unseen", "onboarding", "deploy", "deployed")
+    ),
+    *(f"federation.{name}" for name in ("progress", "dry_run", "dry_run_report", "brought")),
+    *(f"run.{name}" for name in ("persistence", "lock", "signals", "timeline", "resumable", "fingerprint", "manifest")),
+)
+"""What a federation can be without, in a run that succeeds."""
+
+
+def test_the_core_imports_nothing_that_attaches_to_it():
+    known = modules()
+    assert known.keys() >= {*CORE, *ATTACHED}
+    broken = [edge for edge in edges() if edge[0] in CORE and edge[1] in ATTACHED]
+    assert not broken, f"Make it a part, made in assembly.py: {broken}"
