@@ -131,11 +131,8 @@ ATTACHED = (
         f"federation.{name}"
         for name in ("update_checks", "norms", "explosions", "rehearsal", "trial", "checks", "outgoing")
     ),
-    *(
-        f"federation.{name}"
-        for name in ("saving", "state", "restore", "changes", "unseen", "onboarding", "deploy", "deployed")
-    ),
-    *(f"federation.{name}" for name in ("progress", "dry_run", "dry_run_report", "brought")),
+    *(f"federation.{name}" for name in ("saving", "state", "restore", "changes", "unseen", "onboarding")),
+    *(f"federation.{name}" for name in ("progress", "dry_run", "dry_run_report", "brought", "deploy", "deployed")),
     *(f"run.{name}" for name in ("persistence", "lock", "signals", "timeline", "resumable", "fingerprint", "manifest")),
 )
 """What a federation can be without, in a run that succeeds."""
