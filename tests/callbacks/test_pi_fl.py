@@ -22,7 +22,9 @@ CASES = {
     "PIFL": Case(PIFL(performance_slots=2, random_slots=1, **LOSS), neutral=PIFL(num_clusters=1, **LOSS)),
     "PIFL all slots": Case(PIFL(**LOSS), neutral=PIFL(num_clusters=1, **LOSS)),
     "PIFL pooled": Case(PIFL(utility="pooled", **LOSS), skip=NO_PLAIN_FORM),
-    "PIFL dealt": Case(PIFL(utility="gradient", incentive=False, importance="matching", monitor="val_loss"), skip=NO_PLAIN_FORM),
+    "PIFL dealt": Case(
+        PIFL(utility="gradient", incentive=False, importance="matching", monitor="val_loss"), skip=NO_PLAIN_FORM
+    ),
 }
 STATE = ("balances", "best", "contribution", "evaluations", "groups", "importance", "ledger", "taken_part", "tokens")
 KEPT = {"PIFL": Kept("PIFL", server=STATE, models=("global", "cluster 1", "cluster 2"), options={"monitor": "val_acc"})}
