@@ -233,6 +233,12 @@ ACCELERATOR = os.environ.get("FEDLIGHTNING_TEST_ACCELERATOR", "cpu")
 """Where tests train that say nothing of it."""
 
 
+one_clock = pytest.mark.skipif(
+    "FEDLIGHTNING_TEST_CLOCK" in os.environ, reason="OpenSSL reads the machine's clock, which stays as it is"
+)
+"""Of tests whose TLS reads the machine's clock while Python reads another one."""
+
+
 def make_trainer(root: str | Path | None, callbacks: Sequence[Callback] = (), **options: Any) -> FederatedTrainer:
     """A trainer without display and loggers; with ``root=None`` nothing is written (and nothing evaluated).
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import stat
 from datetime import datetime, timedelta, tzinfo
@@ -18,10 +17,7 @@ from fedlightning.engines.flower.certificates import add, make
 from fedlightning.engines.flower.reach import check_certificate
 from fedlightning.engines.flower.signatures import Heard, signer, verified
 from fedlightning.errors import ConfigurationError
-
-one_clock = pytest.mark.skipif(
-    "FEDLIGHTNING_TEST_CLOCK" in os.environ, reason="OpenSSL reads the machine's clock, which stays as it is"
-)
+from tests.helpers import one_clock
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ pytest.importorskip("cryptography", reason="it comes with Flower: make test-flow
 
 from fedlightning.engines.flower import programs, reach
 from fedlightning.engines.flower.certificates import CA, KEY, SERVER, make
+from tests.helpers import one_clock
 
 VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 
@@ -98,6 +99,7 @@ def behind(tmp_path, monkeypatch):
             yield proxy, port, own / CA
 
 
+@one_clock
 def test_a_server_that_only_a_proxy_reaches(behind, monkeypatch):
     """A site tried plain sockets, and waited for ever, though its SuperNode would have gone through."""
     proxy, port, authority = behind
@@ -113,6 +115,7 @@ def test_a_server_that_only_a_proxy_reaches(behind, monkeypatch):
     assert proxy.asked[0].startswith(f"CONNECT {place} HTTP/1.1\r\nHost: {place}\r\n")
 
 
+@one_clock
 def test_a_user_of_a_proxy(behind, monkeypatch):
     proxy, port, authority = behind
     monkeypatch.setenv("HTTPS_PROXY", f"http://dr%40x:pass%3Aword@127.0.0.1:{port}")
@@ -163,6 +166,7 @@ def test_programs_of_this_machine_are_reached_without(behind, monkeypatch):
     assert reach.proxy_for("fl.example.invalid", "https") == f"http://127.0.0.1:{port}"
 
 
+@one_clock
 @pytest.mark.parametrize(
     "ahead, said", [(0, None), (4, None), (8, "8 s ahead of"), (-200, None), (-400, "400 s behind"), (None, None)]
 )

@@ -157,7 +157,7 @@ def test_old_runs_without_models_make_room_and_others_stay(tmp_path):
     for part in ("asked", "records"):
         (home / part / f"{1:032x}" / "a.ckpt").unlink()
         (home / part / f"{3:032x}" / "a.ckpt").unlink()
-        os.utime(home / part / f"{3:032x}")
+        os.utime(home / part / f"{3:032x}", (now, now))
         os.utime(home / part / f"{1:032x}", (now - 40 * runs.DAY,) * 2)
     runs.make_room(home, "f" * 32, 4)
     assert [int(run.name, 16) for run in runs.kept_runs(home)] in ([0, 2, 3], [2, 0, 3])
