@@ -27,7 +27,6 @@ from fedlightning.federation.engine import Engine
 from fedlightning.federation.explosions import Explosions, FarScores
 from fedlightning.federation.federation import Federation
 from fedlightning.federation.loops import Loop, Synchronous
-from fedlightning.federation.loops.timing import Timeline
 from fedlightning.federation.outgoing import OutgoingReport
 from fedlightning.federation.parts import Parts
 from fedlightning.federation.progress import RichProgress
@@ -48,6 +47,7 @@ from fedlightning.run.resumable import refuse_requeued
 from fedlightning.scoring.tasks import LOCAL
 from fedlightning.seeding import preserved
 from fedlightning.storage.files import is_writer
+from fedlightning.virtual_time.timeline import Timeline
 from fedlightning.visit.description import Description
 from fedlightning.visit.runner import LocalRunner
 

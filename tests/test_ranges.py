@@ -18,7 +18,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from fedlightning import FederatedCallback, FederatedTrainer, callbacks, datamodules
-from fedlightning.clock import FixedSpeed
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation import loops
 from fedlightning.models import Classifier, Regressor
@@ -44,6 +43,7 @@ from fedlightning.ranges import (
 )
 from fedlightning.ranges.checking import _annotations_of
 from fedlightning.ranges.together import fault_of
+from fedlightning.virtual_time import FixedSpeed
 
 if TYPE_CHECKING:
     from collections import Counter as Unknown

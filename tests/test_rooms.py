@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 ORDER = (
     ("errors", "seeding", "tensors", "compat"),
     ("ranges", "storage"),
-    ("layers", "messages", "datamodules", "clock", "topology"),
+    ("layers", "messages", "datamodules", "topology"),
     ("wrappers", "models"),
     ("codec",),
     ("hooks",),
@@ -19,6 +19,7 @@ ORDER = (
     ("scoring",),
     ("run",),
     ("federation",),
+    ("virtual_time",),
     ("wire",),
     ("engines", "arguments", "algorithm"),
     ("fitted",),
@@ -35,7 +36,6 @@ ORDER = (
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 ALONE = {
     "datamodules": {"seeding", "errors", "ranges"},
-    "clock": {"seeding", "errors", "ranges"},
     "callbacks": {"algorithm", "ranges", "layers", "tensors", "topology", "wrappers"},
     "models": {"errors", "ranges"},
 }
@@ -133,7 +133,7 @@ ATTACHED = (
     ),
     *(f"federation.{name}" for name in ("saving", "state", "restore", "changes", "unseen", "onboarding")),
     *(f"federation.{name}" for name in ("progress", "dry_run", "dry_run_report", "brought", "deploy", "deployed")),
-    *(f"run.{name}" for name in ("persistence", "lock", "signals", "timeline", "resumable", "fingerprint", "manifest")),
+    *(f"run.{name}" for name in ("persistence", "lock", "signals", "resumable", "fingerprint", "manifest")),
 )
 """What a federation can be without, in a run that succeeds."""
 

@@ -18,10 +18,20 @@ import fedlightning.callbacks as fl
 import fedlightning.datamodules as fd
 import fedlightning.models as fm
 from fedlightning import FederatedTrainer
-from fedlightning.clock import DayNightAvailability, FixedLink, LogNormalLink, LogNormalSpeed, SampleSpeed, VirtualClock
-from fedlightning.federation.loops import Asynchronous, DrawnStaleness, Synchronous, WaitFree
+from fedlightning.federation.loops import Synchronous
 from fedlightning.seeding import generator
 from fedlightning.testing.toys import ToyData, ToyModule
+from fedlightning.virtual_time import (
+    Asynchronous,
+    DayNightAvailability,
+    DrawnStaleness,
+    FixedLink,
+    LogNormalLink,
+    LogNormalSpeed,
+    SampleSpeed,
+    VirtualClock,
+    WaitFree,
+)
 from fedlightning.wrappers import dual_by_head, mix_logits
 from tests.conformance.case import Case, collect
 from tests.helpers import NormNet, Toy, toy_data

@@ -29,7 +29,6 @@ from fedlightning import FederatedTrainer  # first: it repairs torchvision besid
 from lightning.pytorch import LightningModule, seed_everything
 
 from fedlightning.catalogue import ALGORITHMS, FAMILIES, create, find
-from fedlightning.clock import LogNormalSpeed, VirtualClock
 from fedlightning.datamodules import (
     DigitsDataModule,
     DirichletPartitioner,
@@ -38,8 +37,8 @@ from fedlightning.datamodules import (
     MNISTDataModule,
 )
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.loops import Asynchronous, WaitFree
 from fedlightning.models import MLP, Classifier, DigitsCNN, TinyNet
+from fedlightning.virtual_time import Asynchronous, LogNormalSpeed, VirtualClock, WaitFree
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/results/methods.md"

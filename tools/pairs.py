@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import fedlightning.callbacks as callbacks
-from fedlightning.federation.loops import Asynchronous, DrawnStaleness, WaitFree
 from fedlightning.hooks import FederatedCallback
+from fedlightning.virtual_time import Asynchronous, DrawnStaleness, WaitFree
 from tests.conformance.case import collect
 from tools.refusals import Answer, ask
 

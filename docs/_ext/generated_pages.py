@@ -36,7 +36,7 @@ MODULES = {
     "fedlightning.wrappers": "Changes of somebody else's module.",
     "fedlightning.layers": "A module as a list of layers.",
     "fedlightning.topology": "Graphs of clients without a server.",
-    "fedlightning.clock": "Virtual time: speeds, links and availability of clients.",
+    "fedlightning.virtual_time": "Virtual time: speeds, links and availability of clients.",
     "fedlightning.federation.loops": "When clients are visited, and what a round is.",
     "fedlightning.catalogue": "The registry of algorithms.",
     "fedlightning.wire": "The bytes of a message.",

@@ -13,12 +13,12 @@ import torch
 
 from fedlightning import FederatedTrainer
 from fedlightning.callbacks import FedAvg, FedBuff
-from fedlightning.clock import SampleSpeed, VirtualClock
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner
-from fedlightning.federation.loops import Asynchronous, Synchronous
+from fedlightning.federation.loops import Synchronous
 from fedlightning.models import MLP, Classifier
 from fedlightning.study.curves import cumulative_costs, round_means
 from fedlightning.study.runs import load_run
+from fedlightning.virtual_time import Asynchronous, SampleSpeed, VirtualClock
 
 # %%
 # Both have the same devices. A round of FedBuff is five arrivals, so it gets more, shorter rounds.

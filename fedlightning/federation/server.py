@@ -12,13 +12,13 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 
 from fedlightning.blueprint.blueprint import Blueprint
-from fedlightning.clock import VirtualClock
 from fedlightning.datamodules.base import in_order
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.federation.architectures import Architecture, architectures_of, refuse_other_choice, refuse_unlike
 from fedlightning.federation.attempts import WITHOUT, at_site
 from fedlightning.federation.models import KeepsModels
 from fedlightning.federation.parts import Parts
+from fedlightning.federation.round_clock import NO_CLOCK, RoundClock
 from fedlightning.hooks import (
     POOLED,
     CallbackList,
@@ -91,8 +91,7 @@ class Server(KeepsModels):
         time: Virtual seconds since the run began, where the loop has a clock.
         heard: By client whose update is being combined, and by neighbour, the latest model that the neighbour has sent
             it, with the number of steps that the neighbour had taken: in a loop that delivers such messages.
-        clock: The loop's clock, or `None`.
-        round_began: Virtual time at which a synchronous round began: who can be reached then takes part.
+        clock: The clock of a synchronous round: who can be reached as it begins takes part.
         stopped: What ends the run before `max_rounds`: after which `round` (from 1), `by` which callback (its key), and the
             `reason`; else `None`.
         asked: Whether :meth:`participants` was asked for since the round was planned.
@@ -144,8 +143,7 @@ class Server(KeepsModels):
         self.outgoing: Sequence[Outgoing] = ()
         self.time = 0.0
         self.heard: dict[str, dict[str, tuple[int, State]]] = {}
-        self.clock: VirtualClock | None = None
-        self.round_began = 0.0
+        self.clock: RoundClock = NO_CLOCK
         self.asked = False
 
     def __repr__(self) -> str:
@@ -190,7 +188,7 @@ class Server(KeepsModels):
         count = min(max(count, 1), len(self.clients))
         if count == len(self.clients):
             return [client for client in self.clients if self.is_reachable(client)]
-        if self.clock is None:
+        if self.clock is NO_CLOCK:
             picked = first_of_permutation(len(self.clients), count, self.rng("participation"))
         else:  # the same ones where all can be reached; as few are asked as will do
             order = torch.randperm(len(self.clients), generator=self.rng("participation")).tolist()
@@ -199,7 +197,7 @@ class Server(KeepsModels):
 
     def is_reachable(self, client: str) -> bool:
         """Return whether a client can be reached as this round begins: always without a clock."""
-        return self.clock is None or self.clock.available(client, self.round_began)
+        return self.clock.is_reachable(client)
 
     def _named(self, owner: str, named: list[str]) -> list[str]:
         known = set(self.num_samples)

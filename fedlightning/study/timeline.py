@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedlightning.run.timeline import read_trips
 from fedlightning.study.data import StudyData, Table
 from fedlightning.study.measures import mean_of
 from fedlightning.study.runs import Run
+from fedlightning.virtual_time.timeline import read_trips
 
 
 def timeline(study: StudyData) -> Table:

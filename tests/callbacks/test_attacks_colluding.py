@@ -12,8 +12,8 @@ from scipy.stats import norm
 from fedlightning.algorithm import UpdateInterception
 from fedlightning.callbacks import SCAFFOLD, FedAdam, FedAvg, FedAvgM, FedBuff, FedLP, FedProto, HeteroFL, TopK
 from fedlightning.callbacks.attacks import ALIE, InnerProductManipulation, ModelReplacement, SignFlip
-from fedlightning.federation.loops import Asynchronous
 from fedlightning.hooks import FederatedCallback
+from fedlightning.virtual_time import Asynchronous
 from tests.helpers import Toy, differs, federate, global_state, make_trainer, same, toy_data
 
 SIZES = {"0": 24, "1": 40, "2": 16, "3": 24, "4": 24}

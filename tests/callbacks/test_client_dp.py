@@ -29,10 +29,10 @@ from fedlightning.callbacks import (
     LocalCheckpoint,
     PoissonSampling,
 )
-from fedlightning.clock import SampleSpeed, VirtualClock
 from fedlightning.federation.attempts import FederationError
-from fedlightning.federation.loops import Asynchronous, Synchronous
+from fedlightning.federation.loops import Synchronous
 from fedlightning.messages import Message, Update
+from fedlightning.virtual_time import Asynchronous, SampleSpeed, VirtualClock
 from tests.helpers import NormNet, Toy, federate, global_state, make_trainer, same, toy_data
 
 pytestmark = pytest.mark.filterwarnings("ignore:ClientDP")

@@ -19,11 +19,11 @@ from fedlightning.callbacks import (
     Local,
     LocalAdaptation,
 )
-from fedlightning.clock import FixedLink, FixedSpeed, VirtualClock
 from fedlightning.federation.loops import Synchronous
 from fedlightning.messages import Update
 from fedlightning.tensors import module_state, select
 from fedlightning.topology import contraction
+from fedlightning.virtual_time import FixedLink, FixedSpeed, VirtualClock
 from tests.conformance.case import Case, Kept
 from tests.helpers import NormNet, Quadratic, Toy, close, federate, quadratic_data, same, spied, toy_data
 

@@ -10,9 +10,8 @@ import torch
 from fedlightning.algorithm import Facts, FederatedCallback, Update
 from fedlightning.callbacks import FedAdam, FedAsync, FedProx
 from fedlightning.callbacks.shared.staleness import staleness_weight
-from fedlightning.clock import FixedSpeed, LogNormalSpeed, VirtualClock
-from fedlightning.federation.loops import Asynchronous
 from fedlightning.tensors import clone, module_state
+from fedlightning.virtual_time import Asynchronous, FixedSpeed, LogNormalSpeed, VirtualClock
 from tests.conformance.case import Case, Kept
 from tests.helpers import NormNet, Toy, close, federate, global_state, same, toy_data
 

@@ -9,9 +9,8 @@ import torch
 
 from fedlightning.algorithm import Facts, FederatedCallback, Update
 from fedlightning.callbacks import FedAdam, FedAvg, FedAvgM, FedBuff, Local
-from fedlightning.clock import FixedSpeed, LogNormalSpeed, VirtualClock
-from fedlightning.federation.loops import Asynchronous
 from fedlightning.tensors import clone
+from fedlightning.virtual_time import Asynchronous, FixedSpeed, LogNormalSpeed, VirtualClock
 from tests.conformance.case import Case, Kept
 from tests.helpers import NormNet, Toy, close, federate, global_state, same, toy_data
 

@@ -19,8 +19,8 @@ from fedlightning.callbacks.robust import (
     TrimmedMean,
 )
 from fedlightning.callbacks.shared.robust import capped
-from fedlightning.federation.loops import Asynchronous
 from fedlightning.hooks import Change, Facts, FederatedCallback
+from fedlightning.virtual_time import Asynchronous
 from tests.helpers import NormNet, Toy, federate, global_state, make_trainer, same, toy_data
 
 RULES = [

@@ -33,10 +33,11 @@ from fedlightning.callbacks import (
 )
 from fedlightning.callbacks.shared import fixed_point
 from fedlightning.federation.attempts import FederationError
-from fedlightning.federation.loops import Asynchronous, Synchronous
+from fedlightning.federation.loops import Synchronous
 from fedlightning.federation.server import Server
 from fedlightning.hooks import Job
 from fedlightning.messages import Update
+from fedlightning.virtual_time import Asynchronous
 from tests.conformance.case import Case
 from tests.helpers import NormNet, Toy, close, federate, global_state, make_trainer, same, toy_data
 
@@ -172,7 +173,7 @@ def test_the_sum_is_that_of_the_survivors_bit_for_bit(gone, monkeypatch):
 
 
 def test_who_is_late_has_dropped_out():
-    from fedlightning.clock import SampleSpeed, VirtualClock
+    from fedlightning.virtual_time import SampleSpeed, VirtualClock
 
     loop = Synchronous(VirtualClock(SampleSpeed(1.0)), deadline=45.0)
     trainers = [

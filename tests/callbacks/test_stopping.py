@@ -19,10 +19,10 @@ from fedlightning.callbacks import (
     LocalAdaptation,
     LocalCheckpoint,
 )
-from fedlightning.clock import FixedSpeed, VirtualClock
-from fedlightning.federation.loops import Asynchronous, Synchronous, WaitFree
+from fedlightning.federation.loops import Synchronous
 from fedlightning.hooks import Facts, FederatedCallback
 from fedlightning.study.report.build import build_report
+from fedlightning.virtual_time import Asynchronous, FixedSpeed, VirtualClock, WaitFree
 from tests.callbacks.test_checkpoints import SIZES, Scripted
 from tests.engines.sites.helpers import Line, at_sites, sites, together
 from tests.helpers import Toy, make_trainer, same, toy_data

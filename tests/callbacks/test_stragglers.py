@@ -7,7 +7,7 @@ import copy
 import pytest
 
 from fedlightning.callbacks import FedAvg, FedNova, FedProx, HeteroFL, PLayerFL, PoissonSampling, Stragglers
-from fedlightning.federation.loops import Asynchronous
+from fedlightning.virtual_time import Asynchronous
 from tests.helpers import Toy, federate, global_state, mostly_slow, same, spied, toy_data
 
 SIZES = (16, 16, 16, 16, 16, 16, 16, 16, 16, 16)

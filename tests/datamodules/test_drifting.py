@@ -11,7 +11,6 @@ import torch
 from fedlightning import FederatedTrainer
 from fedlightning.algorithm import FederatedCallback
 from fedlightning.callbacks import Central, FedBuff, FedGKT, FedType, FeSEM, SampleDP
-from fedlightning.clock import SampleSpeed, VirtualClock
 from fedlightning.datamodules import (
     DriftingDataModule,
     IIDPartitioner,
@@ -25,11 +24,12 @@ from fedlightning.datamodules.held_out import without
 from fedlightning.engines.sites.elsewhere import DataElsewhere
 from fedlightning.engines.sites.link import connected
 from fedlightning.engines.sites.site import Site
-from fedlightning.federation.loops.asynchronous import Asynchronous
 from fedlightning.federation.loops.synchronous import Synchronous
 from fedlightning.federation.onboarding import Onboarding
 from fedlightning.models import MLP, Classifier
 from fedlightning.testing.runs import same_tree
+from fedlightning.virtual_time import SampleSpeed, VirtualClock
+from fedlightning.virtual_time.asynchronous import Asynchronous
 from fedlightning.visit.description import describe
 from tests.engines.sites.helpers import Line
 from tests.helpers import Spy, Toy, ToyData, global_state, make_trainer, mean_of, same, toy_data

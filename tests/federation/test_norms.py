@@ -12,12 +12,11 @@ from torch import nn
 from fedlightning import FederatedCallback
 from fedlightning.algorithm import ClientSelection, Extra, Facts, Wire
 from fedlightning.callbacks import SCAFFOLD, FedAsync, FedAvg
-from fedlightning.clock import SampleSpeed, VirtualClock
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.attempts import FederationError
-from fedlightning.federation.loops import Asynchronous
 from fedlightning.federation.norms import FACTOR, TINY, WINDOW, Norms, norm_of_sent
 from fedlightning.federation.update_checks import UpdateChecks
+from fedlightning.virtual_time import Asynchronous, SampleSpeed, VirtualClock
 from tests.helpers import CLASSES, FEATURES, NormNet, Toy, federate, make_trainer, part_of, same, toy_data
 
 NAME = "net.0.weight"

@@ -10,11 +10,11 @@ import pytest
 from fedlightning.algorithm import ClientSelection
 from fedlightning.arguments.inputs import evaluated_clients
 from fedlightning.callbacks import CFL, IFCA, MAPPER, FedCovid, FedGroup, FedSoft, FeSEM, FeSEMMA, HypCluster
-from fedlightning.clock import FixedSpeed, VirtualClock
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.loops import Asynchronous, Synchronous
+from fedlightning.federation.loops import Synchronous
 from fedlightning.federation.rehearsal import Rehearsal
 from fedlightning.hooks import CallbackList, FederatedCallback
+from fedlightning.virtual_time import Asynchronous, FixedSpeed, VirtualClock
 
 
 class Chooses(ClientSelection):

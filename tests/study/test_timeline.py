@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from fedlightning.messages import Trip
-from fedlightning.run.timeline import COLUMNS, FILE, draw_timeline, note_trips, read_trips, timeline_figure
 from fedlightning.study.export import write_comparison
 from fedlightning.study.report.build import PARTS
 from fedlightning.study.report.context import Context
@@ -18,6 +17,7 @@ from fedlightning.study.report.sections.time import time
 from fedlightning.study.report.styles import styles
 from fedlightning.study.runs import load_study
 from fedlightning.study.study import Study
+from fedlightning.virtual_time.timeline import COLUMNS, FILE, draw_timeline, note_trips, read_trips, timeline_figure
 from tests.study.report.made_up import make_study
 from tests.study.report.reader import Reader
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fedlightning.clock import VirtualClock
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.engine import Engine
+from fedlightning.federation.round_clock import Clock
 from fedlightning.federation.server import Server
 from fedlightning.hooks import POOLED, Change, ClientSelection, Job
 from fedlightning.messages import Trip, Update
@@ -28,7 +28,7 @@ class Loop(ABC):
     every run.
     """
 
-    clock: VirtualClock | None = None
+    clock: Clock | None = None
     """The virtual clock of a loop that has one."""
     holds_records: bool = False
     """Whether clients' records are put into the store later than the visits that made them: they must be here then."""

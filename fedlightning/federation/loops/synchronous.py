@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Literal
 
-from fedlightning.clock import AlwaysAvailable, VirtualClock
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.intake import Intake
 from fedlightning.federation.loops.base import Loop, allowed, left_out
-from fedlightning.federation.loops.timing import Late, RoundTimes
+from fedlightning.federation.round_clock import NO_CLOCK, Clock
 from fedlightning.federation.server import Server
 from fedlightning.hooks import AsynchronousMethod, Job, Plan
 from fedlightning.messages import Message, Update, contributors
@@ -53,7 +52,7 @@ class Synchronous(Loop):
         ConfigurationError: If a number is out of range, or there is no clock for it.
 
     Example:
-        >>> from fedlightning.clock import SampleSpeed, VirtualClock
+        >>> from fedlightning.virtual_time import SampleSpeed, VirtualClock
         >>> Synchronous(), Synchronous(VirtualClock(SampleSpeed(0.01)), deadline=60, late="partial").deadline
         (Synchronous(clock=None, deadline=None, late='drop', first=None), 60)
     """
@@ -63,9 +62,9 @@ class Synchronous(Loop):
     @needs("late", "deadline", why="there is nothing to be in time for. Give it one.")
     def __init__(
         self,
-        clock: VirtualClock | None = None,
+        clock: Clock | None = None,
         deadline: Annotated[float, Range("(0, inf)", "In virtual seconds.")] | None = None,
-        late: Late = "drop",
+        late: Literal["drop", "partial"] = "drop",
         first: Annotated[int, Range("[1, inf)", "The number of updates that suffice.", strict=True), Counts("clients")]
         | None = None,
     ) -> None:
@@ -84,7 +83,7 @@ class Synchronous(Loop):
             if isinstance(callback, AsynchronousMethod):
                 raise ConfigurationError(
                     f"{callback.key} takes updates in as they arrive, and synchronous rounds wait for everybody. Give the "
-                    "trainer an asynchronous loop: loop=fedlightning.federation.loops.Asynchronous() (trainer.loop)."
+                    "trainer an asynchronous loop: loop=fedlightning.virtual_time.Asynchronous() (trainer.loop)."
                 )
         owner = server.callbacks.role("denominator")
         if owner is not None and self.first is not None:
@@ -100,18 +99,18 @@ class Synchronous(Loop):
         for name in ("deadline", "first"):
             if getattr(self, name) is not None:
                 return f"the loop's {name}={getattr(self, name)}"
-        always = self.clock is None or isinstance(self.clock.availability, AlwaysAvailable)
-        return "" if always else "the clock's availability"
+        return "" if self.clock is None or self.clock.is_always_available else "the clock's availability"
 
     def round(
         self, server: Server, engine: Engine, evaluate: Evaluate, report: Callable[[Update], None] = lambda update: None
     ) -> list[Update]:
         """Carry out the round that the algorithm plans; see :func:`run_round`."""
-        server.clock = self.clock
-        clock, options = self.clock, (self.deadline, self.late, self.first)
-        times = None if clock is None else RoundTimes.of(clock, server, engine, *options)
-        updates = run_round(server, engine, evaluate, report, times)
-        self.trips = () if times is None else times.trips
+        server.clock = NO_CLOCK
+        if self.clock is not None:
+            limits = {"deadline": self.deadline, "late": self.late, "first": self.first}
+            server.clock = self.clock.for_round(server, engine, **limits)
+        updates = run_round(server, engine, evaluate, report)
+        self.trips = server.clock.trips
         return updates
 
 
@@ -120,16 +119,14 @@ def run_round(
     engine: Engine,
     evaluate: Evaluate,
     report: Callable[[Update], None] = lambda update: None,
-    times: RoundTimes | None = None,
 ) -> list[Update]:
     """Carry out one round: plan, visit, fold, step.
 
     Args:
-        server: Holds the models before, and after.
+        server: Holds the models before, and after, and the round's clock.
         engine: Carries out the visits.
         evaluate: What to score at stage L2, while the trained models are there.
         report: Called with each update as it comes.
-        times: The clock of this round; `None`: none.
 
     Returns:
         The updates without their model entries. A plan gets the same; extras are kept only for jobs without training,
@@ -142,20 +139,18 @@ def run_round(
         TooFewClientsError: If fewer clients than needed contributed.
     """
     server.callbacks.event("on_round_start", server)
-    intake = Intake(server, engine.attempts.policy, report)
+    intake, clock = Intake(server, engine.attempts.policy, report), server.clock
     visits: Counter[str] = Counter()
     visited = False
     plan, jobs = begin_plan(server)
     while jobs is not None:
         if not jobs:
             intake.step()
-        asked = [allowed(server, job) for job in jobs]
-        asked = asked if times is None else times.reached(asked)
+        asked = clock.begin(allowed(server, job) for job in jobs)
         carried_out = [job for job in asked if job is not None]
         visited = visited or bool(carried_out)
-        sent = messages(server, carried_out, visits)
-        answers = visit_all(server, engine, sent if times is None else times.noted(sent), evaluate)
-        arriving = ((update, None) for update in answers) if times is None else times.arriving(answers)
+        sent = clock.sent(messages(server, carried_out, visits))
+        arriving = clock.arrivals(visit_all(server, engine, sent, evaluate))
         first = len(intake.done)
         updates = [
             intake.close(left_out(server, wanted)) if job is None else take_in(intake, job, *next(arriving))
@@ -163,8 +158,8 @@ def run_round(
         ]
         for _ in arriving:  # the engine may have something to do after its last answer
             raise AssertionError("an engine answered more than it was asked")
-        if times is not None and carried_out:
-            times.over()
+        if carried_out:
+            clock.end()
         if len(updates) > 1:  # a plan of single jobs, one client after another, goes on without one that fails
             intake.refuse_if_all_failed(first)
         try:

@@ -13,11 +13,11 @@ from fedlightning.errors import ConfigurationError
 from fedlightning.federation.attempts import TooFewClientsError
 from fedlightning.federation.deploy import Deploy
 from fedlightning.federation.engine import Visit
-from fedlightning.federation.loops import Asynchronous
 from fedlightning.messages import Message, Update
 from fedlightning.run.fingerprint import differences
 from fedlightning.testing import runs
 from fedlightning.testing.toys import federate
+from fedlightning.virtual_time import Asynchronous
 from fedlightning.wire import read, write
 from tests.engines.sites.helpers import SHARES, Line, a_site, answers_in, at_sites, changed, sites, tasks_in, together
 from tests.engines.sites.test_equal import rows

@@ -9,13 +9,13 @@ import pytest
 
 from fedlightning import FederatedTrainer
 from fedlightning.algorithm import FederatedCallback, State
-from fedlightning.clock import VirtualClock
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.loops import Loop
 from fedlightning.federation.loops.synchronous import run_round
 from fedlightning.federation.server import Server
 from fedlightning.messages import Update
+from fedlightning.virtual_time import VirtualClock
 from fedlightning.visit.requests import Evaluate
 from tests.helpers import Toy, federate, toy_data
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from fedlightning.run.timeline import timeline_figure
 from fedlightning.study.columns import LOCAL
 from fedlightning.study.report.cells import Column, counted, is_number, summary
 from fedlightning.study.report.context import METHOD, SEEDS, Context
@@ -12,6 +11,7 @@ from fedlightning.study.report.figures.curves import curves
 from fedlightning.study.report.html import Gallery, Section
 from fedlightning.study.report.sections.training import STAGES, lines_of
 from fedlightning.study.timeline import steps_of, trips_of
+from fedlightning.virtual_time.timeline import timeline_figure
 
 
 def time(context: Context) -> Section | None:

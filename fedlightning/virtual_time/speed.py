@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from fedlightning.clock.settings import Described, class_of, normal, number, shares_of, table, table_of_classes
+from fedlightning.virtual_time.settings import Described, class_of, normal, number, shares_of, table, table_of_classes
 
 
 class Speed(Described, ABC):

@@ -25,7 +25,10 @@ from fedlightning.callbacks import (
     GlobalCheckpoint,
     LocalCheckpoint,
 )
-from fedlightning.clock import (
+from fedlightning.federation.attempts import FederationError
+from fedlightning.run.persistence import DamagedStateError
+from fedlightning.virtual_time import (
+    Asynchronous,
     BernoulliAvailability,
     FixedLink,
     FixedSpeed,
@@ -34,9 +37,6 @@ from fedlightning.clock import (
     TraceAvailability,
     VirtualClock,
 )
-from fedlightning.federation.attempts import FederationError
-from fedlightning.federation.loops import Asynchronous
-from fedlightning.run.persistence import DamagedStateError
 from tests.helpers import (
     NormNet,
     Quadratic,

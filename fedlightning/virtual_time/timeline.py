@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedlightning.compat import sheets
-from fedlightning.messages import Trip
+from fedlightning.federation.parts import Part
+from fedlightning.messages import Trip, Update
+from fedlightning.scoring.rows import Row
 from fedlightning.storage.files import writing
 from fedlightning.storage.round_table import add_round
+
+if TYPE_CHECKING:
+    from fedlightning.federation.federation import Federation
 
 FILE = "timeline.csv"
 MOST = 40
@@ -19,6 +24,20 @@ MOST = 40
 
 COLUMNS = tuple(entry.name for entry in fields(Trip))
 NUMBERS = {"round": int, "began": float, "computed": float, "arrived": float, "version": int, "staleness": int}
+
+
+class Timeline(Part):
+    """Writes and draws what happened when, where the loop has a clock."""
+
+    def on_round_scored(self, federation: Federation, rows: Sequence[Row], updates: Sequence[Update]) -> None:
+        folder, trips = federation.server.run_dir, federation.loop.trips
+        if folder is not None and federation.recorder.writes and trips:
+            note_trips(folder, trips)
+
+    def on_end(self, federation: Federation) -> None:
+        folder, loop = federation.server.run_dir, federation.loop
+        if folder is not None and federation.recorder.writes and loop.clock is not None:
+            draw_timeline(folder, {int(entry["round"]): entry["time"] for entry in federation.history})
 
 
 def note_trips(folder: Path, trips: Sequence[Trip]) -> None:

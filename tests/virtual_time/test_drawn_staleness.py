@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from fedlightning.callbacks import FedAsync, Stragglers
-from fedlightning.federation.loops import DrawnStaleness
-from tests.federation.loops.test_asynchronous import StopBefore, Watch
+from fedlightning.virtual_time import DrawnStaleness
 from tests.helpers import Toy, federate, global_state, make_trainer, same, toy_data
+from tests.virtual_time.test_asynchronous import StopBefore, Watch
 
 SIZES = (8,) * 7
 

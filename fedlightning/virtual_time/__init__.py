@@ -1,27 +1,32 @@
-"""Virtual time: how long a client computes, how fast its link is, and when it can be reached.
+"""Virtual time: how long a client computes, how fast its link is, when it can be reached, and loops that wait for nobody.
 
 A :class:`VirtualClock` is a setting of an experiment, as the partition of the data is: models of speed, link and
 availability, whose draws are addressed by client and visit. Nothing here waits, and nothing looks at the wall clock.
 """
 
-from fedlightning.clock.availability import (
+from fedlightning.virtual_time.asynchronous import Asynchronous
+from fedlightning.virtual_time.availability import (
     AlwaysAvailable,
     Availability,
     BernoulliAvailability,
     DayNightAvailability,
     TraceAvailability,
 )
-from fedlightning.clock.clock import VirtualClock
-from fedlightning.clock.link import DeviceLink, FixedLink, Link, LogNormalLink
-from fedlightning.clock.speed import DeviceSpeed, FixedSpeed, LogNormalSpeed, SampleSpeed, Speed
+from fedlightning.virtual_time.clock import VirtualClock
+from fedlightning.virtual_time.drawn_staleness import DrawnStaleness
+from fedlightning.virtual_time.link import DeviceLink, FixedLink, Link, LogNormalLink
+from fedlightning.virtual_time.speed import DeviceSpeed, FixedSpeed, LogNormalSpeed, SampleSpeed, Speed
+from fedlightning.virtual_time.wait_free import WaitFree
 
 __all__ = [
     "AlwaysAvailable",
+    "Asynchronous",
     "Availability",
     "BernoulliAvailability",
     "DayNightAvailability",
     "DeviceLink",
     "DeviceSpeed",
+    "DrawnStaleness",
     "FixedLink",
     "FixedSpeed",
     "Link",
@@ -31,4 +36,5 @@ __all__ = [
     "Speed",
     "TraceAvailability",
     "VirtualClock",
+    "WaitFree",
 ]

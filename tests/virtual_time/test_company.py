@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from fedlightning.callbacks import DFedAvg, FedAvg, FedBuff, Local
-from fedlightning.clock import FixedSpeed, VirtualClock
-from fedlightning.federation.loops import Asynchronous
 from fedlightning.models import ClientModels
+from fedlightning.virtual_time import Asynchronous, FixedSpeed, VirtualClock
 from tests.federation.faulty import FailingHook, Fault
 from tests.helpers import Toy, federate, global_state, make_trainer, same, toy_data
 

@@ -13,7 +13,11 @@ from fedlightning.algorithm import Facts, FederatedCallback, Job, Plan, Server, 
 from fedlightning.callbacks import CFL, SCAFFOLD, FedAvg, FedPer, FedProx, GlobalCheckpoint, HeteroFL, PLayerFL
 from fedlightning.callbacks.poisson import PoissonSampling
 from fedlightning.callbacks.stragglers import Stragglers
-from fedlightning.clock import (
+from fedlightning.errors import ConfigurationError
+from fedlightning.federation.attempts import FederationError
+from fedlightning.federation.loops import Synchronous
+from fedlightning.virtual_time import (
+    Asynchronous,
     BernoulliAvailability,
     FixedLink,
     FixedSpeed,
@@ -21,10 +25,7 @@ from fedlightning.clock import (
     TraceAvailability,
     VirtualClock,
 )
-from fedlightning.errors import ConfigurationError
-from fedlightning.federation.attempts import FederationError
-from fedlightning.federation.loops import Asynchronous, Synchronous
-from fedlightning.run.timeline import read_trips
+from fedlightning.virtual_time.timeline import read_trips
 from tests.federation.loops.test_synchronous import Chosen
 from tests.helpers import Toy, close, federate, global_state, make_trainer, same, spied, toy_data
 
@@ -172,7 +173,7 @@ def test_a_plan_that_visits_whom_it_likes_gets_nobody_who_is_away(tmp_path: Path
 def test_resume_and_the_timeline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timelines_are_drawn: Callable[..., None]
 ):
-    monkeypatch.setattr("fedlightning.federation.loops.timing.draw_timeline", timelines_are_drawn)
+    monkeypatch.setattr("fedlightning.virtual_time.timeline.draw_timeline", timelines_are_drawn)
     clock = VirtualClock(SampleSpeed(0.1, overhead=0.5), availability=BernoulliAvailability(0.5, slot=2.0))
     loop, module = Synchronous(clock, deadline=3.0), Toy("momentum")
 

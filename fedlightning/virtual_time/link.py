@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from fedlightning.clock.settings import Described, class_of, normal, number, shares_of, table, table_of_classes
 from fedlightning.errors import ConfigurationError
+from fedlightning.virtual_time.settings import Described, class_of, normal, number, shares_of, table, table_of_classes
 
 Direction = Literal["down", "up"]
 

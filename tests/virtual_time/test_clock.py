@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fedlightning.clock import (
+from fedlightning.virtual_time import (
     AlwaysAvailable,
     Availability,
     BernoulliAvailability,

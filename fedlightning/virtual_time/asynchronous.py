@@ -10,19 +10,19 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from fedlightning.clock import VirtualClock
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.attempts import FederationError
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.intake import Intake
 from fedlightning.federation.loops.base import Loop, allowed, last_scores, left_behind
-from fedlightning.federation.loops.in_flight import HeldRecords, InFlight, Planned
-from fedlightning.federation.loops.synchrony import refuse_synchronous
 from fedlightning.federation.server import Server
 from fedlightning.hooks import Arrivals, AsynchronousMethod
 from fedlightning.messages import Outcome, Update
 from fedlightning.ranges import Counts, PositiveShare, Range
 from fedlightning.seeding import generator
+from fedlightning.virtual_time.clock import VirtualClock
+from fedlightning.virtual_time.in_flight import HeldRecords, InFlight, Planned
+from fedlightning.virtual_time.synchrony import refuse_synchronous
 from fedlightning.visit.requests import Evaluate
 
 
@@ -39,7 +39,7 @@ class Asynchronous(Loop):
     every buffer. Without such a callback a round's updates are averaged as in FedAvg, each taken as the client's change since
     its message, ``w + (w_i - w_sent)``; running statistics are averaged as they are.
 
-    The time is virtual (:class:`~fedlightning.clock.VirtualClock`): a message takes the link's time for its bytes,
+    The time is virtual (:class:`~fedlightning.virtual_time.VirtualClock`): a message takes the link's time for its bytes,
     computing the client's time for its planned samples (fits that an algorithm adds in phases of its own are not
     planned), an update the link's time for the bytes that it really has. Jobs in flight are part of the saved state,
     so a resumed run goes on as if it had not been interrupted. After the last round they are forgotten, or waited
@@ -59,7 +59,7 @@ class Asynchronous(Loop):
         ConfigurationError: If a number is out of range.
 
     Example:
-        >>> from fedlightning.clock import SampleSpeed, VirtualClock
+        >>> from fedlightning.virtual_time import SampleSpeed, VirtualClock
         >>> Asynchronous(VirtualClock(SampleSpeed(0.01, slowdown={"3": 10})), concurrency=4, arrivals=2).concurrency
         4
     """

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from fedlightning.clock.availability import AlwaysAvailable, Availability
-from fedlightning.clock.link import FixedLink, Link
-from fedlightning.clock.settings import Described
-from fedlightning.clock.speed import SampleSpeed, Speed
 from fedlightning.errors import ConfigurationError, warn
+from fedlightning.federation.round_clock import Clock
 from fedlightning.ranges import checked
+from fedlightning.virtual_time.availability import AlwaysAvailable, Availability
+from fedlightning.virtual_time.link import FixedLink, Link
+from fedlightning.virtual_time.settings import Described
+from fedlightning.virtual_time.speed import SampleSpeed, Speed
+from fedlightning.virtual_time.timing import RoundTimes
+
+if TYPE_CHECKING:
+    from fedlightning.federation.engine import Engine
+    from fedlightning.federation.server import Server
 
 
-class VirtualClock(Described):
+class VirtualClock(Described, Clock):
     """How long visits take in virtual seconds, and when clients can be reached.
 
     All answers depend on the arguments here and those of the question alone: a run is replayed to the bit, and two
@@ -52,7 +59,7 @@ class VirtualClock(Described):
         ):
             if not isinstance(value, kind):
                 raise ConfigurationError(
-                    f"VirtualClock got {name}={value!r}. Give an object of fedlightning.clock, a {kind.__name__}."
+                    f"VirtualClock got {name}={value!r}. Give an object of fedlightning.virtual_time, a {kind.__name__}."
                 )
 
     def download(self, client: str, visit: int, num_bytes: int) -> float:
@@ -87,6 +94,15 @@ class VirtualClock(Described):
     def next_available(self, client: str, time: float) -> float:
         """Return the first time from `time` on at which a client can start a visit; infinity: never again."""
         return self.availability.next_available(self.seed, client, time)
+
+    @property
+    def is_always_available(self) -> bool:
+        """Whether every client can be reached at any time."""
+        return isinstance(self.availability, AlwaysAvailable)
+
+    def for_round(self, server: Server, engine: Engine, **limits: Any) -> RoundTimes:
+        """Return the clock of a round that is about to begin, when somebody can be reached."""
+        return RoundTimes.of(self, server, engine, **limits)
 
     def check(self, clients: Sequence[str]) -> None:
         """Refuse a clock that does not fit the clients of a federation; warn of clients that never come.

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fedlightning.clock import VirtualClock
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.store import ClientStore
 from fedlightning.messages import ClientLog, Message, Outcome, Trip, Update
 from fedlightning.run.persistence import DamagedStateError
 from fedlightning.visit.record import ClientRecord
+
+if TYPE_CHECKING:
+    from fedlightning.virtual_time.clock import VirtualClock
 
 
 @dataclass

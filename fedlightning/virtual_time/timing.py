@@ -7,42 +7,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from fedlightning.clock import VirtualClock
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.federation.attempts import FederationError
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.loops.base import left_behind
-from fedlightning.federation.loops.in_flight import Planned
-from fedlightning.federation.parts import Part
+from fedlightning.federation.round_clock import RoundClock
 from fedlightning.federation.server import Server
 from fedlightning.hooks import POOLED, Change, Job
 from fedlightning.messages import Message, Trip, Update, tree_bytes
-from fedlightning.run.timeline import draw_timeline, note_trips
-from fedlightning.scoring.rows import Row
+from fedlightning.virtual_time.in_flight import Planned
 from fedlightning.visit.record import ClientRecord
 
 if TYPE_CHECKING:
-    from fedlightning.federation.federation import Federation
-
-Late = Literal["drop", "partial"]
-
-
-class Timeline(Part):
-    """Writes and draws what happened when, where the loop has a clock."""
-
-    def on_round_scored(self, federation: Federation, rows: Sequence[Row], updates: Sequence[Update]) -> None:
-        folder, trips = federation.server.run_dir, federation.loop.trips
-        if folder is not None and federation.recorder.writes and trips:
-            note_trips(folder, trips)
-
-    def on_end(self, federation: Federation) -> None:
-        folder, loop = federation.server.run_dir, federation.loop
-        if folder is not None and federation.recorder.writes and loop.clock is not None:
-            draw_timeline(folder, {int(entry["round"]): entry["time"] for entry in federation.history})
+    from fedlightning.virtual_time.clock import VirtualClock
 
 
 @dataclass
-class RoundTimes:
+class RoundTimes(RoundClock):
     """The clock of one round: its lists of jobs follow one another, the jobs of a list run side by side.
 
     Attributes:
@@ -59,9 +40,10 @@ class RoundTimes:
     server: Server
     planned: Planned
     deadline: float
-    late: Late
+    late: Literal["drop", "partial"]
     first: int | None
     trips: list[Trip] = field(default_factory=list)
+    _round_began: float = 0.0
     _began: float = 0.0
     _sent: list[tuple[Message, float]] = field(default_factory=list)  # with the seconds until it has computed
     _seconds: list[float] = field(default_factory=list)
@@ -75,7 +57,7 @@ class RoundTimes:
         server: Server,
         engine: Engine,
         deadline: float | None,
-        late: Late,
+        late: Literal["drop", "partial"],
         first: int | None,
     ) -> RoundTimes:
         """Return the clock of a round that is about to begin, when somebody can be reached."""
@@ -87,11 +69,14 @@ class RoundTimes:
                 f"Round {server.round + 1}: no client can be reached any more after {server.time:g} virtual seconds. Let the "
                 "availability begin anew (period), or train for fewer rounds."
             )
-        server.time = server.round_began = waking
-        return cls(clock, server, Planned(engine), math.inf if deadline is None else deadline, late, first)
+        server.time = waking
+        limit = math.inf if deadline is None else deadline
+        return cls(clock, server, Planned(engine), limit, late, first, _round_began=waking)
 
-    def reached(self, jobs: Iterable[Job | None]) -> list[Job | None]:
-        """Leave out the jobs of clients that cannot be reached now, and begin the list."""
+    def is_reachable(self, client: str) -> bool:
+        return self.clock.available(client, self._round_began)
+
+    def begin(self, jobs: Iterable[Job | None]) -> list[Job | None]:
         self._began, self._sent, self._seconds, self._reasons = self.server.time, [], [], []
         asked = [
             job if job is None or job.client == POOLED or self.clock.available(job.client, self._began) else None
@@ -115,8 +100,7 @@ class RoundTimes:
         if before is not None:
             store.put(client, left_behind(self.server, before, store.get(client)))
 
-    def noted(self, messages: Iterable[Message]) -> Iterator[Message]:
-        """Yield the messages of a list of jobs, and note how long each job will take; give a slow client less to do."""
+    def sent(self, messages: Iterable[Message]) -> Iterator[Message]:
         for message in messages:
             if self.late == "partial" and message.work != 0 and message.client != POOLED:
                 message.work = self._in_time(message)
@@ -141,8 +125,7 @@ class RoundTimes:
                 return message.work if less == work else less
         return message.work if work == 1 else 1
 
-    def arriving(self, updates: Iterator[Update]) -> Iterator[tuple[Update, str | None]]:
-        """Yield every update of the list with the reason why it is too late, or `None`."""
+    def arrivals(self, updates: Iterator[Update]) -> Iterator[tuple[Update, str | None]]:
         told: Iterable[tuple[Update, str | None]]
         if self.first is None:
             told = ((update, self.came(number, update)) for number, update in enumerate(updates))
@@ -183,7 +166,7 @@ class RoundTimes:
             self._seconds = [min(s, last) if trains[n] else s for n, s in enumerate(self._seconds)]
         return reasons
 
-    def over(self) -> None:
+    def end(self) -> None:
         """End a list of jobs: the clock goes on to the last update that is waited for, at most to the deadline."""
         self.server.time = self._began + min(max(self._seconds, default=0.0), self.deadline)
         if self._reasons and all(reason is not None for reason in self._reasons):

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fedlightning.clock.settings import Described, number, uniform
 from fedlightning.errors import ConfigurationError
 from fedlightning.ranges import number_in
+from fedlightning.virtual_time.settings import Described, number, uniform
 
 DAY = 86400.0
 

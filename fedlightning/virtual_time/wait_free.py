@@ -6,18 +6,18 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
-from fedlightning.clock import VirtualClock
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.attempts import FederationError
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.intake import Intake
 from fedlightning.federation.loops.base import Loop, last_scores
-from fedlightning.federation.loops.in_flight import Planned
 from fedlightning.federation.server import Server
 from fedlightning.hooks import Decentralised
 from fedlightning.messages import Message, Outcome, Trip, Update
 from fedlightning.ranges import Range, at_most_one
 from fedlightning.tensors import State
+from fedlightning.virtual_time.clock import VirtualClock
+from fedlightning.virtual_time.in_flight import Planned
 from fedlightning.visit.requests import Evaluate
 
 Step = tuple[int, float, float]
@@ -52,7 +52,7 @@ class WaitFree(Loop):
         ConfigurationError: If a number is out of range, or both are given.
 
     Example:
-        >>> from fedlightning.clock import SampleSpeed, VirtualClock
+        >>> from fedlightning.virtual_time import SampleSpeed, VirtualClock
         >>> WaitFree(VirtualClock(SampleSpeed(0.01, slowdown={"3": 10})), steps=5).steps
         5
     """

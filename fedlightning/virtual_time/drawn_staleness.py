@@ -6,12 +6,13 @@ import math
 
 import torch
 
-from fedlightning.clock import FixedSpeed, VirtualClock
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.loops.asynchronous import Asynchronous
-from fedlightning.federation.loops.in_flight import Planned
 from fedlightning.federation.server import Server
 from fedlightning.seeding import generator
+from fedlightning.virtual_time.asynchronous import Asynchronous
+from fedlightning.virtual_time.clock import VirtualClock
+from fedlightning.virtual_time.in_flight import Planned
+from fedlightning.virtual_time.speed import FixedSpeed
 
 
 class DrawnStaleness(Asynchronous):
