@@ -56,7 +56,7 @@ def measure(work: Work, rounds: int, callbacks: list[FederatedCallback]) -> tupl
     trainer.fit(Module(work.make, work.lr), datamodule=Data(work))
     assert trainer.server is not None
     spent = [after - before for before, after in zip(Marks.times, Marks.times[1:], strict=False)]
-    return statistics.median(spent), trainer.server.bytes_up
+    return statistics.median(spent), trainer.server.costs.bytes_up
 
 
 def main() -> None:

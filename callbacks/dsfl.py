@@ -162,7 +162,7 @@ class DSFL(ServerModels):
             yield [Job(client) for client in clients]
             return
         own = dict(server.state.get(self.key, {}))
-        server.state[self.key] = {**own, "predict": server.public_ids(self.public_samples)}
+        server.state[self.key] = {**own, "predict": server.training.public_ids(self.public_samples)}
         sent = yield [Job(client, tag=PREDICT, keep=True) for client in clients]
         rows = {update.client: update.extras[self.key]["probabilities"] for update in sent if update.error is None}
         if not rows:  # the only one failed
@@ -182,9 +182,9 @@ class DSFL(ServerModels):
     def _teach_server(self, server: Server, ids: Tensor, targets: Tensor) -> None:
         """Distil the server's own model."""
         module = server.module_with(server.model)
-        server.fit(
+        server.training.fit(
             module,
-            server.public(ids, targets=targets, batch_size=self.distil_batch_size, shuffle=True),
+            server.training.public(ids, targets=targets, batch_size=self.distil_batch_size, shuffle=True),
             _cross_entropy,
             epochs=self.distil_epochs,
             optimizer=partial(SGD, lr=self.server_lr),

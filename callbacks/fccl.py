@@ -160,7 +160,7 @@ class FCCL(FederatedCallback):
     # -- server --------------------------------------------------------------------------------------------------------
     def ids(self, server: Server) -> Tensor:
         """Return the public samples of the round."""
-        return server.public_ids(self.public_samples)
+        return server.training.public_ids(self.public_samples)
 
     def plan_round(self, server: Server) -> Plan:
         """Collect the rows of those that have been visited, then let everybody train."""

@@ -140,7 +140,7 @@ class FedBE(EnsembleFusion):
                 made.register_step_post_hook(lambda *_: average.after_step(parameters))
             return made
 
-        server.fit(
+        server.training.fit(
             student,
             loader,
             loss,
@@ -159,7 +159,9 @@ class FedBE(EnsembleFusion):
             ids = self.ids(server)[0]
             mode = student.training
             with torch.no_grad(), isolated(server.seed, server.round, self.key, server.combining):
-                update_bn((inputs_of(batch) for batch in server.public(ids, batch_size=self.batch_size)), student)
+                update_bn(
+                    (inputs_of(batch) for batch in server.training.public(ids, batch_size=self.batch_size)), student
+                )
             student.train(mode)
 
 

@@ -105,7 +105,7 @@ class FedDF(EnsembleFusion):
 
     def distil(self, server: Server, student: LightningModule, loader: Any, loss: Any) -> None:
         """Take the steps with Adam."""
-        server.fit(
+        server.training.fit(
             student,
             loader,
             loss,

@@ -120,7 +120,7 @@ class FedET(ServerModels):
         Raises:
             ValueError: If parts of models stay with the clients, or `transfer` names entries that not all models have.
         """
-        if server.float_buffers == "local":
+        if server.models.float_buffers == "local":
             raise ValueError(
                 "FedET makes teachers of whole models, and float_buffers='local' keeps a part of each at its client. Use "
                 "float_buffers='average'."
@@ -134,14 +134,14 @@ class FedET(ServerModels):
                 )
         large = self.large(server)
         if large not in server.models:
-            server.add_model(large, server.architecture().name)
+            server.models.add(large, server.architecture().name)
         self._transferred(server)
 
     def _join(self, server: Server, clients: Sequence[str]) -> None:
         """Make a model for an architecture that nobody had so far."""
         for client in clients:
             if (key := self.model_of(server, client)) not in server.models:
-                server.add_model(key, key)
+                server.models.add(key, key)
 
     def large(self, server: Server) -> str:
         """Return the key of the server's own model."""
@@ -184,17 +184,19 @@ class FedET(ServerModels):
         if not self.steps or not members:
             return
         ids = (
-            torch.arange(server.public_size) if self.public_samples is None else server.public_ids(self.public_samples)
+            torch.arange(server.training.public_size)
+            if self.public_samples is None
+            else server.training.public_ids(self.public_samples)
         )
         logits = []
         for model, state in members:
             teacher = server.module_with({**server.models[model], **state}, model)
-            logits.append(server.outputs(teacher, server.public(ids), logits_of))
+            logits.append(server.training.outputs(teacher, server.training.public(ids), logits_of))
         key = self.large(server)
         student = server.module_with(server.models[key], key)
-        server.fit(
+        server.training.fit(
             student,
-            server.public(ids, targets=lessons(torch.stack(logits)), batch_size=self.batch_size, shuffle=True),
+            server.training.public(ids, targets=lessons(torch.stack(logits)), batch_size=self.batch_size, shuffle=True),
             self._loss,
             steps=self.steps,
             optimizer=partial(Adam, lr=self.lr),

@@ -273,7 +273,7 @@ class FedGH(FederatedCallback):
         pairs = DataLoader(
             TensorDataset(z, labels), size, shuffle=self.shuffle, generator=torch.Generator(), drop_last=one_is_left
         )
-        server.fit(
+        server.training.fit(
             header,
             pairs,
             lambda header, pair: F.cross_entropy(_logits(header, pair[0]), pair[1]),
@@ -285,7 +285,7 @@ class FedGH(FederatedCallback):
         )
         trained = module_state(module)
         names = self._header_names(module)
-        server.add_model(GLOBAL, state={**server.model, **{name: trained[name].detach().clone() for name in names}})
+        server.models.add(GLOBAL, state={**server.model, **{name: trained[name].detach().clone() for name in names}})
 
 
 def _logits(header: nn.Module, z: Tensor) -> Tensor:

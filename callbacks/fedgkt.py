@@ -222,7 +222,7 @@ class FedGKT(FederatedCallback):
             shuffle=True,
             generator=torch.Generator(),
         )
-        server.fit(
+        server.training.fit(
             head,
             loader,
             self._server_loss,
@@ -234,7 +234,7 @@ class FedGKT(FederatedCallback):
         ages = dict(own.get("rounds", {}))
         for client, payload in sent.items() if self.alpha else ():
             plain = DataLoader(TensorDataset(payload["features"]), self.server_batch_size)
-            known[client] = server.outputs(head, plain, lambda head, batch: head(batch[0]))
+            known[client] = server.training.outputs(head, plain, lambda head, batch: head(batch[0]))
             ages[client] = server.round
         order = [client for client in server.clients if client in known]
         server.state[self.key] = {

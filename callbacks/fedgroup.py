@@ -146,7 +146,7 @@ class FedGroup(Clusters):
         new = [client for client in participants if self.cluster_of(server, client) == GLOBAL]
         if new:
             yield from self._join(server, new)
-        if not self._twice(server.participation, len(server.clients)):
+        if not self._twice(server.participation.share, len(server.clients)):
             participants = [client for client in participants if client not in new]
         placed = [(client, self.cluster_of(server, client)) for client in participants]
         jobs = [Job(client, tag=cluster) for client, cluster in placed if cluster != GLOBAL]

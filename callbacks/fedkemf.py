@@ -111,13 +111,17 @@ class FedKEMF(SharedPeer):
         if self.steps == 0 or len(teachers) < 2:
             return
         yield []  # the mean
-        loader = server.public(batch_size=self.batch_size)
-        logits = torch.stack([server.outputs(self._network(server, state), loader, logits_of) for state in teachers])
+        loader = server.training.public(batch_size=self.batch_size)
+        logits = torch.stack(
+            [server.training.outputs(self._network(server, state), loader, logits_of) for state in teachers]
+        )
         targets = ensemble_of(logits / self.temperature, self.ensemble)
         student = self._network(server, {})
-        server.fit(
+        server.training.fit(
             student,
-            server.public(torch.arange(len(targets)), targets=targets, batch_size=self.batch_size, shuffle=True),
+            server.training.public(
+                torch.arange(len(targets)), targets=targets, batch_size=self.batch_size, shuffle=True
+            ),
             self.distillation_loss,
             steps=self.steps,
             optimizer=self.optimizer,

@@ -148,7 +148,7 @@ class FedMD(FederatedCallback):
         new = [client for client in clients if client not in known]
         rows: dict[str, Tensor] = {}
         if known and self.digest_epochs:
-            server.state[self.key] = {"ready": ready, "ids": server.public_ids(self.public_samples)}
+            server.state[self.key] = {"ready": ready, "ids": server.training.public_ids(self.public_samples)}
             sent = yield [Job(client, work=0, tag=SCORES) for client in known]
             rows = {update.client: update.extras[self.key]["logits"] for update in sent if update.error is None}
         if rows:

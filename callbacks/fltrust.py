@@ -90,9 +90,9 @@ class FLTrust(RobustRule):
     def rule_of(self, server: Server, model: str, names: Sequence[str]) -> Combine:
         """Return the rule with the change that the server's own training makes."""
         module, old = server.module_with(server.models[model], model), server.models[model]
-        server.fit(
+        server.training.fit(
             module,
-            server.public(batch_size=self.batch_size, shuffle=True),
+            server.training.public(batch_size=self.batch_size, shuffle=True),
             probes.training_loss,
             epochs=self.epochs,
             optimizer=lambda parameters: SGD(parameters, lr=self.lr),

@@ -156,7 +156,7 @@ class MaxFL(FederatedCallback):
         new = [client for client in clients if client not in known]
         if new and (self.alone is not None or server.round > 0):
             found = yield from self._find_requirements(server, new)
-            twice = self._twice(server.participation, len(server.clients))
+            twice = self._twice(server.participation.share, len(server.clients))
             clients = [client for client in clients if client in known or (twice and client in found)]
         if clients:
             yield [Job(client) for client in clients]

@@ -48,7 +48,7 @@ class Reassembly:
 
     def __init__(self, algorithm: pFedHR, server: Server, models: Mapping[str, State]) -> None:
         self.algorithm, self.server, self.key = algorithm, server, algorithm.key
-        self.loader = server.public()
+        self.loader = server.training.public()
         self.labelled = self._has_labels() if algorithm.labels is None else algorithm.labels
         self.nets = [self._row(client, state) for client, state in models.items()]
         self.parts = [
@@ -56,7 +56,7 @@ class Reassembly:
             for place, net in enumerate(self.nets)
             for block in net.parts
         ]
-        names = list(server.architectures)
+        names = list(server.models.architectures)
         self.indices = [names.index(server.architecture_of(client).name) for client in models]
         self.candidates: dict[str, State] = {}
         self.given: dict[str, str] = {}
@@ -66,7 +66,7 @@ class Reassembly:
         for client, net in zip(models, self.nets, strict=True):
             if algorithm.tune_models:
                 self._tune(net, f"model {client}")
-        best = nearest_teachers([server.outputs(net, self.loader, logits_of) for net in self.nets], outputs)
+        best = nearest_teachers([server.training.outputs(net, self.loader, logits_of) for net in self.nets], outputs)
         keys = list(self.candidates)
         self.given = {client: keys[place] for client, place in zip(models, best, strict=True)}
 
@@ -88,11 +88,13 @@ class Reassembly:
     def groups(self) -> list[int]:
         """Return the group of each block by what goes in and comes out on public data."""
         server, algorithm = self.server, self.algorithm
-        loader = server.public(server.public_ids(algorithm.cka_samples))
+        loader = server.training.public(server.training.public_ids(algorithm.cka_samples))
         into, out = [], []
         for net in self.nets:
             shapes = [net.whole, *(block.out for block in net.parts)]
-            rows = server.outputs(net, loader, _activations).split([math.prod(shape) for shape in shapes], dim=1)
+            rows = server.training.outputs(net, loader, _activations).split(
+                [math.prod(shape) for shape in shapes], dim=1
+            )
             grams = [unit_gram(part) for part in rows]
             into += grams[:-1]
             out += grams[1:]
@@ -121,13 +123,13 @@ class Reassembly:
         self._tune(net, f"candidate {number}")
         table = [(self.indices[row], depth) for row, depth in rows]
         self.candidates[f"{self.server.round}.{number}"] = describe(table, net)
-        return self.server.outputs(net, self.loader, logits_of)
+        return self.server.training.outputs(net, self.loader, logits_of)
 
     def _tune(self, net: Stitched, purpose: str) -> None:
         """Train a network on the public data."""
         algorithm = self.algorithm
         if algorithm.fine_tune_epochs and any(parameter.requires_grad for parameter in net.parameters()):
-            self.server.fit(
+            self.server.training.fit(
                 net,
                 self._batches(),
                 self._labels_loss if self.labelled else self._views_loss,
@@ -139,10 +141,10 @@ class Reassembly:
     def _batches(self) -> DataLoader[Any]:
         """Return the public data in batches of which none is a single sample: batch normalisation could not train on it."""
         server, size = self.server, self.algorithm.batch_size
-        loader = server.public(batch_size=size, shuffle=True)
-        if server.public_size % (loader.batch_size or 1) != 1:
+        loader = server.training.public(batch_size=size, shuffle=True)
+        if server.training.public_size % (loader.batch_size or 1) != 1:
             return loader
-        return server.public(torch.arange(server.public_size - 1), batch_size=size, shuffle=True)
+        return server.training.public(torch.arange(server.training.public_size - 1), batch_size=size, shuffle=True)
 
     def _labels_loss(self, net: Stitched, batch: Any) -> Tensor:
         """Return the cross entropy of a public batch."""

@@ -226,9 +226,9 @@ class Budget(FederatedCallback):
         """End the run after this round or the next, if a further one would not fit."""
         limits = {"megabytes": self.max_megabytes, "virtual seconds": self.max_seconds, "steps": self.max_steps}
         spent = {
-            "megabytes": (server.bytes_up + server.bytes_down) / 1e6,
-            "virtual seconds": server.time,
-            "steps": server.steps,
+            "megabytes": (server.costs.bytes_up + server.costs.bytes_down) / 1e6,
+            "virtual seconds": server.costs.virtual_time,
+            "steps": server.costs.steps,
         }
         before = server.state.get(self.key, {"spent": {}, "dearest": {}})
         cost = {what: value - before["spent"].get(what, 0) for what, value in spent.items()}

@@ -29,6 +29,7 @@ from fedlightning.federation.federation import Federation
 from fedlightning.federation.loops import Loop, Synchronous
 from fedlightning.federation.outgoing import OutgoingReport
 from fedlightning.federation.parts import Parts
+from fedlightning.federation.population import Participation, Population
 from fedlightning.federation.progress import RichProgress
 from fedlightning.federation.rehearsal import Preflight
 from fedlightning.federation.saving import Saving
@@ -137,19 +138,24 @@ class Assembly(Fitted):
         known = engine.runner.described
         if a["engine"] == "auto":
             engine, a = self._chosen(engine, len(known.client_ids))
+        population = Population(
+            {client: known.num_samples(client) for client in known.client_ids},
+            held_out=held_out,
+            sizes=known.sizes,
+            over_rounds=known.over_rounds,
+            together=known.together,
+            sites=dict(engine.sites),
+            public_source=engine.public,
+        )
+        population.scored = arguments.evaluated_clients(a["evaluate_clients"], population.clients, everybody.seed)
         server = Server(
             blueprint,
-            {client: known.num_samples(client) for client in known.client_ids},
+            population,
             max_rounds=self.max_rounds,
             participation=a["participation"],
             float_buffers=a["float_buffers"],
             run_dir=run.path if run is not None and is_writer() else None,
-            held_out=held_out,
         )
-        server.evaluated = arguments.evaluated_clients(a["evaluate_clients"], server.clients, everybody.seed)
-        server.public_source, server.together = engine.public, known.together
-        server.sizes = known.sizes
-        server.over_rounds = known.over_rounds
         engine.attempts.policy = FailurePolicy(
             on_error=a["on_client_error"],
             retries=a["client_retries"] or 1,
@@ -245,9 +251,8 @@ class Assembly(Fitted):
 
     def _chosen(self, engine: Engine, clients: int) -> tuple[Engine, dict[str, Any]]:
         """Return the engine that `engine="auto"` chooses, and the arguments with its name."""
-        share = self.arguments["participation"]
-        count = share if isinstance(share, int) else max(round(share * clients), 1)
-        name, why = choose(engine.runner, min(count, clients), type(self.loop) is Synchronous)
+        count = Participation(self.arguments["participation"]).count(clients)
+        name, why = choose(engine.runner, count, type(self.loop) is Synchronous)
         rank_zero_info(why)
         return make_engine(name, engine.runner, engine.store), {**self.arguments, "engine": name}
 

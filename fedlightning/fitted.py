@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -241,9 +240,8 @@ class Fitted:
         known = own if data is None else describe(data)
         chosen = arguments.new_clients(known, newcomers is None, federation.server, clients)
         arguments.check_new_clients(known, chosen, epochs)
-        server = copy.copy(federation.server)
-        server.held_out, server.failures = chosen, []
-        server.blueprint = arguments.assigned_newcomers(server, own, known, chosen)
+        server = federation.server
+        server = server.beside(arguments.assigned_newcomers(server, own, known, chosen), chosen)
         why = refusal(server, joining=True)
         if why is not None:
             raise ConfigurationError(f"{why} It cannot be onboarded.")

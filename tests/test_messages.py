@@ -136,8 +136,8 @@ def test_only_shared_names_and_declared_extras_travel(wires, name):
     plain = sum(sizes[n] for n in shared)
     control = sum(sizes[n] for n in shared if server.kinds[n] == "trainable") if "scaffold" in name else 0
     numbers = 16 if "fliu" in name else 0
-    assert server.bytes_up == 6 * (plain + control)
-    assert server.bytes_down == 6 * (plain + control + numbers)
+    assert server.costs.bytes_up == 6 * (plain + control)
+    assert server.costs.bytes_down == 6 * (plain + control + numbers)
 
 
 class Leak(FederatedCallback):

@@ -385,7 +385,7 @@ def test_files_of_a_run(tmp_path):
     summary = json.loads((run / "summary.json").read_text())
     assert summary["rounds"] == 2 and summary["num_clients"] == 3
     assert summary["callbacks"] == {c.key: c.hyperparameters() for c in trainer.callbacks}
-    assert summary["bytes_up"] == trainer.server.bytes_up > 0
+    assert summary["bytes_up"] == trainer.server.costs.bytes_up > 0
     assert {"bytes_down", "seconds", "peak_memory_mb", "versions", "config_hash"} <= set(summary)
     assert summary["versions"]["torch"] == version("torch")
     assert [entry["round"] for entry in summary["per_round"]] == [1, 2]
@@ -522,8 +522,8 @@ def test_learning_rate_decay_survives_new_optimizers(optimizer, state):
 def test_steps_and_bytes_are_counted():
     trainer, spy = spied(Toy(), toy_data([24, 40, 16]), max_rounds=2, local_epochs=2)
     size = sum(4 * value.numel() for value in global_state(trainer).values())
-    assert trainer.server.bytes_up == trainer.server.bytes_down == 6 * size
-    assert trainer.server.steps == 2 * 2 * (3 + 5 + 2)
+    assert trainer.server.costs.bytes_up == trainer.server.costs.bytes_down == 6 * size
+    assert trainer.server.costs.steps == 2 * 2 * (3 + 5 + 2)
     update = spy.of_round(1)["1"]
     assert (update.steps, update.skipped) == (10, 0)
     assert update.lr_sum == pytest.approx(10 * 0.1)

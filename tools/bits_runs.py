@@ -40,7 +40,14 @@ def parts_of(trainer: FederatedTrainer) -> dict[str, Any]:
         "records": {client: {name: getattr(record, name) for name in kept} for client, record in records.items()},
         "optimizers": {client: _tensors(record.lightning) for client, record in records.items()},
         "state": [server.state, server.checkpoints],
-        "counts": [server.bytes_up, server.bytes_down, server.steps, server.spent, server.time, trainer.rounds_done],
+        "counts": [
+            server.costs.bytes_up,
+            server.costs.bytes_down,
+            server.costs.steps,
+            server.costs.spent,
+            server.costs.virtual_time,
+            trainer.rounds_done,
+        ],
         "failures": [(failure["round"], failure["client"]) for failure in server.failures],
         "rows": sorted([str(cell) for cell in row.cells] for row in trainer.rows),
     }

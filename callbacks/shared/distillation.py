@@ -99,8 +99,8 @@ def refuse_other_predictions(
     name: str, sent: Tensor, server: Server, client: str, predict: Callable[[LightningModule, Any], Tensor]
 ) -> None:
     """Refuse rows of another width than the client's architecture gives on public data, as the server itself sees it."""
-    few = server.public(list(range(min(2, server.public_size))), batch_size=2)
-    refuse_width(name, sent, server.outputs(server.architecture_of(client).module, few, predict).shape[1])
+    few = server.training.public(list(range(min(2, server.training.public_size))), batch_size=2)
+    refuse_width(name, sent, server.training.outputs(server.architecture_of(client).module, few, predict).shape[1])
 
 
 def mean_rows(rows: Mapping[str, Tensor], weights: Mapping[str, float], owner: str) -> Tensor:

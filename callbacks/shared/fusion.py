@@ -115,7 +115,7 @@ class EnsembleFusion(ServerModels):
                     f"'{server.architecture_of(client).name}'. Assign it another one."
                 )
         self._make_models(server, server.clients)
-        if server.float_buffers == "local":
+        if server.models.float_buffers == "local":
             raise ValueError(
                 f"{self.key} makes teachers of whole models, and float_buffers='local' keeps a part of each at its client. "
                 "Use float_buffers='average'."
@@ -125,7 +125,7 @@ class EnsembleFusion(ServerModels):
         """Make a model for every architecture that nobody had so far."""
         for client in clients:
             if (key := self.model_of(server, client)) not in server.models:
-                server.add_model(key, key)
+                server.models.add(key, key)
 
     def model_of(self, server: Server, client: str) -> str:
         """Return the model of the client's architecture."""
@@ -160,7 +160,7 @@ class EnsembleFusion(ServerModels):
             return kl(paired.targets, logits_of(student, paired.batch), self.temperature)
 
         ids = self.ids(server)[0]
-        loader = server.public(ids, targets=targets[ids], batch_size=self.batch_size, shuffle=True)
+        loader = server.training.public(ids, targets=targets[ids], batch_size=self.batch_size, shuffle=True)
         self.distil(server, student, loader, loss)
         kinds = server.architecture(model).kinds
         return clone({name: value for name, value in module_state(student).items() if kinds[name] != "frozen"})
@@ -191,12 +191,12 @@ class EnsembleFusion(ServerModels):
     def outputs(self, server: Server, model: str, entries: State, ids: Tensor | None = None) -> Tensor:
         """Return a teacher's logits on public samples."""
         module = server.module_with({**server.models[model], **entries}, model)
-        return server.outputs(module, server.public(ids), logits_of)
+        return server.training.outputs(module, server.training.public(ids), logits_of)
 
     # -- validation on public data -------------------------------------------------------------------------------------
     def ids(self, server: Server) -> tuple[Tensor, Tensor]:
         """Return the positions of public samples to train on and of those to validate on, the same in every round."""
-        size = server.public_size
+        size = server.training.public_size
         count = _held(size, self.validation)
         order = torch.randperm(size, generator=generator(server.seed, self.key, "validation"))
         return order[count:].sort().values, order[:count].sort().values
@@ -204,8 +204,8 @@ class EnsembleFusion(ServerModels):
     def accuracy(self, server: Server, module: LightningModule) -> tuple[float, int]:
         """Return the share of validation samples that a model predicts right, and the number of classes."""
         ids = self.ids(server)[1]
-        labels = torch.cat([labels_of(batch, self.key).cpu() for batch in server.public(ids)])
-        logits = server.outputs(module, server.public(ids), logits_of)
+        labels = torch.cat([labels_of(batch, self.key).cpu() for batch in server.training.public(ids)])
+        logits = server.training.outputs(module, server.training.public(ids), logits_of)
         return float((logits.argmax(1) == labels).double().mean()), logits.shape[1]
 
 

@@ -98,7 +98,8 @@ class SharedPeer(ServerModels):
         if self.shared is None and server is not None and server.is_mixed:
             raise ValueError(
                 f"{self.key} needs shared=...: without it every client shares a copy of its own model, and here these have "
-                f"several architectures ({', '.join(server.architectures)}). Give the LightningModule that all are to share."
+                f"several architectures ({', '.join(server.models.architectures)}). Give the LightningModule that all are to "
+                "share."
             )
         return shared_entries(module)
 

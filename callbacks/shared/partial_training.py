@@ -171,7 +171,7 @@ class PartialTraining(SubModels):
 
     def on_federation_start(self, server: Server) -> None:
         """Refuse running statistics that stay at a client whose units change."""
-        if self._changing and server.float_buffers == "local" and "float_buffer" in server.kinds.values():
+        if self._changing and server.models.float_buffers == "local" and "float_buffer" in server.kinds.values():
             raise ValueError(
                 f"float_buffers='local' keeps running statistics at each client, but under {self._changing} the next "
                 "round's units are others. Use float_buffers='average'."

@@ -60,7 +60,7 @@ class Aggregation:
         reduced = {model: self._mean(model, mean) for model, mean in self.means.items()}
         for model, updates in self.updates.items():
             assert self.reducer is not None
-            server.combining = model
+            server.models.combining = model
             reduced[model] = self.reducer.reduce(server, updates)
         if nobody and any(callback.claims("on_reduced") for callback in server.callbacks):
             present = server.models[GLOBAL]
@@ -69,7 +69,7 @@ class Aggregation:
         for model, state in reduced.items():
             if not state:
                 continue
-            server.combining = model
+            server.models.combining = model
             for callback in server.callbacks:
                 state = callback.on_reduced(server, state)
             old: dict[str, Tensor] = {name: server.models[model][name] for name in state}
@@ -77,13 +77,13 @@ class Aggregation:
                 continue
             new = state if step is None else step.server_step(server, old, state)
             moved = {**server.models[model], **new}
-            server.models[model] = _settled(server.architecture(model).module, moved, new)
-        server.combining = GLOBAL
+            server.models[model] = _settled(server.models.architecture(model).module, moved, new)
+        server.models.combining = GLOBAL
 
     def _mean(self, model: str, mean: WeightedMean) -> State:
         """Return the weighted mean, or the change divided by the number that a callback names."""
         server, owner, found = self.server, self.server.callbacks.role("denominator"), mean.result()
-        server.combining = model
+        server.models.combining = model
         divisor = None if owner is None else owner.denominator(server)
         if divisor is None:
             return found

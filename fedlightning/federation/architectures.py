@@ -72,7 +72,7 @@ def describe(server: Server) -> dict[str, dict[str, Any]]:
             "parameters": sum(parameter.numel() for parameter in own.module.parameters()),
             "clients": [client for client in clients if server.architecture_of(client) is own],
         }
-        for name, own in server.architectures.items()
+        for name, own in server.models.architectures.items()
     }
 
 
@@ -92,7 +92,7 @@ def refuse_mixed(server: Server) -> None:
         if not _is_right(callback):
             raise ConfigurationError(
                 f"{callback.key} works on models of one architecture, and ClientModels gives clients several "
-                f"({', '.join(server.architectures)}). Use a method for models that differ "
+                f"({', '.join(server.models.architectures)}). Use a method for models that differ "
                 "(docs/explanation/different_models.md), or one "
                 "architecture for all."
             )

@@ -127,9 +127,9 @@ def scored_before(saved: Mapping[str, Any], server: Server, seed: int) -> list[s
 
 def check_rescored(before: Sequence[str], server: Server, place: object, go_on: bool) -> None:
     """Refuse to compare scores of different clients across rounds, and warn where a run gets scores of others."""
-    if list(before) == server.evaluated:
+    if list(before) == server.population.scored:
         return
-    counts = f"{len(before)} of {len(server.clients)} clients", f"{len(server.evaluated)}"
+    counts = f"{len(before)} of {len(server.clients)} clients", f"{len(server.population.scored)}"
     for callback in server.callbacks if go_on else ():
         if Change.SELECTION in callback.facts.changes:
             raise ConfigurationError(
@@ -146,11 +146,11 @@ def check_rescored(before: Sequence[str], server: Server, place: object, go_on: 
 
 def refuse_mixed_validation(before: Sequence[str], server: Server) -> None:
     """Refuse validation of a run at clients that it has not scored in training: its curve would mix two sets of clients."""
-    if not set(server.evaluated) <= set(before):
+    if not set(server.population.scored) <= set(before):
         raise ConfigurationError(
             f"The run has validation scores of {len(before)} of {len(server.clients)} clients for every round, and validate "
-            f"would add those of others to its last one: {len(server.evaluated)} are scored now. Validate it with its own "
-            "evaluate_clients (its config.yaml says which), or score other clients by test."
+            f"would add those of others to its last one: {len(server.population.scored)} are scored now. Validate it with "
+            "its own evaluate_clients (its config.yaml says which), or score other clients by test."
         )
 
 

@@ -142,15 +142,15 @@ def dry_run(whole: Federation, small: Federation, rounds: int) -> DryRun:
         small.server.callbacks.event("on_federation_start", small.server)
         for _ in range(min(2, rounds)):
             timed.seconds = {}
-            down, up = small.server.bytes_down, small.server.bytes_up
+            down, up = small.server.costs.bytes_down, small.server.costs.bytes_up
             small.round()
-            down, up = small.server.bytes_down - down, small.server.bytes_up - up
-        seconds, steps = timed.seconds, small.server.steps
+            down, up = small.server.costs.bytes_down - down, small.server.costs.bytes_up - up
+        seconds, steps = timed.seconds, small.server.costs.steps
         if rounds > 2 and sum(seconds.get("Visit", [])) < QUICK:
             timed.seconds = {}
             _allow(small, SEVERAL)
             small.round()
-        step = _seconds_of_a_step(seconds, timed.seconds, small.server.steps - steps)
+        step = _seconds_of_a_step(seconds, timed.seconds, small.server.costs.steps - steps)
         _measure(report, whole, small, seconds, step, down, up)
         timed.seconds = {}
         if whole.test_data:
@@ -257,7 +257,7 @@ def _measure(
     each = max(len(report.clients), 1)
     mean_batches = sum(client.batches for client in report.clients) / each
     steps = mean_batches * settings.work if settings.unit == "epochs" else float(settings.work)
-    scored = set(whole.server.evaluated)
+    scored = set(whole.server.population.scored)
     has_validation = sum(client.val > 0 and client.id in scored for client in report.clients)
     evaluated = has_validation * sum(stage in whole.stages for stage in ("G", "L1"))
     workers = getattr(whole.engine, "width", 1)

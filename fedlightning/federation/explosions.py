@@ -175,7 +175,7 @@ class FarScores(Part):
         server = federation.server
         groups = defaultdict[tuple[Any, ...], list[Row]](list)
         for row in rows:
-            if row.split in SPLITS[1:] and row.client in server.sizes:
+            if row.split in SPLITS[1:] and row.client in server.population.sizes:
                 groups[KIND(row)].append(row)
         for group in groups.values():
             sizes = [abs(row.value) for row in group if math.isfinite(row.value)]

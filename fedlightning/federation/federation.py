@@ -13,7 +13,7 @@ from fedlightning.federation import statistics
 from fedlightning.federation.attempts import FederationError, in_order
 from fedlightning.federation.costs import Costs
 from fedlightning.federation.engine import Engine
-from fedlightning.federation.intake import note_work, tell_of_misses
+from fedlightning.federation.intake import tell_of_misses
 from fedlightning.federation.loops import Loop, Synchronous
 from fedlightning.federation.loops.synchronous import messages
 from fedlightning.federation.parts import Parts
@@ -47,7 +47,6 @@ class Federation:
         sanity_check: Whether :meth:`check` tries one batch of every step.
         rounds_done: Finished rounds.
         final_done: Whether the visits after the last round have happened.
-        costs: What the run has cost so far.
         asked_evaluate_every: Rounds between evaluations as the user wants it, where a callback withholds scores too.
         left_out: Data that scores were asked for on and that are not in one place.
     """
@@ -65,11 +64,9 @@ class Federation:
     loop: Loop = field(default_factory=Synchronous)
     rounds_done: int = 0
     final_done: bool = False
-    costs: Costs = field(default_factory=Costs)
 
     def __post_init__(self) -> None:
         self.engine.attempts.note, self.engine.attempts.server = self._note_try, self.server
-        self.server.sites = dict(self.engine.sites)
         self.left_out: list[str] = []
         if not self.engine.runner.described.together:
             asked = (*self.evaluate_data, *self.test_data)
@@ -90,9 +87,14 @@ class Federation:
         self.server.note_failure(client, reason, where.split()[0], when, decision)
 
     @property
+    def costs(self) -> Costs:
+        """What the run has cost so far."""
+        return self.server.costs
+
+    @property
     def history(self) -> list[dict[str, float]]:
         """Cost of each round: see :class:`~fedlightning.federation.costs.Costs`."""
-        return self.costs.history
+        return self.server.costs.history
 
     @property
     def last_round(self) -> int:
@@ -155,7 +157,7 @@ class Federation:
         server = self.server
         last = server.round + 1 == server.rounds
         splits = (("val",) if due else ()) + (("test",) if last and self.test_data else ())
-        scored = None if server.evaluated is server.clients else frozenset(server.evaluated)
+        scored = None if server.population.all_are_scored else frozenset(server.population.scored)
         return Evaluate(splits if "L2" in self.stages else (), self.evaluate_data, scored)
 
     def _forget_secrets(self, updates: Sequence[Update]) -> None:
@@ -166,7 +168,7 @@ class Federation:
 
     def _end_round(self) -> None:
         self.costs.tick()
-        self.costs.count(self.server, self.loop.clock is not None)
+        self.costs.end_round(self.server.round, self.loop.clock is not None)
         self.parts.tell("on_round_end", self)
 
     def _validated(self) -> list[Row]:
@@ -197,11 +199,11 @@ class Federation:
         if owner is None:
             return
         server.round = self.rounds_done
-        self.costs.spent_of_rounds = dict(server.spent)
+        self.costs.spent_of_rounds = dict(self.costs.spent)
         jobs = [replace(job, returns=()) for job in owner.final_jobs(server)]
         for update in self.engine.run(messages(server, jobs), Evaluate()):
-            server.steps += update.steps
-            note_work(server, update, after_last_round=True)
+            self.costs.steps += update.steps
+            self.costs.add_work(update, after_last_round=True)
             self.recorder.log_clients([update])
             if update.error is not None:
                 server.note_failure(update.client, update.error, when=AFTER_LAST_ROUND)
@@ -218,8 +220,10 @@ class Federation:
         Args:
             arguments: The trainer's arguments.
         """
-        every = self.server.evaluated is self.server.clients
-        results = self.recorder.choose_results(self.rounds_done, None if every else self.server.evaluated)
+        population = self.server.population
+        results = self.recorder.choose_results(
+            self.rounds_done, None if population.all_are_scored else population.scored
+        )
         self.recorder.write_summary(
             summary_of(self.server, self.engine, results, self.rounds_done, self.costs.seconds, arguments, self.history)
             | {
@@ -278,7 +282,7 @@ class Federation:
                 lambda model, stage, checkpoint, data, its_split, metric: (stage, its_split) == ("L2", split),
                 since=self.rounds_done,
             )
-            rows += of_clients((row for row in trained if row.round == self.rounds_done), server.evaluated)
+            rows += of_clients((row for row in trained if row.round == self.rounds_done), server.population.scored)
             rows += self.parts.score(self, (split,), ("G", "L1"))
         if checkpoint != "latest":
             found = stage_scores.checkpoint_rows(server, self.engine, evaluate)

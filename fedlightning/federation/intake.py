@@ -41,9 +41,9 @@ class Intake:
         server = self.server
         if update.error is not None:
             self.policy.stop_at(update.client, update.error, f"Round {server.round + 1}")
-        server.bytes_up += update.num_bytes
-        server.steps += update.steps if trained else 0
-        note_work(server, update)
+        server.costs.bytes_up += update.num_bytes
+        server.costs.steps += update.steps if trained else 0
+        server.costs.add_work(update)
 
     def fold(
         self, update: Update, sent: State | None = None, base: Mapping[str, Tensor] | None = None, trained: bool = True
@@ -116,14 +116,6 @@ class Intake:
                 + (f" ({len(failed) - 1} more failed)" if len(failed) > 1 else "")
                 + ". The state of the rounds before is intact, and resume goes on from there."
             ) from self.cause
-
-
-def note_work(server: Server, update: Update, after_last_round: bool = False) -> None:
-    """Add what a client has done beside its federated steps."""
-    steps = "fine_tuning_steps" if after_last_round else "own_steps"
-    for name, count in ((steps, update.own_steps), ("selections", update.selections)):
-        if count:
-            server.spent[name] = server.spent.get(name, 0) + count
 
 
 def tell_of_misses(server: Server, updates: list[Update], policy: FailurePolicy) -> None:

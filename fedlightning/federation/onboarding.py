@@ -137,19 +137,19 @@ class Onboarding:
         server, owner = self.server, placing_callback(self.server)
         plan = None if owner is None else owner.facts.newcomers.place
         assert owner is not None and plan is not None
-        server.models, server.state = _own(server.models), _own(server.state)
+        server.detach()
         known = server.num_samples
         described, now = engine.runner.described, server.round
-        server.num_samples = known | {one: described.num_samples(one, round=now) for one in self.newcomers}
+        server.population.num_samples = known | {one: described.num_samples(one, round=now) for one in self.newcomers}
         self.places = self._placed(engine, plan(server, list(self.newcomers)))
-        server.num_samples = known
+        server.population.num_samples = known
         noted = {failure["client"] for failure in server.failures}
         for client in self.newcomers:
             if client not in self.places and client not in noted:
                 server.note_failure(
                     client, f"new client '{client}': {owner.key} found no place for it", when="Onboarding"
                 )
-        server.held_out = [client for client in self.newcomers if client in self.places]
+        server.population.held_out = [client for client in self.newcomers if client in self.places]
 
     def _placed(self, engine: Engine, plan: Placing) -> dict[str, str]:
         server, answers = self.server, None
@@ -260,10 +260,3 @@ class Onboarding:
         for message in self._made(made, "has no model", "checkpoint", "not written"):
             kept = ONBOARDED if message.client in self.trained else ""
             yield Deploy(message, kept=kept, write=True, folder=place, about=about)
-
-
-def _own(tree: Any) -> Any:
-    """Return a copy of the dicts and lists of a tree, so that entries can be replaced; the leaves are the same."""
-    if isinstance(tree, dict):
-        return {name: _own(value) for name, value in tree.items()}
-    return [_own(value) for value in tree] if isinstance(tree, list) else tree

@@ -88,7 +88,7 @@ class Rehearsal:
     @cached_property
     def modules(self) -> dict[str, LightningModule]:
         """A module of every architecture, built once for all who look at it."""
-        return {name: self.blueprint.build("server", name) for name in self.server.architectures}
+        return {name: self.blueprint.build("server", name) for name in self.server.models.architectures}
 
     @cached_property
     def facts(self) -> dict[str, Any]:
@@ -103,19 +103,19 @@ class Rehearsal:
             "optimizer_state": settings.optimizer_state,
             "trainer_arguments": settings.trainer_arguments,
             "evaluate_every": self.federation.evaluate_every,
-            "participation": server.participation,
+            "participation": server.participation.share,
             "loop": type(loop).__name__,
             "absent": self._absent or loop.absent(),
             "has_clock": loop.clock is not None,
-            "drifts": bool(server.over_rounds),
+            "drifts": bool(server.population.over_rounds),
         }
 
     @property
     def _absent(self) -> str:
         """What keeps clients out of rounds, the loop apart; empty: nothing."""
-        share, count = self.server.participation, len(self.server.clients)
-        if share < count if isinstance(share, int) else share < 1.0:
-            return f"participation={share}"
+        participation, clients = self.server.participation, len(self.server.clients)
+        if not participation.is_everybody and participation.share != clients:
+            return f"participation={participation.share}"
         away = {Change.ABSENCE, Change.PARTICIPANTS}
         return next((callback.key for callback in self.server.callbacks if away & changes_of(callback)), "")
 
@@ -175,7 +175,7 @@ class Rehearsal:
     def counts(self) -> None:
         """Refuse numbers of clients above how many there are; tell of numbers of rounds that the run does not reach."""
         server, there = self.server, len(self.server.clients)
-        asked = [("The trainer", "participation", "clients", server.participation)]
+        asked = [("The trainer", "participation", "clients", server.participation.share)]
         owners = (*server.callbacks, self.federation.loop)
         asked += [(type(owner).__name__, *counted) for owner in owners for counted in counts_of(owner)]
         for owner, name, things, count in asked:
@@ -198,10 +198,10 @@ class Rehearsal:
         server, needed = self.server, self.engine.attempts.policy.min_clients
         visited = len(server.participants())
         chooser = server.callbacks.role("participants")
-        if chooser is not None and server.participation != 1.0:
+        if chooser is not None and server.participation.share != 1.0:
             raise ConfigurationError(
-                f"participation={server.participation} and {chooser.key} both say who takes part in a round. Remove one of "
-                "them."
+                f"participation={server.participation.share} and {chooser.key} both say who takes part in a round. Remove "
+                "one of them."
             )
         reducer, divisor = server.callbacks.role("reduce"), server.callbacks.role("denominator")
         if reducer is not None and divisor is not None:
@@ -220,22 +220,23 @@ class Rehearsal:
     def scored_clients(self) -> None:
         """Refuse `evaluate_clients` where every client's scores are needed, or where those that it drew have none."""
         server, known = self.server, self.engine.runner.described
-        if server.evaluated is server.clients:
+        if server.population.all_are_scored:
             return
         for callback in server.callbacks:
             if EVERY_SCORE in callback.facts.needs:
                 raise ConfigurationError(
                     f"{callback.key} goes by the scores of every client, and evaluate_clients scores "
-                    f"{len(server.evaluated)} of {len(server.clients)}. Leave evaluate_clients out, or {callback.key}."
+                    f"{len(server.population.scored)} of {len(server.clients)}. Leave evaluate_clients out, or "
+                    f"{callback.key}."
                 )
         for split in (split for split, data in self.scored_splits.items() if "local" in data):
             drawn, having = (
                 [client for client in clients if known.num_samples(client, split)]
-                for clients in (server.evaluated, server.clients)
+                for clients in (server.population.scored, server.clients)
             )
             if having and not drawn:
                 raise ConfigurationError(
-                    f"evaluate_clients drew {listed(server.evaluated)}, and "
+                    f"evaluate_clients drew {listed(server.population.scored)}, and "
                     f"none of them has {split} samples, so that nobody would be scored on them; {len(having)} of the "
                     f"{len(server.clients)} clients have some. Raise evaluate_clients, or give every client a {split} split."
                 )
@@ -282,7 +283,7 @@ class Rehearsal:
                 "Give it one (docs/explanation/time.md), or use evaluate_every, which counts rounds."
             )
         loop.check(self.server)
-        if self.server.over_rounds and not isinstance(loop, Synchronous):
+        if self.server.population.over_rounds and not isinstance(loop, Synchronous):
             raise ConfigurationError(
                 f"The clients' training data change from round to round, and {type(loop).__name__} has no rounds in which "
                 "all clients train. Leave out trainer.loop, or the drift (data)."
@@ -306,7 +307,7 @@ class Rehearsal:
         server = self.server
         if self.blueprint.settings.float_buffers != "average" or len(server.clients) < 2:
             return
-        module, kinds = self.modules[architecture], server.architectures[architecture].kinds
+        module, kinds = self.modules[architecture], server.models.architectures[architecture].kinds
         names = [name for name in server.shared_in(architecture) if name in changed]
         ways = {
             "averaged over the clients": [name for name in names if kinds[name] == "float_buffer"],

@@ -14,7 +14,6 @@ from fedlightning.federation.changes import (
 from fedlightning.federation.federation import Federation
 from fedlightning.federation.saving import MARKS, Saving
 from fedlightning.federation.state import check_extra, restore_state
-from fedlightning.federation.terms import spent_of
 from fedlightning.hooks.families import Protection
 from fedlightning.run.persistence import UNDONE, go_back
 
@@ -65,14 +64,13 @@ def restore(federation: Federation, go_on: bool, allow_changes: bool = False, al
         federation.server.round = federation.rounds_done
         join_clients(federation.server, changes.joined)
     federation.costs.load(extra)
-    federation.server.spent = spent_of(extra["spent"])
-    federation.server.failures = list(extra["failures"])
+    federation.server.failures[:] = extra["failures"]
     federation.parts.load(extra)
     loop = federation.engine.runner.loop
     loop.reason = loop.reason or extra["local_loop"]  # a run that is over trains no more, and tells all the same
     federation.final_done = bool(extra["final"]) and federation.is_over
     if go_on and extra["final"] and not federation.final_done:
-        federation.costs.forget_final_visits(federation.server, federation.rounds_done)
+        federation.costs.forget_final_visits(federation.rounds_done)
     scored = federation.rounds_done + federation.final_done
     marks = (
         extra if federation.final_done else {name: extra.get(earlier, extra[name]) for name, earlier in MARKS.items()}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fedlightning.hooks import Job
 from fedlightning.messages import Message, Trip, Update
+from fedlightning.tensors import State
 
 if TYPE_CHECKING:
     from fedlightning.federation.engine import Engine
@@ -18,10 +19,15 @@ class RoundClock:
     """The time of one round of lists of jobs. This one is of rounds without time: everybody is there, and nobody is late.
 
     Attributes:
+        takes_time: Whether clients may be away or late.
         trips: The jobs that came back, for the timeline.
+        heard: By client whose update is being combined, and by neighbour, the latest model that the neighbour has sent
+            it, with the number of steps that the neighbour had taken: in a loop that delivers such messages.
     """
 
+    takes_time = False
     trips: Sequence[Trip] = ()
+    heard: Mapping[str, Mapping[str, tuple[int, State]]] = {}
 
     def is_reachable(self, client: str) -> bool:
         """Return whether a client can be reached as the round begins."""

@@ -109,7 +109,6 @@ class Saving(Part):
             **self._who(federation, run.last),
             **federation.recorder.mark(),
             **{MARKS[name]: mark for name, mark in (self._marks_of_rounds or {}).items()},
-            "spent": server.spent,
             "failures": server.failures,
             "stopped": server.stopped,
             **federation.parts.state(),

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.datamodules.base import in_order
 from fedlightning.errors import ConfigurationError, warn
-from fedlightning.federation.architectures import Architecture, architectures_of, refuse_other_choice, refuse_unlike
+from fedlightning.federation.architectures import Architecture, refuse_other_choice, refuse_unlike
 from fedlightning.federation.attempts import WITHOUT, at_site
-from fedlightning.federation.models import KeepsModels
+from fedlightning.federation.costs import Costs
+from fedlightning.federation.models import ModelStore
 from fedlightning.federation.parts import Parts
+from fedlightning.federation.population import Participation, Population
 from fedlightning.federation.round_clock import NO_CLOCK, RoundClock
+from fedlightning.federation.server_fit import ServerTraining
 from fedlightning.hooks import (
     POOLED,
     CallbackList,
@@ -26,12 +31,14 @@ from fedlightning.hooks import (
     FederatedCallback,
     Job,
     Outgoing,
+    ServerModels,
     SumCodec,
     UpdateCodec,
 )
+from fedlightning.layers import expand
 from fedlightning.messages import GLOBAL, Message, Update, check_extras, contributors, tree_bytes
 from fedlightning.seeding import first_of_permutation, generator
-from fedlightning.tensors import State, clone, module_state
+from fedlightning.tensors import EntryKind, State, load_state
 
 Scores = dict[tuple[str | None, str, str, str, str], dict[str, tuple[float, int]]]
 """Values and numbers of samples by client; under model (`None`: the global one or what a client made of it), stage,
@@ -52,99 +59,66 @@ def error_in_check(error: Exception) -> str:
     return f"it cannot be checked: {type(error).__name__}: {' '.join(str(error).split()):.200}"
 
 
-class Server(KeepsModels):
+class Server:
     """The server of one federation.
 
     Args:
         blueprint: What models are built from.
-        num_samples: Training samples of every client.
+        population: The clients, and what is known of their data.
         max_rounds: Rounds of the federation.
         participation: Share (float) or number (int) of clients that take part in a round.
         float_buffers: What happens to running statistics: `"average"`, `"local"` or `"server"`.
         run_dir: The run's folder, or `None` where nothing is written.
-        held_out: Clients that take no part in training; they are not among `num_samples`.
+        parts: What attaches to the federation.
 
     Attributes:
+        blueprint: What models are built from.
+        population: The clients, and what is known of their data.
+        max_rounds: Rounds of the federation.
         round: The present round, from 0.
-        clients: All clients' ids, in order.
-        together: Whether all clients' data are in one place.
-        held_out: Ids of the clients that are kept out of training, in order. Algorithms do not see them.
-        evaluated: Ids of the clients that are scored, in order: `clients`, or those that `evaluate_clients` drew.
-        architectures: By name, what is known of each architecture; one, called ``""``, where all clients have the same.
-        models: Per model key (`"global"` unless an algorithm keeps several) the full state, on the CPU.
+        participation: How many clients take part in a round.
+        models: Per model key (`"global"` unless an algorithm keeps several) the full state, and the architectures.
         state: Per callback key, what lives from round to round: tensors (replaced, never edited) and plain values.
         checkpoints: Per callback key, selected global models and their scores.
-        model_architectures: By model key, the name of its architecture, where that is not the global model's.
-        combining: Key of the model whose updates are being combined: for `reduce`, `on_reduced` and `server_step`.
-        bytes_up: Bytes sent to the server so far.
-        bytes_down: Bytes sent to clients so far.
-        steps: Optimizer steps of all clients so far.
-        spent: What the clients have done besides: see :mod:`fedlightning.federation.terms`.
+        costs: Bytes, steps and seconds so far.
+        scores: This round's scores; see :meth:`score`.
         failures: Clients that failed so far: round (from 1), client, where (`"training"` or a stage), reason,
             decision.
-        sites: Name of each client's site, where clients are at sites.
-        parts: What attaches to the federation: checks of what arrives, warnings, what is saved and printed.
-        sizes: Samples of each client in training, validation and test, as they were told before round 1.
-        over_rounds: Training samples of a client in rounds 0, 1, ..., the last number from then on, where they change.
-        outgoing: All that leaves clients, found before round 1.
-        scores: This round's scores; see :meth:`score`.
-        time: Virtual seconds since the run began, where the loop has a clock.
-        heard: By client whose update is being combined, and by neighbour, the latest model that the neighbour has sent
-            it, with the number of steps that the neighbour had taken: in a loop that delivers such messages.
-        clock: The clock of a synchronous round: who can be reached as it begins takes part.
         stopped: What ends the run before `max_rounds`: after which `round` (from 1), `by` which callback (its key), and the
             `reason`; else `None`.
-        asked: Whether :meth:`participants` was asked for since the round was planned.
+        outgoing: All that leaves clients, found before round 1.
+        parts: What attaches to the federation: checks of what arrives, warnings, what is saved and printed.
+        clock: The clock of a synchronous round: who can be reached as it begins takes part.
+        run_dir: The run's folder, or `None`.
     """
 
     def __init__(
         self,
         blueprint: Blueprint,
-        num_samples: Mapping[str, int],
+        population: Population,
         *,
         max_rounds: int,
         participation: int | float = 1.0,
         float_buffers: str = "average",
         run_dir: Path | None = None,
-        held_out: Iterable[str] = (),
+        parts: Parts | None = None,
     ) -> None:
         self.blueprint = blueprint
-        self.callbacks: CallbackList = blueprint.callbacks
+        self.population = population
         self.max_rounds = max_rounds
-        self.participation = participation
-        self.float_buffers = float_buffers
-        self._choosers = [callback for callback in self.callbacks if callback.claims("shared_names")]
-        self._unchosen: dict[str, tuple[str, ...]] = {}  # by architecture, the names that travel if nobody chooses
-        self.run_dir = run_dir
-        self.together = True
         self.round = 0
-        self.clients = in_order(num_samples)
-        self.held_out = in_order(held_out)
-        self.evaluated = self.clients
-        self.over_rounds: Mapping[str, Sequence[int]] = {}
-        self.num_samples = {client: num_samples[client] for client in self.clients}
-        self.architectures: dict[str, Architecture] = architectures_of(blueprint)
-        self._own = self.architectures[blueprint.architecture_of("server")]
-        self.models: dict[str, State] = {GLOBAL: clone(module_state(self.module))}
-        self.model_architectures: dict[str, str] = {}
-        self.combining = GLOBAL
+        self.participation = Participation(participation)
+        self.models = ModelStore(blueprint, float_buffers)
         self.state: dict[str, dict[str, Any]] = {}
         self.checkpoints: dict[str, dict[str, Any]] = {}
-        self.bytes_up = 0
-        self.bytes_down = 0
-        self.steps = 0
-        self.spent: dict[str, int] = {}
+        self.costs = Costs()
+        self.scores: Scores = {}
         self.failures: list[dict[str, Any]] = []
         self.stopped: dict[str, Any] | None = None
-        self.sites: dict[str, str] = {}
-        self.parts = Parts()
-        self.sizes: Mapping[str, tuple[int, int, int]] = {}
-        self.scores: Scores = {}
         self.outgoing: Sequence[Outgoing] = ()
-        self.time = 0.0
-        self.heard: dict[str, dict[str, tuple[int, State]]] = {}
+        self.parts = Parts() if parts is None else parts
         self.clock: RoundClock = NO_CLOCK
-        self.asked = False
+        self.run_dir = run_dir
 
     def __repr__(self) -> str:
         """Return model, clients, round and callbacks."""
@@ -152,17 +126,73 @@ class Server(KeepsModels):
         rounds = f"round {self.round + 1} of {self.max_rounds}"
         return f"<Server of {model}, {len(self.clients)} clients, {rounds}, {self.callbacks.callbacks!r}>"
 
+    def beside(self, blueprint: Blueprint, newcomers: Sequence[str]) -> Server:
+        """Return a server that knows what this one knows, for clients that took no part in training.
+
+        Args:
+            blueprint: What models are built from, the new clients' among them.
+            newcomers: Their ids: they are held out.
+        """
+        other = copy.copy(self)
+        other.blueprint, other.failures = blueprint, []
+        other.population = replace(self.population, held_out=list(newcomers))
+        return other
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a saved state holds of the server."""
+        return {
+            "models": dict(self.models),
+            "model_architectures": self.models.architecture_names,
+            "state": self.state,
+            "checkpoints": self.checkpoints,
+            "bytes_up": self.costs.bytes_up,
+            "bytes_down": self.costs.bytes_down,
+            "steps": self.costs.steps,
+            "time": self.costs.virtual_time,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what :meth:`state_dict` returned."""
+        self.models.clear()
+        self.models.update(state["models"])
+        self.models.architecture_names = state["model_architectures"]
+        self.state, self.checkpoints = state["state"], state["checkpoints"]
+        self.costs.bytes_up, self.costs.bytes_down = state["bytes_up"], state["bytes_down"]
+        self.costs.steps, self.costs.virtual_time = state["steps"], state["time"]
+
+    def detach(self) -> None:
+        """Keep models and state apart from those of the server that this one was made :meth:`beside`."""
+        self.models, self.state = self.models.copy(), _copied(self.state)
+
+    @property
+    def callbacks(self) -> CallbackList:
+        """The run's callbacks."""
+        return self.blueprint.callbacks
+
+    @property
+    def training(self) -> ServerTraining:
+        """Public data, and training at the server."""
+        return ServerTraining(self)
+
+    @property
+    def clients(self) -> list[str]:
+        """Ids of all clients that take part in training, in order."""
+        return self.population.clients
+
+    @property
+    def held_out(self) -> list[str]:
+        """Ids of the clients that are kept out of training, in order. Algorithms do not see them."""
+        return self.population.held_out
+
+    @property
+    def sites(self) -> Mapping[str, str]:
+        """Name of each client's site, where clients are at sites."""
+        return self.population.sites
+
     @property
     def num_samples(self) -> dict[str, int]:
         """Training samples of each client: of this round, where they change from round to round."""
-        if self.over_rounds and self._counted != self.round:
-            now = {client: counts[min(self.round, len(counts) - 1)] for client, counts in self.over_rounds.items()}
-            self.num_samples = {client: now.get(client, count) for client, count in self._num_samples.items()}
-        return self._num_samples
-
-    @num_samples.setter
-    def num_samples(self, counts: dict[str, int]) -> None:
-        self._num_samples, self._counted = counts, self.round if self.over_rounds else -1
+        return self.population.samples_in(self.round)
 
     @property
     def seed(self) -> int:
@@ -179,16 +209,14 @@ class Server(KeepsModels):
         Raises:
             ConfigurationError: If a callback names a client twice, or one that the federation does not have.
         """
-        self.asked = True
+        self.participation.asked = True
         owner = self.callbacks.answering(ClientSelection, "participants")
         if owner is not None:
             return self._named(owner.key, list(owner.participants(self)))
-        share = self.participation
-        count = share if isinstance(share, int) and not isinstance(share, bool) else round(share * len(self.clients))
-        count = min(max(count, 1), len(self.clients))
+        count = self.participation.count(len(self.clients))
         if count == len(self.clients):
             return [client for client in self.clients if self.is_reachable(client)]
-        if self.clock is NO_CLOCK:
+        if not self.clock.takes_time:
             picked = first_of_permutation(len(self.clients), count, self.rng("participation"))
         else:  # the same ones where all can be reached; as few are asked as will do
             order = torch.randperm(len(self.clients), generator=self.rng("participation")).tolist()
@@ -293,7 +321,7 @@ class Server(KeepsModels):
         Raises:
             ConfigurationError: If an entry would travel that the client's model does not have.
         """
-        if not self.together and POOLED in (job.client, job.data):
+        if not self.population.together and POOLED in (job.client, job.data):
             raise ConfigurationError(
                 "A visit on the union of all clients' data is planned, and the clients' data are not in one place. Use an "
                 "engine that has all data in one process, or another algorithm."
@@ -369,3 +397,136 @@ class Server(KeepsModels):
         if not contributors([update]):
             return 0.0
         return self.callbacks.weight(self, update)
+
+    # -- models -----------------------------------------------------------------------------------------------------
+    def architecture(self, model: str = GLOBAL) -> Architecture:
+        """Return the architecture of one of the server's models."""
+        return self.models.architecture(model)
+
+    @property
+    def combining(self) -> str:
+        """Key of the model whose updates are being combined: for `reduce`, `on_reduced` and `server_step`."""
+        return self.models.combining
+
+    def architecture_of(self, client: str) -> Architecture:
+        """Return the architecture of a client's model."""
+        return self.models.architectures[self.blueprint.architecture_of(client)]
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether clients, or clients and the global model, have models of different architectures."""
+        if not self.blueprint.assigned:
+            return False
+        names = {self.blueprint.architecture_of(client) for client in (*self.clients, *self.held_out)}
+        return bool(names - {self.models.main.name})
+
+    def model_of(self, client: str) -> str:
+        """Return the key of the model that a client is sent: a callback's answer, or the global one."""
+        owner = self.callbacks.answering(ServerModels, "model_of")
+        return GLOBAL if owner is None else owner.model_of(self, client)
+
+    def selected(self, name: str, client: str | None = None) -> dict[str, Any] | None:
+        """Return a model of the server that a checkpoint callback has selected, with its score; `None` if there is none."""
+        model = GLOBAL if client is None else self.model_of(client)
+        found = (kept for kept in self.checkpoints.values() if (kept["name"], kept.get("of", GLOBAL)) == (name, model))
+        return next(found, None)
+
+    @property
+    def module(self) -> LightningModule:
+        """A module of the global model's architecture as the federation began, for names and layers."""
+        return self.models.main.module
+
+    @property
+    def kinds(self) -> dict[str, EntryKind]:
+        """Kind of every entry of the global model."""
+        return self.models.main.kinds
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shape of every entry of the global model."""
+        return self.models.main.shapes
+
+    @property
+    def model(self) -> State:
+        """The global model's state."""
+        return self.models[GLOBAL]
+
+    @property
+    def trainable(self) -> list[str]:
+        """Names of the trainable parameters: the only entries server optimizers and noise may touch.
+
+        Those of the global model; while the updates of another model are combined, that model's.
+        """
+        return self.architecture(self.models.combining).trainable
+
+    def module_with(self, state: State, model: str = GLOBAL) -> LightningModule:
+        """Build a module that holds `state`."""
+        module = self.blueprint.build("server", self.architecture(model).name)
+        load_state(module, state)
+        return module
+
+    def shared_names(self, without: FederatedCallback | None = None, *, model: str = GLOBAL) -> tuple[str, ...]:
+        """Return the names that travel this round: the callbacks' answers, intersected; every entry by default.
+
+        An entry that is tied under several names travels only if all of its names do.
+        """
+        return self.shared_in(self.architecture(model).name, without)
+
+    def shared_in(self, architecture: str, without: FederatedCallback | None = None) -> tuple[str, ...]:
+        """Return the names that travel of a model of an architecture, whether or not the server has one."""
+        own, models = self.models.architectures[architecture], self.models
+        choosers = [callback for callback in self.callbacks if callback.claims("shared_names")]
+        if not choosers and own.name in models.usual_names:
+            return models.usual_names[own.name]
+        names = list(own.kinds)
+        for callback in choosers:
+            answer = None if callback is without else callback.shared_names(self, own.module)
+            if answer is not None:
+                chosen = set(expand(answer, own.kinds))
+                names = [name for name in names if name in chosen]
+        if self.models.float_buffers == "local":
+            names = [name for name in names if own.kinds[name] in ("trainable", "frozen")]
+        travelling = set(names)
+        found = tuple(name for name in names if own.tied.get(name, travelling) <= travelling)
+        if not choosers:
+            models.usual_names[own.name] = found
+        return found
+
+    def returned_names(self, *, model: str = GLOBAL) -> tuple[str, ...]:
+        """Return the shared names that an ordinary visit sends back; without buffers where those are the server's."""
+        return self._without_server_buffers(self.shared_names(model=model), self.architecture(model))
+
+    def _without_server_buffers(self, names: tuple[str, ...], own: Architecture) -> tuple[str, ...]:
+        if self.models.float_buffers != "server":
+            return names
+        return tuple(name for name in names if own.kinds[name] in ("trainable", "frozen"))
+
+    def global_module(self, client: str | None = None) -> LightningModule | None:
+        """Return the model of stage G; by default there is one exactly when every entry of the model travels."""
+        owner = self.callbacks.answering(ServerModels, "global_module")
+        if owner is not None:
+            return owner.global_module(self, client)
+        if self.is_mixed and client is None:
+            return None
+        model = GLOBAL if client is None else self.model_of(client)
+        if len(self.shared_names(model=model)) < len(self.architecture(model).kinds):
+            return None
+        if client is not None and self.architecture(model) is not self.architecture_of(client):
+            return None
+        return self.module_with(self.models[model], model)
+
+    def global_with(self, state: State, model: str = GLOBAL) -> LightningModule:
+        """Build the model of stage G with other entries, such as those of a selected checkpoint."""
+        has_own = model == GLOBAL and self.callbacks.role("global_module") is not None
+        module = self.global_module(None) if has_own else None
+        if module is None:
+            return self.module_with(state, model)
+        load_state(module, state)
+        return module
+
+
+def _copied(tree: Any) -> Any:
+    """Return a copy of the dicts and lists of a tree, so that entries can be replaced; the leaves are the same."""
+    if isinstance(tree, dict):
+        return {name: _copied(value) for name, value in tree.items()}
+    return [_copied(value) for value in tree] if isinstance(tree, list) else tree

@@ -1,4 +1,4 @@
-"""Training at the server, such as ensemble distillation on public data: :class:`TrainsAtServer`."""
+"""Training at the server, such as ensemble distillation on public data: :class:`ServerTraining`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.compat.attached import detached
 from fedlightning.compat.quiet import quiet
 from fedlightning.datamodules.own_generators import readdress, seed_in_workers
@@ -26,6 +25,9 @@ from fedlightning.tensors import dense, ties
 from fedlightning.visit.outputs import outputs
 from fedlightning.visit.probes import move_batch
 from fedlightning.wrappers.muting import evaluating, muted
+
+if TYPE_CHECKING:
+    from fedlightning.federation.server import Server
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -48,16 +50,15 @@ def adam(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return torch.optim.Adam(parameters, lr=1e-3)
 
 
-class TrainsAtServer:
-    """The part of a :class:`~fedlightning.federation.server.Server` that reads public data and trains models.
+class ServerTraining:
+    """Reads public data and trains models at the server: `server.training`.
 
-    Attributes:
-        public_source: Gives the data module's loader of public data, or `None`, and the name of the data module.
+    Args:
+        server: The server.
     """
 
-    blueprint: Blueprint
-    round: int
-    public_source: Callable[[], tuple[Any, str]] = staticmethod(lambda: (None, "The data module"))
+    def __init__(self, server: Server) -> None:
+        self.server, self.blueprint = server, server.blueprint
 
     @property
     def device(self) -> torch.device:
@@ -72,7 +73,7 @@ class TrainsAtServer:
     @property
     def public_size(self) -> int:
         """Number of public samples; 0 without any."""
-        return size_of(*self.public_source())
+        return size_of(*self.server.population.public_source())
 
     def public(
         self,
@@ -84,7 +85,12 @@ class TrainsAtServer:
     ) -> DataLoader[Any]:
         """Return a loader of public samples, for :meth:`fit` or :meth:`outputs`."""
         loader = public_loader(
-            *self.public_source(), ids, targets=targets, batch_size=batch_size, shuffle=shuffle, reader="server"
+            *self.server.population.public_source(),
+            ids,
+            targets=targets,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            reader="server",
         )
         self._start(loader, "public")
         return loader
@@ -92,16 +98,16 @@ class TrainsAtServer:
     def public_ids(self, count: int, purpose: str = "public") -> Tensor:
         """Return the positions of a random subset of the public samples, addressed by (seed, round, server, purpose)."""
         if count < 1:
-            raise ValueError(f"server.public_ids(count={count}): use 1 or more.")
-        size = len(addressable(*self.public_source()).dataset)  # type: ignore[arg-type]
+            raise ValueError(f"server.training.public_ids(count={count}): use 1 or more.")
+        size = len(addressable(*self.server.population.public_source()).dataset)  # type: ignore[arg-type]
         if count >= size:
             return torch.arange(size)
-        draw = generator(self.blueprint.settings.seed, self.round, "server", purpose)
+        draw = generator(self.blueprint.settings.seed, self.server.round, "server", purpose)
         return torch.randperm(size, generator=draw)[:count].sort().values
 
     def outputs(self, module: ModuleT, loader: Iterable[Any], forward: Callable[[ModuleT, Any], Tensor]) -> Tensor:
         """Return what a function of module and batch gives over a loader, in eval mode, without gradients or a trace."""
-        seed = (self.blueprint.settings.seed, self.round, "server", "outputs")
+        seed = (self.blueprint.settings.seed, self.server.round, "server", "outputs")
         return outputs(module, loader, forward, self.device, self.precision, *seed)
 
     def fit(
@@ -125,11 +131,13 @@ class TrainsAtServer:
         """
         work = _work(steps, epochs, loader)
         if patience is not None and (patience < 1 or validate is None):
-            raise ValueError(f"server.fit(patience={patience}) needs 1 step or more, and validate=... to look at.")
+            raise ValueError(
+                f"server.training.fit(patience={patience}) needs 1 step or more, and validate=... to look at."
+            )
         if work == 0:
             return math.nan
         if not any(parameter.requires_grad for parameter in module.parameters()):
-            raise ValueError(f"server.fit: no parameter of {type(module).__name__} needs a gradient.")
+            raise ValueError(f"server.training.fit: no parameter of {type(module).__name__} needs a gradient.")
         wrapped = _Fit(module, loss, optimizer, scheduler)
         best = None
         if validate is not None:
@@ -143,7 +151,7 @@ class TrainsAtServer:
             if key in OF_RUN
         }
         try:
-            with isolated(self.blueprint.settings.seed, self.round, "server", purpose), muted(module), quiet():
+            with isolated(self.blueprint.settings.seed, self.server.round, "server", purpose), muted(module), quiet():
                 self._start(loader, purpose)
                 trainer = Trainer(
                     **kept,
@@ -178,20 +186,20 @@ class TrainsAtServer:
         seed_in_workers(loader)
         sampler = getattr(loader, "sampler", None)
         if isinstance(sampler, AddressedSampler):
-            sampler.start(seed=seed, round=self.round, epochs_per_round=EPOCHS_OF_A_ROUND)
+            sampler.start(seed=seed, round=self.server.round, epochs_per_round=EPOCHS_OF_A_ROUND)
         else:
-            readdress(loader, seed, "samplers", self.round)
+            readdress(loader, seed, "samplers", self.server.round)
 
 
 def _work(steps: int | None, epochs: int | None, loader: Any) -> int:
     """Return the optimizer steps of a fit."""
     given = {name: value for name, value in (("steps", steps), ("epochs", epochs)) if value is not None}
     if len(given) != 1 or min(given.values()) < 0:
-        raise ValueError(f"server.fit got {given or 'neither steps nor epochs'}; give one of them, 0 or more.")
+        raise ValueError(f"server.training.fit got {given or 'neither steps nor epochs'}; give one of them, 0 or more.")
     if next(iter(given.values())) == 0:
         return 0
     if len(loader) == 0:
-        raise ValueError("server.fit got a loader without a batch.")
+        raise ValueError("server.training.fit got a loader without a batch.")
     return steps if steps is not None else int(epochs or 0) * len(loader)
 
 
@@ -207,12 +215,12 @@ class _Fit(LightningModule):
         loss = self.loss(self.module, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise ValueError(f"server.fit(loss=...) returned {what}; return a tensor with one number.")
+            raise ValueError(f"server.training.fit(loss=...) returned {what}; return a tensor with one number.")
         self.last = loss.detach()
         if not bool(torch.isfinite(self.last)):
             raise FloatingPointError(
-                f"The loss of server.fit is {float(self.last)} in step {self.global_step + 1}. Lower the learning rate of "
-                "its optimizer, or clip gradients (gradient_clip_val)."
+                f"The loss of server.training.fit is {float(self.last)} in step {self.global_step + 1}. Lower the learning "
+                "rate of its optimizer, or clip gradients (gradient_clip_val)."
             )
         return loss
 

@@ -81,7 +81,7 @@ def stage_g(server: Server, engine: Engine, evaluate: Evaluate) -> list[Row]:
 
     def tasks() -> Iterator[ScoreModel]:
         own = replace(evaluate, data=tuple(data for data in evaluate.data if data == "local"))
-        for client in server.evaluated:
+        for client in server.population.scored:
             module = server.global_module(client)
             if module is not None:
                 yield ScoreModel(ServerModel(module, server.blueprint), (client,), own, scored)
@@ -93,7 +93,7 @@ def score_global(
     server: Server, engine: Engine, module: LightningModule, evaluate: Evaluate, scored: ScoredModel
 ) -> list[Row]:
     """Score one model of the server on the data of every client that is evaluated, and on the union."""
-    return _without_gaps(server, engine, rows_of_global(engine, module, server.evaluated, evaluate, scored))
+    return _without_gaps(server, engine, rows_of_global(engine, module, server.population.scored, evaluate, scored))
 
 
 def rows_of_global(
@@ -158,20 +158,20 @@ def stage_l1(server: Server, engine: Engine, evaluate: Evaluate, known: Sequence
     taken_over: dict[str, list[Row]] = {}
     if shared is not None and deploy_what_is_sent(server, engine, shared):
         taken_over = _taken_over(server, engine, evaluate, scored, known_of)
-    asked = [client for client in server.evaluated if client not in taken_over]
+    asked = [client for client in server.population.scored if client not in taken_over]
     tasks = (
         ScoreClient(
             server.message(server.job(client, work=0)),
             evaluate,
             scored,
-            others=server.evaluated,
+            others=server.population.scored,
             shared=shared,
             known=known_of(client, evaluate.data),
         )
         for client in asked
     )
     found = taken_over | dict(zip(asked, engine.map(tasks), strict=True))
-    return _without_gaps(server, engine, (row for client in server.evaluated for row in found[client]))
+    return _without_gaps(server, engine, (row for client in server.population.scored for row in found[client]))
 
 
 def deploy_what_is_sent(server: Server, engine: Engine, shared: State) -> bool:
@@ -192,7 +192,7 @@ def _taken_over(
     if "clients" in evaluate.data:
         return found
     wanted = [(split, data) for split in evaluate.splits for data in (LOCAL, POOLED) if data in evaluate.data]
-    for client in server.evaluated:
+    for client in server.population.scored:
         known = known_of(client, evaluate.data)
         if all(known.get(place, ({}, 0))[0] for place in wanted) and not engine.store.note(client).is_personal:
             found[client] = [
@@ -239,7 +239,7 @@ def checkpoint_rows(server: Server, engine: Engine, evaluate: Evaluate) -> list[
         if of is None:
             rows += score_global(server, engine, module, evaluate, scored)
             continue
-        own = [client for client in server.evaluated if server.model_of(client) == of]
+        own = [client for client in server.population.scored if server.model_of(client) == of]
         alone = replace(evaluate, data=tuple(data for data in evaluate.data if data == LOCAL))
         if own:  # else nobody has it any more, or nobody of those that are scored
             rows += _without_gaps(server, engine, rows_of_global(engine, module, own, alone, scored))
@@ -248,7 +248,7 @@ def checkpoint_rows(server: Server, engine: Engine, evaluate: Evaluate) -> list[
         kept = engine.store.note(client).checkpoints[key]
         scored = ScoredModel(kept["round"], kept["stage"], "personal", kept["name"])
         message = server.message(server.job(client, work=0))
-        return ScoreClient(message, replace(evaluate, data=data), scored, others=server.evaluated, kept=key)
+        return ScoreClient(message, replace(evaluate, data=data), scored, others=server.population.scored, kept=key)
 
     drawn: list[tuple[str, str]] = []  # the tasks: client and callback
     leader: dict[tuple[str, str], tuple[str, str]] = {}  # of a task: the first one with the very same model
@@ -257,7 +257,7 @@ def checkpoint_rows(server: Server, engine: Engine, evaluate: Evaluate) -> list[
     alike = server.callbacks.role("personal_module") is None and engine.store.is_here
 
     def tasks() -> Iterator[ScoreClient]:
-        for client in server.evaluated:
+        for client in server.population.scored:
             for key in engine.store.note(client).checkpoints:
                 one = (client, key)
                 drawn.append(one)
@@ -308,7 +308,7 @@ def tell_of_silence(server: Server, engine: Engine, split: str, rows: Sequence[R
         asked: Whether the user has asked for scores, so that a module without the step is told of as well.
     """
     known = engine.runner.described
-    has_data = any(known.num_samples(client, split) for client in server.evaluated)
+    has_data = any(known.num_samples(client, split) for client in server.population.scored)
     if not has_data or any(row.split == split for row in rows):
         return
     template = server.blueprint.template

@@ -18,13 +18,14 @@ from fedlightning.run.persistence import DamagedStateError
 from fedlightning.tensors import load_state, module_state
 from fedlightning.visit.record import ClientRecord
 
-FIELDS = ("models", "state", "checkpoints", "bytes_up", "bytes_down", "steps", "model_architectures", "time")
-"""Attributes of the server that a saved state holds."""
 LOOP = "loop"
 """Entry of what the loop keeps from round to round."""
-SERVER_TYPES: dict[str, Any] = (
-    dict.fromkeys(FIELDS[:3], dict) | dict.fromkeys(FIELDS[3:6], int) | {FIELDS[6]: dict, FIELDS[7]: float, LOOP: dict}
-)
+SERVER_TYPES: dict[str, Any] = {
+    **dict.fromkeys(("models", "state", "checkpoints", "model_architectures", LOOP), dict),
+    **dict.fromkeys(("bytes_up", "bytes_down", "steps"), int),
+    "time": float,
+}
+"""What a saved state holds of the server, and of which type."""
 EXTRA = (
     *("seconds", "evaluation_seconds", "history", "spent_of_rounds", "final", "lasting", "clients", "held_out"),
     *("metrics", "loggers", "spent", "failures", "stopped", "local_loop"),
@@ -48,7 +49,7 @@ def save_state(
     persistence.save(
         folder,
         rounds_done,
-        {name: getattr(server, name) for name in FIELDS} | {LOOP: in_flight or {}},
+        server.state_dict() | {LOOP: in_flight or {}},
         store.changed,
         lambda client: vars(store.get(client)),
         lambda: module_state(server.blueprint.template),
@@ -68,12 +69,12 @@ def restore_state(
         if not _is_state(state):
             raise DamagedStateError(f"The state in {folder} is damaged: model '{model}' is no named tensors.")
         architecture = found["model_architectures"].get(model)
-        if architecture is not None and architecture not in server.architectures:
+        if architecture is not None and architecture not in server.models.architectures:
             raise ValueError(
                 f"The state in {folder} has a model '{model}' of architecture '{architecture}', which is not among "
-                f"{list(server.architectures)}. Resume with the ClientModels that the run was started with."
+                f"{list(server.models.architectures)}. Resume with the ClientModels that the run was started with."
             )
-        own = server.architecture() if architecture is None else server.architectures[architecture]
+        own = server.models.main if architecture is None else server.models.architectures[architecture]
         shapes = {name: tuple(value.shape) for name, value in state.items()}
         now = {name: tuple(shape) for name, shape in own.shapes.items()}
         if shapes != now:
@@ -101,9 +102,8 @@ def restore_state(
         )
     load_state(template, began)
     server.blueprint.template = template
-    server.rebuild()
-    for name in FIELDS:
-        setattr(server, name, found[name])
+    server.models.rebuild(server.blueprint)
+    server.load_state_dict(found)
     for client, record in saved.records():
         _check(saved, f"the record of client '{client}'", record, RECORD_TYPES)
         store.put(client, ClientRecord(**record), changed=False)

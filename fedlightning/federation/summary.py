@@ -34,7 +34,7 @@ def summary_of(
         "results": results,
         "rounds": rounds,
         "num_clients": len(server.clients),
-        "num_samples": {client: server.sizes[client][0] for client in listed},
+        "num_samples": {client: server.population.sizes[client][0] for client in listed},
         "data": describe_data(
             engine.describe(parts=("classes", "splits", "public")), None if listed is server.clients else listed
         ),
@@ -43,10 +43,10 @@ def summary_of(
         "model": type(server.blueprint.template).__name__,
         **({"architectures": describe(server)} if server.is_mixed else {}),
         "seed": arguments["seed"],
-        "bytes_up": server.bytes_up,
-        "bytes_down": server.bytes_down,
+        "bytes_up": server.costs.bytes_up,
+        "bytes_down": server.costs.bytes_down,
         "local_loop": engine.runner.loop.used,
-        "local_steps_total": server.steps,
+        "local_steps_total": server.costs.steps,
         "seconds": round(seconds, 3),
         "per_round": [dict(entry) for entry in history],
         "peak_memory_mb": peak_memory_mb(),
@@ -75,8 +75,8 @@ LISTED = 10_000
 
 def evaluation_of(server: Server, in_training: Sequence[str] | None = None) -> dict[str, Any]:
     """Return how many clients are scored, of how many; if not all, with a short hash of who."""
-    found = _scored(server.evaluated, server.clients)
-    if in_training is None or list(in_training) == server.evaluated:
+    found = _scored(server.population.scored, server.clients)
+    if in_training is None or list(in_training) == server.population.scored:
         return found
     return found | {"in_training": _scored(in_training, server.clients)}
 
@@ -92,7 +92,7 @@ def listed_clients(server: Server, engine: Engine) -> list[str]:
     """Return the clients of which a summary tells what they hold: all, or of very many those that were visited."""
     if len(server.clients) <= LISTED:
         return server.clients
-    scored = set() if server.evaluated is server.clients else set(server.evaluated)
+    scored = set() if server.population.scored is server.clients else set(server.population.scored)
     return [client for client in server.clients if client in engine.store or client in scored]
 
 

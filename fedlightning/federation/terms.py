@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from fedlightning.blueprint.optimizers import have_memory
+from fedlightning.federation.costs import SPENT
 from fedlightning.federation.server import Server
 from fedlightning.hooks import CallbackList, FederatedCallback
-
-SPENT = ("own_steps", "fine_tuning_steps", "selections")
-"""What the clients do beside federated steps: steps on models of their own, steps after the last round, and passes over
-validation data with which they choose something."""
 
 
 def weighting_of(callbacks: CallbackList) -> str:
@@ -53,15 +50,9 @@ def terms_of(server: Server, kept: Sequence[str], validations: int) -> dict[str,
     """Return the terms of a run, for `summary.json`."""
     return {
         "optimizer_state": server.blueprint.settings.optimizer_state,
-        "optimizer_memory": _any_memory(have_memory(own.module) for own in server.architectures.values()),
+        "optimizer_memory": _any_memory(have_memory(own.module) for own in server.models.architectures.values()),
         "weighting": weighting_of(server.callbacks) if server.returned_names() else None,
-        "local_steps": server.steps,
-        **{name: server.spent.get(name, 0) for name in SPENT},
+        "local_steps": server.costs.steps,
+        **{name: server.costs.spent.get(name, 0) for name in SPENT},
         "selection": dict.fromkeys(kept, validations),
     }
-
-
-def spent_of(saved: Any) -> dict[str, int]:
-    """Return what a saved state says was spent."""
-    found = saved if isinstance(saved, Mapping) else {}
-    return {name: int(found[name]) for name in SPENT if isinstance(found.get(name), int)}

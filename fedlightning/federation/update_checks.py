@@ -173,8 +173,8 @@ def _fault_of_score(
     own = server.architecture() if client == EVERYBODY else server.architecture_of(client)
     if (range := outside(own.metric_bounds, metric, value)) is not None:
         return f"{metric} is {value:g}, and can only be in {range}"
-    known = data == "local" and split in SPLITS and client in server.sizes
-    most = server.sizes[client][SPLITS.index(split)] if known else 0
+    known = data == "local" and split in SPLITS and client in server.population.sizes
+    most = server.population.sizes[client][SPLITS.index(split)] if known else 0
     return f"{metric} is said to be of {num_samples} samples, and there are {most}" if 0 < most < num_samples else None
 
 

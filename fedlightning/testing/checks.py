@@ -175,8 +175,10 @@ def check_wire(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
     trainer, visits, _ = plain_run(algorithm, _FOUR | given | _FULL, written=True)
     server, changes = server_of(trainer), changes_of(algorithm)
     both_ways = not changes & {Change.ONE_WAY, Change.PARTS, Change.NEIGHBOURS}
-    assert server.bytes_up == sum(update.num_bytes for _, update, _ in visits.all), "Bytes up are not what was sent."
-    assert server.bytes_down == sum(message.num_bytes for message, _, _ in visits.all), (
+    assert server.costs.bytes_up == sum(update.num_bytes for _, update, _ in visits.all), (
+        "Bytes up are not what was sent."
+    )
+    assert server.costs.bytes_down == sum(message.num_bytes for message, _, _ in visits.all), (
         "Bytes down are not what was sent."
     )
     for message, update, record in visits.all:

@@ -93,10 +93,10 @@ class Asynchronous(Loop):
         for callback in server.callbacks:
             refuse_synchronous(callback)
         self._rule(server)
-        if server.participation != 1.0 or isinstance(server.participation, int):
+        if not server.participation.is_everybody:
             raise ConfigurationError(
-                f"participation={server.participation} has no meaning in an asynchronous loop, where {self.concurrency!r} "
-                "(concurrency) says how many clients are at work at a time. Leave it out."
+                f"participation={server.participation.share} has no meaning in an asynchronous loop, where "
+                f"{self.concurrency!r} (concurrency) says how many clients are at work at a time. Leave it out."
             )
         self.clock.check(server.clients)
 
@@ -158,8 +158,8 @@ class Asynchronous(Loop):
             if job is None:
                 raise FederationError(
                     f"Round {server.round + 1}: nobody is at work, and no client can be reached any more after "
-                    f"{server.time:g} virtual seconds, with {taken} of {rule.count} updates taken in. Let the availability "
-                    "begin anew (period), or train for fewer rounds."
+                    f"{server.costs.virtual_time:g} virtual seconds, with {taken} of {rule.count} updates taken in. Let the "
+                    "availability begin anew (period), or train for fewer rounds."
                 )
             if rule.models and taken >= rule.count * (steps + 1):  # a share of each, not the sum of all shares at once
                 intake.step()
@@ -213,16 +213,16 @@ class Asynchronous(Loop):
     ) -> InFlight | None:
         """Go on to the next arrival, and take the job out. Before that, everybody starts who can."""
         first = self._earliest(server, engine, evaluate, wanted)
-        while first is None or first.arrival > server.time:
+        while first is None or first.arrival > server.costs.virtual_time:
             waking = start()
             first = self._earliest(server, engine, evaluate, wanted)
             if first is not None and first.arrival <= waking:
                 break
             if math.isinf(waking):
                 return None
-            server.time = waking
+            server.costs.virtual_time = waking
         self._in_flight.remove(first)
-        server.time = first.arrival
+        server.costs.virtual_time = first.arrival
         return first
 
     def _earliest(self, server: Server, engine: Engine, evaluate: Evaluate, wanted: int) -> InFlight | None:
@@ -254,12 +254,12 @@ class Asynchronous(Loop):
             return math.inf
         busy = {job.client for job in self._in_flight}
         idle = [client for client in server.clients if client not in busy and server.num_samples[client]]
-        draws = generator(server.seed, "departures", self._departures, server.time)
+        draws = generator(server.seed, "departures", self._departures, server.costs.virtual_time)
         chosen: dict[str, Any] = {}
         for place in torch.randperm(len(idle), generator=draws).tolist():
             if len(chosen) == free:
                 break
-            if self.clock.available(idle[place], server.time):
+            if self.clock.available(idle[place], server.costs.virtual_time):
                 job = allowed(server, server.job(idle[place]))
                 if job is not None and job.work != 0:
                     chosen[idle[place]] = job
@@ -267,20 +267,22 @@ class Asynchronous(Loop):
             self._in_flight.append(self._sent_off(server, chosen[client], planned))
         if len(chosen) == free:
             return math.inf
-        later = (self.clock.next_available(client, server.time) for client in idle if client not in chosen)
-        return min((time for time in later if time > server.time), default=math.inf)
+        later = (
+            self.clock.next_available(client, server.costs.virtual_time) for client in idle if client not in chosen
+        )
+        return min((time for time in later if time > server.costs.virtual_time), default=math.inf)
 
     def _sent_off(self, server: Server, job: Any, planned: Planned) -> InFlight:
         message = server.message(job)
         client, clock = job.client, self.clock
         message.visit = self._visits.get(client, 0)
         self._visits[client] = message.visit + 1
-        server.bytes_down += message.num_bytes
-        computed = server.time + clock.download(client, message.visit, message.num_bytes)
+        server.costs.bytes_down += message.num_bytes
+        computed = server.costs.virtual_time + clock.download(client, message.visit, message.num_bytes)
         computed += clock.compute(client, message.visit, planned(client, job.work))
         self._departures += 1
         arrival = computed + clock.upload(client, message.visit, 0)
-        return InFlight(self._departures - 1, message, server.time, computed, arrival)
+        return InFlight(self._departures - 1, message, server.costs.virtual_time, computed, arrival)
 
     # -- what is saved ---------------------------------------------------------------------------------------------
     def state(self) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class DrawnStaleness(Asynchronous):
     def _depart(self, server: Server, planned: Planned, width: int) -> float:
         """Send the present model to those whose updates will be as old as was drawn."""
         assert self.max_staleness is not None
-        now = int(server.time)
+        now = int(server.costs.virtual_time)
         for number in range(now, now + self.max_staleness + 1):
             client, staleness = self._drawn(server, number)
             if number - staleness == now:

@@ -36,6 +36,8 @@ class RoundTimes(RoundClock):
         trips: What has happened, for the timeline.
     """
 
+    takes_time = True
+
     clock: VirtualClock
     server: Server
     planned: Planned
@@ -61,15 +63,15 @@ class RoundTimes(RoundClock):
         first: int | None,
     ) -> RoundTimes:
         """Return the clock of a round that is about to begin, when somebody can be reached."""
-        waking = server.time
+        waking = server.costs.virtual_time
         if not any(clock.available(client, waking) for client in server.clients):
             waking = min(clock.next_available(client, waking) for client in server.clients)
         if math.isinf(waking):
             raise FederationError(
-                f"Round {server.round + 1}: no client can be reached any more after {server.time:g} virtual seconds. Let the "
-                "availability begin anew (period), or train for fewer rounds."
+                f"Round {server.round + 1}: no client can be reached any more after {server.costs.virtual_time:g} virtual "
+                "seconds. Let the availability begin anew (period), or train for fewer rounds."
             )
-        server.time = waking
+        server.costs.virtual_time = waking
         limit = math.inf if deadline is None else deadline
         return cls(clock, server, Planned(engine), limit, late, first, _round_began=waking)
 
@@ -77,7 +79,7 @@ class RoundTimes(RoundClock):
         return self.clock.available(client, self._round_began)
 
     def begin(self, jobs: Iterable[Job | None]) -> list[Job | None]:
-        self._began, self._sent, self._seconds, self._reasons = self.server.time, [], [], []
+        self._began, self._sent, self._seconds, self._reasons = self.server.costs.virtual_time, [], [], []
         asked = [
             job if job is None or job.client == POOLED or self.clock.available(job.client, self._began) else None
             for job in jobs
@@ -168,7 +170,7 @@ class RoundTimes(RoundClock):
 
     def end(self) -> None:
         """End a list of jobs: the clock goes on to the last update that is waited for, at most to the deadline."""
-        self.server.time = self._began + min(max(self._seconds, default=0.0), self.deadline)
+        self.server.costs.virtual_time = self._began + min(max(self._seconds, default=0.0), self.deadline)
         if self._reasons and all(reason is not None for reason in self._reasons):
             warn(
                 f"Round {self.server.round + 1}: none of {len(self._reasons)} updates came before the deadline of "

@@ -11,6 +11,7 @@ from fedlightning.federation.attempts import FederationError
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.intake import Intake
 from fedlightning.federation.loops.base import Loop, last_scores
+from fedlightning.federation.round_clock import NO_CLOCK, RoundClock
 from fedlightning.federation.server import Server
 from fedlightning.hooks import Decentralised
 from fedlightning.messages import Message, Outcome, Trip, Update
@@ -83,10 +84,10 @@ class WaitFree(Loop):
                 "The loop WaitFree is for clients that talk to their neighbours, and no callback says who these are. Add "
                 "SWIFT, or leave out trainer.loop."
             )
-        if server.participation != 1.0 or isinstance(server.participation, int):
+        if not server.participation.is_everybody:
             raise ConfigurationError(
-                f"participation={server.participation} has no meaning in the loop WaitFree, where every client takes steps "
-                "whenever it is available. Leave it out; the clock says when clients are there."
+                f"participation={server.participation.share} has no meaning in the loop WaitFree, where every client takes "
+                "steps whenever it is available. Leave it out; the clock says when clients are there."
             )
         self.clock.check(server.clients)
 
@@ -124,13 +125,13 @@ class WaitFree(Loop):
             now = min((step[2] for step in self._steps.values()), default=math.inf)
             if math.isinf(now) and math.isinf(end):
                 raise FederationError(
-                    f"Round {server.round + 1}: no client can be reached any more after {server.time:g} virtual "
-                    f"seconds, with {len(done)} steps taken. Let the availability begin anew (period), or train for "
+                    f"Round {server.round + 1}: no client can be reached any more after {server.costs.virtual_time:g} "
+                    f"virtual seconds, with {len(done)} steps taken. Let the availability begin anew (period), or train for "
                     "fewer rounds."
                 )
             if now > end:
                 break
-            server.time = now
+            server.costs.virtual_time = now
             ending = [client for client in server.clients if client in self._steps and self._steps[client][2] == now]
             self._end(server, engine, evaluate, owner, ending, intake)
             trips += self._trips(server, owner, done[len(done) - len(ending) :])
@@ -138,7 +139,7 @@ class WaitFree(Loop):
                 self._begin(server, owner, client, self._steps[client][0] + 1, planned)
             self._forget_models()
         if self.period is not None:
-            server.time = end
+            server.costs.virtual_time = end
         if done:  # a period may be over before anybody's step is
             intake.refuse_if_all_failed()
             intake.refuse_if_too_few()
@@ -147,7 +148,7 @@ class WaitFree(Loop):
     def _begin(self, server: Server, owner: Decentralised, client: str, taken: int, planned: Planned) -> None:
         """Let a client begin its next step, now or when it is available: its model leaves then."""
         message = server.message(server.job(client))
-        begins = self.clock.next_available(client, server.time)
+        begins = self.clock.next_available(client, server.costs.virtual_time)
         ends = begins + self.clock.compute(client, taken, planned(client, None))
         if ends <= begins < math.inf:
             raise ConfigurationError(
@@ -163,7 +164,7 @@ class WaitFree(Loop):
         for other in others:
             arrives = leaves + self.clock.download(other, taken, message.size)
             if taken == 0:
-                arrives = server.time  # all know the model that they begin with
+                arrives = server.costs.virtual_time  # all know the model that they begin with
             self._sent.append((arrives, other, client, taken))
 
     def _deliver(self, now: float) -> None:
@@ -193,9 +194,10 @@ class WaitFree(Loop):
         intake: Intake,
     ) -> None:
         """Carry out the steps that end now, and let each client combine them with what it has heard."""
-        self._deliver(server.time)
+        self._deliver(server.costs.virtual_time)
         heard = {client: self._had.get(client, {}) for client in clients}
-        server.heard = {
+        server.clock = RoundClock()
+        server.clock.heard = {
             client: {
                 other: (theirs[other][0], self._models[other][theirs[other][0]])
                 for other in owner.neighbours(server, client)
@@ -207,7 +209,7 @@ class WaitFree(Loop):
         for client in clients:
             message = server.message(server.job(client))
             message.visit = self._steps[client][0]
-            server.bytes_down += message.num_bytes
+            server.costs.bytes_down += message.num_bytes
             messages.append(message)
         answers = engine.run(messages, evaluate)
         for message, update in zip(messages, answers, strict=True):
@@ -216,7 +218,7 @@ class WaitFree(Loop):
                 intake.fold(update, message.state, trained=bool(update.state))
             intake.close(update)
         intake.step()
-        server.heard = {}
+        server.clock = NO_CLOCK
 
     def _trips(self, server: Server, owner: Decentralised, updates: list[Update]) -> list[Trip]:
         """Return the steps that have ended, for the timeline; staleness is in how many of them the oldest model was there."""

@@ -151,7 +151,7 @@ def test_fixed_shares_are_fedavg():
         plain = federate(module, toy_data(), [FedAvg("uniform")], max_rounds=3)
         ours = federate(module, toy_data(), [AFL(gamma=0.0, report="last")], max_rounds=3)
         close(global_state(ours), global_state(plain), atol=1e-7)
-        assert ours.server.bytes_up == plain.server.bytes_up
+        assert ours.server.costs.bytes_up == plain.server.costs.bytes_up
     by_size = federate(module, toy_data(), [AFL(gamma=0.0, start="samples", report="last")], max_rounds=3)
     close(global_state(by_size), global_state(federate(module, toy_data(), max_rounds=3)), atol=1e-7)
 
@@ -220,7 +220,7 @@ def test_what_is_sent_and_who_is_absent():
     assert all(set(update.extras["AFL"]) == {"loss"} for update in spy.updates)
     assert not any(message.extras for message in spy.messages)
     state = sum(v.numel() * v.element_size() for v in global_state(trainer).values())
-    assert trainer.server.bytes_up == len(spy.updates) * (state + 8)
+    assert trainer.server.costs.bytes_up == len(spy.updates) * (state + 8)
 
 
 def test_resumed_is_uninterrupted(tmp_path):

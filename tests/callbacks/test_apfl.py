@@ -230,7 +230,7 @@ def test_the_server_follows_fedavg_bit_for_bit(options, make):
     for x, y in zip(a.rounds, b.rounds, strict=True):
         same(x, y)
     assert [u.metrics for u in a.updates] == [u.metrics for u in b.updates]
-    assert plain.server.bytes_up == ours.server.bytes_up and not any(u.extras for u in b.updates)
+    assert plain.server.costs.bytes_up == ours.server.costs.bytes_up and not any(u.extras for u in b.updates)
 
 
 @pytest.mark.parametrize("mix", MIXES)

@@ -54,7 +54,7 @@ def test_without_a_stationary_point_it_is_uniform_fedavg(make):
     for client in ours.server.clients:
         same(module_state(ours.module(client)), global_state(plain))
     same(module_state(ours.module()), global_state(plain))
-    assert ours.server.bytes_down == plain.server.bytes_down
+    assert ours.server.costs.bytes_down == plain.server.costs.bytes_down
 
 
 def test_opposed_groups_are_split_exactly_and_each_is_fedavg_on_its_own():

@@ -227,7 +227,7 @@ def test_two_means_of_one_round_never_share_their_noise():
 def test_a_round_that_draws_nobody_releases_noise():
     trainer = federate(module(), toy_data(SIZES), [dp(rate=1e-6, clip=1e-6)], max_rounds=1)
     before, after = module().state_dict(), global_state(trainer)
-    assert trainer.server.bytes_down == 0
+    assert trainer.server.costs.bytes_down == 0
     assert all(not torch.equal(before[name], after[name]) for name in after)
 
 

@@ -121,7 +121,7 @@ def test_bytes_are_those_of_the_code_and_others_see_whole_updates(codec):
     each = {"TopK": 8 * count, "RandomK": 4 * count, "QSGD": size + 4 * -(-size // getattr(codec, "bucket", 1))}[
         codec.key
     ]
-    assert trainer.server.bytes_up == 2 * 3 * each < trainer.server.bytes_down
+    assert trainer.server.costs.bytes_up == 2 * 3 * each < trainer.server.costs.bytes_down
     updates = spy.of_round(1)
     assert all(set(update.state) == set(module().state_dict()) and not update.extras for update in updates.values())
 
@@ -143,7 +143,7 @@ def test_statistics_and_what_stays_are_not_touched():
 @pytest.mark.parametrize("others", [[FedAdam()], [SCAFFOLD()], [TrimmedMean(0.34)], [FedPer()]], ids=str)
 def test_it_stands_beside_others(codec, others):
     trainer = federate(module(), toy_data(SIZES), [*others, codec], max_rounds=2)
-    assert trainer.rounds_done == 2 and trainer.server.bytes_up < trainer.server.bytes_down
+    assert trainer.rounds_done == 2 and trainer.server.costs.bytes_up < trainer.server.costs.bytes_down
 
 
 def test_sub_models_are_encoded_at_their_own_size():
@@ -189,7 +189,7 @@ def test_a_tensor_under_two_names_has_one_code(codec):
     model = trainer.server.model
     assert torch.equal(model["again.weight"], model["net.0.weight"])
     whole = federate(module(), toy_data(SIZES), [codec], max_rounds=2)
-    assert trainer.server.bytes_up == whole.server.bytes_up
+    assert trainer.server.costs.bytes_up == whole.server.costs.bytes_up
 
 
 @pytest.mark.parametrize("codec", [TopK(share=0.2), QSGD()], ids=repr)
@@ -201,7 +201,7 @@ def test_resume_and_engines_give_the_same_bits(codec, tmp_path):
     for one, options in ((whole, {}), (cut, {}), (again, {"resume": "last"})):
         one.fit(module(), datamodule=toy_data(SIZES), **options)
     same(global_state(again), global_state(whole))
-    assert again.server.bytes_up == whole.server.bytes_up
+    assert again.server.costs.bytes_up == whole.server.costs.bytes_up
     lightning = trainer("other", 4, local_loop="trainer")
     lightning.fit(module(), datamodule=toy_data(SIZES))
     same(global_state(lightning), global_state(whole))

@@ -134,7 +134,7 @@ def test_without_edges_it_is_training_alone():
         ours = federate(module, data, [DFedAvg([])], max_rounds=3)
     for client in ("0", "1", "2"):
         same(module_state(ours.module(client)), module_state(alone.module(client)))
-    assert ours.server.bytes_up == 0
+    assert ours.server.costs.bytes_up == 0
 
 
 def test_names_of_nodes_do_not_matter():
@@ -153,10 +153,10 @@ def test_bytes_are_counted_on_the_links():
     size = sum(4 * value.numel() for value in Toy().state_dict().values())
     for topology, links in (("ring", 10), ("star", 8), ("complete", 20)):
         trainer = federate(Toy(), toy_data([9] * 5), [DFedAvg(topology, mixings=2)], max_rounds=3)
-        assert (trainer.server.bytes_up, trainer.server.bytes_down) == (3 * 2 * links * size, 0)
+        assert (trainer.server.costs.bytes_up, trainer.server.costs.bytes_down) == (3 * 2 * links * size, 0)
     part = federate(Toy(), toy_data([9] * 5), [DFedAvg(), FedPer()], max_rounds=1)
     shared = sum(4 * part.server.model[name].numel() for name in part.server.shared_names())
-    assert part.server.bytes_up == 10 * shared < 10 * size
+    assert part.server.costs.bytes_up == 10 * shared < 10 * size
 
 
 def test_what_stays_at_a_node_is_not_mixed():
@@ -183,7 +183,7 @@ def test_every_engine(engine):
     second = federate(module, data, [DFedAvg(), FedPer()], max_rounds=2, engine=engine)
     for client in ("0", "1", "2"):
         close(module_state(first.module(client)), module_state(second.module(client)), atol=1e-6)
-    assert first.server.bytes_up == second.server.bytes_up
+    assert first.server.costs.bytes_up == second.server.costs.bytes_up
 
 
 def test_clients_that_join_begin_at_the_average(tmp_path):
@@ -263,11 +263,11 @@ def test_a_node_that_is_late_is_away_for_the_round():
     loop = Synchronous(VirtualClock(FixedSpeed(1.0, slowdown={"1": 10.0}), FixedLink(up=24.0)), deadline=5.0)
     trainer = federate(Quadratic(), quadratic_data(A, B), [DFedAvg()], max_rounds=3, loop=loop)
     torch.testing.assert_close(nodes(trainer), by_hand(RING, 3, 1, 0.1, away=[[1]] * 3), atol=1e-14, rtol=0)
-    assert trainer.server.time == 15.0
+    assert trainer.server.costs.virtual_time == 15.0
 
 
 def test_a_round_lasts_as_long_as_the_node_with_most_to_send():
     """One copy of 24 bytes for each neighbour, over a link of 24 bytes a second."""
     loop = Synchronous(VirtualClock(FixedSpeed(1.0), FixedLink(up=24.0)))
     trainer = federate(Quadratic(), quadratic_data(A, B), [DFedAvg("star")], max_rounds=2, loop=loop)
-    assert trainer.server.time == 2 * (1.0 + 4.0)
+    assert trainer.server.costs.virtual_time == 2 * (1.0 + 4.0)

@@ -130,7 +130,10 @@ def test_nothing_of_v_travels():
     for a, b in zip((*spy.messages, *spy.updates), (*theirs.messages, *theirs.updates), strict=True):
         same(a.state, b.state)
         assert a.extras == b.extras == {}
-    assert (ours.server.bytes_up, ours.server.bytes_down) == (plain.server.bytes_up, plain.server.bytes_down)
+    assert (ours.server.costs.bytes_up, ours.server.costs.bytes_down) == (
+        plain.server.costs.bytes_up,
+        plain.server.costs.bytes_down,
+    )
 
 
 def test_no_personal_work_leaves_v_at_the_start():

@@ -180,7 +180,7 @@ def test_two_architectures_resume_bit_for_bit(tmp_path):
     half = federate(*start(), tmp_path / "h", max_rounds=2, **options)
     again = resumed(half, *start(), 4, **options)
     same(again.server.model, whole.server.model)
-    assert again.server.bytes_down == whole.server.bytes_down
+    assert again.server.costs.bytes_down == whole.server.costs.bytes_down
     for client, state in own_models(whole).items():
         same(own_models(again)[client], state)
 

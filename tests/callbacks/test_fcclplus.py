@@ -143,7 +143,7 @@ def test_two_architectures_resume_bit_for_bit(tmp_path):
     whole = federate(*start(), max_rounds=3, participation=2)
     half = federate(*start(), tmp_path / "h", max_rounds=2, participation=2)
     again = resumed(half, *start(), 3, participation=2)
-    assert again.server.bytes_up == whole.server.bytes_up
+    assert again.server.costs.bytes_up == whole.server.costs.bytes_up
     for client, state in own_models(whole).items():
         same(own_models(again)[client], state)
 

@@ -261,8 +261,8 @@ def test_the_wire():
     module = Toy("sgd")
     trainer, spy = spied(module, toy_data(), [FedAMP(lam=2.0, alpha=4.0, sigma=100.0)], max_rounds=2)
     size = 4 * sum(p.numel() for p in module.parameters())
-    assert trainer.server.bytes_up == 6 * size
-    assert trainer.server.bytes_down == 6 * (size + 8)
+    assert trainer.server.costs.bytes_up == 6 * size
+    assert trainer.server.costs.bytes_down == 6 * (size + 8)
     assert spy.messages[0].extras == {"FedAMP": {"pull": 0.5}}
 
 

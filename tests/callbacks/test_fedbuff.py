@@ -110,7 +110,7 @@ def test_a_buffer_of_one_is_a_step_for_every_arrival():
     module = Toy()
     found = asynchronous([FedBuff(1)], module, max_rounds=4)
     plain = asynchronous([], module, max_rounds=4)
-    assert found.server.time == plain.server.time == 2.0
+    assert found.server.costs.virtual_time == plain.server.costs.virtual_time == 2.0
 
 
 def test_stale_changes_make_a_short_step():

@@ -110,7 +110,9 @@ def test_three_rounds_of_three_architectures_are_what_the_formulas_say(options, 
     for name, state in wanted.items():
         close(trainer.server.models[name], state, atol=1e-5)
     same(own_models(trainer)["1"], trainer.server.models["deep"])
-    assert trainer.server.bytes_up == sum(u.num_bytes for u in spy.updates) and not any(u.extras for u in spy.updates)
+    assert trainer.server.costs.bytes_up == sum(u.num_bytes for u in spy.updates) and not any(
+        u.extras for u in spy.updates
+    )
 
 
 def test_weights_sum_to_one_and_equal_variances_give_the_plain_mean():

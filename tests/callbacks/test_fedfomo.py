@@ -132,7 +132,7 @@ def test_without_downloads_it_is_local(make):
     ours, _spy = spied(module, data, [FedFomo(num_models=0)], max_rounds=3)
     for client in NAMES[:3]:
         same(module_state(ours.module(client)), module_state(alone.module(client)))
-    assert ours.server.bytes_down == 0
+    assert ours.server.costs.bytes_down == 0
 
 
 def test_a_client_alone_keeps_its_model():
@@ -210,8 +210,8 @@ def test_the_wire_and_who_is_sent():
         assert message.client not in models  # nobody downloads what it has
         for place, model in models.items():
             same(model, spy.of_round(message.round - 1)[NAMES[int(place)]].state)
-    assert trainer.server.bytes_down == 2 * 4 * 2 * size
-    assert trainer.server.bytes_up == 3 * 4 * size + 2 * 4 * 2 * 16
+    assert trainer.server.costs.bytes_down == 2 * 4 * 2 * size
+    assert trainer.server.costs.bytes_up == 3 * 4 * size + 2 * 4 * 2 * 16
 
 
 def test_preferences_choose_and_exploration_ends():

@@ -153,7 +153,7 @@ def test_the_server_gets_features_logits_and_labels_and_no_input_and_all_is_coun
         assert FEATURES not in {tensor.shape[-1] for tensor in update.extras["FedGKT"].values() if tensor.ndim > 1}
     sizes = [m.num_bytes for m in spy.messages if m.tag == "train"]
     assert sizes == [0, 0, 24 * 4 * CLASSES, 40 * 4 * CLASSES]
-    assert trainer.server.bytes_down == sum(sizes)
+    assert trainer.server.costs.bytes_down == sum(sizes)
 
 
 def test_the_deployed_model_is_the_extractor_below_the_servers_head(tmp_path):

@@ -82,7 +82,10 @@ def test_one_group_is_fedavg(make):
     same(ours.server.models["cluster 1"], global_state(plain))
     for client in ours.server.clients:
         same(module_state(ours.module(client)), global_state(plain))
-    assert (ours.server.bytes_down, ours.server.bytes_up) == (plain.server.bytes_down, plain.server.bytes_up)
+    assert (ours.server.costs.bytes_down, ours.server.costs.bytes_up) == (
+        plain.server.costs.bytes_down,
+        plain.server.costs.bytes_up,
+    )
 
 
 def edc(rows, count, unit):

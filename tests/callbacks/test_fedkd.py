@@ -197,7 +197,7 @@ def test_bytes_are_those_of_the_factors_and_absent_clients_get_the_whole_student
             took_part[message.client] = message.round
     assert small_ones
     up = [(*update.state.values(), *update.extras["FedKD"].values()) for update in spy.updates]
-    assert trainer.server.bytes_up == 4 * sum(value.numel() for sent in up for value in sent) < len(up) * whole
+    assert trainer.server.costs.bytes_up == 4 * sum(value.numel() for sent in up for value in sent) < len(up) * whole
     assert len(took_part) == 3
     own = trainer.server.state["FedKD"]["there"]
     record = {client: trainer.federation.store.get(client).state["FedKD"] for client in own}

@@ -124,7 +124,7 @@ def test_due_layers_travel_and_others_stand_still_at_the_server():
             for name in names:
                 assert torch.equal(old[name], spy.rounds[number][name]) == (layer not in due)
         old, before, tau = spy.rounds[number], due, spy.states[number]["FedLAMA"]["tau"]
-    assert trainer.server.bytes_up == up
+    assert trainer.server.costs.bytes_up == up
 
 
 @pytest.mark.parametrize("rounds", [4, 8, 5, 7])

@@ -192,7 +192,7 @@ def test_two_architectures_resume_bit_for_bit(tmp_path):
     whole = federate(*start(), tmp_path / "w", max_rounds=4, **options)
     half = federate(*start(), tmp_path / "h", max_rounds=2, **options)
     again = resumed(half, *start(), 4, **options)
-    assert again.server.bytes_up == whole.server.bytes_up
+    assert again.server.costs.bytes_up == whole.server.costs.bytes_up
     for client, state in own_models(whole).items():
         same(own_models(again)[client], state)
 

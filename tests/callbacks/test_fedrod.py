@@ -204,7 +204,10 @@ def test_the_personal_head_and_the_counts_never_travel():
         assert item.extras == {}
     assert set(spy.updates[0].state) == set(module_state(NormNet()))
     plain = federate(NormNet("adam"), skewed(), max_rounds=2)
-    assert (trainer.server.bytes_up, trainer.server.bytes_down) == (plain.server.bytes_up, plain.server.bytes_down)
+    assert (trainer.server.costs.bytes_up, trainer.server.costs.bytes_down) == (
+        plain.server.costs.bytes_up,
+        plain.server.costs.bytes_down,
+    )
 
 
 # -- what is deployed ------------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def test_only_the_global_extractor_travels(make, head, shared, options):
     for item in (*spy.messages, *spy.updates):
         assert set(item.state) == shared and not item.extras
     size = sum(value.numel() * value.element_size() for value in select(module_state(module), shared).values())
-    assert trainer.server.bytes_up == trainer.server.bytes_down == 9 * size
+    assert trainer.server.costs.bytes_up == trainer.server.costs.bytes_down == 9 * size
     clients = [module_state(trainer.module(client)) for client in SIZES]
     private = set(clients[0]) - shared
     assert any("local_extractor" in name for name in private) and len(private) >= 4
@@ -130,7 +130,7 @@ def test_without_a_global_extractor_it_is_local():
     local, _ = spied(module, data, [Local()], max_rounds=3, optimizer_state="reset")
     for client in SIZES:
         same(module_state(fenda.module(client)), module_state(local.module(client)))
-    assert fenda.server.bytes_up == 0
+    assert fenda.server.costs.bytes_up == 0
 
 
 def test_the_order_of_features_is_a_permutation_of_the_head():

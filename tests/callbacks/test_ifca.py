@@ -73,7 +73,7 @@ def test_one_cluster_is_fedavg(make, callback, weighting):
     same(module_state(ours.module()), global_state(plain))
     for client in NAMES:
         same(module_state(ours.module(client)), global_state(plain))
-    assert ours.server.bytes_down == plain.server.bytes_down
+    assert ours.server.costs.bytes_down == plain.server.costs.bytes_down
 
 
 @pytest.mark.parametrize("make", [lambda: Toy("adam", dropout=0.2), lambda: NormNet("momentum")])
@@ -173,8 +173,8 @@ def test_option_1_divides_by_the_participants_not_by_the_cluster():
         expected = w - 0.3 / 4 * sum(gradient(int(c), w) for c in MEMBERS[j])
         close(trainer.server.models[centre(j)], {"w": expected}, atol=1e-14)
     assert not any(update.state for update in spy.updates)
-    assert trainer.server.bytes_down == 4 * 2 * 24
-    assert trainer.server.bytes_up == 4 * (24 + 8)
+    assert trainer.server.costs.bytes_down == 4 * 2 * 24
+    assert trainer.server.costs.bytes_up == 4 * (24 + 8)
 
 
 def test_option_1_weighted_by_samples_with_partial_participation():
@@ -309,8 +309,8 @@ def test_the_wire():
     module = Toy("sgd")
     size = 4 * sum(p.numel() for p in module.parameters())
     trainer = federate(module, toy_data(), [IFCA(3)], max_rounds=2)
-    assert trainer.server.bytes_down == 6 * 3 * size
-    assert trainer.server.bytes_up == 6 * (size + 8)
+    assert trainer.server.costs.bytes_down == 6 * 3 * size
+    assert trainer.server.costs.bytes_up == 6 * (size + 8)
 
 
 def test_terms_that_refer_to_what_was_sent_mean_the_chosen_centre():

@@ -30,8 +30,8 @@ def test_rounds_by_hand(i2):
             x = x - 0.1 * a * (x - b)
             x = x if step < 2 else w @ x
     torch.testing.assert_close(nodes(trainer), x, atol=1e-14, rtol=0)
-    assert trainer.server.steps == 3 * 5 * (2 + i2)
-    assert trainer.server.bytes_up == 3 * i2 * 10 * 24
+    assert trainer.server.costs.steps == 3 * 5 * (2 + i2)
+    assert trainer.server.costs.bytes_up == 3 * i2 * 10 * 24
 
 
 def test_with_one_average_it_is_local_steps_and_an_average():

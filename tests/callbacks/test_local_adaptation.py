@@ -201,7 +201,7 @@ def test_nothing_of_the_copies_travels():
     trainer, spy = spied(module, data, [LocalAdaptation()], max_rounds=2)
     plain, theirs = spied(module, data, max_rounds=2)
     assert len(spy.updates) == len(theirs.updates)
-    assert trainer.server.bytes_up == plain.server.bytes_up
+    assert trainer.server.costs.bytes_up == plain.server.costs.bytes_up
     assert all(message.returns == () for message in spy.messages if message.tag)
 
 

@@ -180,7 +180,7 @@ def test_the_network_stays_and_never_travels(algorithm, make):
     for sent in [*spy.messages, *spy.updates]:
         assert set(sent.state) == names
         assert sent.num_bytes == 4 * sum(size.values())
-    assert trainer.server.bytes_up == trainer.server.bytes_down == 3 * 2 * 4 * sum(size.values())
+    assert trainer.server.costs.bytes_up == trainer.server.costs.bytes_down == 3 * 2 * 4 * sum(size.values())
     for state in [*spy.rounds, *(module_state(trainer.module(client)) for client in data.client_ids)]:
         same(base_of(state), module_state(module))
     assert differs(spy.rounds[2], spy.rounds[1])

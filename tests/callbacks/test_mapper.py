@@ -216,7 +216,10 @@ def test_nothing_of_the_local_half_travels():
     module, data = NormNet("adam"), toy_data(SIZES)
     ours, spy = spied(module, data, [at_once()], max_rounds=2)
     plain = federate(module, data, max_rounds=2)
-    assert (ours.server.bytes_up, ours.server.bytes_down) == (plain.server.bytes_up, plain.server.bytes_down)
+    assert (ours.server.costs.bytes_up, ours.server.costs.bytes_down) == (
+        plain.server.costs.bytes_up,
+        plain.server.costs.bytes_down,
+    )
     assert all(item.extras == {} for item in (*spy.messages, *spy.updates))
     for client, update in spy.of_round(1).items():
         assert differs(update.state, spy.records[1][client].state["MAPPER"]["model"])

@@ -64,7 +64,7 @@ def test_equal_distances_are_uniform_fedavg(make, monkeypatch):
     plain = federate(module, toy_data(), [FedAvg("uniform")], max_rounds=2)
     ours = federate(module, toy_data(), [MaxFL(eps=0.0)], max_rounds=2)
     close(global_state(ours), global_state(plain), atol=1e-7)
-    assert ours.server.bytes_down == plain.server.bytes_down
+    assert ours.server.costs.bytes_down == plain.server.costs.bytes_down
 
 
 @pytest.mark.parametrize("z", [0.0, 0.3, 2.0, 7.5, 25.0, math.inf])

@@ -66,7 +66,7 @@ def test_only_the_body_travels(callback):
     for item in (*spy.messages, *spy.updates):
         assert set(item.state) == BODY
     body_bytes = 4 * sum(p.numel() for name, p in module.named_parameters() if name in BODY)
-    assert trainer.server.bytes_up == trainer.server.bytes_down == 6 * body_bytes
+    assert trainer.server.costs.bytes_up == trainer.server.costs.bytes_down == 6 * body_bytes
     assert trainer.server.global_module() is None
 
 
@@ -194,7 +194,7 @@ def test_rounds_of_epochs_are_one_ordinary_training_of_each_client(make):
     for client in SIZES:
         theirs = plain_fit(module, data, client, epochs_per_round=2, max_epochs=6)
         same(module_state(trainer.module(client)), theirs)
-    assert trainer.server.bytes_up == trainer.server.bytes_down == 0
+    assert trainer.server.costs.bytes_up == trainer.server.costs.bytes_down == 0
     same(global_state(trainer), module_state(module))
     assert not any(item.state for item in (*spy.messages, *spy.updates))
 

@@ -165,7 +165,7 @@ def test_what_travels_is_twice_fedavgs_and_no_own_distribution():
     ours, spy = spied(module, data, [pFedBayes()], max_rounds=2)
     parameters = sum(p.numel() for p in module.parameters())
     plain = federate(module, data, [FedAvg()], max_rounds=2)
-    assert ours.server.bytes_up - plain.server.bytes_up == 4 * parameters * len(SIZES) * 2
+    assert ours.server.costs.bytes_up - plain.server.costs.bytes_up == 4 * parameters * len(SIZES) * 2
     for update in spy.of_round(1).values():
         own = spy.records[1][update.client].state["pFedBayes"]["model"]
         assert update.extras == {} and not torch.equal(update.state["net.0.weight"], own["net.0.weight"])

@@ -277,8 +277,8 @@ def test_the_wire_carries_named_tensors_that_are_counted():
         assert all(isinstance(value, torch.Tensor) for value in described.values())
         numbers = sum(value.numel() for value in described.values())
         assert message.num_bytes == 4 * numbers + 4 * described["blocks"].numel()  # the table is of int64
-    assert trainer.server.bytes_up == sum(update.num_bytes for update in spy.updates)
-    assert trainer.server.bytes_down == sum(message.num_bytes for message in trained)
+    assert trainer.server.costs.bytes_up == sum(update.num_bytes for update in spy.updates)
+    assert trainer.server.costs.bytes_down == sum(message.num_bytes for message in trained)
 
 
 RESUMED = pFedHR(lam=1.0, fine_tune_epochs=1, num_candidates=2)

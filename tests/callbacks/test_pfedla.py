@@ -240,7 +240,7 @@ def test_the_wire():
     module = NormNet("sgd")
     size = sum(value.numel() * value.element_size() for value in module_state(module).values())
     trainer = federate(module, toy_data(), [pFedLA()], max_rounds=2)
-    assert trainer.server.bytes_up == trainer.server.bytes_down == 6 * size
+    assert trainer.server.costs.bytes_up == trainer.server.costs.bytes_down == 6 * size
     with pytest.raises(ValueError, match="no global model"):
         trainer.module()
 

@@ -79,7 +79,7 @@ def test_clients_without_tokens_rest():
     assert min(own(with_tokens)["balances"].values()) >= 0
     assert everyone(own(with_tokens)) == pytest.approx(4.0, abs=1e-9)
     nobody = federate(Toy(), toy_data([8] * 4), [pifl(tokens=0.5)], max_rounds=2)
-    assert own(nobody)["ledger"] == [] and nobody.server.steps == 0
+    assert own(nobody)["ledger"] == [] and nobody.server.costs.steps == 0
 
 
 @pytest.mark.slow

@@ -126,7 +126,7 @@ def test_round_one_and_after(norm):
     same(select(global_state(trainer), private), select(module_state(module), private))
     assert trainer.server.global_module() is None
     per_round = 3 * sum(v.numel() * v.element_size() for v in select(global_state(trainer), shared).values())
-    assert trainer.server.bytes_up == 3 * per_round + 3 * pieces * 16
+    assert trainer.server.costs.bytes_up == 3 * per_round + 3 * pieces * 16
 
 
 def test_the_probing_epoch_is_the_training_of_round_one():
@@ -146,7 +146,7 @@ def test_the_probing_epoch_is_the_training_of_round_one():
         atol=0,
         rtol=0,
     )
-    assert trainer.server.steps == plain.server.steps == sum(u.steps for u in a.updates)
+    assert trainer.server.costs.steps == plain.server.costs.steps == sum(u.steps for u in a.updates)
     assert [u.metrics for u in a.updates] == [u.metrics for u in b.updates[:3]]
 
 

@@ -98,7 +98,10 @@ def test_with_q_0_it_is_fedavg_to_the_last_bit(make, shares):
     plain = federate(module, toy_data(), [FedAvg(shares)], max_rounds=3)
     ours = federate(module, toy_data(), [QFedAvg(q=0.0, shares=shares)], max_rounds=3)
     same(global_state(ours), global_state(plain))
-    assert (ours.server.bytes_up, ours.server.bytes_down) == (plain.server.bytes_up, plain.server.bytes_down)
+    assert (ours.server.costs.bytes_up, ours.server.costs.bytes_down) == (
+        plain.server.costs.bytes_up,
+        plain.server.costs.bytes_down,
+    )
 
 
 @pytest.mark.parametrize(("q", "shares"), [(1.0, "uniform"), (0.3, "samples")])
@@ -205,7 +208,7 @@ def test_what_is_sent_and_who_is_absent():
     )
     assert not any(message.extras for message in spy.messages)
     state = sum(v.numel() * v.element_size() for v in global_state(trainer).values())
-    assert trainer.server.bytes_up == len(spy.updates) * (state + 8)
+    assert trainer.server.costs.bytes_up == len(spy.updates) * (state + 8)
 
 
 def test_resumed_is_uninterrupted(tmp_path):

@@ -93,7 +93,7 @@ def test_it_is_the_plain_run_within_rounding(others):
         for more in ([], [SecureAggregation()])
     )
     close(global_state(masked), global_state(plain), atol=2e-5 if isinstance(others[0], FedAdam) else 3e-7)
-    assert masked.server.steps == plain.server.steps and not masked.server.state.get("SecureAggregation")
+    assert masked.server.costs.steps == plain.server.costs.steps and not masked.server.state.get("SecureAggregation")
     assert all("SecureAggregation" not in masked.store.get(client).state for client in masked.store)
 
 
@@ -210,7 +210,7 @@ def test_a_round_that_draws_too_few_leaves_the_model_as_it_is():
         few = federate(module(), toy_data(SIZES), [Drawn(), FedAdam(), SecureAggregation()], max_rounds=3)
     assert sum("no sum of fewer" in str(one.message) for one in said) == 2
     same(global_state(few), dict(start))
-    assert few.server.steps == 0 and not few.server.failures
+    assert few.server.costs.steps == 0 and not few.server.failures
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         later = federate(module(), toy_data(SIZES), [Drawn(), SecureAggregation()], max_rounds=4)
@@ -244,7 +244,7 @@ def test_the_result_does_not_depend_on_the_secrets(tmp_path):
     again = make_trainer(tmp_path, [SecureAggregation()], max_rounds=2, name="cut")
     again.fit(module(), datamodule=toy_data(SIZES), resume="last")
     same(global_state(again), global_state(first))
-    assert again.server.bytes_up == first.server.bytes_up
+    assert again.server.costs.bytes_up == first.server.costs.bytes_up
 
 
 @pytest.mark.slow
@@ -267,7 +267,7 @@ def test_workers_give_the_same_bits(engine):
         for options in ({}, {"engine": engine, "workers": 2})
     )
     same(global_state(alone), global_state(two))
-    assert alone.server.bytes_up == two.server.bytes_up
+    assert alone.server.costs.bytes_up == two.server.costs.bytes_up
 
 
 # -- what the server has in its hands ----------------------------------------------------------------------------------

@@ -179,11 +179,11 @@ def test_budgets_hold_in_every_loop(loop, callbacks):
 
     whole = run()
     for limit, spent in (
-        ({"max_seconds": 0.6 * whole.server.time}, lambda server: server.time),
-        ({"max_steps": int(0.6 * whole.server.steps)}, lambda server: server.steps),
+        ({"max_seconds": 0.6 * whole.server.costs.virtual_time}, lambda server: server.costs.virtual_time),
+        ({"max_steps": int(0.6 * whole.server.costs.steps)}, lambda server: server.costs.steps),
         (
-            {"max_megabytes": 0.6 * (whole.server.bytes_up + whole.server.bytes_down) / 1e6},
-            lambda server: (server.bytes_up + server.bytes_down) / 1e6,
+            {"max_megabytes": 0.6 * (whole.server.costs.bytes_up + whole.server.costs.bytes_down) / 1e6},
+            lambda server: (server.costs.bytes_up + server.costs.bytes_down) / 1e6,
         ),
     ):
         ended = run(Budget(**limit))
@@ -211,9 +211,9 @@ def test_a_budget_goes_by_the_dearest_round_so_far(limit, costs, ends):
     server.stop = lambda by, reason, after: ended.append((server.round, after))
     budget = Budget(**{limit: {(10, 2, 2, 2): 35, (2, 2, 10, 2): 20}.get(tuple(costs), 15)})
     for server.round, cost in enumerate(costs):
-        server.bytes_up += cost * 10**6
-        server.time += cost
-        server.steps += cost
+        server.costs.bytes_up += cost * 10**6
+        server.costs.virtual_time += cost
+        server.costs.steps += cost
         budget.on_round_end(server)
     assert ended[:1] == ([] if ends is None else [ends])
 

@@ -174,7 +174,7 @@ def left_by(callback: FederatedCallback) -> tuple[list[str], Any]:
     server = server_of(trainer)
     return trainer.said, {
         "rows": [str(row) for row in trainer.rows],
-        "costs": (server.bytes_up, server.bytes_down, server.steps, trainer.rounds_done),
+        "costs": (server.costs.bytes_up, server.costs.bytes_down, server.costs.steps, trainer.rounds_done),
         "kept": {client: trainer.store.get(client).checkpoints for client in server.clients},
         "selected": server.checkpoints,
         "states": {"server": server.state, **{client: trainer.store.get(client).state for client in server.clients}},

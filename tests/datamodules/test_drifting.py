@@ -263,7 +263,11 @@ def test_sites_have_the_bits_of_one_process(tmp_path, table):
     with connected(Line(parts), False, False):
         other = go(DataElsewhere(), tmp_path / "server", engine="flower", client_timeout=30.0)
     assert same_tree(one.server.models, other.server.models)
-    assert one.server.num_samples == other.server.num_samples != {c: s[0] for c, s in other.server.sizes.items()}
+    assert (
+        one.server.num_samples
+        == other.server.num_samples
+        != {c: s[0] for c, s in other.server.population.sizes.items()}
+    )
 
 
 def test_a_pooled_job_trains_on_the_union_of_the_round():
@@ -284,7 +288,7 @@ def test_a_virtual_clock_counts_the_work_of_the_round(options, seconds):
 
     class Look(FederatedCallback):
         def on_round_end(self, server):
-            times.append(server.time)
+            times.append(server.costs.virtual_time)
 
     fit(data, callbacks=[Look()], max_rounds=2, loop=Synchronous(clock), **options)
     assert times == seconds

@@ -100,8 +100,11 @@ def assert_equal(runs: tuple[Any, Any], tolerance: float = SGD) -> None:
         for name in ("client", "round", "num_samples", "steps", "skipped", "lr_sum", "num_bytes", "error"):
             assert getattr(a, name) == getattr(b, name), f"{name} of client {a.client}"
         assert furthest(a.metrics, b.metrics, "metrics") <= 10 * tolerance
-    assert (one.server.bytes_up, one.server.bytes_down) == (other.server.bytes_up, other.server.bytes_down)
-    assert one.server.steps == other.server.steps > 0
+    assert (one.server.costs.bytes_up, one.server.costs.bytes_down) == (
+        other.server.costs.bytes_up,
+        other.server.costs.bytes_down,
+    )
+    assert one.server.costs.steps == other.server.costs.steps > 0
 
 
 ALGORITHMS: dict[str, tuple[Any, list[FederatedCallback]]] = {

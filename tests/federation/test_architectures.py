@@ -56,8 +56,8 @@ class OneModelEach(ServerModels):
     facts = Facts(mixes_architectures=True)
 
     def on_federation_start(self, server):
-        for name in server.architectures:
-            server.add_model(name, name)
+        for name in server.models.architectures:
+            server.models.add(name, name)
 
     def model_of(self, server, client):
         return server.architecture_of(client).name
@@ -182,9 +182,9 @@ def test_what_not_all_models_have_is_refused():
         federate(models(), data(), [Local()], engine="vectorized", optimizer_state="reset")
     with pytest.raises(ValueError, match=r"no 'deep': 'net.2.bias' differs"):
         trainer = federate(models(), data(), [Local()], max_rounds=1)
-        trainer.server.add_model("extra", "deep", trainer.server.model)
+        trainer.server.models.add("extra", "deep", trainer.server.model)
     with pytest.raises(ValueError, match="no architecture 'huge'"):
-        trainer.server.add_model("extra", "huge")
+        trainer.server.models.add("extra", "huge")
 
 
 class Longer(Toy):

@@ -33,7 +33,7 @@ def rows_of(trainer, clients):
 @pytest.mark.parametrize("method", [FedAvg, lambda: FedPer(personal=["net.3"]), lambda: HypCluster(num_clusters=2)])
 def test_rows_are_those_of_a_run_that_scores_all(method):
     whole, part = (fit(method(), evaluate_clients=given) for given in (None, 3))
-    chosen = part.server.evaluated
+    chosen = part.server.population.scored
     assert len(chosen) == 3
     same(global_state(part), global_state(whole))
     assert list(part.rows) == rows_of(whole, chosen)
@@ -49,17 +49,17 @@ def test_rows_are_those_of_a_run_that_scores_all(method):
 
 def test_in_stacks():
     whole, part = (fit(engine="vectorized", evaluate_clients=given) for given in (None, 3))
-    expected = rows_of(whole, part.server.evaluated)
+    expected = rows_of(whole, part.server.population.scored)
     assert [row.address for row in part.rows] == [row.address for row in expected]
     assert [row.value for row in part.rows] == pytest.approx([row.value for row in expected], abs=1e-5)
 
 
 def test_the_draw_is_of_the_data_and_nested():
-    drawn = {given: fit(evaluate_clients=given, max_rounds=1).server.evaluated for given in (2, 0.5, 1.0, 8)}
+    drawn = {given: fit(evaluate_clients=given, max_rounds=1).server.population.scored for given in (2, 0.5, 1.0, 8)}
     assert len(drawn[2]) == 2 and len(drawn[0.5]) == 4 and set(drawn[2]) < set(drawn[0.5])
     assert drawn[1.0] == drawn[8] == [str(number) for number in range(8)]
     fit(LocalCheckpoint(), evaluate_clients=1.0, max_rounds=1)  # all of them are every client
-    assert fit(APFL(), seed=7, evaluate_clients=2, max_rounds=1).server.evaluated == drawn[2]
+    assert fit(APFL(), seed=7, evaluate_clients=2, max_rounds=1).server.population.scored == drawn[2]
 
 
 def test_held_out_clients_are_all_scored():
@@ -76,7 +76,7 @@ def test_selection_goes_by_those_that_are_scored(tmp_path):
     ]
     assert len(values) == 3 and best["score"] == pytest.approx(sum(values) / 3, abs=1e-6)
     trainer.test(verbose=False)
-    assert scored(trainer, checkpoint="best_global", data="local") == set(trainer.server.evaluated)
+    assert scored(trainer, checkpoint="best_global", data="local") == set(trainer.server.population.scored)
     with pytest.raises(ConfigurationError, match=r"LocalCheckpoint goes by the scores of every client.*3 of 8"):
         fit(LocalCheckpoint(), evaluate_clients=3)
 
@@ -99,7 +99,7 @@ def test_the_summary_and_the_report_say_so(tmp_path):
 
 
 def test_drawn_clients_without_samples_are_refused_where_others_have_some():
-    drawn = fit(evaluate_clients=2, max_rounds=1).server.evaluated
+    drawn = fit(evaluate_clients=2, max_rounds=1).server.population.scored
     for split in ("val", "test"):
         data = toy_data((12,) * 8)
         for client in drawn:
@@ -145,7 +145,9 @@ def scored_again(folder, given, score="test", **options):
 
 def test_a_run_tested_at_other_clients_has_means_over_one_set(tmp_path):
     folder = fit(evaluate_clients=3, root=tmp_path).run.path
-    drawn = {given: frozenset(fit(evaluate_clients=given, max_rounds=1).server.evaluated) for given in (2, 3, 5)}
+    drawn = {
+        given: frozenset(fit(evaluate_clients=given, max_rounds=1).server.population.scored) for given in (2, 3, 5)
+    }
     everybody = frozenset(map(str, range(8)))
     scored_again(folder, 3)
     for given, clients in ((5, drawn[5]), (2, drawn[2]), (None, everybody)):
@@ -171,7 +173,7 @@ def test_validation_at_others_than_in_training_is_refused(tmp_path):
         scored_again(folder, 5, "validate")
     with pytest.warns(UserWarning):
         trainer = scored_again(folder, 2, "validate")
-    assert means(trainer, split="val", stage="L1") == {frozenset(trainer.server.evaluated)}
+    assert means(trainer, split="val", stage="L1") == {frozenset(trainer.server.population.scored)}
 
 
 def test_selection_does_not_compare_scores_of_different_clients(tmp_path):

@@ -17,5 +17,5 @@ class CollectsLater(FederatedCallback):
 
 def test_steps_of_a_model_that_is_collected_later_count_once():
     plain, later = (federate(Toy(), toy_data(), callbacks, max_rounds=2) for callbacks in ([], [CollectsLater()]))
-    assert later.server.steps == plain.server.steps > 0
-    assert later.server.bytes_up == plain.server.bytes_up > 0
+    assert later.server.costs.steps == plain.server.costs.steps > 0
+    assert later.server.costs.bytes_up == plain.server.costs.bytes_up > 0

@@ -12,6 +12,7 @@ from fedlightning.arguments.inputs import evaluated_clients
 from fedlightning.callbacks import CFL, IFCA, MAPPER, FedCovid, FedGroup, FedSoft, FeSEM, FeSEMMA, HypCluster
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.loops import Synchronous
+from fedlightning.federation.population import Participation, Population
 from fedlightning.federation.rehearsal import Rehearsal
 from fedlightning.hooks import CallbackList, FederatedCallback
 from fedlightning.virtual_time import Asynchronous, FixedSpeed, VirtualClock
@@ -35,9 +36,9 @@ class Divides(FederatedCallback):
 def of_server(*callbacks, participation=1.0, samples=5, rounds=10):
     clients = ["a", "b", "c"]
     return SimpleNamespace(
-        over_rounds={},
         callbacks=CallbackList(list(callbacks)),
-        participation=participation,
+        participation=Participation(participation),
+        population=Population(dict.fromkeys(clients, samples)),
         clients=clients,
         held_out=[],
         max_rounds=rounds,

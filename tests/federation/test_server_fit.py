@@ -34,7 +34,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def target(server: Server) -> torch.Tensor:
-    return torch.linspace(-3, 3, server.public_size * 3).view(-1, 3)
+    return torch.linspace(-3, 3, server.training.public_size * 3).view(-1, 3)
 
 
 def distil(module: ToyModule, batch: Any) -> torch.Tensor:
@@ -43,8 +43,8 @@ def distil(module: ToyModule, batch: Any) -> torch.Tensor:
 
 def train(server: Server, module: nn.Module | None = None, **how: Any) -> tuple[ToyModule, float]:
     module = server.module_with(server.model) if module is None else module
-    loader = server.public(targets=target(server), batch_size=4, shuffle=True)
-    return module, server.fit(module, loader, distil, **({"steps": 7} | how))
+    loader = server.training.public(targets=target(server), batch_size=4, shuffle=True)
+    return module, server.training.fit(module, loader, distil, **({"steps": 7} | how))
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:
@@ -57,8 +57,8 @@ def test_a_plain_loop_takes_the_same_steps(servers: Any) -> None:
     module, last = train(server, steps=7, gradient_clip_val=0.05)
     reference = server.module_with(server.model)
     optimizer, step = torch.optim.Adam(reference.parameters(), lr=1e-3), 0
-    loader = server.public(targets=target(server), batch_size=4, shuffle=True)
-    server._start(loader, "fit")
+    loader = server.training.public(targets=target(server), batch_size=4, shuffle=True)
+    server.training._start(loader, "fit")
     while step < 7:
         loader.sampler.set_epoch(step // 3)  # type: ignore[attr-defined]
         for samples, rows in loader:
@@ -136,8 +136,10 @@ def test_runs_in_the_runs_precision(servers: Any) -> None:
         seen.append(module(batch[0]).dtype)
         return distil(module, batch=type("Pair", (), {"batch": batch, "targets": torch.ones(len(batch[0]), 3)}))
 
-    server.fit(server.module_with(server.model), server.public(), loss, steps=1)
-    rows = server.outputs(server.module_with(server.model), server.public(), lambda module, batch: module(batch[0]))
+    server.training.fit(server.module_with(server.model), server.training.public(), loss, steps=1)
+    rows = server.training.outputs(
+        server.module_with(server.model), server.training.public(), lambda module, batch: module(batch[0])
+    )
     assert seen == [torch.bfloat16] and rows.dtype == torch.float32
     assert torch.equal(rows, rows.bfloat16().float())
 
@@ -174,8 +176,8 @@ def test_a_scheduler_steps_after_every_step(servers: Any) -> None:
         made.append(torch.optim.SGD(parameters, lr=1.0))
         return made[0]
 
-    loader = server.public(targets=target(server))
-    server.fit(
+    loader = server.training.public(targets=target(server))
+    server.training.fit(
         server.module_with(server.model), loader, loss, steps=4, optimizer=optimizer,
         scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
     )  # fmt: skip
@@ -200,24 +202,28 @@ def test_bad_losses_are_refused(servers: Any) -> None:
     server = servers()
     module = server.module_with(server.model)
     with pytest.raises(FloatingPointError, match=r"step 1\. Lower"):
-        server.fit(module, server.public(), lambda module, batch: module(batch[0]).sum() * float("nan"), steps=3)
+        server.training.fit(
+            module, server.training.public(), lambda module, batch: module(batch[0]).sum() * float("nan"), steps=3
+        )
     assert module._trainer is None
     with pytest.raises(ValueError, match="a tensor with one number"):
-        server.fit(server.module_with(server.model), server.public(), lambda module, batch: module(batch[0]), steps=1)
+        server.training.fit(
+            server.module_with(server.model), server.training.public(), lambda module, batch: module(batch[0]), steps=1
+        )
     with pytest.raises(ValueError, match="needs a gradient"):
         frozen = server.module_with(server.model).requires_grad_(False)
-        server.fit(frozen, server.public(), distil, steps=1)
+        server.training.fit(frozen, server.training.public(), distil, steps=1)
 
 
 def test_public_ids_are_addressed_subsets(servers: Any) -> None:
     server = servers()
-    ids = server.public_ids(4)
+    ids = server.training.public_ids(4)
     assert ids.tolist() == sorted(set(ids.tolist())) and len(ids) == 4
-    assert torch.equal(ids, server.public_ids(4))
-    assert not torch.equal(ids, server.public_ids(4, "another"))
-    assert server.public_ids(99).tolist() == list(range(10))
+    assert torch.equal(ids, server.training.public_ids(4))
+    assert not torch.equal(ids, server.training.public_ids(4, "another"))
+    assert server.training.public_ids(99).tolist() == list(range(10))
     with pytest.raises(ValueError, match="1 or more"):
-        server.public_ids(0)
+        server.training.public_ids(0)
 
 
 def test_outputs_leave_no_trace(servers: Any) -> None:
@@ -232,14 +238,16 @@ def test_outputs_leave_no_trace(servers: Any) -> None:
         return logits_of(module, batch)
 
     ids = torch.tensor([7, 1, 5])
-    rows = server.outputs(module, server.public(ids), forward)
-    assert torch.equal(rows, module.eval()(next(iter(server.public()))[0].new_tensor(0) + inputs(server)[ids]).detach())
+    rows = server.training.outputs(module, server.training.public(ids), forward)
+    assert torch.equal(
+        rows, module.eval()(next(iter(server.training.public()))[0].new_tensor(0) + inputs(server)[ids]).detach()
+    )
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
 
 
 def inputs(server: Server) -> torch.Tensor:
-    return torch.cat([x for x, _ in server.public()])
+    return torch.cat([x for x, _ in server.training.public()])
 
 
 def test_without_public_data_the_sentence_says_how_to_get_some(tmp_path: Path) -> None:
@@ -248,6 +256,6 @@ def test_without_public_data_the_sentence_says_how_to_get_some(tmp_path: Path) -
             return FederatedDataModule.public_dataloader(self)  # type: ignore[return-value]
 
     server = federate(Watch(), NoPublic(), tmp_path, max_rounds=1).federation.server
-    assert server.public_size == 0
+    assert server.training.public_size == 0
     with pytest.raises(ValueError, match=r"NoPublic has no public data.*public=0.1.*public: another data set"):
-        server.public()
+        server.training.public()

@@ -122,7 +122,7 @@ def everything(trainer):
         "models": server.models,
         "state": server.state,
         "checkpoints": server.checkpoints,
-        "bytes": (server.bytes_up, server.bytes_down, server.steps),
+        "bytes": (server.costs.bytes_up, server.costs.bytes_down, server.costs.steps),
         "clients": {client: vars(trainer.store.get(client)) for client in server.clients},
         "results": trainer.results,
         "rows": [vars(row) for row in trainer.rows],

@@ -62,7 +62,7 @@ class Watch(FederatedCallback):
         self.seen: list[tuple[str, float, int, int]] = []
 
     def on_update(self, server: Server, update: Update) -> None:
-        self.seen.append((update.client, server.time, update.staleness, server.round))
+        self.seen.append((update.client, server.costs.virtual_time, update.staleness, server.round))
 
 
 class StopBefore(FederatedCallback):
@@ -159,7 +159,7 @@ def test_concurrency_is_the_number_at_work():
 def test_a_slow_client_holds_nobody_up():
     trainer, seen = watched(Asynchronous(SLOW, arrivals=2), max_rounds=11)
     assert [entry[:3] for entry in seen if entry[0] == "2"] == [("2", 10.0, 9)]
-    assert trainer.server.time == 11.0
+    assert trainer.server.costs.virtual_time == 11.0
     assert [entry["time"] for entry in trainer.federation.history] == [float(number) for number in range(1, 12)]
 
 
@@ -178,7 +178,7 @@ def test_a_visit_takes_effect_when_it_arrives():
     assert "2" not in trainer.store and set(trainer.store) == {"0", "1"}
     (flight,) = [flight for flight in trainer.federation.loop._in_flight if flight.client == "2"]
     assert flight.update is not None and flight.record is not None
-    assert trainer.server.bytes_down > trainer.server.bytes_up == 6 * flight.update.num_bytes
+    assert trainer.server.costs.bytes_down > trainer.server.costs.bytes_up == 6 * flight.update.num_bytes
 
 
 def test_every_visit_draws_anew():
@@ -247,7 +247,7 @@ def test_a_run_that_waited_at_its_end_and_goes_on_is_the_longer_run(save_state: 
     with pytest.warns(UserWarning, match="Round 3 is the next one"):
         longer.fit(module, toy_data(), resume="last")
     same(global_state(longer), global_state(whole))
-    assert longer.server.time == whole.server.time
+    assert longer.server.costs.virtual_time == whole.server.costs.virtual_time
     assert (longer.run.path / "timeline.csv").read_bytes() == (whole.run.path / "timeline.csv").read_bytes()
     manifest = short.run.path / "checkpoints" / "last" / "manifest-before.json"
     manifest.unlink()
@@ -360,8 +360,8 @@ def test_replay_and_resume_at_every_round(name: str, tmp_path: Path):
             run(folder, StopBefore(stop))
         resumed = run(folder, resume="last")
         same(global_state(whole), global_state(resumed))
-        assert resumed.server.time == whole.server.time
-        assert resumed.server.bytes_up == whole.server.bytes_up
+        assert resumed.server.costs.virtual_time == whole.server.costs.virtual_time
+        assert resumed.server.costs.bytes_up == whole.server.costs.bytes_up
         scores = [(tmp_path / one / "federation" / "run" / "metrics.csv").read_bytes() for one in ("whole", str(stop))]
         assert scores[0] == scores[1]
 

@@ -29,7 +29,7 @@ def test_a_further_try_gives_the_bits_of_a_run_without_the_failure(where: str, t
     with pytest.warns(UserWarning, match=r"client '1' failed.*tried again \(2 of 2\)"):
         again = federate(module, toy_data(SIZES), [FedBuff(2), fault], on_client_error="retry", **given)
     same(global_state(again), global_state(whole))
-    assert again.server.time == whole.server.time and list(again.rows) == list(whole.rows)
+    assert again.server.costs.virtual_time == whole.server.costs.virtual_time and list(again.rows) == list(whole.rows)
     assert [one["decision"] for one in again.server.failures] == ["tried again (2 of 2)"]
 
 
@@ -68,7 +68,7 @@ def test_a_held_out_client_is_scored_and_joins_as_after_synchronous_rounds(epoch
     found = trainer.onboard(epochs=epochs, verbose=False)
     assert [(flight.client, flight.arrival) for flight in trainer.federation.loop._in_flight] == before
     plain = federate(module, data, [FedAvg()], held_out=["3"], max_rounds=3)
-    plain.server.models = {"global": global_state(trainer)}  # the same model, after as many synchronous rounds
+    plain.server.models["global"] = global_state(trainer)  # the same model, after as many synchronous rounds
     expected = plain.onboard(epochs=epochs, verbose=False)
 
     def means(rows: Any) -> dict[Any, float]:

@@ -74,7 +74,7 @@ def test_who_is_late_has_no_part_in_the_round(callbacks):
     absent = federate(module, toy_data(), [*copy.deepcopy(callbacks), Chosen([["0", "1"]])])
     same(global_state(late), global_state(absent))
     assert times(late) == [5.0, 10.0] or callbacks
-    assert late.server.bytes_up > absent.server.bytes_up
+    assert late.server.costs.bytes_up > absent.server.costs.bytes_up
     assert late.server.failures == []
 
 

@@ -173,7 +173,7 @@ def test_steps_past_the_wrapper_are_counted_as_work() -> None:
     data = toy_data((8, 16, 24))
     trainer, expected = (federate(made(one), data, local_steps=4, max_rounds=1) for one in (Unwrapped, Manual))
     same(global_state(trainer), global_state(expected))
-    assert trainer.server.steps == 12
+    assert trainer.server.costs.steps == 12
 
 
 @pytest.mark.parametrize(

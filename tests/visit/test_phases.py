@@ -33,7 +33,7 @@ class Digest(FederatedCallback):
 
     def on_broadcast(self, server, job, message):
         own = server.state.get(self.key, {})
-        message.extras[self.key] = {"ids": server.public_ids(self.count), **own.get("mean", {})}
+        message.extras[self.key] = {"ids": server.training.public_ids(self.count), **own.get("mean", {})}
 
     def local_phases(self, client):
         extras = client.message.extras[self.key]
@@ -61,7 +61,7 @@ class Digest(FederatedCallback):
     def on_round_end(self, server):
         arrived = server.state[self.key]["arrived"]
         mean = torch.stack([arrived[client] for client in sorted(arrived)]).mean(0)
-        server.state[self.key] = {"mean": {"known": server.public_ids(self.count), "logits": mean}}
+        server.state[self.key] = {"mean": {"known": server.training.public_ids(self.count), "logits": mean}}
 
 
 def run(root: Path, callback: FederatedCallback | None = None, **arguments: Any) -> Any:
@@ -73,7 +73,7 @@ def test_digest_changes_training_and_counts_as_own_steps(tmp_path: Path) -> None
     assert not equal(with_digest.server.model, without.server.model)
     record = with_digest.store.get("site0")
     assert record.steps == 3  # the digest's are not the federation's
-    assert with_digest.server.spent["own_steps"] == 4 * 2 * 2 * 2  # clients, rounds with logits, epochs, batches
+    assert with_digest.server.costs.spent["own_steps"] == 4 * 2 * 2 * 2  # clients, rounds with logits, epochs, batches
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_training_step_is_not_called_and_nothing_of_the_task_is_logged(tmp_path:
         yield Phase(data="public", loss=lambda client, module, batch, index: module(batch[0]).square().mean())
 
     trainer = fitted(tmp_path, make, Task(), local_loop=loop)
-    assert not trainer.federation.server.failures and trainer.federation.server.steps == 4
+    assert not trainer.federation.server.failures and trainer.federation.server.costs.steps == 4
 
 
 def test_public_data_train_the_task_in_an_addressed_order_of_each_client(tmp_path: Path) -> None:

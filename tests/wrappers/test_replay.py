@@ -130,7 +130,7 @@ class Manual(Toy):
 def test_the_twin_takes_no_optimizer_step():
     trainer = make_trainer(None, [FENDA(head="net.3")], max_rounds=1)
     trainer.fit(Manual(), toy_data([16]))  # 2 batches of 8
-    assert trainer.federation.server.steps == 4
+    assert trainer.federation.server.costs.steps == 4
 
 
 def test_a_dual_model_can_be_exported():

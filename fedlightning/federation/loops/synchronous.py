@@ -185,9 +185,9 @@ def begin_plan(server: Server) -> tuple[Plan, list[Job] | None]:
         plan = no_plan()
         return plan, next(plan, None)
     plan = default_plan(server) if owner is None else owner.plan_round(server)
-    server.asked = False
+    server.participation.asked = False
     jobs = next(plan, None)
-    if chooser is not None and owner is not None and not server.asked:
+    if chooser is not None and owner is not None and not server.participation.asked:
         raise ConfigurationError(
             f"{chooser.key} says who takes part in a round, and {owner.key} plans round {server.round + 1} without asking: "
             f"that would have no effect. Leave {chooser.key} out."
@@ -236,5 +236,5 @@ def messages(server: Server, jobs: list[Job], visits: Counter[str] | None = None
         if visits is not None and job.work != 0:
             message.visit = server.round + ROUNDS * visits[job.client]
             visits[job.client] += 1
-        server.bytes_down += message.num_bytes
+        server.costs.bytes_down += message.num_bytes
         yield message

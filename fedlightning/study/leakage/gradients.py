@@ -93,7 +93,7 @@ def inversion(
     server, client = trainer.server, data.client_ids[0] if client is None else client
     if server is None or client not in data.client_ids:
         raise ValueError(f"there is no client '{client}', or no run")
-    module = server.blueprint.build("server").to(server.device).eval()
+    module = server.blueprint.build("server").to(server.blueprint.device).eval()
     whole, images, labels = _images(data, client, batch, seed)
     low, high = float(whole.min()), float(whole.max())
     images, labels = images.to(module.device), labels.to(module.device)

@@ -36,7 +36,7 @@ class Counting(Loop):
         self, server: Server, engine: Engine, evaluate: Evaluate, report: Callable[[Update], None] = lambda update: None
     ) -> list[Update]:
         self.count += 1
-        server.time += 10.0
+        server.costs.virtual_time += 10.0
         return run_round(server, engine, evaluate, report)
 
     def state(self) -> dict[str, Any]:
@@ -49,11 +49,11 @@ class Counting(Loop):
 def test_a_loop_is_copied_for_each_run_and_its_state_goes_on(tmp_path):
     loop = Counting(5)
     trainer = federate(Toy(), toy_data(), [], tmp_path, max_rounds=2, loop=loop)
-    assert (loop.count, trainer.federation.loop.count, trainer.server.time) == (5, 7, 20.0)
+    assert (loop.count, trainer.federation.loop.count, trainer.server.costs.virtual_time) == (5, 7, 20.0)
     assert [entry["time"] for entry in trainer.federation.history] == [10.0, 20.0]
     again = FederatedTrainer(**{**trainer.arguments, "max_rounds": 3})
     again.fit(Toy(), toy_data(), resume=trainer.recorder.run.path)
-    assert (again.federation.loop.count, again.server.time) == (8, 30.0)
+    assert (again.federation.loop.count, again.server.costs.virtual_time) == (8, 30.0)
     other = FederatedTrainer(**{**trainer.arguments, "max_rounds": 4, "loop": "synchronous"})
     with pytest.raises(ValueError, match="of another loop than Synchronous"):
         other.fit(Toy(), toy_data(), resume=trainer.recorder.run.path)

@@ -117,7 +117,7 @@ def test_everybody_may_be_left_out():
 
     module = Toy()
     trainer = federate(module, toy_data(), [Nobody()], max_rounds=2, min_clients=2)
-    assert trainer.rounds_done == 2 and trainer.server.steps == 0
+    assert trainer.rounds_done == 2 and trainer.server.costs.steps == 0
     same(trainer.server.model, module.state_dict())
 
 
