@@ -11,7 +11,7 @@ def counted(*rounds, costs=None, has_clock=False):
     costs = costs or Costs()
     for round, up, down, steps, *time in rounds:
         costs.tick()
-        costs.bytes_up, costs.bytes_down, costs.steps, costs.virtual_time = up, down, steps, *time or [0.0]
+        costs.bytes_up, costs.bytes_down, costs.steps, costs.virtual_time = up, down, steps, *(time or [0.0])
         costs.end_round(round, has_clock)
     return costs
 
