@@ -175,7 +175,7 @@ class CFL(Clusters):
         own = server.state.get(self.key, {})
         splits, found = own.get("splits", {}), dict.fromkeys(clients, GLOBAL)
         while any(cluster in splits for cluster in found.values()):
-            server.models |= {f"before {cluster}": split["model"] for cluster, split in splits.items()}
+            server.models.update({f"before {cluster}": split["model"] for cluster, split in splits.items()})
             at = {client: cluster for client, cluster in found.items() if cluster in splits}
             updates = yield [Job(client, model=f"before {cluster}", keep=True) for client, cluster in at.items()]
             found = {
