@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from fedlightning import arguments
 from fedlightning.blueprint.blueprint import Blueprint
+from fedlightning.blueprint.client_parts import ClientParts
 from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.blueprint.trainer_arguments import FORWARDED, OF_DEVICES, check_devices
 from fedlightning.blueprint.warm_start import read_privacy, warm_started
@@ -49,7 +50,11 @@ from fedlightning.scoring.tasks import LOCAL
 from fedlightning.seeding import preserved
 from fedlightning.storage.files import is_writer
 from fedlightning.visit.description import Description
+from fedlightning.visit.fast.fit import FastFitter
 from fedlightning.visit.runner import LocalRunner
+
+CLIENT_PARTS = ClientParts(fitters=(FastFitter,))
+"""What attaches to every client, in this process, in workers and at sites."""
 
 
 class Assembly(Fitted):
@@ -99,7 +104,7 @@ class Assembly(Fitted):
             check_devices(devices, settings.trainer_arguments)
         if a["init_from"] is not None:
             model = warm_started(model, a["init_from"])
-        blueprint = Blueprint(model, self.callbacks, settings)
+        blueprint = Blueprint(model, self.callbacks, settings, parts=CLIENT_PARTS)
         if a["init_from"] is not None and any(isinstance(one, Protection) for one in self.callbacks):
             blueprint.privacy = spent = read_privacy(a["init_from"])
             if spent:

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from fedlightning.blueprint.client_parts import ClientParts
 from fedlightning.blueprint.copier import Copier
 from fedlightning.blueprint.evaluator import StepLosses, make_evaluator
 from fedlightning.blueprint.settings import LocalSettings
@@ -58,6 +59,7 @@ class Blueprint:
         settings: How every client trains.
         assigned: Name of each client's architecture, where there are several; the server has the default one.
         privacy: Epsilon and delta that were spent on the model that the federation begins with; empty: none is known.
+        parts: What attaches to its clients.
         tools: What a process makes once for its models, by name; it is sent to nobody.
     """
 
@@ -66,6 +68,7 @@ class Blueprint:
     settings: LocalSettings
     assigned: Mapping[str, str] = field(default_factory=dict)
     privacy: Mapping[str, Any] = field(default_factory=dict)
+    parts: ClientParts = field(default_factory=ClientParts)
     tools: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
     losses: StepLosses = field(init=False, repr=False, default_factory=StepLosses)
     _trainer: Trainer | None = field(init=False, default=None, repr=False)
@@ -106,7 +109,7 @@ class Blueprint:
     def without_callbacks(self, ordinary: list[Callback], **settings: Any) -> Blueprint:
         """Return a blueprint of the same template whose fits only have the given Lightning callbacks, and other settings."""
         given = replace(self.settings, callbacks=ordinary, **settings)
-        made = Blueprint(self.template, CallbackList([]), given, self.assigned)
+        made = replace(self, callbacks=CallbackList([]), settings=given)
         if getattr(self.precision, "scaler", None) is None:  # a gradient scaler's state must not move
             made._trainer = self.trainer
         return made

@@ -1,0 +1,22 @@
+"""What attaches to the client side of a federation from outside: :class:`ClientParts`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ClientParts:
+    """What trains and scores clients faster, or guards them; a client without any gets the same models and scores.
+
+    A blueprint carries them, so they are wherever its clients are. They are classes and functions, which a worker process can
+    be sent.
+
+    Attributes:
+        fitters: Made from the blueprint, and asked before Lightning's Trainer to train
+            (:class:`~fedlightning.visit.fitters.Fitter`), in this order.
+    """
+
+    fitters: tuple[Callable[[Any], Any], ...] = ()
