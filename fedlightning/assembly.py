@@ -50,10 +50,12 @@ from fedlightning.scoring.tasks import LOCAL
 from fedlightning.seeding import preserved
 from fedlightning.storage.files import is_writer
 from fedlightning.visit.description import Description
+from fedlightning.visit.fast.evaluator import FastEvaluator
 from fedlightning.visit.fast.fit import FastFitter
+from fedlightning.visit.lost_batches import refuse_lost_batches
 from fedlightning.visit.runner import LocalRunner
 
-CLIENT_PARTS = ClientParts(fitters=(FastFitter,))
+CLIENT_PARTS = ClientParts(fitters=(FastFitter,), evaluators=(FastEvaluator,), loop_checks=(refuse_lost_batches,))
 """What attaches to every client, in this process, in workers and at sites."""
 
 

@@ -17,6 +17,11 @@ class ClientParts:
     Attributes:
         fitters: Made from the blueprint, and asked before Lightning's Trainer to train
             (:class:`~fedlightning.visit.fitters.Fitter`), in this order.
+        evaluators: The same for scores (:class:`~fedlightning.visit.scorer.Evaluator`).
+        loop_checks: Called with each loop of a Trainer that has ended: with the loop, the name of its step, the module, its
+            batches, their number if it is known, and `fitting=False` for a loop that scores.
     """
 
     fitters: tuple[Callable[[Any], Any], ...] = ()
+    evaluators: tuple[Callable[[Any], Any], ...] = ()
+    loop_checks: tuple[Callable[..., None], ...] = ()

@@ -22,7 +22,7 @@ from fedlightning.hooks import CallbackList, Phase
 from fedlightning.visit import monitors
 from fedlightning.visit.client import Client
 from fedlightning.visit.fitters import FitJob, Fitter
-from fedlightning.visit.log_rules import numbers
+from fedlightning.visit.logged_numbers import numbers
 from fedlightning.visit.loss_terms import loss_terms
 from fedlightning.visit.phase_loss import phase_loss
 from fedlightning.visit.surroundings import Surroundings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from lightning.pytorch import LightningModule, Trainer
@@ -13,7 +14,6 @@ from fedlightning.blueprint.settings import limited
 from fedlightning.compat.quiet import quiet
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.visit.fitters import FitJob
-from fedlightning.visit.lost_batches import refuse_lost_batches
 
 UNLIMITED = -1
 UNKNOWN = float("inf")
@@ -39,9 +39,16 @@ class MemoryCheckpointIO(CheckpointIO):
 
 
 class LightningFitter:
-    """Trains by Lightning's Trainer: the last fitter, which takes everything."""
+    """Trains by Lightning's Trainer: the last fitter, which takes everything.
+
+    Args:
+        checks: Called with each of the Trainer's loops when it has ended (`ClientParts.loop_checks`).
+    """
 
     name = "trainer"
+
+    def __init__(self, checks: Sequence[Callable[..., None]] = ()) -> None:
+        self._checks = checks
 
     def refusal(self, module: LightningModule, loader: Any) -> str | None:
         """Return `None`: nothing is refused."""
@@ -49,14 +56,14 @@ class LightningFitter:
 
     def fit(self, job: FitJob) -> Trainer:
         """Train the client's module in place."""
-        return train_with_lightning(job)
+        return train_with_lightning(job, self._checks)
 
     def release(self, trainer: Any) -> None:
         """Cut the references of a finished Trainer to the client's model."""
         release(trainer)
 
 
-def train_with_lightning(job: FitJob) -> Trainer:
+def train_with_lightning(job: FitJob, checks: Sequence[Callable[..., None]]) -> Trainer:
     """Train the client's module in place and return the Trainer that did it."""
     client, visit, settings, loader, val_loader = job.client, job.visit, job.settings, job.loader, job.val_loader
     callbacks, inside, phase = job.callbacks, job.inside, job.phase
@@ -116,8 +123,9 @@ def train_with_lightning(job: FitJob) -> Trainer:
             cast(Any, trainer).profiler.teardown(stage="fit")  # which Trainer sets in a function of its own
             raise
         expected = trainer.num_training_batches if in_epochs and not trainer.should_stop else UNKNOWN
-        refuse_lost_batches(trainer.fit_loop.epoch_loop, "training_step", client.module, loader, expected)
-        refuse_lost_batches(trainer.fit_loop.epoch_loop.val_loop, "validation_step", client.module, val_loader)
+        for check in checks:
+            check(trainer.fit_loop.epoch_loop, "training_step", client.module, loader, expected)
+            check(trainer.fit_loop.epoch_loop.val_loop, "validation_step", client.module, val_loader)
         vars(trainer)["datamodule"] = None  # its hyper-parameters are no part of what the client keeps
         if keep:
             trainer.save_checkpoint("memory")

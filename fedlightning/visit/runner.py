@@ -82,8 +82,9 @@ class LocalRunner:
     def __post_init__(self) -> None:
         preload_fork_server()
         self._make_scorer()
-        fitters = [make(self.blueprint) for make in self.blueprint.parts.fitters]
-        self.loop = FitterChoice(self.settings.local_loop, [*fitters, LightningFitter()])
+        parts = self.blueprint.parts
+        fitters = [make(self.blueprint) for make in parts.fitters]
+        self.loop = FitterChoice(self.settings.local_loop, [*fitters, LightningFitter(parts.loop_checks)])
         if self.settings.log_clients is True:
             self.loop.give_up("log_clients=True keeps what Lightning's own loop logs")
 

@@ -618,4 +618,4 @@ def test_scores_are_those_of_the_trainer(settings):
                 expected = slow.score(copy.deepcopy(module), loader, split)
                 assert alike(fast.score(module, loader, split), expected) and expected
                 assert module.training and module._trainer is None and "log" not in vars(module)
-    assert set(fast._refused) == {Curious}
+    assert set(fast.evaluators[0].refused) == {Curious}
