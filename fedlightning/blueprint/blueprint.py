@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from fedlightning.blueprint.client_parts import ClientParts
-from fedlightning.blueprint.copier import Copier
+from fedlightning.blueprint.deep_copier import ModuleCopier
 from fedlightning.blueprint.evaluator import StepLosses, make_evaluator
 from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.compat.attached import configure, detached
@@ -38,8 +38,10 @@ class _Made:
         entries: The template's entries.
     """
 
-    def __init__(self, template: LightningModule, callbacks: CallbackList, converts: bool) -> None:
-        self.copier = Copier(template)
+    def __init__(
+        self, template: LightningModule, callbacks: CallbackList, converts: bool, copier: ModuleCopier
+    ) -> None:
+        self.copier = copier
         claimed = {name for name in BUILDERS for callback in callbacks if callback.claims(name)}
         self.is_wrapped = "wrap_module" in claimed or is_overridden("configure_model", template)
         self.is_plain = self.copier.is_complete and not (self.is_wrapped or claimed or converts)
@@ -133,7 +135,9 @@ class Blueprint:
     def _making(self, architecture: str) -> _Made:
         template, made = self.template_of(architecture), self._made.get(architecture)
         if made is None or made.copier.module is not template:  # a resumed run has its own template
-            made = self._made[architecture] = _Made(template, self.callbacks, self.converts)
+            made = self._made[architecture] = _Made(
+                template, self.callbacks, self.converts, self.parts.copier(template)
+            )
         return made
 
     def build(self, owner: str, architecture: str | None = None) -> LightningModule:

@@ -6,6 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
+from fedlightning.blueprint.deep_copier import DeepCopier, ModuleCopier
+
 
 @dataclass(frozen=True)
 class ClientParts:
@@ -20,8 +24,10 @@ class ClientParts:
         evaluators: The same for scores (:class:`~fedlightning.visit.scorer.Evaluator`).
         loop_checks: Called with each loop of a Trainer that has ended: with the loop, the name of its step, the module, its
             batches, their number if it is known, and `fitting=False` for a loop that scores.
+        copier: Makes the copies of a template (:class:`~fedlightning.blueprint.deep_copier.ModuleCopier`).
     """
 
     fitters: tuple[Callable[[Any], Any], ...] = ()
     evaluators: tuple[Callable[[Any], Any], ...] = ()
     loop_checks: tuple[Callable[..., None], ...] = ()
+    copier: Callable[[nn.Module], ModuleCopier] = DeepCopier
