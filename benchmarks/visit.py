@@ -28,6 +28,7 @@ from rich.table import Table
 
 from benchmarks.engines import Data, Module
 from benchmarks.work import WORKS, Work
+from fedlightning.assembly import CLIENT_PARTS
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.hooks import CallbackList
@@ -92,7 +93,8 @@ def own_visits(work: Work, local_loop: str) -> Callable[[int], None]:
         trainer_arguments={"accelerator": "cpu", "devices": 1},
         local_loop=local_loop,  # type: ignore[arg-type]
     )
-    runner = LocalRunner(Blueprint(Module(work.make, work.lr), CallbackList([]), settings), data)
+    blueprint = Blueprint(Module(work.make, work.lr), CallbackList([]), settings, parts=CLIENT_PARTS)
+    runner = LocalRunner(blueprint, data)
     state = clone(module_state(runner.blueprint.build("server")))
     names = tuple(state)
     record = ClientRecord()

@@ -14,11 +14,14 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from fedlightning import arguments
 from fedlightning.blueprint.blueprint import Blueprint
+from fedlightning.blueprint.client_parts import ClientParts
+from fedlightning.blueprint.copier import Copier
 from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.blueprint.trainer_arguments import FORWARDED, OF_DEVICES, check_devices
 from fedlightning.blueprint.warm_start import read_privacy, warm_started
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.engines.choice import choose, make_engine
+from fedlightning.engines.watchdog import Watchdog
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.federation.attempts import FailurePolicy
 from fedlightning.federation.dry_run import DISTINCT, SMALL, UNSEEN_CLIENTS, FewClients, distinct_clients, dry_run
@@ -45,12 +48,21 @@ from fedlightning.run.folder import RunFolder
 from fedlightning.run.lock import only_thread
 from fedlightning.run.recorder import Recorder
 from fedlightning.run.resumable import refuse_requeued
+from fedlightning.scoring.row_table import RowTable
 from fedlightning.scoring.tasks import LOCAL
 from fedlightning.seeding import preserved
 from fedlightning.storage.files import is_writer
 from fedlightning.virtual_time.timeline import Timeline
 from fedlightning.visit.description import Description
+from fedlightning.visit.fast.evaluator import FastEvaluator
+from fedlightning.visit.fast.fit import FastFitter
+from fedlightning.visit.lost_batches import refuse_lost_batches
 from fedlightning.visit.runner import LocalRunner
+
+CLIENT_PARTS = ClientParts(
+    fitters=(FastFitter,), evaluators=(FastEvaluator,), loop_checks=(refuse_lost_batches,), copier=Copier
+)
+"""What attaches to every client, in this process, in workers and at sites."""
 
 
 class Assembly(Fitted):
@@ -100,7 +112,7 @@ class Assembly(Fitted):
             check_devices(devices, settings.trainer_arguments)
         if a["init_from"] is not None:
             model = warm_started(model, a["init_from"])
-        blueprint = Blueprint(model, self.callbacks, settings)
+        blueprint = Blueprint(model, self.callbacks, settings, parts=CLIENT_PARTS)
         if a["init_from"] is not None and any(isinstance(one, Protection) for one in self.callbacks):
             blueprint.privacy = spent = read_privacy(a["init_from"])
             if spent:
@@ -162,6 +174,7 @@ class Assembly(Fitted):
             min_clients=a["min_clients"],
             timeout=a["client_timeout"],
         )
+        engine.attempts.watch = Watchdog(engine.attempts)
 
         def fingerprint_of(joined: Sequence[str], held_out: Sequence[str]) -> dict[str, Any]:
             described = engine.describe(joined, PARTS)
@@ -181,7 +194,7 @@ class Assembly(Fitted):
             ]
         )
         loggers = _loggers(self._logger_argument, run) if is_writer() and go_on else []
-        self.recorder = Recorder(run, loggers)
+        self.recorder = Recorder(run, loggers, RowTable())
         self.federation = Federation(
             server,
             engine.store,

@@ -12,7 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from fedlightning.blueprint.copier import Copier
+from fedlightning.blueprint.client_parts import ClientParts
+from fedlightning.blueprint.deep_copier import ModuleCopier
 from fedlightning.blueprint.evaluator import StepLosses, make_evaluator
 from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.compat.attached import configure, detached
@@ -37,8 +38,10 @@ class _Made:
         entries: The template's entries.
     """
 
-    def __init__(self, template: LightningModule, callbacks: CallbackList, converts: bool) -> None:
-        self.copier = Copier(template)
+    def __init__(
+        self, template: LightningModule, callbacks: CallbackList, converts: bool, copier: ModuleCopier
+    ) -> None:
+        self.copier = copier
         claimed = {name for name in BUILDERS for callback in callbacks if callback.claims(name)}
         self.is_wrapped = "wrap_module" in claimed or is_overridden("configure_model", template)
         self.is_plain = self.copier.is_complete and not (self.is_wrapped or claimed or converts)
@@ -58,6 +61,7 @@ class Blueprint:
         settings: How every client trains.
         assigned: Name of each client's architecture, where there are several; the server has the default one.
         privacy: Epsilon and delta that were spent on the model that the federation begins with; empty: none is known.
+        parts: What attaches to its clients.
         tools: What a process makes once for its models, by name; it is sent to nobody.
     """
 
@@ -66,6 +70,7 @@ class Blueprint:
     settings: LocalSettings
     assigned: Mapping[str, str] = field(default_factory=dict)
     privacy: Mapping[str, Any] = field(default_factory=dict)
+    parts: ClientParts = field(default_factory=ClientParts)
     tools: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
     losses: StepLosses = field(init=False, repr=False, default_factory=StepLosses)
     _trainer: Trainer | None = field(init=False, default=None, repr=False)
@@ -106,7 +111,7 @@ class Blueprint:
     def without_callbacks(self, ordinary: list[Callback], **settings: Any) -> Blueprint:
         """Return a blueprint of the same template whose fits only have the given Lightning callbacks, and other settings."""
         given = replace(self.settings, callbacks=ordinary, **settings)
-        made = Blueprint(self.template, CallbackList([]), given, self.assigned)
+        made = replace(self, callbacks=CallbackList([]), settings=given)
         if getattr(self.precision, "scaler", None) is None:  # a gradient scaler's state must not move
             made._trainer = self.trainer
         return made
@@ -130,7 +135,9 @@ class Blueprint:
     def _making(self, architecture: str) -> _Made:
         template, made = self.template_of(architecture), self._made.get(architecture)
         if made is None or made.copier.module is not template:  # a resumed run has its own template
-            made = self._made[architecture] = _Made(template, self.callbacks, self.converts)
+            made = self._made[architecture] = _Made(
+                template, self.callbacks, self.converts, self.parts.copier(template)
+            )
         return made
 
     def build(self, owner: str, architecture: str | None = None) -> LightningModule:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedlightning.errors import ConfigurationError
+from fedlightning.blueprint.deep_copier import deep_copy
 
 ATOMIC = (
     type, FunctionType, BuiltinFunctionType, CodeType, MethodDescriptorType, WrapperDescriptorType, property,
@@ -82,10 +82,7 @@ class Copier:
     def copy(self, state: Mapping[str, torch.Tensor] | None = None) -> Any:
         """Return a new deep copy."""
         if self._recipe is None:
-            try:
-                return copy.deepcopy(self.module)
-            except Exception as error:
-                raise _uncopyable(self.module, error) from error
+            return deep_copy(self.module)
         kept = self._kept.copy()
         for name, value in (state or {}).items():
             place = self._places[name]
@@ -138,23 +135,6 @@ class _Recorder(pickle.Pickler):
             self._known[id(obj)] = len(self._kept)
             self._kept.append(obj)
         return self._known[id(obj)]
-
-
-def _uncopyable(module: nn.Module, error: Exception) -> Exception:
-    """Return the refusal of a module with an attribute that cannot be copied; the error itself if it is none of them."""
-    bare = vars(nn.Module())  # what every module has: its parts, which are looked at by themselves
-    for path, child in module.named_modules():
-        for name, value in vars(child).items():
-            try:
-                None if name in bare else copy.deepcopy(value)
-            except Exception as reason:
-                kind = type(child).__name__
-                return ConfigurationError(
-                    f"{type(module).__name__} cannot be copied for each client: '{f'{path}.{name}'.lstrip('.')}' is a "
-                    f"{type(value).__name__} ({' '.join(str(reason).split())}). Make it where it is first used, or give "
-                    f"{kind} a __getstate__ that leaves it out and a __setstate__ that makes it anew."
-                )
-    return error
 
 
 def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:

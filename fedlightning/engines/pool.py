@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fedlightning.compat.sockets import short_sockets
+from fedlightning.compat.loader_workers import short_sockets
 from fedlightning.engines import worker
 from fedlightning.engines.arena import Arena, Broadcast, pack, unpack
 from fedlightning.federation.engine import Task

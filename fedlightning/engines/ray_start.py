@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-from fedlightning.compat.sockets import short_temporary_folder
+from fedlightning.compat.loader_workers import short_temporary_folder
 from fedlightning.engines import ray_sweep
 from fedlightning.engines.pool import one_thread, usable_cores
 from fedlightning.errors import ConfigurationError, warn

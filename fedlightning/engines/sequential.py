@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
-from fedlightning.engines.watchdog import Watchdog
 from fedlightning.federation.engine import Engine, Task
 from fedlightning.federation.store import ClientStore
 from fedlightning.visit.record import ClientRecord
@@ -23,10 +21,9 @@ class SequentialEngine(Engine):
     Each answer is handed over before the next task starts, so only one model is in memory.
     """
 
-    @cached_property
-    def watchdog(self) -> Watchdog:
-        """Ends the run where a client takes too long."""
-        return Watchdog(lambda: self.attempts)
+    def watching(self, clients: Sequence[str], allowance: int = 1) -> AbstractContextManager[None]:
+        """Return a context in which this thread is at work on clients."""
+        return self.attempts.watch.watching(clients, allowance)
 
     def map(self, tasks: Iterable[Task[Answer]]) -> Iterator[Answer]:
         for task in tasks:
@@ -34,7 +31,7 @@ class SequentialEngine(Engine):
             settled: tuple[Answer, ClientRecord | None] | None = attempt.left_out_answer()
             before = ClientRecord() if task.client is None else self.store.get(task.client)
             while settled is None:
-                with self.watchdog.watching([task.address[2]]) if self.attempts.policy.timeout else nullcontext():
+                with self.watching([task.address[2]]):
                     answer, after = task.run(self.runner, before)
                 settled = attempt.settle(answer, after)
             answer, after = settled
@@ -43,6 +40,5 @@ class SequentialEngine(Engine):
             yield answer
 
     def close(self) -> None:
-        """End the watchdog, if there is one."""
-        if "watchdog" in vars(self):
-            self.watchdog.close()
+        """End the watch."""
+        self.attempts.watch.close()

@@ -93,7 +93,7 @@ class VectorizedEngine(SequentialEngine):
         self._asked = self._size = clients_per_stack
         self.device = runner.blueprint.device
         self._evaluation = StackedEvaluation(runner)
-        self._training = StackedTraining(runner, self.watchdog.watching)
+        self._training = StackedTraining(runner, self.watching)
 
     def check(self) -> None:
         """Refuse a federation that cannot be stacked."""
@@ -136,7 +136,7 @@ class VectorizedEngine(SequentialEngine):
         places = [place for place in attempts if place not in settled]
         waiting = set(places)
         while waiting:
-            with self.watchdog.watching([tasks[place].address[2] for place in places], allowance=len(places)):
+            with self.watching([tasks[place].address[2] for place in places], allowance=len(places)):
                 found = list(do([tasks[place] for place in places]))
             again = set()
             for place, (answer, record) in zip(places, found, strict=True):
@@ -205,7 +205,7 @@ class VectorizedEngine(SequentialEngine):
             yield update, None if after is member.before else after
 
     def _go_on(self, member: Member, step: Callable[[], Any]) -> None:
-        with self.watchdog.watching([member.client]):
+        with self.watching([member.client]):
             member.go_on(step)
 
     def _fit_alone(self, member: Member) -> None:
@@ -213,7 +213,7 @@ class VectorizedEngine(SequentialEngine):
         fit = cast(Fit, member.fit)
         self.runner.bind(fit.client)
         try:
-            with self.watchdog.watching([member.client]):
+            with self.watching([member.client]):
                 result = self.runner.fit(fit)
         except NotInFastLoop as reason:  # the visit cannot begin again in a stack
             raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""A watchdog for engines that work in this process: it ends the run when a client takes too long."""
+"""The watch of engines that work in this process: it ends the run when a client takes too long."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -40,7 +40,7 @@ class Watchdog:
         attempts: Knows the time that a client may take, and the clock.
     """
 
-    def __init__(self, attempts: Callable[[], Attempts]) -> None:
+    def __init__(self, attempts: Attempts) -> None:
         self._attempts = attempts
         self._lock = threading.Lock()
         self._deadline: float | None = None
@@ -54,7 +54,7 @@ class Watchdog:
     @contextmanager
     def watching(self, clients: Sequence[str], allowance: int = 1) -> Iterator[None]:
         """Within the block, this thread is at work on these clients. Blocks may be nested: the innermost one names them."""
-        timeout = self._attempts().policy.timeout
+        timeout = self._attempts.policy.timeout
         if timeout is None:
             yield
             return
@@ -64,7 +64,7 @@ class Watchdog:
         if outermost:
             signal.signal(signal.SIGINT, partial(self._interrupted, handler))
         before = self._deadline, self._who
-        own = self._attempts().clock() + timeout * allowance
+        own = self._attempts.clock() + timeout * allowance
         self._set(own if before[0] is None else min(own, before[0]), clients)
         self._depth += 1
         try:
@@ -123,7 +123,7 @@ class Watchdog:
     def _watch(self, closed: threading.Event, interval: float) -> None:
         while not closed.wait(interval):
             with self._lock:
-                if self._deadline is None or self._attempts().clock() <= self._deadline:
+                if self._deadline is None or self._attempts.clock() <= self._deadline:
                     continue
                 sentence = self._fired = self._sentence()
                 _interrupt(self._thread)
@@ -135,7 +135,7 @@ class Watchdog:
             return
 
     def _sentence(self) -> str:
-        timeout = self._attempts().policy.timeout
+        timeout = self._attempts.policy.timeout
         names = ", ".join(f"'{name}'" for name in self._who[:MOST])
         more = f" and {len(self._who) - MOST} more" if len(self._who) > MOST else ""
         who = f"Client {names}" if len(self._who) == 1 else f"The clients {names}{more} together"

@@ -14,10 +14,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from fedlightning.federation.engine import Task
@@ -176,6 +177,27 @@ class Attempt:
             self.owner.left_out.add(self.address, reason)
 
 
+class Watch(Protocol):
+    """Watches how long an engine's own thread is at work on clients."""
+
+    def watching(self, clients: Sequence[str], allowance: int = 1) -> AbstractContextManager[None]:
+        """Return a context in which the thread is at work on clients, with the time of `allowance` of them."""
+
+    def close(self) -> None:
+        """End the watching."""
+
+
+class Unwatched:
+    """Lets clients take their time."""
+
+    def watching(self, clients: Sequence[str], allowance: int = 1) -> AbstractContextManager[None]:
+        """Return a context that does nothing."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 def _nobody(client: str, reason: str, where: str, decision: str) -> None:
     """Tell nobody of a failure."""
 
@@ -190,6 +212,7 @@ class Attempts:
         note: Is told of a failure that is tried again: client, reason, where, decision.
         server: Accepts the answers to tasks on arrival, or says why it refuses them; `None`: they are taken as they come.
         clock: Seconds; a test brings its own.
+        watch: Ends the run where a client in this process takes too long.
     """
 
     policy: FailurePolicy = FailurePolicy()
@@ -197,6 +220,7 @@ class Attempts:
     note: Callable[[str, str, str, str], None] = _nobody
     server: Server | None = None
     clock: Callable[[], float] = time.monotonic
+    watch: Watch = field(default_factory=Unwatched)
     _counts: Counter[tuple[int, str, str]] = field(default_factory=Counter)
     _round: int = -1
 

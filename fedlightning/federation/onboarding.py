@@ -74,13 +74,13 @@ def blueprint_of_visits(blueprint: Blueprint, epochs: int) -> Blueprint:
         blueprint.settings, local_epochs=epochs, local_steps=None, optimizer_state="reset", log_clients=False
     )
     keeper = KeepTrained(blueprint.callbacks.role("personal_module"))
-    return Blueprint(blueprint.template, CallbackList([*blueprint.callbacks, keeper]), settings, blueprint.assigned)
+    return replace(blueprint, callbacks=CallbackList([*blueprint.callbacks, keeper]), settings=settings)
 
 
 def blueprint_of_placing(blueprint: Blueprint) -> Blueprint:
     """Return the blueprint of the visits by which new clients find their place: a round's, with nothing to go on from."""
     settings = replace(blueprint.settings, optimizer_state="reset", log_clients=False)
-    return Blueprint(blueprint.template, blueprint.callbacks, settings, blueprint.assigned)
+    return replace(blueprint, settings=settings)
 
 
 @dataclass

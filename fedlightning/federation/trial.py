@@ -38,7 +38,7 @@ from fedlightning.visit.client import Client
 from fedlightning.visit.failing import client_failure
 from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.kept import UNCOPIED
-from fedlightning.visit.log_rules import NotOneNumberError
+from fedlightning.visit.logged_numbers import NotOneNumberError
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Fit
 from fedlightning.visit.runner import LocalRunner

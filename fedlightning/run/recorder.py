@@ -16,14 +16,8 @@ from fedlightning.run.logs import Logs
 from fedlightning.run.metrics import METRICS_MARK
 from fedlightning.scoring.results import summarise
 from fedlightning.scoring.row_files import read_part
-from fedlightning.scoring.row_table import RowTable
-from fedlightning.scoring.rows import ADDRESS, LATEST, UNSEEN, Row, of_clients
+from fedlightning.scoring.rows import ADDRESS, LATEST, UNSEEN, Row, RowList, Rows, of_clients
 from fedlightning.storage.files import is_writer, writing
-
-HELD = 50_000
-"""Scores above which older ones are left to `metrics.csv`: a megabyte and a half."""
-KEPT = 2
-"""Newest parts of them that stay in memory in any case: the last round, and what was scored after it."""
 
 
 @dataclass
@@ -40,13 +34,12 @@ class Recorder:
 
     run: RunFolder | None = None
     loggers: list[Logger] = field(default_factory=list)
-    rows: RowTable = field(default_factory=RowTable)
+    rows: Rows = field(default_factory=RowList)
     results: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     _known: set[tuple[int | str, ...]] = field(default_factory=set, repr=False)  # addresses that may come again
     _before: set[tuple[int | str, ...]] = field(default_factory=set, repr=False)
     _newest: int = field(default=0, repr=False)
-    _written: list[tuple[int, tuple[int, int]]] = field(default_factory=list, repr=False)  # rows in memory, in the file
 
     @property
     def writes(self) -> bool:
@@ -65,7 +58,7 @@ class Recorder:
         # only the newest rounds and selected models are scored again
         self._known = {row.address for row in rows if row.round >= self._newest - 1 or row.checkpoint != LATEST}
         if where is not None and rows:
-            self._written = [(len(rows), where)]
+            self._note_written(len(rows), where)
 
     def record(self, rows: list[Row]) -> None:
         """Add scores; those that are there already (a repeated test) are not added twice."""
@@ -82,10 +75,13 @@ class Recorder:
         if self.run is not None and is_writer():
             where = self.run.write_rows(rows)
             if rows:
-                self._written.append((len(rows), where))
-                self._spill()
+                self._note_written(len(rows), where)
         with writing(self._log_path):
             self.logs.log(rows)
+
+    def _note_written(self, count: int, place: tuple[int, int]) -> None:
+        assert self.run is not None
+        self.rows.written(count, place, partial(read_part, self.run.metrics.path))
 
     def log_clients(self, updates: Iterable[Update]) -> None:
         """Write what was logged inside clients to the loggers, as `client/<id>/<name>` at the client's own steps."""
@@ -99,14 +95,6 @@ class Recorder:
                     elif (call := getattr(getattr(logger, "experiment", None), log.method, None)) is not None:
                         for name, value in values.items():
                             call(name, value, log.step)
-
-    def _spill(self) -> None:
-        """Leave old scores to `metrics.csv` where they are many, so that memory does not grow with the rounds."""
-        assert self.run is not None
-        old = self._written[:-KEPT]
-        if self.rows.held > HELD and old and sum(count for count, _ in self._written) == self.rows.held:
-            self.rows.spill(old, partial(read_part, self.run.metrics.path))
-            self._written = self._written[-KEPT:]
 
     def choose_results(self, rounds: int, clients: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """Summarise the newest scores of every stage, and all scores of selected models.

@@ -8,7 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
-from fedlightning.scoring.rows import KIND, Row
+from fedlightning.scoring.rows import KIND, Row, Rows
+
+HELD = 50_000
+"""Rows above which older ones are left to their file: a megabyte and a half."""
+KEPT = 2
+"""Newest parts of them that stay in memory in any case: the last round, and what was scored after it."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +35,11 @@ class Spilled:
     where: tuple[int, int]
 
 
-class RowTable(Sequence[Row]):
+class RowTable(Rows):
     """Rows in a twentieth of the memory: a thousand clients write thousands a round.
 
-    Rows that are in a file anyway may be left there (:meth:`spill`) and are read when somebody asks for them.
+    Rows that are in a file anyway are left there where there are many, so that memory does not grow with the rounds; they are
+    read when somebody asks for them.
 
     Args:
         rows: The first rows.
@@ -55,6 +61,7 @@ class RowTable(Sequence[Row]):
         self._spilled: list[Spilled] = []
         self._read: Callable[[int, int], list[Row]] = lambda start, end: []
         self._last_read: tuple[Spilled | None, list[Row]] = (None, [])
+        self._written: list[tuple[int, tuple[int, int]]] = []  # rows in memory, and their bytes in the file
         self.extend(rows)
 
     def extend(self, rows: Iterable[Row]) -> None:
@@ -81,6 +88,14 @@ class RowTable(Sequence[Row]):
     def held(self) -> int:
         """Rows in memory."""
         return len(self._rounds)
+
+    def written(self, count: int, place: tuple[int, int], read: Callable[[int, int], list[Row]]) -> None:
+        """Note that the next `count` rows are in a file too, in the bytes `place`; leave old ones there if they are many."""
+        self._written.append((count, place))
+        old = self._written[:-KEPT]
+        if self.held > HELD and old and sum(count for count, _ in self._written) == self.held:
+            self.spill(old, read)
+            self._written = self._written[-KEPT:]
 
     def spill(self, where: Sequence[tuple[int, tuple[int, int]]], read: Callable[[int, int], list[Row]]) -> None:
         """Leave the oldest rows that are in memory to a file."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
@@ -76,6 +77,28 @@ class Gap(Row):
     def sentence(self) -> str:
         """What is missing and why."""
         return not_scored(self.client, self.stage, self.data, self.split, self.reason)
+
+
+class Rows(Sequence[Row]):
+    """Where a recorder keeps scores."""
+
+    @abstractmethod
+    def extend(self, rows: Iterable[Row], /) -> None:
+        """Append rows."""
+
+    @abstractmethod
+    def where(self, kind: Callable[..., bool], since: int = 0) -> list[Row]:
+        """Return the rows of some kinds (a function of the values of :data:`KIND`), from a round on."""
+
+    def written(self, count: int, place: tuple[int, int], read: Callable[[int, int], list[Row]]) -> None:
+        """Note that the next `count` rows are in a file too, in the bytes `place`, and how they are read from there."""
+
+
+class RowList(list[Row], Rows):
+    """Rows in memory."""
+
+    def where(self, kind: Callable[..., bool], since: int = 0) -> list[Row]:
+        return [row for row in self if row.round >= since and kind(*KIND(row))]
 
 
 def of_clients(rows: Iterable[Row], clients: Collection[str]) -> list[Row]:

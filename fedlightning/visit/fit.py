@@ -1,8 +1,6 @@
-"""One fit of a client's module, by one of two local loops that give the same bits.
+"""One fit of a client's module, by one of several fitters that give the same bits (:mod:`~fedlightning.visit.fitters`).
 
-`trainer` is a quiet Lightning Trainer (:mod:`~fedlightning.visit.lightning_loop`); `fast` makes the same calls at a
-fraction of the cost (:mod:`fedlightning.visit.fast`). In both,
-:class:`~fedlightning.visit.visit_callback.VisitCallback` adds what a federation needs.
+With each, :class:`~fedlightning.visit.visit_callback.VisitCallback` adds what a federation needs.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint, StochasticWeightAveraging, WeightAveraging
 
 from fedlightning.blueprint.settings import LocalSettings
@@ -23,9 +21,8 @@ from fedlightning.errors import Restart
 from fedlightning.hooks import CallbackList, Phase
 from fedlightning.visit import monitors
 from fedlightning.visit.client import Client
-from fedlightning.visit.fast.fit import train_fast
-from fedlightning.visit.lightning_loop import release, train_with_lightning
-from fedlightning.visit.log_rules import numbers
+from fedlightning.visit.fitters import FitJob, Fitter
+from fedlightning.visit.logged_numbers import numbers
 from fedlightning.visit.loss_terms import loss_terms
 from fedlightning.visit.phase_loss import phase_loss
 from fedlightning.visit.surroundings import Surroundings
@@ -47,8 +44,8 @@ def fit(
     *,
     phase: Phase,
     work: int,
+    fitter: Fitter,
     val_loader: Any = None,
-    fast_trainer: Trainer | None = None,
 ) -> VisitCallback:
     """Train `client.module` in place, and keep in the client's record what Lightning needs for the next visit."""
     record = client.record.lightning.setdefault(phase.name, {})
@@ -62,21 +59,14 @@ def fit(
         if state is not None and not isinstance(callback, OF_ONE_FIT):
             callback.load_state_dict(copy.deepcopy(state))
     everything = [*callbacks, visit, *ordinary]
-    trainer: Any
+    job = FitJob(client, visit, everything, settings, loader, start_sampler, inside, phase, val_loader)
     validates, name = val_loader is not None, type(client.module).__name__
     own_loss = nullcontext() if phase.is_task else phase_loss(client, phase)
     acting_terms = acting(callbacks.loss_terms(), phase)
     terms = loss_terms(client, acting_terms) if acting_terms else nullcontext()
     with own_loss, terms, nan_where_undefined(client.module):
         try:
-            if fast_trainer is None:
-                trainer = train_with_lightning(
-                    client, visit, everything, settings, loader, start_sampler, inside, phase, val_loader
-                )
-            else:
-                start_sampler(0, 0, 1)
-                anomaly = bool(settings.trainer_arguments.get("detect_anomaly"))
-                trainer = train_fast(client, visit, everything, loader, fast_trainer, inside, anomaly)
+            trainer = fitter.fit(job)
         except (Exception, Restart) as error:
             monitors.require(trainer_of(client.module), name, validates, error)
             raise
@@ -89,7 +79,7 @@ def fit(
     record["callbacks"] = {key: state for key, state in states.items() if state}
     if phase.loss is None:  # else it is no metric of the task
         client.metrics |= numbers(trainer.callback_metrics, client.module)
-    release(trainer) if isinstance(trainer, Trainer) else trainer.release()
+    fitter.release(trainer)
     if visit.attempts == 0 and work > 0 and client.module.automatic_optimization and batches:
         raise RuntimeError(
             f"Client '{client.id}' was asked for {work} of work but took no optimizer step. "

@@ -1,23 +1,19 @@
-"""The local loop `trainer`: one fit by a quiet Lightning Trainer. Everything that Lightning can do works here."""
+"""The fitter `trainer`: one fit by a quiet Lightning Trainer. Everything that Lightning can do works here."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import CheckpointIO
 
-from fedlightning.blueprint.settings import LocalSettings, limited
+from fedlightning.blueprint.settings import limited
 from fedlightning.compat.quiet import quiet
 from fedlightning.datamodules.sampling import AddressedSampler
-from fedlightning.hooks import Phase
-from fedlightning.visit.client import Client
-from fedlightning.visit.lost_batches import refuse_lost_batches
-from fedlightning.visit.surroundings import Surroundings
-from fedlightning.visit.visit_callback import VisitCallback
+from fedlightning.visit.fitters import FitJob
 
 UNLIMITED = -1
 UNKNOWN = float("inf")
@@ -42,18 +38,35 @@ class MemoryCheckpointIO(CheckpointIO):
         self.checkpoint = None
 
 
-def train_with_lightning(
-    client: Client,
-    visit: VisitCallback,
-    callbacks: list[Callback],
-    settings: LocalSettings,
-    loader: Any,
-    start_sampler: Callable[[int, int, int], None],
-    inside: Surroundings,
-    phase: Phase,
-    val_loader: Any = None,
-) -> Trainer:
-    """Train `client.module` in place and return the Trainer that did it."""
+class LightningFitter:
+    """Trains by Lightning's Trainer: the last fitter, which takes everything.
+
+    Args:
+        checks: Called with each of the Trainer's loops when it has ended (`ClientParts.loop_checks`).
+    """
+
+    name = "trainer"
+
+    def __init__(self, checks: Sequence[Callable[..., None]] = ()) -> None:
+        self._checks = checks
+
+    def refusal(self, module: LightningModule, loader: Any) -> str | None:
+        """Return `None`: nothing is refused."""
+        return None
+
+    def fit(self, job: FitJob) -> Trainer:
+        """Train the client's module in place."""
+        return train_with_lightning(job, self._checks)
+
+    def release(self, trainer: Any) -> None:
+        """Cut the references of a finished Trainer to the client's model."""
+        release(trainer)
+
+
+def train_with_lightning(job: FitJob, checks: Sequence[Callable[..., None]]) -> Trainer:
+    """Train the client's module in place and return the Trainer that did it."""
+    client, visit, settings, loader, val_loader = job.client, job.visit, job.settings, job.loader, job.val_loader
+    callbacks, inside, phase = job.callbacks, job.inside, job.phase
     record = client.record.lightning[phase.name]
     keep = settings.optimizer_state == "keep"
     arguments = {key: copy.deepcopy(value) for key, value in settings.trainer_arguments.items()}
@@ -95,7 +108,7 @@ def train_with_lightning(
         )
         # A visit ends its last epoch, even early. With a step limit Lightning would continue inside that epoch.
         trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
-        start_sampler(epochs_before, trainer.global_rank, trainer.world_size)
+        job.start_sampler(epochs_before, trainer.global_rank, trainer.world_size)
         vars(trainer)["datamodule"] = inside.datamodule
         client.scratch["trainer"] = trainer
         try:
@@ -110,8 +123,9 @@ def train_with_lightning(
             cast(Any, trainer).profiler.teardown(stage="fit")  # which Trainer sets in a function of its own
             raise
         expected = trainer.num_training_batches if in_epochs and not trainer.should_stop else UNKNOWN
-        refuse_lost_batches(trainer.fit_loop.epoch_loop, "training_step", client.module, loader, expected)
-        refuse_lost_batches(trainer.fit_loop.epoch_loop.val_loop, "validation_step", client.module, val_loader)
+        for check in checks:
+            check(trainer.fit_loop.epoch_loop, "training_step", client.module, loader, expected)
+            check(trainer.fit_loop.epoch_loop.val_loop, "validation_step", client.module, val_loader)
         vars(trainer)["datamodule"] = None  # its hyper-parameters are no part of what the client keeps
         if keep:
             trainer.save_checkpoint("memory")

@@ -8,7 +8,7 @@ differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Number
@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedlightning.wrappers import user_class
+from fedlightning.visit.logged_numbers import one_number
 
 REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "min": "min", "max": "max"}
 """Reduction over an epoch, by the name that `reduce_fx` may give it."""
@@ -123,32 +123,6 @@ def log_call(
 def wide_dtype() -> torch.dtype:
     """Return the default dtype, but no lower than float32: the type in which Lightning adds up."""
     return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-
-
-class NotOneNumberError(ValueError):
-    """A module logs under a name what is no single number."""
-
-    WAY_OUT = "Log its mean, or a number for each class (torchmetrics.ClasswiseWrapper)"
-
-
-def one_number(name: str, value: Any, owner: LightningModule | None) -> Any:
-    """Return a logged value if it is a single number.
-
-    Raises:
-        NotOneNumberError: With its name and its shape.
-    """
-    if isinstance(value, Tensor) and value.numel() != 1:
-        module = "The module" if owner is None else user_class(owner).__name__
-        raise NotOneNumberError(
-            f"{module} logs '{name}' as a tensor of shape {tuple(value.shape)}, and what is logged is one number. "
-            f"{NotOneNumberError.WAY_OUT}"
-        )
-    return value
-
-
-def numbers(logged: Mapping[str, Any], owner: LightningModule) -> dict[str, float]:
-    """Return logged values as plain numbers."""
-    return {name: float(one_number(name, value, owner)) for name, value in logged.items()}
 
 
 def scalar(

@@ -36,9 +36,10 @@ from fedlightning.tensors.parametrized import settle
 from fedlightning.visit import fit as local_fit
 from fedlightning.visit.client import Client
 from fedlightning.visit.description import Description, Part, describe
-from fedlightning.visit.fast.refusals import LoopChoice
+from fedlightning.visit.fitters import FitterChoice
 from fedlightning.visit.freezing import only_training
 from fedlightning.visit.leaving import Leaving, leaving_of
+from fedlightning.visit.lightning_loop import LightningFitter
 from fedlightning.visit.monitors import Monitor
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Fit, Score, Scores, score_or_miss
@@ -64,7 +65,7 @@ class LocalRunner:
             its data is not everybody's, so nothing is trained or scored on it.
         folder: Where the clients' models are written, where the run's own folder is on another machine.
         scorer: Scores modules.
-        loop: Choice of the local loop.
+        loop: Choice of who fits.
         monitor: What visits validate for; `None` if nothing asks for it.
     """
 
@@ -74,14 +75,16 @@ class LocalRunner:
     together: bool = True
     folder: Path | None = None
     scorer: Scorer = field(init=False)
-    loop: LoopChoice = field(init=False)
+    loop: FitterChoice = field(init=False)
     monitor: Monitor | None = field(init=False, default=None)
     _described: Description | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
         preload_fork_server()
         self._make_scorer()
-        self.loop = LoopChoice(self.blueprint)
+        parts = self.blueprint.parts
+        fitters = [make(self.blueprint) for make in parts.fitters]
+        self.loop = FitterChoice(self.settings.local_loop, [*fitters, LightningFitter(parts.loop_checks)])
         if self.settings.log_clients is True:
             self.loop.give_up("log_clients=True keeps what Lightning's own loop logs")
 
@@ -294,7 +297,7 @@ class LocalRunner:
         client, message, phase = request.client, request.message, request.phase
         loader = self.batches_of(request)
         inside = self.surroundings(client, phase)
-        fast_trainer = None if self.settings.logs(client.id) else self.loop.fast_trainer(client.module, loader)
+        fitter = self.loop.last if self.settings.logs(client.id) else self.loop.choose(client.module, loader)
         val_loader = self.validation_loader(message)
         self.scorer.fitted.add(client.module)
         with nullcontext() if phase.train is None else only_training(client.module, phase.train):
@@ -308,7 +311,7 @@ class LocalRunner:
                 phase=phase,
                 work=request.work,
                 val_loader=val_loader,
-                fast_trainer=fast_trainer,
+                fitter=fitter,
             )
 
     def surroundings(self, client: Client, phase: Phase) -> Surroundings:

@@ -234,7 +234,7 @@ from fedlightning.federation.attempts import Attempts, FailurePolicy
 watchdog.GRACE = 0.0
 times = iter([0.0])
 attempts = Attempts(FailurePolicy(timeout=0.1), clock=lambda: next(times, 1e9))
-dog = watchdog.Watchdog(lambda: attempts)
+dog = watchdog.Watchdog(attempts)
 with dog.watching(["7"]):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Event().wait()

@@ -58,8 +58,8 @@ def scores_of(round, clients=200):
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_rounds(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedlightning.run.recorder.HELD", 500)
-    recorder = Recorder(RunFolder(tmp_path, "run"))
+    monkeypatch.setattr("fedlightning.scoring.row_table.HELD", 500)
+    recorder = Recorder(RunFolder(tmp_path, "run"), rows=RowTable())
     held = []
     tracemalloc.start()
     for round in range(1, 40):
@@ -83,8 +83,8 @@ def test_memory_does_not_grow_with_the_rounds(tmp_path, monkeypatch):
 
 
 def test_a_resumed_recorder_leaves_its_scores_in_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedlightning.run.recorder.HELD", 300)
-    first, again = (Recorder(RunFolder(tmp_path, "run", "version_0")) for _ in range(2))
+    monkeypatch.setattr("fedlightning.scoring.row_table.HELD", 300)
+    first, again = (Recorder(RunFolder(tmp_path, "run", "version_0"), rows=RowTable()) for _ in range(2))
     first.record(scores_of(1) + scores_of(2))
     again.start_with(again.run.metrics.rows(), again.run.metrics.place())
     for round in (3, 4, 5):
@@ -94,8 +94,8 @@ def test_a_resumed_recorder_leaves_its_scores_in_the_file(tmp_path, monkeypatch)
 
 
 def test_scores_that_are_gone_are_not_passed_over(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedlightning.run.recorder.HELD", 0)
-    recorder = Recorder(RunFolder(tmp_path, "run"))
+    monkeypatch.setattr("fedlightning.scoring.row_table.HELD", 0)
+    recorder = Recorder(RunFolder(tmp_path, "run"), rows=RowTable())
     for round in range(1, 5):
         recorder.record(scores_of(round))
     recorder.run.metrics.path.unlink()

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -242,12 +242,8 @@ class Site:
                 "--allow_other_code true."
             )
         stage = asked["stage"]
-        blueprint = Blueprint(
-            copy.deepcopy(self._blueprint.template),
-            self._blueprint.callbacks,
-            self._blueprint.settings,
-            _assigned(asked["assigned"], self._blueprint),
-        )
+        template, assigned = copy.deepcopy(self._blueprint.template), _assigned(asked["assigned"], self._blueprint)
+        blueprint = replace(self._blueprint, template=template, assigned=assigned)
         _load(blueprint, asked["template"])
         runner = LocalRunner(blueprint, self._data, together=False, folder=self._folder / "models" / asked["run"])
         if stage not in self._stages:

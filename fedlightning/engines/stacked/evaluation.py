@@ -121,14 +121,14 @@ class StackedEvaluation:
         self, one: ScoreRequest, whose: Iterable[str], signatures: dict[int, Signature]
     ) -> tuple[Any, ...] | None:
         """Return a key: requests with equal keys can be scored together. `None`: the request must be scored alone."""
-        kind, scorer = type(one.module), self._runner.scorer
+        kind, scored_fast = type(one.module), self._runner.settings.local_loop != "trainer"
         steps = of_module(kind)
         testing = one.split == "test" and "test_step" in steps
         refused = all(self._decided.get((kind, testing, which)) == 0 for which in whose)
         if refused or not (testing or "validation_step" in steps):
             return None
         unfit = fast_refusals.of_loader(one.loader, self._limit(testing)) is not None
-        if not scorer.fast or unfit or not can_iterate_together(one.loader):
+        if not scored_fast or unfit or not can_iterate_together(one.loader):
             return None
         signature = signatures.get(id(one.module))
         if signature is None:

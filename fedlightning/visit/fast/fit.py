@@ -13,61 +13,83 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch.optim import Optimizer
 
+from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.compat.quiet import without_warnings
 from fedlightning.datamodules.resident import ResidentBatches, resident_batches
 from fedlightning.datamodules.sampling import AddressedSampler
-from fedlightning.visit.client import Client
+from fedlightning.visit.fast import refusals
 from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.fast.hooks import Hooks
 from fedlightning.visit.fast.log import LogCollector
-from fedlightning.visit.fast.refusals import num_batches
 from fedlightning.visit.fast.step import FastStep
 from fedlightning.visit.fast.trainer import FastTrainer
+from fedlightning.visit.fitters import FitJob
 from fedlightning.visit.probes import TRANSFERS
-from fedlightning.visit.surroundings import Surroundings
-from fedlightning.visit.visit_callback import VisitCallback
 
 
-def train_fast(
-    client: Client,
-    visit: VisitCallback,
-    callbacks: list[Callback],
-    loader: Any,
-    base: Trainer,
-    inside: Surroundings,
-    detect_anomaly: bool,
-) -> FastTrainer:
-    """Train `client.module` in place."""
-    module = client.module
-    precision = base.precision_plugin
-    if getattr(precision, "scaler", None) is not None:
-        precision = copy.deepcopy(precision)  # a scaler adapts, so each fit starts with a new one
-    collector = LogCollector(module, training=True)
-    in_epochs = visit.unit == "epochs"
-    trainer = FastTrainer(
-        base,
-        module,
-        callbacks,
-        precision,
-        collector,
-        loader=loader,
-        num_batches=num_batches(loader, base.limit_train_batches),
-        max_epochs=visit.work if in_epochs else -1,
-        max_steps=-1 if in_epochs else visit.work,
-    )
-    trainer.show(inside)
-    client.scratch["trainer"] = trainer
-    with without_warnings():
-        FastFit(trainer, collector, detect_anomaly).run()
-    return trainer
+class FastFitter:
+    """Trains by the fast loop.
+
+    Args:
+        blueprint: Settings and callbacks of the run, and a Trainer made with its arguments.
+    """
+
+    name = "fast"
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        self._blueprint = blueprint
+
+    @cached_property
+    def _of_run(self) -> str | None:
+        blueprint, settings = self._blueprint, self._blueprint.settings
+        return refusals.of_run(
+            settings.trainer_arguments, [*blueprint.callbacks, *settings.callbacks], blueprint.trainer
+        )
+
+    def refusal(self, module: LightningModule, loader: Any) -> str | None:
+        """Return why only Lightning's Trainer can train a module on a loader; `None`: this loop can."""
+        settings = self._blueprint.settings
+        limit, keeps = settings.trainer_arguments.get("limit_train_batches"), settings.optimizer_state == "keep"
+        return self._of_run or refusals.of_visit(module, loader, limit, keeps)
+
+    def fit(self, job: FitJob) -> FastTrainer:
+        """Train the client's module in place."""
+        job.start_sampler(0, 0, 1)
+        module, base, visit, loader = job.client.module, self._blueprint.trainer, job.visit, job.loader
+        precision = base.precision_plugin
+        if getattr(precision, "scaler", None) is not None:
+            precision = copy.deepcopy(precision)  # a scaler adapts, so each fit starts with a new one
+        collector = LogCollector(module, training=True)
+        in_epochs = visit.unit == "epochs"
+        trainer = FastTrainer(
+            base,
+            module,
+            job.callbacks,
+            precision,
+            collector,
+            loader=loader,
+            num_batches=refusals.num_batches(loader, base.limit_train_batches),
+            max_epochs=visit.work if in_epochs else -1,
+            max_steps=-1 if in_epochs else visit.work,
+        )
+        trainer.show(job.inside)
+        job.client.scratch["trainer"] = trainer
+        with without_warnings():
+            FastFit(trainer, collector, bool(job.settings.trainer_arguments.get("detect_anomaly"))).run()
+        return trainer
+
+    def release(self, trainer: FastTrainer) -> None:
+        """Let go of the module."""
+        trainer.release()
 
 
 class FastFit:

@@ -22,6 +22,7 @@ from torch.utils.data import (
 )
 from torchmetrics import Accuracy
 
+from fedlightning.assembly import CLIENT_PARTS
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.copier import Copier
 from fedlightning.blueprint.settings import LocalSettings
@@ -600,7 +601,12 @@ def test_scores_are_those_of_the_trainer(settings):
     data.setup("fit")
     arguments = {"accelerator": "cpu", "devices": 1} | settings
     slow_blueprint, blueprint = (
-        Blueprint(Toy(), CallbackList([]), LocalSettings(0, 1, trainer_arguments=arguments, local_loop=loop))
+        Blueprint(
+            Toy(),
+            CallbackList([]),
+            LocalSettings(0, 1, trainer_arguments=arguments, local_loop=loop),
+            parts=CLIENT_PARTS,
+        )
         for loop in ("trainer", "auto")
     )
     slow, fast = Scorer(slow_blueprint), Scorer(blueprint)
@@ -612,4 +618,4 @@ def test_scores_are_those_of_the_trainer(settings):
                 expected = slow.score(copy.deepcopy(module), loader, split)
                 assert alike(fast.score(module, loader, split), expected) and expected
                 assert module.training and module._trainer is None and "log" not in vars(module)
-    assert set(fast._refused) == {Curious}
+    assert set(fast.evaluators[0].refused) == {Curious}
