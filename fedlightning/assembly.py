@@ -46,10 +46,11 @@ from fedlightning.hooks import POOLED, Protection
 from fedlightning.run.fingerprint import PARTS, fingerprint
 from fedlightning.run.folder import RunFolder
 from fedlightning.run.lock import only_thread
+from fedlightning.run.logs import Logs
 from fedlightning.run.recorder import Recorder
 from fedlightning.run.resumable import refuse_requeued
 from fedlightning.scoring.row_table import RowTable
-from fedlightning.scoring.tasks import LOCAL
+from fedlightning.scoring.rows import LOCAL
 from fedlightning.seeding import preserved
 from fedlightning.storage.files import is_writer
 from fedlightning.virtual_time.timeline import Timeline
@@ -194,7 +195,8 @@ class Assembly(Fitted):
             ]
         )
         loggers = _loggers(self._logger_argument, run) if is_writer() and go_on else []
-        self.recorder = Recorder(run, loggers, RowTable())
+        logs = Logs(loggers, None if run is None else run.path)
+        self.recorder = Recorder(run, loggers, logs, RowTable())
         self.federation = Federation(
             server,
             engine.store,

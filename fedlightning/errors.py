@@ -103,3 +103,7 @@ def users_line(error: BaseException) -> str:
             found = f"{Path(code.co_filename).name}, line {trace.tb_lineno}, in {code.co_name}"
         trace = trace.tb_next
     return found
+
+
+class DamagedStateError(ValueError):
+    """A saved state whose files are not those that were written."""

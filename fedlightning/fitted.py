@@ -32,10 +32,9 @@ from fedlightning.run.folder import RunFolder
 from fedlightning.run.lock import only_thread, only_writer
 from fedlightning.run.recorder import Recorder
 from fedlightning.scoring.results import summarise
-from fedlightning.scoring.rows import UNSEEN, Row
+from fedlightning.scoring.rows import LOCAL, UNSEEN, Row
 from fedlightning.scoring.server_model import ServerModel
 from fedlightning.scoring.table import print_results
-from fedlightning.scoring.tasks import LOCAL
 from fedlightning.seeding import preserved
 from fedlightning.storage.files import is_writer, writing
 from fedlightning.visit.description import describe

@@ -33,7 +33,7 @@ from fedlightning.run.lock import only_thread, only_writer
 from fedlightning.run.recorder import Recorder
 from fedlightning.run.resumable import AUTO, find_run, refuse_used, rounds_saved
 from fedlightning.run.signals import StopRequest, requeue, stop_requests
-from fedlightning.scoring.tasks import LOCAL
+from fedlightning.scoring.rows import LOCAL
 from fedlightning.storage.files import is_writer, of_first_rank
 
 

@@ -18,7 +18,7 @@ from fedlightning.federation.loops import Loop, Synchronous
 from fedlightning.hooks import POOLED
 from fedlightning.ranges import NonNegativeFloat, PositiveFloat, PositiveShare, Range, ShareBelowOne, allows, shown
 from fedlightning.run.manifest import is_file_name
-from fedlightning.scoring.tasks import LOCAL
+from fedlightning.scoring.rows import LOCAL
 
 CHOICES = {
     "optimizer_state": (None, "reset", "keep"),

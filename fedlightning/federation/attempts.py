@@ -21,8 +21,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from fedlightning.federation.engine import Task
-    from fedlightning.federation.server import Server
+    from fedlightning.federation.engine import AcceptsUpdates, Task
 
 Answer = TypeVar("Answer")
 Record = TypeVar("Record")
@@ -218,7 +217,7 @@ class Attempts:
     policy: FailurePolicy = FailurePolicy()
     left_out: LeftOut = field(default_factory=LeftOut)
     note: Callable[[str, str, str, str], None] = _nobody
-    server: Server | None = None
+    server: AcceptsUpdates | None = None
     clock: Callable[[], float] = time.monotonic
     watch: Watch = field(default_factory=Unwatched)
     _counts: Counter[tuple[int, str, str]] = field(default_factory=Counter)

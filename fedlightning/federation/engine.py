@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 from fedlightning.federation.attempts import Attempts
 from fedlightning.federation.store import ClientStore
@@ -26,11 +26,15 @@ from fedlightning.visit.requests import Evaluate
 from fedlightning.visit.runner import LocalRunner
 from fedlightning.visit.visit import carry_out
 
-if TYPE_CHECKING:
-    from fedlightning.federation.server import Server
-
 Answer = TypeVar("Answer")
 Answer_co = TypeVar("Answer_co", covariant=True)
+
+
+class AcceptsUpdates(Protocol):
+    """Decodes and checks updates as they arrive: the server."""
+
+    def accept(self, message: Message, update: Update) -> Update:
+        """Return an update as it may be folded in, or one that says by its `error` why it was refused."""
 
 
 class Task(Protocol[Answer_co]):
@@ -125,7 +129,7 @@ class Visit:
         update.error = f"client '{message.client}' failed: {reason}"
         return update
 
-    def accept(self, server: Server, answer: Update) -> Update:
+    def accept(self, server: AcceptsUpdates, answer: Update) -> Update:
         """Return the update decoded and checked."""
         return server.accept(self.message, answer)
 

@@ -24,8 +24,7 @@ from fedlightning.federation.terms import terms_of
 from fedlightning.hooks import POOLED, SumCodec
 from fedlightning.messages import Update
 from fedlightning.run.recorder import Recorder
-from fedlightning.scoring.rows import Row, of_clients
-from fedlightning.scoring.tasks import LOCAL
+from fedlightning.scoring.rows import LOCAL, Row, of_clients
 from fedlightning.visit.requests import Evaluate
 
 

@@ -23,9 +23,9 @@ from fedlightning.federation.server import Server
 from fedlightning.federation.store import ClientStore
 from fedlightning.hooks import POOLED
 from fedlightning.messages import GLOBAL, Update
-from fedlightning.scoring.rows import EVERYBODY, LATEST, Gap, Row
+from fedlightning.scoring.rows import EVERYBODY, LATEST, LOCAL, Gap, Row
 from fedlightning.scoring.server_model import ServerModel
-from fedlightning.scoring.tasks import LOCAL, Lost, Place, ScoreClient, ScoredModel, ScoreModel
+from fedlightning.scoring.tasks import Lost, Place, ScoreClient, ScoredModel, ScoreModel
 from fedlightning.tensors import State, equal, module_state
 from fedlightning.visit.requests import Evaluate, Scores
 from fedlightning.wrappers import user_class

@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from fedlightning.compat.attached import detached_copy
+from fedlightning.errors import DamagedStateError
 from fedlightning.federation.server import Server
 from fedlightning.federation.store import ClientStore
 from fedlightning.hooks import POOLED
 from fedlightning.run import persistence
-from fedlightning.run.persistence import DamagedStateError
 from fedlightning.tensors import load_state, module_state
 from fedlightning.visit.record import ClientRecord
 

@@ -19,8 +19,8 @@ from fedlightning.federation.stages import rows_of_global, scores_of_global
 from fedlightning.federation.summary import describe_clients
 from fedlightning.hooks import NEWCOMER
 from fedlightning.messages import GLOBAL, Message
-from fedlightning.scoring.rows import UNSEEN, Gap, Row
-from fedlightning.scoring.tasks import LOCAL, ScoreClient, ScoredModel, gaps
+from fedlightning.scoring.rows import LOCAL, UNSEEN, Gap, Row
+from fedlightning.scoring.tasks import ScoreClient, ScoredModel, gaps
 from fedlightning.tensors import module_state
 from fedlightning.visit.failing import client_failure, in_words
 from fedlightning.visit.requests import Evaluate

@@ -16,6 +16,7 @@ from typing import Any
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from fedlightning.errors import ConfigurationError
+from fedlightning.run.recorder import RoundLogs
 from fedlightning.run.stores import CSVStore, MLFlowStore, Store, TensorBoardStore, WandbStore
 from fedlightning.scoring.results import summarise
 from fedlightning.scoring.rows import LATEST, Row
@@ -26,7 +27,7 @@ BEGINNING = "loggers.json"
 """Where the loggers stood before round 1; there until a state tells where they stand."""
 
 
-class Logs:
+class Logs(RoundLogs):
     """Gives the loggers of a run the means over clients, every round once.
 
     Args:

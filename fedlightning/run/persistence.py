@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlightning.codec.plain import NotPlainError, decode, encode
+from fedlightning.errors import DamagedStateError
 from fedlightning.messages import tree_bytes
 from fedlightning.run.long_lists import heads_of, shortened, whole
 from fedlightning.run.manifest import CHECK, fault_of_extra, fault_of_manifest, sum_of
@@ -49,10 +50,6 @@ LONG = 10_000
 """Entries above which a value that stays as it is lies in a file of its own, and not in every manifest."""
 ELSEWHERE = "elsewhere"
 """Of the extra values, those that lie in files of their own: file by name."""
-
-
-class DamagedStateError(ValueError):
-    """A saved state whose files are not those that were written."""
 
 
 def save(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,34 @@ from lightning.pytorch.loggers import Logger
 
 from fedlightning.messages import Update
 from fedlightning.run.folder import RunFolder
-from fedlightning.run.logs import Logs
 from fedlightning.run.metrics import METRICS_MARK
 from fedlightning.scoring.results import summarise
 from fedlightning.scoring.row_files import read_part
 from fedlightning.scoring.rows import ADDRESS, LATEST, UNSEEN, Row, RowList, Rows, of_clients
 from fedlightning.storage.files import is_writer, writing
+
+
+class RoundLogs:
+    """What loggers are given of a run's rounds. This one is of a run that has no logger."""
+
+    def begin(self) -> None:
+        """Note where the loggers stand before round 1."""
+
+    def begun(self) -> None:
+        """Forget where they stood before round 1: a saved state tells where they stand now."""
+
+    def log(self, rows: Sequence[Row]) -> None:
+        """Give every logger what it has not got of a round."""
+
+    def mark(self) -> list[Any]:
+        """Return where the loggers stand, for a saved state."""
+        return []
+
+    def reopen(self, marks: list[Any], rows: Iterable[Row], rounds: int, differs: bool = False) -> None:
+        """Go on from a saved state."""
+
+    def close(self, status: str) -> None:
+        """End the loggers."""
 
 
 @dataclass
@@ -27,6 +49,7 @@ class Recorder:
     Attributes:
         run: The run's folder; `None` where nothing is written.
         loggers: Lightning loggers of the writing process.
+        logs: Gives the loggers every round once, over interruptions.
         rows: Every score so far.
         results: Rows of `summary.json`, brought up to date by :meth:`choose_results`.
         summary: All of `summary.json`, brought up to date by :meth:`write_summary`.
@@ -34,6 +57,7 @@ class Recorder:
 
     run: RunFolder | None = None
     loggers: list[Logger] = field(default_factory=list)
+    logs: RoundLogs = field(default_factory=lambda: RoundLogs())
     rows: Rows = field(default_factory=RowList)
     results: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
@@ -125,11 +149,6 @@ class Recorder:
     @property
     def _log_path(self) -> Path:
         return Path("a logger's file") if self.run is None else self.run.path / "logs"
-
-    @cached_property
-    def logs(self) -> Logs:
-        """The loggers, each with what it holds."""
-        return Logs(self.loggers, self.run.path if self.run is not None else None)
 
     def mark(self) -> dict[str, Any]:
         """Bring scores and loggers to the disk; return how far they are, for a saved state."""

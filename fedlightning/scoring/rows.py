@@ -8,6 +8,9 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
 
+LOCAL = "local"
+"""Data of a row: the client's own."""
+
 
 @dataclass(frozen=True)
 class Row:

@@ -13,8 +13,7 @@ from rich.table import Table
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.errors import listed
 from fedlightning.hooks import POOLED
-from fedlightning.scoring.rows import UNSEEN
-from fedlightning.scoring.tasks import LOCAL
+from fedlightning.scoring.rows import LOCAL, UNSEEN
 
 PREFERRED = ("accuracy", "balanced_accuracy", "f1_macro", "auroc", "loss")
 """Metrics shown first, if a module has them. Others follow in the module's order while there is room."""

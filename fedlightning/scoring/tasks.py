@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from fedlightning.datamodules.ready_batches import samples_in
 from fedlightning.hooks import POOLED, Stage
 from fedlightning.messages import Message, tree_bytes
-from fedlightning.scoring.rows import EVERYBODY, OTHERS, UNSEEN, Gap, Row
+from fedlightning.scoring.rows import EVERYBODY, LOCAL, OTHERS, UNSEEN, Gap, Row
 from fedlightning.scoring.server_model import ServerModel
 from fedlightning.tensors import State, equal, load_state, module_state
 from fedlightning.visit.client import Client
@@ -23,9 +23,6 @@ from fedlightning.visit.failing import client_failure
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Evaluate, MissingScores, ScoreRequest, Scores, Scoring, score_in_turn
 from fedlightning.visit.runner import LocalRunner
-
-LOCAL = "local"
-"""Data of a row: the client's own."""
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from fedlightning.errors import DamagedStateError
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.store import ClientStore
 from fedlightning.messages import ClientLog, Message, Outcome, Trip, Update
-from fedlightning.run.persistence import DamagedStateError
 from fedlightning.visit.record import ClientRecord
 
 if TYPE_CHECKING:

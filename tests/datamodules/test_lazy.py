@@ -15,6 +15,7 @@ from fedlightning import FederatedTrainer
 from fedlightning.callbacks import Central, FedAvg, FedPer, GlobalCheckpoint
 from fedlightning.datamodules import AddressedSampler, LazyClients, LoaderDataModule, SyntheticDataModule
 from fedlightning.datamodules.held_out import without
+from fedlightning.errors import DamagedStateError
 from fedlightning.federation import deployed
 from fedlightning.run import persistence
 from fedlightning.tensors import equal
@@ -93,7 +94,7 @@ def test_long_lists_lie_beside_the_manifest_and_the_run_resumes(tmp_path, monkey
     again = fit(Counting(30), tmp_path / "half", max_rounds=3, resume="last")
     assert again.rounds_done == 3 and equal(again.server.model, whole.server.model)
     (last / name).write_text("[]")
-    with pytest.raises(persistence.DamagedStateError, match=name):
+    with pytest.raises(DamagedStateError, match=name):
         fit(Counting(30), tmp_path / "half", max_rounds=4, resume="last")
 
 

@@ -10,8 +10,9 @@ import torch
 from fedlightning import FederatedCallback
 from fedlightning.algorithm import Facts
 from fedlightning.callbacks import SCAFFOLD, LocalCheckpoint
+from fedlightning.errors import DamagedStateError
 from fedlightning.run.metrics import DamagedMetricsError
-from fedlightning.run.persistence import BEFORE, MANIFEST, DamagedStateError
+from fedlightning.run.persistence import BEFORE, MANIFEST
 from tests.helpers import Toy, make_trainer, same, toy_data
 
 

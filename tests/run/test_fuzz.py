@@ -22,12 +22,12 @@ from fedlightning.codec.collisions import slow_keys
 from fedlightning.codec.names import UntrustedError
 from fedlightning.codec.objects import from_tree, to_tree
 from fedlightning.codec.plain import TAG, NotPlainError, decode
+from fedlightning.errors import DamagedStateError
 from fedlightning.messages import Message, Update
 from fedlightning.models import MLP, Classifier
 from fedlightning.run import persistence
 from fedlightning.run.checkpoints import Exporter
 from fedlightning.run.folder import folder_of
-from fedlightning.run.persistence import DamagedStateError
 from fedlightning.scoring.row_files import DamagedMetricsError, read_rows
 from fedlightning.storage.files import UnreadableError, read_tensors
 from fedlightning.study.runs import load_run

@@ -19,8 +19,8 @@ from fedlightning.cli import main
 from fedlightning.codec.names import UntrustedError
 from fedlightning.codec.objects import to_tree
 from fedlightning.codec.plain import TAG
+from fedlightning.errors import DamagedStateError
 from fedlightning.run.checkpoints import Exporter
-from fedlightning.run.persistence import DamagedStateError
 from fedlightning.storage.files import UnreadableError
 from tests.helpers import Toy
 from tests.run.planted import PLANTS, as_archive, evaluate, make_run, repack, resume, rewrite, sign

@@ -25,8 +25,8 @@ from fedlightning.callbacks import (
     GlobalCheckpoint,
     LocalCheckpoint,
 )
+from fedlightning.errors import DamagedStateError
 from fedlightning.federation.attempts import FederationError
-from fedlightning.run.persistence import DamagedStateError
 from fedlightning.virtual_time import (
     Asynchronous,
     BernoulliAvailability,

@@ -35,9 +35,9 @@ from fedlightning.federation.loops.synchronous import ROUNDS
 from fedlightning.federation.trial import TryStep
 from fedlightning.hooks import Change
 from fedlightning.messages import Message, check_extras
-from fedlightning.scoring.rows import UNSEEN
+from fedlightning.scoring.rows import LOCAL, UNSEEN
 from fedlightning.scoring.server_model import ServerModel
-from fedlightning.scoring.tasks import LOCAL, ScoreClient, ScoredModel, ScoreModel
+from fedlightning.scoring.tasks import ScoreClient, ScoredModel, ScoreModel
 from fedlightning.tensors import module_state
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Evaluate
