@@ -86,7 +86,7 @@ def test_what_it_cannot_poison_is_said():
     with pytest.raises(ValueError, match="is to be made by client '7'"):
         federate(module(), images(), [Backdoor([7], target=1)], max_rounds=1)
     server = federate(module(), images(), [], max_rounds=1).server
-    server.sites = {"0": "here"}
+    server.population.sites = {"0": "here"}
     with pytest.raises(ValueError, match="is an attack for simulations"):
         Backdoor([0], target=1).on_round_start(server)
 

@@ -211,7 +211,7 @@ def test_extras_stay_honest():
 @pytest.mark.parametrize("attack", [ALIE([0, 1]), InnerProductManipulation([0, 1]), ModelReplacement([0], "exact")])
 def test_sites_refuse_it(attack):
     server = federate(module(), toy_data(SIZES), [], max_rounds=1).server
-    server.sites = {"0": "here"}
+    server.population.sites = {"0": "here"}
     with pytest.raises(ValueError, match="is an attack for simulations"):
         attack.on_federation_start(server)
     assert set(vars(attack)) <= {*attack.hyperparameters(), "_client"}

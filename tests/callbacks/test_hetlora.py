@@ -113,7 +113,7 @@ def test_equal_ranks_without_pruning_are_fedit(weighting):
         for method, more in ((FedIT, {}), (HetLoRA, {"gamma": 1.0}))
     ]
     same(*(global_state(trainer) for trainer, _ in runs))
-    assert runs[0][0].server.bytes_up == runs[1][0].server.bytes_up
+    assert runs[0][0].server.costs.bytes_up == runs[1][0].server.costs.bytes_up
     assert differs(global_state(runs[0][0]), module_state(runs[0][0].server.blueprint.build("server")))
 
 

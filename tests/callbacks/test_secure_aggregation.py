@@ -181,7 +181,7 @@ def test_who_is_late_has_dropped_out():
         for more in ([], [SecureAggregation()])
     ]
     close(*(global_state(trainer) for trainer in trainers), atol=3e-7)
-    assert trainers[1].server.steps == trainers[0].server.steps
+    assert trainers[1].server.costs.steps == trainers[0].server.costs.steps
 
 
 @pytest.mark.parametrize(("step", "said"), [("keys", "sent keys"), ("training", "masked updates"), ("open", "to open")])
@@ -391,8 +391,8 @@ def test_twenty_clients_send_at_most_twice_the_bytes():
         federate(module(Wide), toy_data(sizes), more, max_rounds=1).server for more in ([], [SecureAggregation()])
     )
     size = sum(value.numel() for value in plain.model.values())
-    assert masked.bytes_up >= 20 * 4 * (size + 1) + 20 * 19 * 82 + 20 * 96
-    assert masked.bytes_up <= 2 * plain.bytes_up and masked.bytes_down <= 2 * plain.bytes_down
+    assert masked.costs.bytes_up >= 20 * 4 * (size + 1) + 20 * 19 * 82 + 20 * 96
+    assert masked.costs.bytes_up <= 2 * plain.costs.bytes_up and masked.costs.bytes_down <= 2 * plain.costs.bytes_down
 
 
 def test_what_is_cut_is_told_once():
@@ -459,7 +459,7 @@ def test_other_refusals(monkeypatch):
         SecureAggregation(threshold=0.5)
 
     def begin(callback, server):
-        server.sites = {"0": "hospital"}
+        server.population.sites = {"0": "hospital"}
 
     monkeypatch.setattr(Fails, "on_federation_start", begin)
     with pytest.raises(ValueError, match="at sites"):
