@@ -27,6 +27,7 @@ from fedlightning.hooks import POOLED, Change, FederatedCallback, Setup
 from fedlightning.hooks.composition import changes_of, refuse_combinations
 from fedlightning.hooks.facts import EVERY_SCORE
 from fedlightning.ranges import counts_of
+from fedlightning.visit.leaving import leaving_of
 from fedlightning.wrappers import user_class
 
 if TYPE_CHECKING:
@@ -270,7 +271,7 @@ class Rehearsal:
         """Refuse callbacks that several models are too many for, or that cannot say what leaves; list all that does."""
         refuse_mixed(self.server)
         for client in {self.blueprint.architecture_of(client): client for client in self.server.clients}.values():
-            self.engine.runner.leaving(client)
+            leaving_of(self.blueprint, client)
         self.server.outgoing = outgoing_of(self.federation)
 
     def loop(self) -> None:

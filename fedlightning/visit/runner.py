@@ -38,7 +38,6 @@ from fedlightning.visit.client import Client
 from fedlightning.visit.description import Description, Part, describe
 from fedlightning.visit.fitters import FitterChoice
 from fedlightning.visit.freezing import only_training
-from fedlightning.visit.leaving import Leaving, leaving_of
 from fedlightning.visit.lightning_loop import LightningFitter
 from fedlightning.visit.monitors import Monitor
 from fedlightning.visit.record import ClientRecord
@@ -162,10 +161,6 @@ class LocalRunner:
         if client == POOLED:
             return self.pooled_dataloader(split)
         return self.data.client_dataloader(client or self.data.client_ids[0], split)
-
-    def leaving(self, client: str) -> Leaving:
-        """Return what can leave a client, by this side's own configuration."""
-        return leaving_of(self.blueprint, client)
 
     def scored_splits(self, splits: Sequence[str]) -> list[str]:
         """Return the splits whose scores may leave: those on validation data do not where a callback withholds them."""

@@ -19,7 +19,7 @@ from lightning.pytorch import LightningModule
 from fedlightning.datamodules.ready_batches import samples_in
 from fedlightning.errors import Restart
 from fedlightning.hooks import POOLED, Phase, Stage, UpdateCodec
-from fedlightning.messages import Message, Update
+from fedlightning.messages import Message, Update, check_extras
 from fedlightning.seeding import seed_all
 from fedlightning.tensors import State, first_nonfinite, load_state, pack
 from fedlightning.visit.client import Client
@@ -82,12 +82,13 @@ def visit_steps(runner: LocalRunner, message: Message, record: ClientRecord, eva
             if message.work != 0:
                 yield from _train(runner, client, loader)
             _note_work(client, update)
-            kept = _take_apart(runner, client, update, before)
-            _send(runner, client, update, kept)
+            kept = _take_apart(client, update, before)
+            _send(runner, client, update)
             if message.work != 0:
                 client.record.personal = kept
             if message.work != 0 and message.client != POOLED:
                 update.evaluations = yield from _evaluate(runner, client, update, evaluate)
+            leave(runner, client, update)
             answer = update, client.record
     except BaseException as error:  # one client's failure must not end the round; the loop reports it
         failed = Update(message.round, message.client, model=message.model, tag=message.tag)  # nothing of it leaves
@@ -149,15 +150,12 @@ def _note_work(client: Client, update: Update) -> None:
     update.metrics, update.logs = client.metrics, client.logs
 
 
-def _take_apart(runner: LocalRunner, client: Client, update: Update, before: State) -> State:
+def _take_apart(client: Client, update: Update, before: State) -> State:
     """Put the entries that the server asked for into the update; return those that stay with the client.
 
     An entry that is sent stays as well, unless the message had brought it: what the client alone has is never lost.
     """
     message, state = client.message, client.entries
-    reason = runner.leaving(message.client).fault(message.returns)
-    if reason is not None:
-        raise ValueError(f"the server asks for what does not leave: {reason}")
     sent = {name: state[name] for name in message.returns}
     if message.work == 0 or not client.is_unbuilt:  # what an unbuilt client has trained is its own already
         sent = pack(sent)
@@ -175,22 +173,20 @@ def _take_apart(runner: LocalRunner, client: Client, update: Update, before: Sta
     return kept
 
 
-def _send(runner: LocalRunner, client: Client, update: Update, kept: State) -> None:
-    """Let the callbacks see the update, then check that nothing private or undeclared leaves."""
-    entries = update.state | kept
+def _send(runner: LocalRunner, client: Client, update: Update) -> None:
+    """Let the callbacks see the update, and encode it."""
     runner.callbacks.event("on_send", client, update)
-    if runner.callbacks.withholding("logged"):
-        update.metrics, update.logs = {}, []
-    shapes = {name: value.shape for name, value in entries.items()} if update.extras else {}
-    private = sorted(set(update.state) - set(client.message.returns))
-    if private:
-        raise ValueError(f"'{private[0]}' is in the update, but the server asked only for what is shared: it stays")
+    _refuse_unasked(client, update)
     codec = runner.callbacks.answering(UpdateCodec, "encode")
     if codec is not None and client.message.work != 0:
         codec.encode(client, update)
-    if update.extras:
-        wires = {one.key: one.wire(client.module) for one in runner.callbacks if update.extras.get(one.key) is not None}
-        runner.leaving(client.id).refuse_extras(update.extras, wires, shapes)
+
+
+def _refuse_unasked(client: Client, update: Update) -> None:
+    """Refuse entries that the server did not ask for: here, and before a code hides which entries it stands for."""
+    private = sorted(set(update.state) - set(client.message.returns))
+    if private:
+        raise ValueError(f"'{private[0]}' is in the update, but the server asked only for what is shared: it stays")
 
 
 def _evaluate(
@@ -227,6 +223,25 @@ def _evaluate(
         if data == "local":
             runner.callbacks.event("on_client_evaluated", client, stage, split, scores, module)
     return rows
+
+
+def leave(runner: LocalRunner, client: Client, update: Update) -> None:
+    """Let an update leave its client: the very last call of a visit, when no callback gets the update any more.
+
+    What goes is the entries that the message asks for and the extras that callbacks declare; what is attached narrows it
+    (`ClientParts.leave_checks`).
+    """
+    _refuse_unasked(client, update)
+    if runner.callbacks.withholding("logged"):
+        update.metrics, update.logs = {}, []
+    shapes = {name: value.shape for name, value in client.entries.items()} if update.extras else {}
+    callbacks = {callback.key: callback for callback in runner.callbacks}
+    for key, extras in update.extras.items():
+        if key not in callbacks:
+            raise ValueError(f"extras of '{key:.80}' are in the update, and no callback has that key: they stay")
+        check_extras(key, extras, callbacks[key].wire(client.module).up, shapes)
+    for check in runner.blueprint.parts.leave_checks:
+        check(runner.blueprint, client, update)
 
 
 def _buffers(module: LightningModule) -> State:
