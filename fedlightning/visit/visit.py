@@ -25,8 +25,9 @@ from fedlightning.tensors import State, first_nonfinite, load_state, pack
 from fedlightning.visit.client import Client
 from fedlightning.visit.failing import client_failure, in_words
 from fedlightning.visit.record import ClientRecord
-from fedlightning.visit.requests import Evaluate, Fit, FitResult, MissingScores, Score, ScoreRequest, Scores, VisitSteps
+from fedlightning.visit.requests import Evaluate, Fit, MissingScores, Score, ScoreRequest, Scores, VisitSteps
 from fedlightning.visit.visit_callback import refuse_unseen
+from fedlightning.visit.work import FitResult
 
 if TYPE_CHECKING:
     from fedlightning.visit.runner import LocalRunner
@@ -117,36 +118,26 @@ def _train(runner: LocalRunner, client: Client, loader: Any) -> Generator[Fit, A
             phase.keep_as(client)
             assert before is not None
             load_state(client.module, before)
-        if phase.federated:
-            if fitted.unseen:
-                refuse_unseen(runner.callbacks, client.module, fitted, runner.settings.unit)
-            client.contributed = bool(client.contributed) or fitted.contributed
-            client.steps += fitted.steps
-            client.skipped += fitted.attempts - fitted.steps
-            for name, lr_sum in fitted.lr_sums.items():
-                client.lr_sums[name] = client.lr_sums.get(name, 0.0) + lr_sum
-            for name, weight in fitted.gradient_weights.items():
-                client.gradient_weights[name] = client.gradient_weights.get(name, 0.0) + weight
-        else:
-            client.own_steps += fitted.steps
-    client.lr_sum = max(client.lr_sums.values(), default=0.0)
+        if phase.federated and fitted.unseen:
+            refuse_unseen(runner.callbacks, client.module, fitted, runner.settings.unit)
+        client.work.add(fitted, phase.federated)
     if runner.callbacks.counts_everybody:
-        client.contributed = True
+        client.work.contributed = True
 
 
 def _note_work(client: Client, update: Update) -> None:
     """Write the client's work into record and update; a job that only collects reports the work of the last fit."""
-    record, message = client.record, client.message
+    record, message, work = client.record, client.message, client.work
     if message.work != 0:
         record.visits += 1
         record.last_round = message.round
         record.num_samples = update.num_samples
-        record.contributed, record.steps, record.lr_sum = bool(client.contributed), client.steps, client.lr_sum
+        record.contributed, record.steps, record.lr_sum = bool(work.contributed), work.steps, work.lr_sum
     elif message.returns:
         update.num_samples = record.num_samples
-    update.contributed = client.contributed if message.work != 0 else record.contributed or None
-    update.steps, update.skipped, update.lr_sum = record.steps, client.skipped, record.lr_sum
-    update.own_steps, update.selections = client.own_steps, client.selections
+    update.contributed = work.contributed if message.work != 0 else record.contributed or None
+    update.steps, update.skipped, update.lr_sum = record.steps, work.skipped, record.lr_sum
+    update.own_steps, update.selections = work.own_steps, work.selections
     update.metrics, update.logs = client.metrics, client.logs
 
 
