@@ -21,8 +21,17 @@ from fedlightning.tensors import State, equal, load_state, module_state
 from fedlightning.visit.client import Client
 from fedlightning.visit.failing import client_failure
 from fedlightning.visit.record import ClientRecord
-from fedlightning.visit.requests import Evaluate, MissingScores, ScoreRequest, Scores, Scoring, score_in_turn
+from fedlightning.visit.requests import (
+    Evaluate,
+    MissingScores,
+    ScoreRequest,
+    Scores,
+    Scoring,
+    find_scored_splits,
+    score_in_turn,
+)
 from fedlightning.visit.runner import LocalRunner
+from fedlightning.visit.session import bind, find_personal_module, open_client
 
 LOCAL = "local"
 """Data of a row: the client's own."""
@@ -158,8 +167,8 @@ class ScoreClient:
         stage = cast(Stage, self.scored.stage)
         with ExitStack() as stack:
             try:
-                client = stack.enter_context(runner.client(self.message, record, evaluating=True))
-                module = None if self._is_known(runner, client) else runner.personal_module(client, stage)
+                client = stack.enter_context(open_client(runner, self.message, record, evaluating=True))
+                module = None if self._is_known(runner, client) else find_personal_module(runner, client, stage)
                 if module is not None and self.kept:
                     load_state(module, record.checkpoints[self.kept]["model"])
             except BaseException as error:
@@ -179,7 +188,7 @@ class ScoreClient:
                     yield from _requests(runner, self.client, (split, data, make), module, self.scored, places)
 
             found = iter((yield requests()))
-            runner.bind(client)  # others may have been opened meanwhile
+            bind(runner, client)  # others may have been opened meanwhile
             rows = []
             for place, known in places:
                 scores = next(found) if known is None else known
@@ -270,7 +279,7 @@ def _sources(
 ) -> Iterator[tuple[str, str, Make]]:
     """Yield the data that a client's model is scored on: split, data as in rows, and what makes the loader."""
     data = runner.data
-    for split in runner.scored_splits(evaluate.splits):
+    for split in find_scored_splits(runner, evaluate.splits):
         if LOCAL in evaluate.data:
             yield split, LOCAL, partial(data.client_dataloader, client, split)
         if POOLED in evaluate.data:

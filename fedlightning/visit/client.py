@@ -24,6 +24,7 @@ from fedlightning.messages import ClientLog, Message
 from fedlightning.seeding import generator
 from fedlightning.tensors import State, clone, load_state, module_state
 from fedlightning.visit import probes
+from fedlightning.visit.local_data import count_used_samples, start_sampler
 from fedlightning.visit.outputs import outputs
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.work import VisitWork
@@ -148,7 +149,7 @@ class Client:
     def num_samples(self) -> int:
         """Training samples that one epoch of this job uses."""
         if self._num_samples is None:
-            self._num_samples = self._runner.used_samples(self._runner.loader(self.message, "train"))
+            self._num_samples = count_used_samples(self._runner, self._runner.loader(self.message, "train"))
         return self._num_samples
 
     @num_samples.setter
@@ -352,7 +353,7 @@ class Client:
         loader = public_loader(
             *self._public(), ids, targets=targets, batch_size=batch_size, shuffle=shuffle, reader=f"public of {self.id}"
         )
-        self._runner.start_sampler(loader, self.message, purpose="public")
+        start_sampler(self._runner, loader, self.message, purpose="public")
         return loader
 
     def samples(
@@ -388,7 +389,7 @@ class Client:
             reader=f"samples of {self.id}",
             drop_last=training and bool(loader.drop_last),
         )
-        self._runner.start_sampler(found, self.message, purpose=f"samples-{split}")
+        start_sampler(self._runner, found, self.message, purpose=f"samples-{split}")
         return found
 
     def one_pass(self, split: str = "train") -> Iterable[Any]:
@@ -409,7 +410,7 @@ class Client:
     def _batches(self, split: str) -> Iterator[Any]:
         loader = self.loader(split)
         self.work.selections += split == "val"
-        self._runner.start_sampler(loader, self.message, purpose=f"probe-{split}")
+        start_sampler(self._runner, loader, self.message, purpose=f"probe-{split}")
         yield from loader if loader is not None else ()
 
     def _endless(self, stream: str) -> Iterator[Any]:

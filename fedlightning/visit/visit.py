@@ -24,8 +24,21 @@ from fedlightning.seeding import seed_all
 from fedlightning.tensors import State, first_nonfinite, load_state, pack
 from fedlightning.visit.client import Client
 from fedlightning.visit.failing import client_failure, in_words
+from fedlightning.visit.fit import fit
+from fedlightning.visit.local_data import count_used_samples
 from fedlightning.visit.record import ClientRecord
-from fedlightning.visit.requests import Evaluate, Fit, MissingScores, Score, ScoreRequest, Scores, VisitSteps
+from fedlightning.visit.requests import (
+    Evaluate,
+    Fit,
+    MissingScores,
+    Score,
+    ScoreRequest,
+    Scores,
+    VisitSteps,
+    find_scored_splits,
+    score_or_miss,
+)
+from fedlightning.visit.session import find_personal_module, open_client
 from fedlightning.visit.visit_callback import refuse_unseen
 from fedlightning.visit.work import FitResult
 
@@ -56,7 +69,11 @@ def _drive(runner: LocalRunner, steps: VisitSteps) -> tuple[Update, ClientRecord
         request = next(steps)
         while True:
             try:
-                result = runner.fit(request) if isinstance(request, Fit) else runner.score(request)
+                result: Any
+                if isinstance(request, Fit):
+                    result = fit(runner, request)
+                else:  # random draws continue from those of the fit
+                    result = [score_or_miss(runner, one) for one in request.requests]
             except BaseException as error:  # an interrupt too: the visit closes its client
                 request = steps.throw(error)
             else:
@@ -73,11 +90,11 @@ def visit_steps(runner: LocalRunner, message: Message, record: ClientRecord, eva
     update.links = message.links
     try:
         loader = runner.loader(message, "train")
-        update.num_samples = runner.used_samples(loader)
+        update.num_samples = count_used_samples(runner, loader)
         if message.work != 0 and update.num_samples == 0:
             update.error = f"client '{message.client}' has no training samples"
             return same_on_all_ranks(update, record)
-        with runner.client(message, record) as client:  # stage L1: the entries sent, merged with those kept
+        with open_client(runner, message, record) as client:  # stage L1: the entries sent, merged with those kept
             client.num_samples = update.num_samples
             before = client.entries if client.is_unbuilt else _buffers(client.module)
             if message.work != 0:
@@ -184,11 +201,11 @@ def _evaluate(
     runner: LocalRunner, client: Client, update: Update, evaluate: Evaluate
 ) -> Generator[Score, Any, list[Evaluation]]:
     """Request the scores of the model that the client deploys now, on its own and on the pooled data; return them."""
-    splits = runner.scored_splits(evaluate.splits)
+    splits = find_scored_splits(runner, evaluate.splits)
     if not splits:
         return []
     stage: Stage = "L2"
-    module = runner.personal_module(client, stage)
+    module = find_personal_module(runner, client, stage)
     places: list[tuple[str, str]] = []
     requests: list[ScoreRequest] = []
     for split in splits:
