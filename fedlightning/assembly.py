@@ -53,7 +53,7 @@ from fedlightning.scoring.tasks import LOCAL
 from fedlightning.seeding import preserved
 from fedlightning.storage.files import is_writer
 from fedlightning.visit.description import Description
-from fedlightning.visit.fast.evaluator import FastEvaluator
+from fedlightning.visit.fast.evaluation import FastEvaluator
 from fedlightning.visit.fast.fit import FastFitter
 from fedlightning.visit.leaving import refuse_private
 from fedlightning.visit.lost_batches import refuse_lost_batches

@@ -127,7 +127,18 @@ CORE = [
 ] + [
     *(
         f"visit.{name}"
-        for name in ("client", "fit", "fitters", "lightning_loop", "requests", "runner", "scorer", "visit")
+        for name in (
+            "client",
+            "fit",
+            "fitters",
+            "lightning_loop",
+            "local_data",
+            "requests",
+            "runner",
+            "scorer",
+            "session",
+            "visit",
+        )
     ),
     *("blueprint.blueprint", "blueprint.client_parts", "run.recorder", "scoring.rows", "engines.sequential"),
 ]
@@ -140,10 +151,7 @@ ATTACHED = (
     *(f"federation.{name}" for name in ("saving", "state", "restore", "changes", "unseen", "onboarding")),
     *(f"federation.{name}" for name in ("progress", "dry_run", "dry_run_report", "brought", "deploy", "deployed")),
     *(f"run.{name}" for name in ("persistence", "lock", "signals", "timeline", "resumable", "fingerprint", "manifest")),
-    *(
-        f"visit.fast.{name}"
-        for name in ("errors", "evaluation", "evaluator", "fit", "hooks", "log", "refusals", "step")
-    ),
+    *(f"visit.fast.{name}" for name in ("errors", "evaluation", "fit", "hooks", "log", "refusals", "step")),
     *("visit.leaving", "visit.log_rules", "visit.lost_batches", "blueprint.copier", "scoring.row_table"),
     "engines.watchdog",
 )

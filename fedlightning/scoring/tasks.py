@@ -21,17 +21,9 @@ from fedlightning.tensors import State, equal, load_state, module_state
 from fedlightning.visit.client import Client
 from fedlightning.visit.failing import client_failure
 from fedlightning.visit.record import ClientRecord
-from fedlightning.visit.requests import (
-    Evaluate,
-    MissingScores,
-    ScoreRequest,
-    Scores,
-    Scoring,
-    find_scored_splits,
-    score_in_turn,
-)
+from fedlightning.visit.requests import Evaluate, MissingScores, ScoreRequest, Scores, Scoring, score_in_turn
 from fedlightning.visit.runner import LocalRunner
-from fedlightning.visit.session import bind, find_personal_module, open_client
+from fedlightning.visit.session import bind, find_personal_module, find_scored_splits, open_client
 
 LOCAL = "local"
 """Data of a row: the client's own."""

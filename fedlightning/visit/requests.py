@@ -148,12 +148,6 @@ class MissingScores(Scores):
         self.reason = in_words(cause)
 
 
-def find_scored_splits(runner: LocalRunner, splits: Sequence[str]) -> list[str]:
-    """Return the splits whose scores may leave: those on validation data do not where a callback withholds them."""
-    withheld = bool(runner.callbacks.withholding("scores"))
-    return [split for split in splits if split != "val" or not withheld]
-
-
 def score_one(runner: LocalRunner, request: ScoreRequest) -> Scores:
     """Score one module alone. Every global random generator is left as it was."""
     with isolated(*request.seed):

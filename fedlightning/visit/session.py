@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -60,3 +60,9 @@ def find_personal_module(runner: LocalRunner, client: Client, stage: Stage) -> L
     """Return the model that the client deploys at `stage`."""
     owner = runner.callbacks.role("personal_module")
     return client.module if owner is None else owner.personal_module(client, stage)
+
+
+def find_scored_splits(runner: LocalRunner, splits: Sequence[str]) -> list[str]:
+    """Return the splits whose scores may leave: those on validation data do not where a callback withholds them."""
+    withheld = bool(runner.callbacks.withholding("scores"))
+    return [split for split in splits if split != "val" or not withheld]

@@ -35,10 +35,9 @@ from fedlightning.visit.requests import (
     ScoreRequest,
     Scores,
     VisitSteps,
-    find_scored_splits,
     score_or_miss,
 )
-from fedlightning.visit.session import find_personal_module, open_client
+from fedlightning.visit.session import find_personal_module, find_scored_splits, open_client
 from fedlightning.visit.visit_callback import refuse_unseen
 from fedlightning.visit.work import FitResult
 
