@@ -18,7 +18,7 @@ from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner
 from fedlightning.models import MLP, Classifier
 from fedlightning.seeding import first_of_permutation, generator, isolated, seed_all
 from fedlightning.tensors import State, WeightedMean, clone, load_state, module_state
-from fedlightning.visit.runner import EPOCHS_OF_A_VISIT
+from fedlightning.visit.local_data import EPOCHS_OF_A_VISIT
 
 SEED, ROUNDS, EPOCHS, SHARE = 0, 3, 2, 0.5
 SHOWN = ("checkpointing", "progress_bar", "model_summary")

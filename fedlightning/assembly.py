@@ -55,13 +55,18 @@ from fedlightning.seeding import preserved
 from fedlightning.storage.files import is_writer
 from fedlightning.virtual_time.timeline import Timeline
 from fedlightning.visit.description import Description
-from fedlightning.visit.fast.evaluator import FastEvaluator
+from fedlightning.visit.fast.evaluation import FastEvaluator
 from fedlightning.visit.fast.fit import FastFitter
+from fedlightning.visit.leaving import refuse_private
 from fedlightning.visit.lost_batches import refuse_lost_batches
 from fedlightning.visit.runner import LocalRunner
 
 CLIENT_PARTS = ClientParts(
-    fitters=(FastFitter,), evaluators=(FastEvaluator,), loop_checks=(refuse_lost_batches,), copier=Copier
+    fitters=(FastFitter,),
+    evaluators=(FastEvaluator,),
+    loop_checks=(refuse_lost_batches,),
+    leave_checks=(refuse_private,),
+    copier=Copier,
 )
 """What attaches to every client, in this process, in workers and at sites."""
 

@@ -38,13 +38,11 @@ class _Made:
         entries: The template's entries.
     """
 
-    def __init__(
-        self, template: LightningModule, callbacks: CallbackList, converts: bool, copier: ModuleCopier
-    ) -> None:
-        self.copier = copier
-        claimed = {name for name in BUILDERS for callback in callbacks if callback.claims(name)}
+    def __init__(self, template: LightningModule, blueprint: Blueprint) -> None:
+        self.copier: ModuleCopier = blueprint.parts.copier(template)
+        claimed = {name for name in BUILDERS for callback in blueprint.callbacks if callback.claims(name)}
         self.is_wrapped = "wrap_module" in claimed or is_overridden("configure_model", template)
-        self.is_plain = self.copier.is_complete and not (self.is_wrapped or claimed or converts)
+        self.is_plain = self.copier.is_complete and not (self.is_wrapped or claimed or blueprint.converts)
         self.is_plain = self.is_plain and not keeps_vectors(module_state(template))
         self.entries = module_state(template)
         self.reference: LightningModule | None = None
@@ -135,9 +133,7 @@ class Blueprint:
     def _making(self, architecture: str) -> _Made:
         template, made = self.template_of(architecture), self._made.get(architecture)
         if made is None or made.copier.module is not template:  # a resumed run has its own template
-            made = self._made[architecture] = _Made(
-                template, self.callbacks, self.converts, self.parts.copier(template)
-            )
+            made = self._made[architecture] = _Made(template, self)
         return made
 
     def build(self, owner: str, architecture: str | None = None) -> LightningModule:

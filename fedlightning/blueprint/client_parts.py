@@ -24,10 +24,12 @@ class ClientParts:
         evaluators: The same for scores (:class:`~fedlightning.visit.scorer.Evaluator`).
         loop_checks: Called with each loop of a Trainer that has ended: with the loop, the name of its step, the module, its
             batches, their number if it is known, and `fitting=False` for a loop that scores.
+        leave_checks: Called with the blueprint, a client and its update as the last thing of a visit; what one refuses stays.
         copier: Makes the copies of a template (:class:`~fedlightning.blueprint.deep_copier.ModuleCopier`).
     """
 
     fitters: tuple[Callable[[Any], Any], ...] = ()
     evaluators: tuple[Callable[[Any], Any], ...] = ()
     loop_checks: tuple[Callable[..., None], ...] = ()
+    leave_checks: tuple[Callable[[Any, Any, Any], None], ...] = ()
     copier: Callable[[nn.Module], ModuleCopier] = DeepCopier

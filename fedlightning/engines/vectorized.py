@@ -28,9 +28,11 @@ from fedlightning.messages import Update
 from fedlightning.visit import visit as visits
 from fedlightning.visit.failing import client_failure
 from fedlightning.visit.fast.errors import NotInFastLoop
+from fedlightning.visit.fit import fit as fit_client
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Fit, Score, ScoringTask, VisitSteps
 from fedlightning.visit.runner import LocalRunner
+from fedlightning.visit.session import bind
 
 Answer = TypeVar("Answer")
 PLAIN = (bool, int, float, str)
@@ -211,10 +213,10 @@ class VectorizedEngine(SequentialEngine):
     def _fit_alone(self, member: Member) -> None:
         """Fit one client by its own local loop, in a phase whose loss or data are not the task's."""
         fit = cast(Fit, member.fit)
-        self.runner.bind(fit.client)
+        bind(self.runner, fit.client)
         try:
             with self.watching([member.client]):
-                result = self.runner.fit(fit)
+                result = fit_client(self.runner, fit)
         except NotInFastLoop as reason:  # the visit cannot begin again in a stack
             raise ConfigurationError(
                 f"engine='vectorized' trains phase '{fit.phase.name}' client by client, and the fast loop cannot: {reason}. "
@@ -230,7 +232,7 @@ class VectorizedEngine(SequentialEngine):
         scores = [cast(Score, member.score) for member in members]
         found = iter(self._evaluation.scores([one for score in scores for one in score.requests]))
         for member, score in zip(members, scores, strict=True):
-            self.runner.bind(score.client)
+            bind(self.runner, score.client)
             self._go_on(member, partial(member.visit.send, [next(found) for _ in score.requests]))
 
     def _groups(self, members: Sequence[Member]) -> list[list[Member]]:
@@ -269,12 +271,12 @@ class VectorizedEngine(SequentialEngine):
         except BaseException as caught:  # in a part that they share, such as the optimizer
             error = client_failure(caught)
             for member, fit in zip(members, fits, strict=True):
-                self.runner.bind(fit.client)
+                bind(self.runner, fit.client)
                 self._go_on(member, partial(member.visit.throw, error))
             return
         rows = {place: row for row, place in enumerate(order)}
         for place, (member, fit, trainee) in enumerate(zip(members, fits, trainees, strict=True)):
-            self.runner.bind(fit.client)
+            bind(self.runner, fit.client)
             if trainee.error is not None:
                 self._go_on(member, partial(member.visit.throw, trainee.error))
                 continue

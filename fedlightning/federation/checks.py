@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -19,6 +20,7 @@ from fedlightning.hooks import Setup
 from fedlightning.seeding import isolated
 from fedlightning.tensors import entry_kinds
 from fedlightning.visit.failing import client_failure
+from fedlightning.visit.local_data import knows_groups, take_first_batch, train_loaders
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.runner import LocalRunner
 
@@ -164,9 +166,9 @@ class CheckThere(Question):
             modules,
             self.architecture,
             Public(lambda: (loader, type(runner.data).__name__), blueprint),
-            first_batch=runner.first_batch,
-            knows_groups=runner.knows_groups,
-            train_loaders=runner.train_loaders,
+            first_batch=partial(take_first_batch, runner),
+            knows_groups=partial(knows_groups, runner),
+            train_loaders=partial(train_loaders, runner),
             shared_names=lambda without=None: self.shared["" if without is None else without.key],
             warn=said.append,
         )

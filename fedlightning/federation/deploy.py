@@ -25,6 +25,7 @@ from fedlightning.visit.failing import client_failure, in_words
 from fedlightning.visit.fast.hooks import of_callback
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.runner import LocalRunner
+from fedlightning.visit.session import find_personal_module, open_client
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,8 @@ class Deploy(Question):
         kept = next((entry for entry in own if entry["name"] == self.kept), None) if self.kept else None
         if self.kept and kept is None:
             raise ValueError(f"There is no checkpoint '{self.kept}' here; there is {[entry['name'] for entry in own]}.")
-        with runner.client(self.message, record, evaluating=True) as visited:
-            module = runner.personal_module(visited, self.stage if kept is None else kept["stage"])
+        with open_client(runner, self.message, record, evaluating=True) as visited:
+            module = find_personal_module(runner, visited, self.stage if kept is None else kept["stage"])
             if kept is not None:
                 load_state(module, kept["model"])
         return module

@@ -20,6 +20,8 @@ from fedlightning.hooks import Change, FederatedCallback, FirstStep, Phase
 from fedlightning.messages import Message
 from fedlightning.seeding import isolated
 from fedlightning.visit.client import Client
+from fedlightning.visit.fit import fit
+from fedlightning.visit.local_data import take_first_batch
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Fit
 from fedlightning.visit.runner import LocalRunner
@@ -47,7 +49,7 @@ def ask_first_step(
     correcting = next((one for one in blueprint.callbacks if corrects(one)), None)
     name = user_class(blueprint.template_of(architecture)).__name__
     seen = Look()
-    batch = runner.first_batch() if engine.data_here and len(blueprint.architectures) == 1 else None
+    batch = take_first_batch(runner) if engine.data_here and len(blueprint.architectures) == 1 else None
     if batch is not None:
         seen, _ = _first_step(runner, batch)
     sparse_only = seen.sparse and any(isinstance(one, torch.optim.SparseAdam) for one in seen.optimizers)
@@ -126,7 +128,7 @@ def _first_step(runner: LocalRunner, batch: Any) -> tuple[Look, Exception | None
         visitor = Client(alone, Message(0, client, {}, ()), ClientRecord(), runner.blueprint.build(client))
         visitor.num_samples = 1
         try:
-            alone.fit(Fit(visitor, visitor.message, Phase(), alone.settings.work, loader))
+            fit(alone, Fit(visitor, visitor.message, Phase(), alone.settings.work, loader))
         except StepDone as done:
             return done.seen, None
         except Exception as error:  # of the user's code: a step that fails is refused where all steps are tried

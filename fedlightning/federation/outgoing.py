@@ -11,6 +11,7 @@ from fedlightning.errors import listed
 from fedlightning.federation.parts import Part
 from fedlightning.hooks import CallbackList, Change, Kind, Outgoing, Protection, UpdateCodec
 from fedlightning.messages import Extra, Spec
+from fedlightning.visit.leaving import leaving_of
 
 if TYPE_CHECKING:
     from fedlightning.federation.federation import Federation
@@ -37,7 +38,7 @@ def outgoing_of(federation: Federation) -> list[Outgoing]:
     """Return all that leaves clients: what callbacks declare, and what the core sends. Known before round 1."""
     server, runner = federation.server, federation.engine.runner
     ones = {runner.blueprint.architecture_of(client): client for client in server.clients}
-    found = {name: runner.leaving(client) for name, client in ones.items()}
+    found = {name: leaving_of(runner.blueprint, client) for name, client in ones.items()}
     entries = [
         f"{len(one.entries)} of {len(one.entries) + len(one.private)} entries of {f'model {name}' if name else 'the model'}"
         for name, one in found.items()

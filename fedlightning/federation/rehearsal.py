@@ -27,6 +27,8 @@ from fedlightning.hooks import POOLED, Change, FederatedCallback, Setup
 from fedlightning.hooks.composition import changes_of, refuse_combinations
 from fedlightning.hooks.facts import EVERY_SCORE
 from fedlightning.ranges import counts_of
+from fedlightning.visit.leaving import leaving_of
+from fedlightning.visit.local_data import knows_groups, take_first_batch, train_loaders
 from fedlightning.wrappers import user_class
 
 if TYPE_CHECKING:
@@ -150,7 +152,7 @@ class Rehearsal:
     def first_batch(self) -> Any:
         """Return a training batch of the first client that has one; `None` if nobody has. Every call reads it anew."""
         if self.engine.data_here:
-            return self.engine.runner.first_batch()
+            return take_first_batch(self.engine.runner)
         if self.first_client is None:
             return None
         raise BatchElsewhere
@@ -162,13 +164,13 @@ class Rehearsal:
     def knows_groups(self) -> bool:
         """Return whether the group of every training sample is known, where the clients' data are."""
         if self.engine.data_here:
-            return self.engine.runner.knows_groups()
+            return knows_groups(self.engine.runner)
         raise BatchElsewhere
 
     def train_loaders(self) -> Iterator[Any]:
         """Return the clients' training loaders, where the clients' data are."""
         if self.engine.data_here:
-            return self.engine.runner.train_loaders()
+            return train_loaders(self.engine.runner)
         raise BatchElsewhere
 
     # -- the configuration ---------------------------------------------------------------------------------------------
@@ -271,7 +273,7 @@ class Rehearsal:
         """Refuse callbacks that several models are too many for, or that cannot say what leaves; list all that does."""
         refuse_mixed(self.server)
         for client in {self.blueprint.architecture_of(client): client for client in self.server.clients}.values():
-            self.engine.runner.leaving(client)
+            leaving_of(self.blueprint, client)
         self.server.outgoing = outgoing_of(self.federation)
 
     def loop(self) -> None:

@@ -37,7 +37,9 @@ from fedlightning.tensors import State, clone, module_state, select
 from fedlightning.visit.client import Client
 from fedlightning.visit.failing import client_failure
 from fedlightning.visit.fast.errors import NotInFastLoop
+from fedlightning.visit.fit import fit
 from fedlightning.visit.kept import UNCOPIED
+from fedlightning.visit.local_data import count_used_samples
 from fedlightning.visit.logged_numbers import NotOneNumberError
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Fit
@@ -171,10 +173,10 @@ class TryStep(Question):
         message = Message(0, self.client, {}, ())
         while True:
             visitor = Client(alone, message, ClientRecord(), module)
-            visitor.num_samples = alone.used_samples(loader)
+            visitor.num_samples = count_used_samples(alone, loader)
             before = _buffers(module)
             try:
-                alone.fit(Fit(visitor, message, Phase(), alone.settings.work, loader))
+                fit(alone, Fit(visitor, message, Phase(), alone.settings.work, loader))
             except NotInFastLoop as reason:
                 alone.loop.give_up(str(reason))
                 module = runner.blueprint.build(self.client)

@@ -23,6 +23,7 @@ from fedlightning.visit.failing import client_failure
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Evaluate, MissingScores, ScoreRequest, Scores, Scoring, score_in_turn
 from fedlightning.visit.runner import LocalRunner
+from fedlightning.visit.session import bind, find_personal_module, find_scored_splits, open_client
 
 
 @dataclass(frozen=True)
@@ -155,8 +156,8 @@ class ScoreClient:
         stage = cast(Stage, self.scored.stage)
         with ExitStack() as stack:
             try:
-                client = stack.enter_context(runner.client(self.message, record, evaluating=True))
-                module = None if self._is_known(runner, client) else runner.personal_module(client, stage)
+                client = stack.enter_context(open_client(runner, self.message, record, evaluating=True))
+                module = None if self._is_known(runner, client) else find_personal_module(runner, client, stage)
                 if module is not None and self.kept:
                     load_state(module, record.checkpoints[self.kept]["model"])
             except BaseException as error:
@@ -176,7 +177,7 @@ class ScoreClient:
                     yield from _requests(runner, self.client, (split, data, make), module, self.scored, places)
 
             found = iter((yield requests()))
-            runner.bind(client)  # others may have been opened meanwhile
+            bind(runner, client)  # others may have been opened meanwhile
             rows = []
             for place, known in places:
                 scores = next(found) if known is None else known
@@ -267,7 +268,7 @@ def _sources(
 ) -> Iterator[tuple[str, str, Make]]:
     """Yield the data that a client's model is scored on: split, data as in rows, and what makes the loader."""
     data = runner.data
-    for split in runner.scored_splits(evaluate.splits):
+    for split in find_scored_splits(runner, evaluate.splits):
         if LOCAL in evaluate.data:
             yield split, LOCAL, partial(data.client_dataloader, client, split)
         if POOLED in evaluate.data:

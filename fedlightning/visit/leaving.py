@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import nn
 
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.errors import ConfigurationError, listed
 from fedlightning.hooks import POOLED, FederatedCallback
 from fedlightning.layers import expand
-from fedlightning.messages import Extra, Spec, Wire, check_extras
+from fedlightning.messages import Extra, Spec, Update
 from fedlightning.tensors import entry_kinds, tied_names
+from fedlightning.visit.client import Client
 
 WHOLE = "the whole model"
 
@@ -84,21 +84,25 @@ class Leaving:
             "the model"
         )
 
-    def refuse_extras(
-        self, extras: Mapping[str, Any], wires: Mapping[str, Wire], shapes: Mapping[str, torch.Size]
-    ) -> None:
-        """Refuse extras that were not declared, and private entries in them."""
-        for key, found in extras.items():
-            if key not in wires:
-                raise ValueError(f"extras of '{key:.80}' are in the update, and no callback has that key: they stay")
-            check_extras(key, found, wires[key].up, shapes)
-            for name, value in found.items():
-                states = value.values() if Extra.of(wires[key].up[name]).form == "states" else [value]
-                held = [
-                    entry for state in states if isinstance(state, Mapping) for entry in state if entry in self.private
-                ]
-                if held:
-                    raise ValueError(f"{key} puts private entries into its '{name}': {self.fault(held)}")
+
+def refuse_private(blueprint: Blueprint, client: Client, update: Update) -> None:
+    """Refuse an update with what does not leave its client, or a message that asks for it: a check of `leave`.
+
+    Raises:
+        ValueError: With the entry.
+    """
+    leaving = leaving_of(blueprint, client.id)
+    reason = leaving.fault(client.message.returns)
+    if reason is not None:
+        raise ValueError(f"the server asks for what does not leave: {reason}")
+    for callback in blueprint.callbacks:
+        for name, value in update.extras.get(callback.key, {}).items():
+            form = Extra.of(callback.wire(client.module).up[name]).form
+            states = value.values() if form == "states" else [value]
+            entries = [entry for state in states if isinstance(state, Mapping) for entry in state]
+            private = [entry for entry in entries if entry in leaving.private]
+            if private:
+                raise ValueError(f"{callback.key} puts private entries into its '{name}': {leaving.fault(private)}")
 
 
 def leaving_of(blueprint: Blueprint, client: str) -> Leaving:

@@ -6,7 +6,7 @@ So a run with a probe and one without train the same model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedlightning.compat.attached import takes_index
 from fedlightning.datamodules.public import PairedBatch
 from fedlightning.seeding import isolated
-from fedlightning.tensors import State, dense
+from fedlightning.tensors import State, clone, dense, load_state, module_state
 from fedlightning.wrappers.muting import evaluating, frozen_buffers, muted
 
 TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -230,3 +230,21 @@ def normalisation_statistics(
     finally:
         for path, layer in layers.items():
             layer.momentum = momenta[path]
+
+
+@contextmanager
+def at_state(
+    module: LightningModule, state: Mapping[str, Tensor] | None, device: torch.device
+) -> Iterator[LightningModule]:
+    """Within the block the module is on a device and holds `state` (`None`: its own); afterwards it is as before."""
+    home = module.device
+    module.to(device)
+    before = {} if state is None else clone({name: module_state(module)[name] for name in state})
+    try:
+        if state is not None:
+            load_state(module, state)
+        yield module
+    finally:
+        if state is not None:
+            load_state(module, before)
+        module.to(home)

@@ -6,7 +6,7 @@ engine serves one request after another, and another serves the requests of many
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -77,34 +77,6 @@ class Fit:
     loader: DataLoader[Any] | None = None
 
 
-class FitResult(Protocol):
-    """Result of a fit."""
-
-    @property
-    def contributed(self) -> bool:
-        """Whether any optimizer stepped, or trainable entries moved."""
-
-    @property
-    def unseen(self) -> str:
-        """How entries moved past the hooks of optimizers, as the end of a sentence; empty: they did not."""
-
-    @property
-    def steps(self) -> int:
-        """Steps taken by the first optimizer."""
-
-    @property
-    def attempts(self) -> int:
-        """Optimizer steps attempted; the gradient scaler may have skipped some."""
-
-    @property
-    def lr_sums(self) -> Mapping[str, float]:
-        """By parameter name, the sum of its learning rate over the steps taken."""
-
-    @property
-    def gradient_weights(self) -> Mapping[str, float]:
-        """By parameter name, the sum of the weights of its gradients in SGD's movement; none under another optimizer."""
-
-
 @dataclass(frozen=True)
 class Score:
     """Request for scores of a client's trained model.
@@ -119,8 +91,8 @@ class Score:
 
 
 VisitSteps = Generator[Fit | Score, Any, tuple[Update, ClientRecord]]
-"""A visit in progress: yields a :class:`Fit` and waits for a :class:`FitResult`, yields a :class:`Score` and waits for a
-list of :data:`Scores`, and ends with the update and the client's new record."""
+"""A visit in progress: yields a :class:`Fit` and waits for a :class:`~fedlightning.visit.work.FitResult`, yields a
+:class:`Score` and waits for a list of :data:`Scores`, and ends with the update and the client's new record."""
 
 
 # -- of scoring --------------------------------------------------------------------------------------------------------

@@ -19,14 +19,27 @@ from lightning.pytorch import LightningModule
 from fedlightning.datamodules.ready_batches import samples_in
 from fedlightning.errors import Restart
 from fedlightning.hooks import POOLED, Phase, Stage, UpdateCodec
-from fedlightning.messages import Message, Update
+from fedlightning.messages import Message, Update, check_extras
 from fedlightning.seeding import seed_all
 from fedlightning.tensors import State, first_nonfinite, load_state, pack
 from fedlightning.visit.client import Client
 from fedlightning.visit.failing import client_failure, in_words
+from fedlightning.visit.fit import fit
+from fedlightning.visit.local_data import count_used_samples
 from fedlightning.visit.record import ClientRecord
-from fedlightning.visit.requests import Evaluate, Fit, FitResult, MissingScores, Score, ScoreRequest, Scores, VisitSteps
+from fedlightning.visit.requests import (
+    Evaluate,
+    Fit,
+    MissingScores,
+    Score,
+    ScoreRequest,
+    Scores,
+    VisitSteps,
+    score_or_miss,
+)
+from fedlightning.visit.session import find_personal_module, find_scored_splits, open_client
 from fedlightning.visit.visit_callback import refuse_unseen
+from fedlightning.visit.work import FitResult
 
 if TYPE_CHECKING:
     from fedlightning.visit.runner import LocalRunner
@@ -55,7 +68,11 @@ def _drive(runner: LocalRunner, steps: VisitSteps) -> tuple[Update, ClientRecord
         request = next(steps)
         while True:
             try:
-                result = runner.fit(request) if isinstance(request, Fit) else runner.score(request)
+                result: Any
+                if isinstance(request, Fit):
+                    result = fit(runner, request)
+                else:  # random draws continue from those of the fit
+                    result = [score_or_miss(runner, one) for one in request.requests]
             except BaseException as error:  # an interrupt too: the visit closes its client
                 request = steps.throw(error)
             else:
@@ -72,22 +89,23 @@ def visit_steps(runner: LocalRunner, message: Message, record: ClientRecord, eva
     update.links = message.links
     try:
         loader = runner.loader(message, "train")
-        update.num_samples = runner.used_samples(loader)
+        update.num_samples = count_used_samples(runner, loader)
         if message.work != 0 and update.num_samples == 0:
             update.error = f"client '{message.client}' has no training samples"
             return same_on_all_ranks(update, record)
-        with runner.client(message, record) as client:  # stage L1: the entries sent, merged with those kept
+        with open_client(runner, message, record) as client:  # stage L1: the entries sent, merged with those kept
             client.num_samples = update.num_samples
             before = client.entries if client.is_unbuilt else _buffers(client.module)
             if message.work != 0:
                 yield from _train(runner, client, loader)
             _note_work(client, update)
-            kept = _take_apart(runner, client, update, before)
-            _send(runner, client, update, kept)
+            kept = _take_apart(client, update, before)
+            _send(runner, client, update)
             if message.work != 0:
                 client.record.personal = kept
             if message.work != 0 and message.client != POOLED:
                 update.evaluations = yield from _evaluate(runner, client, update, evaluate)
+            leave(runner, client, update)
             answer = update, client.record
     except BaseException as error:  # one client's failure must not end the round; the loop reports it
         failed = Update(message.round, message.client, model=message.model, tag=message.tag)  # nothing of it leaves
@@ -116,48 +134,35 @@ def _train(runner: LocalRunner, client: Client, loader: Any) -> Generator[Fit, A
             phase.keep_as(client)
             assert before is not None
             load_state(client.module, before)
-        if phase.federated:
-            if fitted.unseen:
-                refuse_unseen(runner.callbacks, client.module, fitted, runner.settings.unit)
-            client.contributed = bool(client.contributed) or fitted.contributed
-            client.steps += fitted.steps
-            client.skipped += fitted.attempts - fitted.steps
-            for name, lr_sum in fitted.lr_sums.items():
-                client.lr_sums[name] = client.lr_sums.get(name, 0.0) + lr_sum
-            for name, weight in fitted.gradient_weights.items():
-                client.gradient_weights[name] = client.gradient_weights.get(name, 0.0) + weight
-        else:
-            client.own_steps += fitted.steps
-    client.lr_sum = max(client.lr_sums.values(), default=0.0)
+        if phase.federated and fitted.unseen:
+            refuse_unseen(runner.callbacks, client.module, fitted, runner.settings.unit)
+        client.work.add(fitted, phase.federated)
     if runner.callbacks.counts_everybody:
-        client.contributed = True
+        client.work.contributed = True
 
 
 def _note_work(client: Client, update: Update) -> None:
     """Write the client's work into record and update; a job that only collects reports the work of the last fit."""
-    record, message = client.record, client.message
+    record, message, work = client.record, client.message, client.work
     if message.work != 0:
         record.visits += 1
         record.last_round = message.round
         record.num_samples = update.num_samples
-        record.contributed, record.steps, record.lr_sum = bool(client.contributed), client.steps, client.lr_sum
+        record.contributed, record.steps, record.lr_sum = bool(work.contributed), work.steps, work.lr_sum
     elif message.returns:
         update.num_samples = record.num_samples
-    update.contributed = client.contributed if message.work != 0 else record.contributed or None
-    update.steps, update.skipped, update.lr_sum = record.steps, client.skipped, record.lr_sum
-    update.own_steps, update.selections = client.own_steps, client.selections
+    update.contributed = work.contributed if message.work != 0 else record.contributed or None
+    update.steps, update.skipped, update.lr_sum = record.steps, work.skipped, record.lr_sum
+    update.own_steps, update.selections = work.own_steps, work.selections
     update.metrics, update.logs = client.metrics, client.logs
 
 
-def _take_apart(runner: LocalRunner, client: Client, update: Update, before: State) -> State:
+def _take_apart(client: Client, update: Update, before: State) -> State:
     """Put the entries that the server asked for into the update; return those that stay with the client.
 
     An entry that is sent stays as well, unless the message had brought it: what the client alone has is never lost.
     """
     message, state = client.message, client.entries
-    reason = runner.leaving(message.client).fault(message.returns)
-    if reason is not None:
-        raise ValueError(f"the server asks for what does not leave: {reason}")
     sent = {name: state[name] for name in message.returns}
     if message.work == 0 or not client.is_unbuilt:  # what an unbuilt client has trained is its own already
         sent = pack(sent)
@@ -175,33 +180,31 @@ def _take_apart(runner: LocalRunner, client: Client, update: Update, before: Sta
     return kept
 
 
-def _send(runner: LocalRunner, client: Client, update: Update, kept: State) -> None:
-    """Let the callbacks see the update, then check that nothing private or undeclared leaves."""
-    entries = update.state | kept
+def _send(runner: LocalRunner, client: Client, update: Update) -> None:
+    """Let the callbacks see the update, and encode it."""
     runner.callbacks.event("on_send", client, update)
-    if runner.callbacks.withholding("logged"):
-        update.metrics, update.logs = {}, []
-    shapes = {name: value.shape for name, value in entries.items()} if update.extras else {}
-    private = sorted(set(update.state) - set(client.message.returns))
-    if private:
-        raise ValueError(f"'{private[0]}' is in the update, but the server asked only for what is shared: it stays")
+    _refuse_unasked(client, update)
     codec = runner.callbacks.answering(UpdateCodec, "encode")
     if codec is not None and client.message.work != 0:
         codec.encode(client, update)
-    if update.extras:
-        wires = {one.key: one.wire(client.module) for one in runner.callbacks if update.extras.get(one.key) is not None}
-        runner.leaving(client.id).refuse_extras(update.extras, wires, shapes)
+
+
+def _refuse_unasked(client: Client, update: Update) -> None:
+    """Refuse entries that the server did not ask for: here, and before a code hides which entries it stands for."""
+    private = sorted(set(update.state) - set(client.message.returns))
+    if private:
+        raise ValueError(f"'{private[0]}' is in the update, but the server asked only for what is shared: it stays")
 
 
 def _evaluate(
     runner: LocalRunner, client: Client, update: Update, evaluate: Evaluate
 ) -> Generator[Score, Any, list[Evaluation]]:
     """Request the scores of the model that the client deploys now, on its own and on the pooled data; return them."""
-    splits = runner.scored_splits(evaluate.splits)
+    splits = find_scored_splits(runner, evaluate.splits)
     if not splits:
         return []
     stage: Stage = "L2"
-    module = runner.personal_module(client, stage)
+    module = find_personal_module(runner, client, stage)
     places: list[tuple[str, str]] = []
     requests: list[ScoreRequest] = []
     for split in splits:
@@ -227,6 +230,25 @@ def _evaluate(
         if data == "local":
             runner.callbacks.event("on_client_evaluated", client, stage, split, scores, module)
     return rows
+
+
+def leave(runner: LocalRunner, client: Client, update: Update) -> None:
+    """Let an update leave its client: the very last call of a visit, when no callback gets the update any more.
+
+    What goes is the entries that the message asks for and the extras that callbacks declare; what is attached narrows it
+    (`ClientParts.leave_checks`).
+    """
+    _refuse_unasked(client, update)
+    if runner.callbacks.withholding("logged"):
+        update.metrics, update.logs = {}, []
+    shapes = {name: value.shape for name, value in client.entries.items()} if update.extras else {}
+    callbacks = {callback.key: callback for callback in runner.callbacks}
+    for key, extras in update.extras.items():
+        if key not in callbacks:
+            raise ValueError(f"extras of '{key:.80}' are in the update, and no callback has that key: they stay")
+        check_extras(key, extras, callbacks[key].wire(client.module).up, shapes)
+    for check in runner.blueprint.parts.leave_checks:
+        check(runner.blueprint, client, update)
 
 
 def _buffers(module: LightningModule) -> State:

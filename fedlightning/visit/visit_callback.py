@@ -19,7 +19,7 @@ from fedlightning.hooks import CallbackList, FederatedCallback, GradientContext,
 from fedlightning.seeding import seed_all
 from fedlightning.tensors import dense
 from fedlightning.visit.client import Client
-from fedlightning.visit.requests import FitResult
+from fedlightning.visit.work import FitResult
 from fedlightning.wrappers import user_class
 
 

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from fedlightning.callbacks import FedALA, FedAvg, FedPer, FedProx, PLayerFL
 from fedlightning.hooks import Job
 from fedlightning.tensors import module_state, select
+from fedlightning.visit.session import open_client
 from tests.callbacks.common import HEAD, MAKES, SIZES, deployed
 from tests.conformance.case import Case, Kept
 from tests.helpers import (
@@ -191,7 +192,7 @@ def test_composes_with_fedprox_whose_anchor_is_the_global_model():
     module, data = Toy("sgd"), toy_data()
     trainer, _spy = spied(module, data, [FedALA(weight_lr=5.0), FedProx(0.1)], max_rounds=2)
     server = trainer.server
-    with trainer.federation.engine.runner.client(server.message(Job("0")), trainer.store.get("0")) as client:
+    with open_client(trainer.federation.engine.runner, server.message(Job("0")), trainer.store.get("0")) as client:
         same(client.received, global_state(trainer))
         assert differs(module_state(client.module), client.received)
 

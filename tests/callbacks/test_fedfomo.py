@@ -11,6 +11,7 @@ from fedlightning.callbacks import FedAdam, FedFomo, FedPer, FedProx, Local
 from fedlightning.callbacks.fedfomo import first_order_weights, score
 from fedlightning.hooks import Job
 from fedlightning.tensors import module_state
+from fedlightning.visit.session import open_client
 from tests.conformance.case import NO_PLAIN_FORM, Case, Kept
 from tests.helpers import (
     NormNet,
@@ -179,8 +180,8 @@ def test_distances_are_over_parameters_only():
     """Models that differ in their running statistics alone are at distance 0: score 0."""
     trainer = federate(NormNet("sgd"), toy_data([24, 24]), [FedFomo()], max_rounds=1)
     server, callback = trainer.server, trainer.server.callbacks.find(FedFomo)
-    with trainer.federation.engine.runner.client(
-        server.message(Job("0", work=0)), trainer.store.get("0"), evaluating=True
+    with open_client(
+        trainer.federation.engine.runner, server.message(Job("0", work=0)), trainer.store.get("0"), evaluating=True
     ) as client:
         own = client.state["FedFomo"]["own"]
         other = own | {"net.1.running_mean": own["net.1.running_mean"] + 1.0}

@@ -13,7 +13,7 @@ from fedlightning.callbacks import SampleDP
 from fedlightning.callbacks.sample_dp_fit import add_to, patients_of, planned_steps
 from fedlightning.hooks import CallbackList
 from fedlightning.messages import Message
-from fedlightning.visit.client_base import ClientBase
+from fedlightning.visit.client import Client
 from fedlightning.visit.record import ClientRecord
 
 
@@ -75,7 +75,7 @@ def test_a_visit_is_addressed_by_all_that_it_starts_from():
         optimizer = {"state": {0: {"momentum_buffer": torch.tensor([momentum])}}, "param_groups": [{"lr": 0.1}]}
         record = ClientRecord(state=own, lightning={"fit": {"checkpoint": {"optimizer_states": [optimizer]}}})
         runner = SimpleNamespace(callbacks=CallbackList([dp]))
-        kept = ClientBase.training_state.fget(SimpleNamespace(record=record, _runner=runner))
+        kept = Client.training_state.fget(SimpleNamespace(record=record, _runner=runner))
         client = SimpleNamespace(
             id="a",
             visit=1,

@@ -8,15 +8,17 @@ import pytest
 import torch
 from torch import nn
 
+from fedlightning.assembly import CLIENT_PARTS
 from fedlightning.blueprint.blueprint import Blueprint
+from fedlightning.blueprint.client_parts import ClientParts
 from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.callbacks import FENDA, SCAFFOLD, FedBN, FedPer, FedRep, LGFedAvg, PLayerFL
 from fedlightning.catalogue import ALGORITHMS
 from fedlightning.catalogue.algorithm import WHOLE
 from fedlightning.errors import ConfigurationError
-from fedlightning.hooks import POOLED, CallbackList, FederatedCallback
+from fedlightning.hooks import POOLED, CallbackList, FederatedCallback, ModelSelection, Protection
 from fedlightning.messages import Extra, Message, Wire
-from fedlightning.testing.runs import same_tree
+from fedlightning.testing.runs import same_tree, watching
 from fedlightning.testing.toys import ToyData, ToyModule, federate
 from fedlightning.visit.leaving import leaving_of
 from fedlightning.visit.requests import Evaluate
@@ -97,13 +99,67 @@ def test_extras_that_nobody_declared_and_private_entries_in_them_stay():
         assert reason in str(failed.value)
 
 
+class Late(ModelSelection):
+    """Keeps the update that `on_send` shows, and writes into it when the client has been scored."""
+
+    def __init__(self, write) -> None:
+        self.write = write
+
+    def on_send(self, client, update):
+        client.scratch["update"] = update
+
+    def on_client_evaluated(self, client, stage, split, metrics, module):
+        if stage == "L2":
+            self.write(client, client.scratch["update"])
+
+
+def _write_private(client, update):
+    update.state["head.weight"] = client.entries["head.weight"]
+
+
+def _write_extras(client, update):
+    update.extras["Late"] = {"more": client.entries["head.weight"]}
+
+
+def _write_logs(client, update):
+    update.metrics = {"head": float(client.entries["head.weight"].sum())}
+
+
+@pytest.mark.parametrize(
+    "write, reason",
+    [
+        (_write_private, "'head.weight' is in the update, but the server asked only for what is shared"),
+        (_write_extras, "Late puts 'more' on the wire but declares only nothing"),
+    ],
+)
+@pytest.mark.parametrize("parts", [CLIENT_PARTS, ClientParts()], ids=["attached", "core alone"])
+def test_what_is_written_after_everybody_has_seen_the_update_stays_too(write, reason, parts, monkeypatch):
+    monkeypatch.setattr("fedlightning.assembly.CLIENT_PARTS", parts)
+    with pytest.raises(RuntimeError) as failed:
+        run(FedPer(), others=[Late(write)], evaluate_every=1)
+    assert reason in str(failed.value)
+
+
+class Withholds(Protection):
+    """Lets no logged value leave."""
+
+    def covers(self, outgoing):
+        return "withheld" if outgoing.kind == "logged" else "in the clear"
+
+
+def test_what_is_logged_late_is_withheld_as_the_rest():
+    with watching() as visits:
+        run(FedPer(), others=[Withholds(), Late(_write_logs)], evaluate_every=1)
+    assert visits.all and not any(update.metrics for _, update, _ in visits.all)
+
+
 def test_two_methods_leave_what_both_let_leave():
     server = run(FedPer(), others=[FedBN()], full=True).server
     leaving = leaving_of(server.blueprint, "site0")
     assert leaving.entries == set(server.shared_names())
     one, other = (leaving_of(_built(method, full=True), "site0").entries for method in (FedPer(), FedBN()))
     assert leaving.entries == one & other not in (one, other)
-    assert set(run(SCAFFOLD()).federation.engine.runner.leaving("site0").extras) == {"SCAFFOLD"}
+    assert set(leaving_of(run(SCAFFOLD()).server.blueprint, "site0").extras) == {"SCAFFOLD"}
 
 
 def test_an_entry_that_is_tied_to_a_private_one_stays_too():

@@ -39,6 +39,7 @@ from fedlightning.scoring.rows import LOCAL, UNSEEN
 from fedlightning.scoring.server_model import ServerModel
 from fedlightning.scoring.tasks import ScoreClient, ScoredModel, ScoreModel
 from fedlightning.tensors import module_state
+from fedlightning.visit.leaving import leaving_of
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Evaluate
 from fedlightning.visit.runner import LocalRunner
@@ -122,7 +123,9 @@ def _state(here: Here, value: Mapping[str, Tensor]) -> str | None:
 def _kept_private(here: Here, value: Message) -> str | None:
     """Refuse a message that brings entries in the place of the client's own: their scores would tell of the data alone."""
     reason = fault(here, value)
-    private = next((name for name in value.state if name in here.runner.leaving(here.client).private), None)
+    private = next(
+        (name for name in value.state if name in leaving_of(here.runner.blueprint, here.client).private), None
+    )
     if reason is None and private is not None and not here.runner.callbacks.making(Change.PRIVATE):
         return f"state of its Message: '{private}' is the client's own, and no method here replaces it"
     return reason
@@ -141,7 +144,7 @@ def _trained(here: Here, value: Message) -> str | None:
 def _returns(here: Here, value: Collection[str]) -> str | None:
     if len(set(value)) != len(value):
         return "it names an entry twice"
-    return here.runner.leaving(here.client).fault(value)
+    return leaving_of(here.runner.blueprint, here.client).fault(value)
 
 
 def _extras(here: Here, value: Mapping[str, Any]) -> str | None:

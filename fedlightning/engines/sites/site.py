@@ -38,6 +38,7 @@ from fedlightning.storage.files import read_json, readable_json, write_text_atom
 from fedlightning.tensors import load_state, module_state
 from fedlightning.visit.description import Description
 from fedlightning.visit.failing import client_failure, noting
+from fedlightning.visit.leaving import leaving_of
 from fedlightning.visit.runner import LocalRunner
 from fedlightning.wire import read, write
 
@@ -208,7 +209,7 @@ class Site:
     def _leaves(self, runner: LocalRunner) -> str:
         """Return what can leave this site's clients, in words."""
         sums = runner.data.wanted_statistics is not None
-        told = sorted({str(runner.leaving(client)) for client in runner.data.client_ids})
+        told = sorted({str(leaving_of(runner.blueprint, client)) for client in runner.data.client_ids})
         allowed = {
             "sums of training rows, once before round 1": sums,
             "the models": self._export,
@@ -311,7 +312,7 @@ class Site:
         number, version = asked["number"], asked["version"]
         if client and (client, number) in self._given:
             return self._given[client, number]
-        terms = session.runner.leaving(client).terms if client else ""
+        terms = leaving_of(session.runner.blueprint, client).terms if client else ""
         record = self.records.get(run, client, version, terms)
         here = Here(session.runner, self._export, client)
         _refuse(fault(here, task) or out_of_turn(here, task, record))

@@ -18,6 +18,7 @@ from fedlightning.engines.stacked.stack import Stack
 from fedlightning.engines.stacked.trainees import Recipe, Trainee
 from fedlightning.engines.stacked.vectorizable import Finding
 from fedlightning.hooks import Phase
+from fedlightning.visit.fit import start_fit
 from fedlightning.visit.freezing import only_training
 from fedlightning.visit.probes import TRANSFERS, move_batch
 from fedlightning.visit.requests import Fit
@@ -47,7 +48,7 @@ class StackedTraining:
         for fit in fits:
             module = template if fit.client.is_unbuilt else fit.client.module
             loader = fit.loader if fit.loader is not None else self.runner.loader(fit.message, "train")
-            self.runner.start_fit(fit, loader)
+            start_fit(self.runner, fit, loader)
             batches = self._batches(loader)
             in_epochs = (fit.phase.unit or self.runner.settings.unit) == "epochs"
             epochs, steps = (fit.work, None) if in_epochs else (None, fit.work)

@@ -28,6 +28,7 @@ from fedlightning.seeding import isolated
 from fedlightning.tensors import module_state
 from fedlightning.tensors.modules import optimizers_in
 from fedlightning.visit.kept import Kept
+from fedlightning.visit.local_data import take_first_batch
 from fedlightning.visit.probes import move_batch
 from fedlightning.visit.runner import LocalRunner
 from fedlightning.wrappers.mixing import user_class
@@ -192,7 +193,7 @@ def _of_optimizer(module: LightningModule, name: str) -> str | None:
 def _try_step(runner: LocalRunner, module: LightningModule, draws: ClientDraws | None) -> Finding:
     """Try the step on two clients that have the same batch."""
     name = user_class(module).__name__
-    batch = runner.first_batch()
+    batch = take_first_batch(runner)
     found = Finding(draws=draws is not None)
     if batch is None:
         return found

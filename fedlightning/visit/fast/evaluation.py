@@ -1,28 +1,35 @@
-"""`Trainer.validate` and `Trainer.test` of one module on one loader and one device, and nothing else.
+"""The evaluator `fast`: `Trainer.validate` and `Trainer.test` of one module on one device, and nothing else.
 
 The hooks are called in the Trainer's order with the same arguments, so the module logs the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
+from torch.utils.data import DataLoader
 
+from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.evaluator import names_of
-from fedlightning.compat.attached import class_takes_index, to_device, trainer_of
+from fedlightning.compat.attached import class_takes_index, detached_copy, to_device, trainer_of
 from fedlightning.compat.quiet import without_warnings
+from fedlightning.datamodules.own_generators import read_for_scores
 from fedlightning.datamodules.resident import resident_batches
 from fedlightning.visit.fast import refusals as fast_refusals
+from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.fast.hooks import Hooks, of_module, per_class
 from fedlightning.visit.fast.log import LogCollector
 from fedlightning.visit.fast.trainer import FastTrainer
 from fedlightning.visit.fast.values import Value
 from fedlightning.visit.kept import Kept
+from fedlightning.visit.logged_numbers import numbers
 from fedlightning.visit.probes import TRANSFERS
 from fedlightning.visit.undefined import nan_where_undefined
 
@@ -83,14 +90,6 @@ def takes_plain_batches(kind: type[LightningModule]) -> bool:
     return not any(is_param_in_hook_signature(step, name, explicit=True) for step in steps for name in special)
 
 
-def evaluate(
-    module: LightningModule, loader: Any, base: Trainer, testing: bool, listen: Listener, inference_mode: bool = True
-) -> dict[str, Value]:
-    """Return what a module logs for the epoch when it is validated, or tested."""
-    with Evaluation(module, base, testing, listen, inference_mode) as evaluation:
-        return evaluation.run(loader)
-
-
 @per_class
 def _leaves_modes(kind: type[nn.Module]) -> bool:
     return kind.train is nn.Module.train and kind.eval is nn.Module.eval
@@ -109,11 +108,11 @@ class Evaluation(AbstractContextManager["Evaluation"]):
     hooks. Each loader sees a stand-in and a collector of logs that know nothing of the loaders before.
 
     Args:
-        module: As for :func:`evaluate`.
-        base: As for :func:`evaluate`.
-        testing: As for :func:`evaluate`.
-        listen: As for :func:`evaluate`.
-        inference_mode: As for :func:`evaluate`.
+        module: The module.
+        base: A Trainer made with the run's arguments.
+        testing: Whether it is tested, or else validated.
+        listen: Gets the output of every step.
+        inference_mode: Run in torch's inference mode, or else without gradients.
     """
 
     def __init__(
@@ -234,3 +233,81 @@ class Evaluation(AbstractContextManager["Evaluation"]):
         if self._end is not None:
             self._end()
         return logged
+
+
+class FastEvaluator:
+    """Bypasses the Trainer where the scores are provably the same, unless `local_loop="trainer"`.
+
+    Args:
+        blueprint: Holds the evaluating Trainer.
+
+    Attributes:
+        refused: Classes of modules that have needed the Trainer.
+    """
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        self._blueprint = blueprint
+        self.refused: WeakSet[Any] = WeakSet()
+        self._tried: set[tuple[Any, bool]] = set()
+
+    def evaluate(self, module: LightningModule, loader: Any, testing: bool) -> dict[str, Any] | None:
+        """Return what a module logs, or `None` if only Lightning's Trainer can compute it."""
+        kind, trainer = type(module), self._blueprint.trainer
+        limit = names_of(testing).limit(trainer)
+        if self._refusal(module) is not None or fast_refusals.of_loader(loader, limit) is not None:
+            return None
+        # The first module of a class is scored on a copy: if it turns out to need the Trainer, its own metrics are unused.
+        try:
+            scored = module if (kind, testing) in self._tried else detached_copy(module)
+        except Exception:  # something in it cannot be copied
+            self.refused.add(kind)
+            return None
+        losses = self._blueprint.losses
+        losses.reset()
+        try:
+            with Evaluation(scored, trainer, testing, losses.add, self._inference_mode) as evaluation:
+                logged = evaluation.run(loader)
+        except NotInFastLoop:
+            self.refused.add(kind)
+            return None
+        self._tried.add((kind, testing))
+        return logged
+
+    def evaluate_each(
+        self,
+        module: LightningModule,
+        loaders: Iterable[DataLoader[Any]],
+        testing: bool,
+        start: Callable[[int], None],
+        found: list[dict[str, float]],
+    ) -> None:
+        """Append the scores on each loader, up to the first one that must be scored alone."""
+        known = (type(module), testing) in self._tried and may_stay_open(module)
+        if not known or self._refusal(module) is not None:
+            return
+        home, before, trainer = module.device, trainer_of(module), self._blueprint.trainer
+        losses, limit = self._blueprint.losses, names_of(testing).limit(trainer)
+        try:
+            with Evaluation(module, trainer, testing, losses.add, self._inference_mode) as evaluation:
+                for place, loader in enumerate(loaders):
+                    if fast_refusals.of_loader(loader, limit) is not None:
+                        break
+                    start(place)
+                    losses.reset()
+                    with read_for_scores(loader):
+                        logged = evaluation.run(loader)
+                    found.append(numbers(logged, module) or losses.result())
+        except NotInFastLoop:
+            self.refused.add(type(module))
+        finally:
+            to_device(module, home)
+            module.trainer = before
+
+    @property
+    def _inference_mode(self) -> bool:
+        return bool(self._blueprint.settings.trainer_arguments.get("inference_mode", True))
+
+    def _refusal(self, module: LightningModule) -> str | None:
+        if self._blueprint.settings.local_loop == "trainer" or type(module) in self.refused:
+            return "the Trainer was asked for, or has been needed before"
+        return module_refusal(module, self._blueprint.trainer)

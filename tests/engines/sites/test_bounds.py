@@ -27,6 +27,7 @@ from fedlightning.scoring.server_model import ServerModel
 from fedlightning.scoring.tasks import ScoreClient, ScoredModel, ScoreModel
 from fedlightning.tensors import module_state
 from fedlightning.testing.toys import ToyModule
+from fedlightning.visit.leaving import leaving_of
 from fedlightning.visit.requests import Evaluate
 from fedlightning.visit.runner import LocalRunner
 from fedlightning.wire import KINDS, read, write
@@ -380,7 +381,7 @@ def test_what_a_method_declares_is_allowed(tmp_path):
     assert fault(scaffold, replace(message, extras={"SCAFFOLD": {"c": down}})) is None
     assert "declares 'c'" in fault(scaffold, replace(message, extras={"SCAFFOLD": {"c": torch.zeros(3)}}))
     lora = Here(runner_of(a_site(tmp_path / "c", SHARES[0], FLoRA())), client="site0")
-    name = sorted(lora.runner.leaving("site0").private)[0]
+    name = sorted(leaving_of(lora.runner.blueprint, "site0").private)[0]
     sent = replace(message, state={name: lora.state()[name]})
     assert fault(lora, Visit(sent, Evaluate())) is None
     lora.runner.callbacks.making = lambda change: []
