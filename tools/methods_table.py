@@ -40,6 +40,7 @@ from fedlightning.datamodules import (
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.loops import Asynchronous, WaitFree
 from fedlightning.models import MLP, Classifier, DigitsCNN, TinyNet
+from fedlightning.options import Evaluation
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/results/methods.md"
@@ -194,9 +195,7 @@ def run(setting: Setting, method: str, seed: int, engine: str = "sequential", **
             **clip,
             seed=seed,
             callbacks=[create(method, **options)],
-            stages=["L1"],
-            test_data=["local"],
-            evaluate_every=0,
+            evaluation=Evaluation(stages=["L1"], test_data=["local"], every=0),
             save_state=0,
             logger=False,
             enable_progress_bar=False,

@@ -69,7 +69,7 @@ class Server(KeepsModels):
         clients: All clients' ids, in order.
         together: Whether all clients' data are in one place.
         held_out: Ids of the clients that are kept out of training, in order. Algorithms do not see them.
-        evaluated: Ids of the clients that are scored, in order: `clients`, or those that `evaluate_clients` drew.
+        evaluated: Ids of the clients that are scored, in order: `clients`, or those that `evaluation.clients` drew.
         architectures: By name, what is known of each architecture; one, called ``""``, where all clients have the same.
         models: Per model key (`"global"` unless an algorithm keeps several) the full state, on the CPU.
         state: Per callback key, what lives from round to round: tensors (replaced, never edited) and plain values.
