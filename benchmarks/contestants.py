@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.work import BareLoop, Work
+from fedlightning.options import Processes
 
 Times = list[float]
 """Wall-clock seconds at the start and after every round."""
@@ -31,7 +32,7 @@ def fedlightning(work: Work, rounds: int, **options: Any) -> Times:
     Args:
         work: Federation to train.
         rounds: Number of rounds.
-        options: Arguments of the trainer, such as `engine`, `workers` or `local_loop`; `loaders` for plain loaders.
+        options: Arguments of the trainer, such as `engine` or `local_loop`; `loaders` for plain loaders.
     """
     from benchmarks.engines import train
 
@@ -164,7 +165,7 @@ CONTESTANTS: dict[str, Callable[[Work, int], Times]] = {
     "bare loop": bare,
     "fedlightning": fedlightning,
     "fedlightning (trainer loop)": lambda work, rounds: fedlightning(work, rounds, local_loop="trainer"),
-    "fedlightning (2 processes)": lambda work, rounds: fedlightning(work, rounds, engine="processes", workers=2),
+    "fedlightning (2 processes)": lambda work, rounds: fedlightning(work, rounds, engine=Processes(2)),
     "fedlightning (vectorized)": lambda work, rounds: fedlightning(work, rounds, engine="vectorized"),
     "fedlightning (from loaders)": lambda work, rounds: fedlightning(work, rounds, loaders=True),
     "fedlightning (vectorized from loaders)": lambda work, rounds: fedlightning(

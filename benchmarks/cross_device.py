@@ -24,6 +24,7 @@ from benchmarks.work import WORKS, BareLoop, Work
 from fedlightning import FederatedCallback, FederatedTrainer
 from fedlightning.algorithm import Facts
 from fedlightning.callbacks import FedAvg
+from fedlightning.options import Evaluation
 
 WARM = 5
 """Pairs that are not counted."""
@@ -78,9 +79,8 @@ def measure(work: Work, rounds: int, **options: Any) -> tuple[list[float], list[
             max_rounds=rounds + WARM,
             participation=work.participants or 1.0,
             callbacks=[FedAvg(), Pairs()],
-            evaluate_every=0,
+            evaluation=Evaluation(every=0, test_data=[]),
             save_state=0,
-            test_data=[],
             logger=False,
             enable_progress_bar=False,
             accelerator="cpu",

@@ -34,6 +34,7 @@ from fedlightning.callbacks import FedAvg
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.views import ArrayDataset
 from fedlightning.engines.pool import usable_cores
+from fedlightning.options import Processes, Ray
 
 
 class Module(LightningModule):
@@ -100,7 +101,7 @@ def train(work: Work, rounds: int, loaders: bool = False, **options: Any) -> tup
             max_rounds=rounds,
             participation=1.0 if work.participants is None else work.participants,
             callbacks=[FedAvg(), Clock()],
-            evaluate_every=0,
+            evaluation=0,
             save_state=0,
             logger=False,
             enable_progress_bar=False,
@@ -144,7 +145,9 @@ def compare(work: Work, engines: Mapping[str, Mapping[str, Any]], rounds: int, r
 def engines_of(workers: Sequence[int], kinds: Sequence[str] = ("processes",)) -> dict[str, dict[str, Any]]:
     """Return name -> arguments of the trainer: one process, and each number of worker processes of each kind."""
     return {"sequential": {"engine": "sequential"}} | {
-        f"{kind}, {count} workers": {"engine": kind, "workers": count} for count in workers for kind in kinds
+        f"{kind}, {count} workers": {"engine": {"processes": Processes, "ray": Ray}[kind](count)}
+        for count in workers
+        for kind in kinds
     }
 
 

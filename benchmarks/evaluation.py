@@ -18,6 +18,7 @@ from fedlightning import FederatedTrainer
 from fedlightning.callbacks import FedAvg
 from fedlightning.datamodules import ArrayDataset, ArrayFederatedDataModule, IIDPartitioner
 from fedlightning.models import MLP, Classifier
+from fedlightning.options import Evaluation
 
 
 class Points(ArrayFederatedDataModule):
@@ -53,8 +54,7 @@ def measure(clients: int, samples: int, rounds: int, participants: int, engine: 
             max_rounds=rounds,
             callbacks=[FedAvg()],
             participation=participants,
-            evaluate_every=0,
-            test_data=["local"],
+            evaluation=Evaluation(every=0, test_data=["local"]),
             engine=engine,
             default_root_dir=folder,
             logger=False,

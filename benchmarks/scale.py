@@ -30,6 +30,7 @@ from fedlightning.algorithm import Facts
 from fedlightning.callbacks import FedAvg
 from fedlightning.datamodules import SyntheticDataModule
 from fedlightning.models import Classifier
+from fedlightning.options import Evaluation
 
 
 class Clock(FederatedCallback):
@@ -58,13 +59,13 @@ def measure(clients: int, participants: int, rounds: int, evaluate: int) -> dict
         warnings.simplefilter("ignore")
         clock = Clock()
         options: dict[str, Any] = (
-            {"evaluate_every": 1, "evaluate_clients": evaluate} if evaluate else {"evaluate_every": 0}
+            {"evaluation": Evaluation(every=1, clients=evaluate)} if evaluate else {"evaluation": 0}
         )
         trainer = FederatedTrainer(
-            max_rounds=rounds + 1,  # the last round does more than the others
+            max_rounds=rounds + 1,
             participation=participants,
             callbacks=[FedAvg(), clock],
-            test_data=[],
+            evaluation=Evaluation(test_data=[]),
             default_root_dir=folder,
             logger=False,
             enable_progress_bar=False,

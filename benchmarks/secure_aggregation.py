@@ -45,7 +45,7 @@ def measure(work: Work, rounds: int, callbacks: list[FederatedCallback]) -> tupl
         callbacks=[*callbacks, Marks()],
         max_rounds=rounds + 1,
         local_epochs=1,
-        evaluate_every=0,
+        evaluation=0,
         save_state=0,
         logger=False,
         enable_progress_bar=False,

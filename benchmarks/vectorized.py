@@ -28,6 +28,7 @@ from benchmarks.engines import train
 from benchmarks.work import WORKS, BareLoop, Work
 from fedlightning.federation.federation import Federation
 from fedlightning.hooks import Job
+from fedlightning.options import EngineOptions, Vectorized
 from fedlightning.visit.requests import Evaluate
 
 
@@ -47,9 +48,9 @@ SMALL = {"digits": SmallWork(digits, (600,) * 100)}
 ALL = WORKS | SMALL
 
 
-def federation(work: Work, folder: str, clients_per_stack: int | None = None, engine: str = "vectorized") -> Federation:
+def federation(work: Work, folder: str, engine: EngineOptions) -> Federation:
     """Return a federation of FedAvg that has trained its first round."""
-    _, trainer = train(work, 1, engine=engine, clients_per_stack=clients_per_stack, default_root_dir=folder)
+    _, trainer = train(work, 1, engine=engine, default_root_dir=folder)
     assert trainer.federation is not None
     return trainer.federation
 
@@ -70,20 +71,17 @@ def seconds(act: Callable[[], object]) -> float:
     return time.process_time() - started
 
 
-def ratios(
-    work: Work, clients_per_stack: int | None, rounds: int, repeats: int, engine: str = "vectorized"
-) -> list[float]:
+def ratios(work: Work, engine: EngineOptions, rounds: int, repeats: int) -> list[float]:
     """Return the CPU time of the engine's visits as ratios to the bare loop's rounds, measured back to back.
 
     Args:
         work: Federation whose network is made by a function that can be imported.
-        clients_per_stack: Argument of the trainer.
+        engine: Argument of the trainer.
         rounds: Number of rounds of a measurement.
         repeats: Number of measurements.
-        engine: Argument of the trainer.
     """
     with tempfile.TemporaryDirectory() as folder:
-        run, loop = federation(work, folder, clients_per_stack, engine), BareLoop(work)
+        run, loop = federation(work, folder, engine), BareLoop(work)
         visits(run)
         loop.round(0)
         found = []
@@ -116,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.clients:
             work = replace(work, sizes=work.sizes[:1] * options.clients)
         for size in options.stacks:
-            found = ratios(work, size, options.rounds, options.repeats)
+            found = ratios(work, Vectorized(size), options.rounds, options.repeats)
             spread = f"{min(found):.2f} - {max(found):.2f}"
             shown.add_row(name, str(size or "default"), f"{statistics.median(found):.2f}", spread)
     Console(width=None if Console().is_terminal else 100).print(shown)

@@ -329,7 +329,7 @@ def check_monitor(callback: Any, step: FirstStep) -> None:
 
 def _warn_without_validation(callback: Any, setup: Setup) -> None:
     if setup.evaluate_every == 0 or not setup.has_split("val"):
-        why = "evaluate_every is 0" if setup.evaluate_every == 0 else "no client has validation data"
+        why = "evaluation.every is 0" if setup.evaluate_every == 0 else "no client has validation data"
         setup.warn(f"{callback.key} has nothing to select by: {why}. It will keep no model.")
 
 

@@ -82,8 +82,8 @@ class SecureAggregation(SumCodec):
     a client: it is no differential privacy. :class:`~fedlightning.callbacks.SampleDP` beside it is: an update has all of its
     noise before it is masked, so that epsilon is the same with and without masks; so is ``ClientDP(where="masked")``.
 
-    **What the server cannot check any more**: finite numbers and lengths of single updates (`update_limit`). A client refuses
-    to send a NaN, and cuts each element of its change to ``[-clip, clip]``; what part of all elements was cut is told once. A
+    **What the server cannot check any more**: finite numbers and lengths of single updates (`failures.update_limit`). A
+    client refuses to send a NaN, and cuts each element of its change to ``[-clip, clip]``; what part was cut is told once. A
     client that does not follow the protocol can spoil the sum. Integer buffers stay as the server has them.
 
     Cost: of `d` elements, ``d bits / 8`` bytes up, some 100 bytes up and down for every other client, and as many masks as

@@ -88,7 +88,7 @@ class FederatedEarlyStopping(ModelSelection):
             ValueError: With what is missing.
         """
         if setup.evaluate_every == 0 or not setup.has_split("val"):
-            why = "evaluate_every is 0" if setup.evaluate_every == 0 else "no client has validation data"
+            why = "evaluation.every is 0" if setup.evaluate_every == 0 else "no client has validation data"
             raise ValueError(f"FederatedEarlyStopping has no scores to go by: {why}. Change that, or leave it out.")
         if self.stage == "L2" and setup.absent:
             raise ValueError(
@@ -161,7 +161,7 @@ class FederatedEarlyStopping(ModelSelection):
         if stages and self.stage not in stages and self.key not in server.state:
             raise ValueError(
                 f"FederatedEarlyStopping goes by scores of stage {self.stage}, and this run has those of "
-                f"{', '.join(stages)}. Set stage=... to one that is scored, or add it to the trainer's stages."
+                f"{', '.join(stages)}. Set stage=... to one that is scored, or add it to evaluation.stages."
             )
         known = {metric for _, *place, metric in server.scores if tuple(place) == scored}
         return monitor_of(self, known) if known else self.monitor

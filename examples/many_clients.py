@@ -17,6 +17,7 @@ from fedlightning import FederatedTrainer
 from fedlightning.callbacks import FedAvg
 from fedlightning.datamodules import LazyClients
 from fedlightning.models import Classifier
+from fedlightning.options import Evaluation
 
 RULE = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
 SIZES = {"train": 20, "val": 10}
@@ -42,8 +43,7 @@ if __name__ == "__main__":
     trainer = FederatedTrainer(
         max_rounds=options.rounds,
         participation=10,
-        evaluate_clients=100,
-        evaluate_every=5,
+        evaluation=Evaluation(clients=100, every=5),
         callbacks=[FedAvg()],
         default_root_dir=options.out,
     )

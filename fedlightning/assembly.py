@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,6 @@ from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.engines.choice import choose, make_engine
 from fedlightning.engines.watchdog import Watchdog
 from fedlightning.errors import ConfigurationError, warn
-from fedlightning.federation.attempts import FailurePolicy
 from fedlightning.federation.dry_run import DISTINCT, SMALL, UNSEEN_CLIENTS, FewClients, distinct_clients, dry_run
 from fedlightning.federation.dry_run_report import DryRun
 from fedlightning.federation.engine import Engine
@@ -42,7 +42,8 @@ from fedlightning.federation.store import ClientStore
 from fedlightning.federation.unseen import HeldOutScores
 from fedlightning.federation.update_checks import UpdateChecks
 from fedlightning.fitted import Fitted
-from fedlightning.hooks import POOLED, Protection
+from fedlightning.hooks import Protection
+from fedlightning.options import Auto, Evaluation, FailurePolicy
 from fedlightning.run.fingerprint import PARTS, fingerprint
 from fedlightning.run.folder import RunFolder
 from fedlightning.run.lock import only_thread
@@ -50,7 +51,6 @@ from fedlightning.run.logs import Logs
 from fedlightning.run.recorder import Recorder
 from fedlightning.run.resumable import refuse_requeued
 from fedlightning.scoring.row_table import RowTable
-from fedlightning.scoring.rows import LOCAL
 from fedlightning.seeding import preserved
 from fedlightning.storage.files import is_writer
 from fedlightning.virtual_time.timeline import Timeline
@@ -77,16 +77,12 @@ class Assembly(Fitted):
     Attributes:
         max_rounds: Rounds of the federation.
         fast_dev_run: Whether one round is tried, and nothing written.
-        stages: Stages that are scored.
-        evaluate_data: Data that they are scored on.
         optimizer_state: What becomes of optimizers between visits.
         loop: The loop; every run has a copy.
     """
 
     max_rounds: int
     fast_dev_run: bool
-    stages: tuple[str, ...]
-    evaluate_data: tuple[str, ...]
     optimizer_state: Literal["reset", "keep"]
     loop: Loop
     _logger_argument: Logger | Iterable[Logger] | bool | None
@@ -142,8 +138,8 @@ class Assembly(Fitted):
         model, settings = blueprint.template, blueprint.settings
         memory = a["client_memory_gb"]
         store = ClientStore(limit=None if memory is None else int(memory * 1e9))
-        options = [a[name] for name in ("workers", "clients_per_stack", "ray")]
-        engine = make_engine(a["engine"], LocalRunner(blueprint, data), store, *options)
+        evaluation: Evaluation = a["evaluation"]
+        engine = make_engine(a["engine"], LocalRunner(blueprint, data), store)
         engine.set_up("fit" if go_on else "test")
         everybody = engine.describe()
         arguments.check_clients(everybody)
@@ -154,7 +150,7 @@ class Assembly(Fitted):
         if (wanted := engine.runner.described.statistics) is not None:
             agree_on_statistics(engine, wanted, blueprint.callbacks, None if run is None else run.path)
         known = engine.runner.described
-        if a["engine"] == "auto":
+        if isinstance(a["engine"], Auto):
             engine, a = self._chosen(engine, len(known.client_ids))
         population = Population(
             {client: known.num_samples(client) for client in known.client_ids},
@@ -165,7 +161,7 @@ class Assembly(Fitted):
             sites=dict(engine.sites),
             public_source=engine.public,
         )
-        population.scored = arguments.evaluated_clients(a["evaluate_clients"], population.clients, everybody.seed)
+        population.scored = arguments.evaluated_clients(evaluation.clients, population.clients, everybody.seed)
         server = Server(
             blueprint,
             population,
@@ -174,12 +170,7 @@ class Assembly(Fitted):
             float_buffers=a["float_buffers"],
             run_dir=run.path if run is not None and is_writer() else None,
         )
-        engine.attempts.policy = FailurePolicy(
-            on_error=a["on_client_error"],
-            retries=a["client_retries"] or 1,
-            min_clients=a["min_clients"],
-            timeout=a["client_timeout"],
-        )
+        engine.attempts.policy = a["failures"]
         engine.attempts.watch = Watchdog(engine.attempts)
 
         def fingerprint_of(joined: Sequence[str], held_out: Sequence[str]) -> dict[str, Any]:
@@ -188,7 +179,7 @@ class Assembly(Fitted):
 
         server.parts = Parts(
             [
-                UpdateChecks(a["update_limit"]),
+                UpdateChecks(a["failures"].update_limit),
                 Explosions(),
                 FarScores(),
                 Preflight(),
@@ -207,11 +198,11 @@ class Assembly(Fitted):
             engine.store,
             engine,
             self.recorder,
-            stages=self.stages,
-            evaluate_data=self.evaluate_data,
-            test_data=tuple(a["test_data"] if a["test_data"] is not None else (LOCAL, POOLED)),
-            evaluate_every=a["evaluate_every"],
-            evaluate_seconds=a["evaluate_seconds"],
+            stages=tuple(evaluation.stages),
+            evaluate_data=tuple(evaluation.data),
+            test_data=evaluation.tested,
+            evaluate_every=evaluation.every,
+            evaluate_seconds=evaluation.seconds,
             sanity_check=bool(a["sanity_check"]),
             loop=copy.deepcopy(self.loop),
         )
@@ -256,25 +247,34 @@ class Assembly(Fitted):
                         "elsewhere. Try it with engine='sequential' where the data are."
                     )
                 whole.check()
-                steps = {"local_steps": 1} if self.arguments["local_steps"] is not None else {"local_epochs": 1}
                 server, trained = whole.server, whole.engine.describe(parts=DISTINCT)
                 unseen = server.held_out[:UNSEEN_CLIENTS]
                 ready = data if whole.engine.statistics is None else whole.engine.runner.data
                 few = FewClients(ready, [*distinct_clients(trained, server.blueprint.architecture_of), *unseen])
                 assigned = server.blueprint.assigned
-                small = self._copy(SMALL | steps | {"held_out": unseen})._assemble(model, few, None, assigned=assigned)
+                small = self._copy(self._small(unseen))._assemble(model, few, None, assigned=assigned)
                 return dry_run(whole, small, self.max_rounds)
+
+    def _small(self, held_out: Sequence[str]) -> dict[str, Any]:
+        """Return the arguments that are others in the two rounds of a dry run."""
+        a = self.arguments
+        return SMALL | {
+            "local_steps" if a["local_steps"] is not None else "local_epochs": 1,
+            "held_out": held_out,
+            "evaluation": replace(a["evaluation"], every=1, seconds=None, clients=None),
+            "failures": FailurePolicy(update_limit=a["failures"].update_limit),
+        }
 
     def _copy(self, changes: Mapping[str, Any]) -> Assembly:
         """Return a trainer with copies of the callbacks and some other arguments."""
         raise NotImplementedError
 
     def _chosen(self, engine: Engine, clients: int) -> tuple[Engine, dict[str, Any]]:
-        """Return the engine that `engine="auto"` chooses, and the arguments with its name."""
+        """Return the engine that `engine="auto"` chooses, and the arguments with it."""
         count = Participation(self.arguments["participation"]).count(clients)
-        name, why = choose(engine.runner, count, type(self.loop) is Synchronous)
+        options, why = choose(engine.runner, count, type(self.loop) is Synchronous)
         rank_zero_info(why)
-        return make_engine(name, engine.runner, engine.store), {**self.arguments, "engine": name}
+        return make_engine(options, engine.runner, engine.store), {**self.arguments, "engine": options}
 
 
 def _logged_clients(asked: bool | Iterable[str | int], data: Description) -> bool | list[str]:

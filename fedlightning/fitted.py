@@ -27,6 +27,7 @@ from fedlightning.federation.server import Server
 from fedlightning.federation.store import ClientStore
 from fedlightning.federation.unseen import refusal
 from fedlightning.hooks import CallbackList
+from fedlightning.options import SHORT_FORMS
 from fedlightning.run.checkpoints import Exporter
 from fedlightning.run.folder import RunFolder
 from fedlightning.run.lock import only_thread, only_writer
@@ -325,11 +326,13 @@ class Fitted:
 
     def __repr__(self) -> str:
         """Return the arguments that differ from their defaults, and how far the federation is."""
-        defaults = inspect.signature(type(self).__init__).parameters
+        parameters = inspect.signature(type(self).__init__).parameters
+        defaults = {name: parameter.default for name, parameter in parameters.items()}
+        defaults |= {name: read(defaults[name]) for name, read in SHORT_FORMS.items()}
         shown = {
             name: value
             for name, value in self.arguments.items()
-            if name not in ("callbacks", "self") and name in defaults and value != defaults[name].default
+            if name not in ("callbacks", "self") and name in defaults and value != defaults[name]
         }
         texts = [f"{name}={value!r}" for name, value in shown.items()]
         texts += [f"callbacks={self.callbacks.callbacks + self.ordinary_callbacks!r}"]

@@ -40,7 +40,7 @@ class Extra:
         by_class: Whether it is made of means by class of the client's samples, which a
             :class:`~fedlightning.hooks.families.Protection` can make in the method's place.
         told: Whether it only tells of the client, and nothing that is combined goes by it: whatever its size, it is no update
-            that explodes (`update_limit`).
+            that explodes (`failures.update_limit`).
         due: Tags of the messages (an ordinary visit's is empty) whose updates must bring it, if the client has trained or was
             not to train.
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.accelerators import Accelerator
@@ -19,7 +19,6 @@ from lightning.pytorch.strategies import Strategy
 
 from fedlightning import arguments
 from fedlightning.assembly import Assembly
-from fedlightning.blueprint.ray_options import RayOptions
 from fedlightning.federation.deployed import export
 from fedlightning.federation.federation import Federation
 from fedlightning.federation.loops import Loop
@@ -28,13 +27,25 @@ from fedlightning.federation.saving import Saving
 from fedlightning.federation.terms import optimizer_state_of
 from fedlightning.fitted import ClientView as ClientView
 from fedlightning.hooks import CallbackList, FederatedCallback
+from fedlightning.options import SHORT_FORMS, EngineOptions, Evaluation, FailurePolicy
+from fedlightning.options.replaced import REPLACED
+from fedlightning.ranges import Count, Instance, Natural, NonNegativeFloat, Range, at_most_one, checked, replaced
 from fedlightning.run.folder import RunFolder, folder_of
 from fedlightning.run.lock import only_thread, only_writer
 from fedlightning.run.recorder import Recorder
 from fedlightning.run.resumable import AUTO, find_run, refuse_used, rounds_saved
 from fedlightning.run.signals import StopRequest, requeue, stop_requests
-from fedlightning.scoring.rows import LOCAL
 from fedlightning.storage.files import is_writer, of_first_rank
+
+Clients = Annotated[float, Range("(0, 1]", "A float is a share of the clients, an int a number of them.")]
+HeldOut = Annotated[
+    float, Range("[0, 1)", "A float is a share of the clients, an int a number of them, a list their ids.")
+]
+VISITS = Instance("It says when clients are visited; what trains inside a visit is local_loop.")
+Decay = Annotated[float, Range("(0, 10]", "A factor per round, such as 0.99.")]
+Gigabytes = Annotated[float, Range("[0, inf)", "0 keeps all but one on disk.")]
+Batches = Annotated[float, Range("(0, 1]", "A float is a share of an epoch, an int a number of batches.")]
+SomeBatches = Annotated[float, Range("[0, 1]", "A float is a share of the batches, an int a number of them.")]
 
 
 class FederatedTrainer(Assembly):
@@ -58,18 +69,9 @@ class FederatedTrainer(Assembly):
         callbacks: Federated callbacks (algorithms, checkpoints, diagnostics) and ordinary Lightning callbacks in any
             order. Ordinary ones run inside every client's training, each client with a copy and a state of its own.
         engine: Where clients work. "sequential": one after another in this process; "processes": on worker processes of
-            this machine with one torch thread each, the same results bit for bit (put what starts the training of a
-            script under `if __name__ == "__main__":`); "vectorized": many small models as one stack in this process,
-            equal up to rounding, and refused where something cannot be stacked; "ray": on Ray actors of this machine or of
-            a cluster, the same results bit for bit (extra `ray`); "auto": "vectorized" where it is
-            faster (small models, several clients a round, nothing that cannot be stacked), else "sequential", and one line
-            says why. It goes by the configuration alone, so it chooses the same on every machine.
-        workers: Number of worker processes of engine="processes" or "ray"; default: one for every core (of the cluster), at
-            most one for every client. Those of "processes" all use the first GPU, where there is one; devices="auto"
-            distributes them over all GPUs. Ray distributes its own.
-        ray: Cluster and resources for engine="ray", as a dict or RayOptions: address, num_cpus, num_gpus, init.
-        clients_per_stack: Number of clients that engine="vectorized" trains together; default: as many as fit into a
-            share of the memory. Results do not depend on it beyond rounding.
+            this machine, the same results bit for bit; "vectorized": many small models as one stack, equal up to rounding;
+            "ray": on Ray actors of this machine or of a cluster, the same results bit for bit; "auto": "vectorized" where it
+            is faster, else "sequential". With options: `Processes(workers=4)` and its like (`fedlightning.options`).
         loop: When clients are visited, and what a round is: "synchronous", or a loop with options
             (`fedlightning.federation.loops`). What trains inside a visit is another thing: local_loop.
         local_loop: What trains inside a visit. "trainer": a Lightning Trainer of the visit's own; "fast": a short loop
@@ -80,29 +82,11 @@ class FederatedTrainer(Assembly):
         init_from: Checkpoint (of Lightning or of this package) or `state_dict` file whose weights the federation begins
             with, instead of the module's own. An exported file carries what was spent on it (SampleDP, ClientDP): a private
             run tells that, its own, and the sum (`together` in `privacy.json`).
-        on_client_error: What becomes of a client that fails (raises, has a NaN, loses its worker process, takes too long).
-            "skip": it is left out of the round, with a warning; "retry": it is tried again first, with the same random
-            numbers; "stop": it ends the run.
-        client_retries: Number of further tries under on_client_error="retry"; default 1.
-        min_clients: Number (int) or share (float in (0, 1]) of a round's clients that must contribute; with fewer the run
-            stops, and its state of the round before is intact.
-        update_limit: Multiple of the usual norm of updates beyond which one is refused, and its client has failed; in round 1
-            of the norm of the model that was sent. Default 1000; `None`: nothing is refused for its size.
-        client_timeout: Seconds that a client may take for a visit, or for being scored; default: any time. With
-            engine="processes" its worker is ended and the client has failed; the other engines cannot end a client alone
-            and stop the run.
-        evaluate_every: Rounds between evaluations on validation data (the last round is always evaluated); 0: never.
-        evaluate_seconds: Virtual seconds between evaluations, instead, where the loop has a clock: scored is the first round
-            that begins at a multiple of them or later, and the last one.
-        evaluate_clients: Clients that are scored, on validation and test data, at every stage: a share (float in (0, 1]) or
-            a number (int), drawn once with the data module's seed, so they are the same in every round and for all methods
-            of a comparison. They train as the others do. Pooled data and held-out clients are not thinned out. Default:
-            all of them.
-        stages: Stages to evaluate: "G" the server's model, "L1" the model each client holds after receiving, "L2" after
-            local training.
-        evaluate_data: "local": each client's own data; "pooled": the union over clients.
-        test_data: Data that `test` and `validate` score on (default local and pooled); "clients" adds every client's model
-            on every other client's data, the cross-client matrix. Empty: no test, not even of stage L2.
+        failures: What becomes of a client that fails: "skip": it is left out of the round; "retry": it is tried again first;
+            "stop": it ends the run. How often, how many clients must contribute, how long one may take and how large an
+            update may be: `FailurePolicy(...)` (`fedlightning.options`).
+        evaluation: Rounds between evaluations on validation data (the last round is always evaluated); 0: never. Also of
+            which clients, at which stages and on what: `Evaluation(every=5, ...)` (`fedlightning.options`).
         logger: Lightning loggers; True: CSV files in the run's folder. Round means go to them.
         log_clients: What modules and callbacks log inside clients (`self.log`, `self.logger`, `LearningRateMonitor`) goes to
             the loggers as `client/<id>/<name>`, at steps counted over the client's visits: `True` for every client, or
@@ -157,44 +141,36 @@ class FederatedTrainer(Assembly):
         2
     """
 
+    @checked
+    @at_most_one("local_epochs", "local_steps", why="a visit is counted in epochs or in steps. Leave one out.")
+    @replaced(**REPLACED)
     def __init__(
         self,
         *,
-        max_rounds: int = 10,
-        local_epochs: int | None = None,
-        local_steps: int | None = None,
-        participation: int | float = 1.0,
-        held_out: int | float | list[str | int] | None = None,
+        max_rounds: Count = 10,
+        local_epochs: Count | None = None,
+        local_steps: Count | None = None,
+        participation: Count | Clients = 1.0,
+        held_out: Natural | HeldOut | list[str | int] | None = None,
         seed: int = 0,
         optimizer_state: Literal["reset", "keep"] | None = None,
-        lr_decay: float = 1.0,
+        lr_decay: Decay = 1.0,
         float_buffers: Literal["average", "local", "server"] = "average",
         callbacks: list[Callback] | Callback | None = None,
-        engine: Literal["sequential", "processes", "vectorized", "ray", "flower", "auto"] = "sequential",
-        workers: int | None = None,
-        ray: RayOptions | None = None,
-        clients_per_stack: int | None = None,
-        loop: Loop | Literal["synchronous"] = "synchronous",
+        engine: EngineOptions
+        | Literal["sequential", "processes", "vectorized", "ray", "flower", "auto"] = "sequential",
+        loop: Annotated[Loop, VISITS] | Literal["synchronous"] = "synchronous",
         local_loop: Literal["auto", "trainer", "fast"] = "auto",
-        client_memory_gb: float | None = None,
+        client_memory_gb: Gigabytes | None = None,
         init_from: str | Path | None = None,
-        on_client_error: Literal["skip", "retry", "stop"] = "skip",
-        client_retries: int | None = None,
-        min_clients: int | float = 1,
-        update_limit: float | None = 1000.0,
-        client_timeout: float | None = None,
-        evaluate_every: int = 1,
-        evaluate_seconds: float | None = None,
-        evaluate_clients: int | float | None = None,
-        stages: list[Literal["G", "L1", "L2"]] | None = None,
-        evaluate_data: list[Literal["local", "pooled"]] | None = None,
-        test_data: list[Literal["local", "pooled", "clients"]] | None = None,
+        failures: FailurePolicy | Literal["skip", "retry", "stop"] = "skip",
+        evaluation: Evaluation | int = 1,
         logger: Logger | Iterable[Logger] | bool | None = True,
         log_clients: bool | list[str | int] = False,
         name: str = "federation",
         version: str | None = None,
         default_root_dir: str | Path = "runs",
-        save_state: int = 1,
+        save_state: Natural = 1,
         enable_progress_bar: bool = True,
         fast_dev_run: bool = False,
         sanity_check: bool = True,
@@ -202,12 +178,12 @@ class FederatedTrainer(Assembly):
         accelerator: str | Accelerator = "auto",
         strategy: str | Strategy = "auto",
         devices: list[int] | str | int = 1,
-        num_nodes: int = 1,
+        num_nodes: Count = 1,
         precision: str | int | None = None,
         plugins: Any = None,
-        accumulate_grad_batches: int = 1,
-        gradient_clip_val: int | float | None = None,
-        gradient_clip_algorithm: str | None = None,
+        accumulate_grad_batches: Count = 1,
+        gradient_clip_val: NonNegativeFloat | None = None,
+        gradient_clip_algorithm: Literal["norm", "value"] | None = None,
         deterministic: bool | Literal["warn"] | None = None,
         benchmark: bool | None = None,
         inference_mode: bool = True,
@@ -215,17 +191,18 @@ class FederatedTrainer(Assembly):
         profiler: Profiler | str | None = None,
         detect_anomaly: bool = False,
         sync_batchnorm: bool = False,
-        limit_train_batches: int | float | None = None,
-        limit_val_batches: int | float | None = None,
-        limit_test_batches: int | float | None = None,
-        limit_predict_batches: int | float | None = None,
-        overfit_batches: int | float = 0.0,
-        val_check_interval: int | float | None = None,
-        check_val_every_n_epoch: int | None = None,
-        log_every_n_steps: int | None = None,
-        reload_dataloaders_every_n_epochs: int = 0,
+        limit_train_batches: Natural | SomeBatches | None = None,
+        limit_val_batches: Natural | SomeBatches | None = None,
+        limit_test_batches: Natural | SomeBatches | None = None,
+        limit_predict_batches: Natural | SomeBatches | None = None,
+        overfit_batches: Natural | SomeBatches = 0.0,
+        val_check_interval: Count | Batches | None = None,
+        check_val_every_n_epoch: Count | None = None,
+        log_every_n_steps: Natural | None = None,
+        reload_dataloaders_every_n_epochs: Natural = 0,
     ) -> None:
         given = {key: value for key, value in locals().items() if key != "self"}
+        given |= {name: read(given[name]) for name, read in SHORT_FORMS.items()}
         arguments.check(given)
         self.arguments = given
         everything = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
@@ -236,8 +213,6 @@ class FederatedTrainer(Assembly):
         self.loop = arguments.loop_of(loop)
         self.fast_dev_run = bool(fast_dev_run)
         self.max_rounds = 1 if fast_dev_run else max_rounds
-        self.stages = tuple(stages if stages is not None else ("G", "L1", "L2"))
-        self.evaluate_data = tuple(evaluate_data if evaluate_data is not None else (LOCAL,))
         self.recorder = Recorder()
         self.federation: Federation | None = None
         self.stopped_by: StopRequest | None = None

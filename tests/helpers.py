@@ -246,7 +246,7 @@ def make_trainer(root: str | Path | None, callbacks: Sequence[Callback] = (), **
     """
     given = {"max_rounds": 2, "accelerator": ACCELERATOR, "sanity_check": False} | QUIET | options
     if root is None:
-        given = {"evaluate_every": 0} | given
+        given = {"evaluation": 0} | given
     trainer = FederatedTrainer(callbacks=list(callbacks), default_root_dir=root or "unused", **given)
     if root is None:
         trainer.__class__ = _Unwritten

@@ -119,7 +119,7 @@ def test_a_runs_config_runs_again_with_the_same_numbers(finished: Path) -> None:
 
 
 def test_without_tests_after_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fit", *SMALL, "--test_after_fit=false", "--trainer.stages=[G]"]) == 0
+    assert main(["fit", *SMALL, "--test_after_fit=false", "--trainer.evaluation.stages=[G]"]) == 0
     assert "Results on validation data" in capsys.readouterr().out
     summary = json.loads(Path("runs/quickstart/version_0/summary.json").read_text())
     assert {row["split"] for row in summary["results"]} == {"val"}
@@ -185,7 +185,7 @@ def test_later_files_replace_lists_and_plus_appends() -> None:
 def test_loggers_by_name(words: list[str], kinds: list[str]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        cli = Commands("fit", [*SMALL, *words, "--trainer.stages=[G]"])
+        cli = Commands("fit", [*SMALL, *words, "--trainer.evaluation.stages=[G]"])
         cli.fit(test_after_fit=False)
     assert [type(logger).__name__ for logger in cli.trainer.loggers] == kinds
     if kinds == ["TensorBoardLogger"]:
@@ -331,8 +331,8 @@ def test_algorithms_and_completion(capsys: pytest.CaptureFixture[str]) -> None:
         ([*SMALL, "--data=FedProx"], "'fedlightning.callbacks.FedProx' is not a LightningDataModule"),
         ([*SMALL, "--trainer.max_rounds=x"], "trainer.max_rounds: must be a whole number, not 'x'"),
         ([*SMALL, "--trainer.max_round=2"], "no option '--trainer.max_round'. Did you mean --trainer.max_rounds"),
-        ([*SMALL, "--trainer.stages=[G,X]"], "must be one of 'G', 'L1', 'L2', not 'X'"),
-        ([*SMALL, "--trainer.local_steps=3"], "local_epochs=1 and local_steps=3 are both set"),
+        ([*SMALL, "--trainer.evaluation.stages=[G,X]"], "must be one of 'G', 'L1', 'L2', not 'X'"),
+        ([*SMALL, "--trainer.local_steps=3"], "got both local_epochs=1 and local_steps=3"),
         ([*SMALL, "--trainer.max_epochs=3"], "Use max_rounds and local_epochs"),
         ([*SMALL, "--trainer.callbacks+=FedProx", "--trainer.callbacks.mu=-1"], "FedProx got mu=-1.0"),
         (

@@ -272,7 +272,7 @@ def test_pi_fl_on_cifar10_parses(name: str, capsys: pytest.CaptureFixture[str]) 
 )
 def test_clusters_of_digits(files: tuple[str, ...], tmp_path: Path) -> None:
     words = [word for name in files for word in ("--config", str(CONFIGS / f"{name}.yaml"))]
-    words += [*small(tmp_path)[:4], "--trainer.local_epochs=1", "--trainer.evaluate_every=1"]
+    words += [*small(tmp_path)[:4], "--trainer.local_epochs=1", "--trainer.evaluation.every=1"]
     size = ["partitioner.num_clients=3", "max_train=150", "max_test=60"]
     if "fesem_digits" not in files[0]:
         size = ["num_clients=4", "source.max_train=160", "source.max_test=60"]
@@ -298,14 +298,14 @@ def test_shakespeares_roles(tmp_path: Path) -> None:
     (tmp_path / "input.txt").write_text("\n\n".join(speeches))
     words = ["--config", str(CONFIGS / "shakespeare/fedavg.yaml"), *small(tmp_path)[:4], "--trainer.participation=2"]
     words += [f"--data.root={tmp_path / 'input.txt'}", "--data.min_chars=1000", "--model.net.hidden=8"]
-    assert main(["fit", *words, "--trainer.evaluate_every=1", "--data.step=40"]) == 0
+    assert main(["fit", *words, "--trainer.evaluation.every=1", "--data.step=40"]) == 0
     summary = json.loads((tmp_path / "shakespeare_fedavg/version_0/summary.json").read_text())
     assert summary["num_clients"] == 3 and "failures" not in summary
 
 
 def test_synthetic_devices_with_stragglers(tmp_path: Path) -> None:
     words = ["--config", str(CONFIGS / "synthetic/fedprox.yaml"), *small(tmp_path)[:4], "--trainer.local_epochs=2"]
-    assert main(["fit", *words, "--trainer.evaluate_every=1", "--data.num_clients=12", "--data.seed=3"]) == 0
+    assert main(["fit", *words, "--trainer.evaluation.every=1", "--data.num_clients=12", "--data.seed=3"]) == 0
     (run,) = tmp_path.glob("*/version_0")
     assert ("G", "test") in {(row["stage"], row["split"]) for row in read_results(run)}
 
@@ -345,7 +345,12 @@ def test_sites_in_one_process(hospitals: list[str] | None, tmp_path: Path) -> No
         ]
         (tmp_path / f"processed.{name}.data").write_text("\n".join(rows))
     words = [f"--config={CONFIGS / 'sites' / name}.yaml" for name in ("run", "data")]
-    words += [f"--data.root={tmp_path}", *small(tmp_path)[:4], "--trainer.local_steps=2", "--trainer.evaluate_every=1"]
+    words += [
+        f"--data.root={tmp_path}",
+        *small(tmp_path)[:4],
+        "--trainer.local_steps=2",
+        "--trainer.evaluation.every=1",
+    ]
     assert main(["fit", *words, *([] if hospitals else ["--data.hospitals=null"])]) == 0
     summary = json.loads((tmp_path / "sites/version_0/summary.json").read_text())
     assert summary["num_clients"] == len(hospitals or range(4)) and "failures" not in summary
@@ -421,7 +426,7 @@ def test_unseen_clients(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_hundred_thousand_clients(tmp_path: Path) -> None:
-    words = ["--trainer.max_rounds=2", "--trainer.participation=3", "--trainer.evaluate_clients=5"]
+    words = ["--trainer.max_rounds=2", "--trainer.participation=3", "--trainer.evaluation.clients=5"]
     words += [f"--trainer.default_root_dir={tmp_path}", "--trainer.enable_progress_bar=false"]
     assert main(["fit", "--config", str(CONFIGS / "many_clients.yaml"), *words]) == 0
     summary = json.loads((tmp_path / "many_clients/version_0/summary.json").read_text())

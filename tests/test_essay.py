@@ -12,6 +12,7 @@ from fedlightning import FederatedTrainer
 from fedlightning.callbacks import FedAvg
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner
 from fedlightning.models import MLP, Classifier
+from fedlightning.options import Evaluation
 from tests.helpers import same
 
 ESSAY = Path(__file__).parents[1] / "examples" / "essay.py"
@@ -44,7 +45,7 @@ def test_the_essay_is_what_the_trainer_does(essay, local_loop, tmp_path):
         logger=False,
         enable_progress_bar=False,
         local_loop=local_loop,
-        test_data=[],
+        evaluation=Evaluation(test_data=[]),
         default_root_dir=tmp_path,
     )
     trainer.fit(template, digits())

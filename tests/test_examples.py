@@ -236,7 +236,7 @@ def test_table1_of_pi_fl(table1, tmp_path, monkeypatch, capsys):
         "--data.num_clients=4",
         "--data.source.max_train=300",
         "--trainer.max_rounds=2",
-        "--trainer.evaluate_every=2",
+        "--trainer.evaluation.every=2",
     ]
     slots = ["--trainer.default_root_dir", str(tmp_path / "own"), "--trainer.enable_progress_bar=false"]
     monkeypatch.setattr("sys.argv", ["pi_fl_table1.py", *files, "--out", str(tmp_path), *few])

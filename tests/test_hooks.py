@@ -182,7 +182,7 @@ def test_a_run_leaves_the_callback_as_it_was(callback):
     """State is explicit: attributes hold hyper-parameters only, before and after."""
     before = copy.deepcopy(vars(callback))
     assert set(before) <= set(callback.hyperparameters())
-    federate(NormNet("sgd"), toy_data([8, 8]), [callback], max_rounds=2, evaluate_every=1)
+    federate(NormNet("sgd"), toy_data([8, 8]), [callback], max_rounds=2, evaluation=1)
     assert vars(callback) == before
     for copied in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))):
         assert vars(copied) == before

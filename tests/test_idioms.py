@@ -207,7 +207,7 @@ def test_batches_may_be_dicts_or_named_tuples():
     for form in (dict, Sample):
         torch.manual_seed(0)
         loaders = {client: DataLoader(Pairs(count, form), batch_size=8) for client, count in (("a", 20), ("b", 28))}
-        trainer = make_trainer(None, evaluate_every=1)
+        trainer = make_trainer(None, evaluation=1)
         trainer.fit(Named(), train_dataloaders=loaders, val_dataloaders=loaders)
         values.append([row.value for row in trainer.rows])
     assert values[0] == values[1] and values[0]
@@ -215,7 +215,7 @@ def test_batches_may_be_dicts_or_named_tuples():
 
 @pytest.mark.parametrize("average", [StochasticWeightAveraging(0.05, swa_epoch_start=1), EMAWeightAveraging(decay=0.5)])
 def test_averages_of_weights_begin_anew_with_the_clocks_of_a_visit(average):
-    trainer = make_trainer(None, [average], max_rounds=3, local_epochs=3, evaluate_every=1)
+    trainer = make_trainer(None, [average], max_rounds=3, local_epochs=3, evaluation=1)
     trainer.fit(Toy(), toy_data([20]))
     losses = [row.value for row in trainer.rows if (row.stage, row.metric) == ("G", "val_loss")]
     with pytest.raises(ValueError, match="averages the weights of one fit"):
@@ -296,7 +296,7 @@ def test_what_cannot_be_copied_is_named_with_ways_out_that_work():
     models = []
     for kind in (Toy, Unlocked, LockedLater):
         torch.manual_seed(0)
-        trainer = make_trainer(None, [], evaluate_every=1, sanity_check=True)
+        trainer = make_trainer(None, [], evaluation=1, sanity_check=True)
         trainer.fit(kind(), datamodule=toy_data())
         assert not trainer.server.failures
         models.append(trainer.server.model)

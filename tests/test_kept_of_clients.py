@@ -10,6 +10,7 @@ import pytest
 from torch import Tensor
 
 from fedlightning.catalogue import ALGORITHMS, find
+from fedlightning.options import Evaluation
 from fedlightning.testing.toys import ToyData, federate
 from tests.conformance.case import Case, collect
 
@@ -34,7 +35,7 @@ def tensors_of_clients(kept: Any, clients: set[str], of: str = "") -> Iterator[s
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in CASES])
 def test_the_catalogue_says_what_the_server_keeps_of_each_client(name):
     case, data = CASES[name], ToyData()
-    given = {"max_rounds": 2, "local_steps": 1, "test_data": []} | case.arguments
+    given = {"max_rounds": 2, "local_steps": 1, "evaluation": Evaluation(test_data=[])} | case.arguments
     server = federate(copy.deepcopy(case.algorithm), data, None, **given).server
     kept = set(tensors_of_clients([server.state, server.models], set(data.client_ids)))
     row = find(type(case.algorithm).__name__)

@@ -474,7 +474,7 @@ def test_a_number_is_finite_where_only_its_kind_is_said(value):
             Plainly(**options)
     with pytest.raises(ConfigurationError, match=r"Plainly got rates=.*Use a list, each a number, or None\."):
         Plainly(rates=[0.1, value])
-    with pytest.raises(ConfigurationError, match=r"gradient_clip_val=.* must be a finite number"):
+    with pytest.raises(ConfigurationError, match=r"gradient_clip_val=.*Use a number .* It must be finite"):
         FederatedTrainer(gradient_clip_val=value)
     with pytest.raises(ConfigurationError, match=r"FixedSpeed got seconds_per_visit="):
         FixedSpeed(value)

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 ORDER = (
     ("errors", "seeding", "tensors", "compat"),
     ("ranges", "storage"),
-    ("layers", "messages", "datamodules", "topology"),
+    ("layers", "messages", "datamodules", "topology", "options"),
     ("wrappers", "models"),
     ("codec",),
     ("hooks",),

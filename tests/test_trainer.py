@@ -23,6 +23,7 @@ from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.callbacks import FLIU, SCAFFOLD, Central, FedAdam, FedPer, FedProx, Local, LocalCheckpoint
 from fedlightning.federation.attempts import FederationError
 from fedlightning.hooks import Job
+from fedlightning.options import Evaluation
 from fedlightning.tensors import module_state
 from tests.helpers import (
     STYLES,
@@ -124,9 +125,9 @@ def test_evaluation_changes_nothing():
     """Every round evaluated on everything, or never: the same tensors, records and generators."""
     module, options = NormNet("adam", dropout=0.3), {"max_rounds": 3, "participation": 2}
     looked = federate(
-        module, toy_data(), [FLIU(), FedProx()], evaluate_every=1, evaluate_data=["local", "pooled"], **options
+        module, toy_data(), [FLIU(), FedProx()], evaluation=Evaluation(every=1, data=["local", "pooled"]), **options
     )
-    blind = federate(module, toy_data(), [FLIU(), FedProx()], evaluate_every=0, stages=[], **options)
+    blind = federate(module, toy_data(), [FLIU(), FedProx()], evaluation=Evaluation(every=0, stages=[]), **options)
     same(global_state(looked), global_state(blind))
     for client in "012":
         a, b = looked.store.get(client), blind.store.get(client)
@@ -144,7 +145,7 @@ def test_evaluation_changes_nothing():
 
 @pytest.mark.parametrize("callbacks", [[SCAFFOLD()], [FLIU()], [FedPer()], [Local()]], ids=lambda c: c[0].key)
 def test_an_absent_clients_record_does_not_change(callbacks):
-    _trainer, spy = spied(NormNet("sgd"), toy_data(), callbacks, max_rounds=4, participation=1, evaluate_every=1)
+    _trainer, spy = spied(NormNet("sgd"), toy_data(), callbacks, max_rounds=4, participation=1, evaluation=1)
     absent = 0
     for number in range(1, 4):
         (present,) = {message.client for message in spy.messages if message.round == number and message.work is None}
@@ -584,7 +585,7 @@ def test_a_profiler_ends_with_its_fit_however_that_ends():
     """Two of torch's that run at once end the process."""
     profiler = NotesEnds()
     data = toy_data([16, 3, 16])
-    federate(FailsInOneClient(), data, max_rounds=2, profiler=profiler, on_client_error="skip")
+    federate(FailsInOneClient(), data, max_rounds=2, profiler=profiler, failures="skip")
     assert len(profiler.began) > 1 and profiler.began <= profiler.ended
 
 

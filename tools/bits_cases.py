@@ -19,6 +19,7 @@ import fedlightning.datamodules as fd
 import fedlightning.models as fm
 from fedlightning import FederatedTrainer
 from fedlightning.federation.loops import Synchronous
+from fedlightning.options import Evaluation, FailurePolicy, Processes, Vectorized
 from fedlightning.seeding import generator
 from fedlightning.testing.toys import ToyData, ToyModule
 from fedlightning.virtual_time import (
@@ -92,15 +93,15 @@ def of_methods() -> Cases:
     first = {type(case.algorithm): name for name, case in reversed(methods().items())}
     for name, case in methods().items():
         own, given = [case.algorithm], case.arguments | OWN.get(name, {})
-        yield f"fast/{name}", plain(own, **{"local_loop": "fast", "evaluate_every": 2} | given)
+        yield f"fast/{name}", plain(own, **{"local_loop": "fast", "evaluation": 2} | given)
         if first[type(case.algorithm)] != name:
             continue
         lightning = {"full": True, "local_loop": "trainer", "max_rounds": 2}
         yield f"lightning/{name}", plain(own, **lightning | given)
         yield f"vectorized/{name}", plain(own, **{"engine": "vectorized", "max_rounds": 2} | given)
-        some = {"participation": 3, "evaluate_every": 2}
+        some = {"participation": 3, "evaluation": 2}
         yield f"resume/{name}", resumed(own, in_place, **some | given)
-        yield f"newcomer/{name}", onboarded(own, **{"max_rounds": 2, "evaluate_every": 2} | given)
+        yield f"newcomer/{name}", onboarded(own, **{"max_rounds": 2, "evaluation": 2} | given)
         two = functools.partial(_client_models, cycle=("small", "deep"))
         yield f"architectures/{name}", plain(own, **{"module": two, "max_rounds": 2} | given)
         momentum = functools.partial(seeded, Moments, full=bool(given.get("full")))
@@ -113,7 +114,7 @@ def of_methods() -> Cases:
             mixed = {"precision": "bf16-mixed", "gradient_clip_val": 1.0, "accumulate_grad_batches": 2, "full": True}
             yield f"bf16/{name}", plain(own, **mixed | {"max_rounds": 2} | given)
         if name in IN_PROCESSES:
-            yield f"processes/{name}", plain(own, **{"engine": "processes", "workers": 2, "max_rounds": 2} | given)
+            yield f"processes/{name}", plain(own, **{"engine": Processes(2), "max_rounds": 2} | given)
         if name in KILLED:
             yield f"killed/{name}", resumed(own, in_a_fork, **some | given)
 
@@ -179,7 +180,7 @@ def of_compositions() -> Cases:
     for name, callbacks in TOGETHER.items():
 
         def run(folder: Path, parts: dict[str, Any], callbacks: list[Any] = callbacks) -> None:
-            given = {"evaluate_data": ["local", "pooled"], "test_data": ["local", "pooled", "clients"]}
+            given = {"evaluation": Evaluation(data=["local", "pooled"], test_data=["local", "pooled", "clients"])}
             data = toy_data({"0": 24, "1": 40, "2": 16})
             module = functools.partial(seeded, NormNet, "momentum", dropout=0.1)
             checkpoint = (
@@ -197,10 +198,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "epochs": {"local_epochs": 2},
     "local buffers": {"full": True, "float_buffers": "local"},
     "server buffers": {"full": True, "float_buffers": "server"},
-    "stages": {"stages": ["L2"], "evaluate_every": 2},
-    "few scored": {"evaluate_clients": 2},
+    "stages": {"evaluation": Evaluation(stages=["L2"], every=2)},
+    "few scored": {"evaluation": Evaluation(clients=2)},
     "auto": {"engine": "auto"},
-    "stack of two": {"engine": "vectorized", "clients_per_stack": 2},
+    "stack of two": {"engine": Vectorized(clients_per_stack=2)},
     "moments in stacks": {"engine": "vectorized", "module": functools.partial(seeded, Moments)},
     "accumulate": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
     "clip by value": {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
@@ -210,21 +211,26 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "another seed": {"seed": 7},
     "keep": {"optimizer_state": "keep"},
     "NaN": {"data_of": lambda: ToyData(nan="site1")},
-    "NaN retried": {"data_of": lambda: ToyData(nan="site1"), "on_client_error": "retry"},
-    "NaN stops": {"data_of": lambda: ToyData(nan="site1"), "on_client_error": "stop"},
-    "too few": {"data_of": lambda: ToyData(nan="site1"), "min_clients": 4},
+    "NaN retried": {"data_of": lambda: ToyData(nan="site1"), "failures": "retry"},
+    "NaN stops": {"data_of": lambda: ToyData(nan="site1"), "failures": "stop"},
+    "too few": {"data_of": lambda: ToyData(nan="site1"), "failures": FailurePolicy(min_clients=4)},
     "empty client": {"data_of": lambda: ToyData(sizes=(12, 1, 0, 9))},
     "fixed link": {"loop_of": lambda: Synchronous(VirtualClock(SampleSpeed(0.1), FixedLink(1e3, 1e3, 0.1)))},
     "first come": {"loop_of": lambda: Synchronous(clock(), first=2)},
     "late are dropped": {"loop_of": lambda: Synchronous(clock(), deadline=0.2)},
     "day and night": {"loop_of": lambda: Asynchronous(clock(DayNightAvailability(1.0, period=2.0)), concurrency=2)},
     "drop at end": {"loop_of": lambda: Asynchronous(clock(), concurrency=0.5, arrivals=2, max_staleness=1)},
-    "virtual seconds": {"loop_of": lambda: Synchronous(clock()), "evaluate_seconds": 0.3, "max_rounds": 6},
+    "virtual seconds": {
+        "loop_of": lambda: Synchronous(clock()),
+        "evaluation": Evaluation(seconds=0.3),
+        "max_rounds": 6,
+    },
 }
 REFUSED: list[dict[str, Any]] = [
     {"local_epochs": 2, "local_steps": 5}, {"max_epochs": 3}, {"max_rounds": 0}, {"local_steps": 0}, {"evaluate_every": -1},
     {"participation": 1.5}, {"participation": 0}, {"lr_decay": 0}, {"optimizer_state": "new"}, {"float_buffers": "mean"},
-    {"engine": "warp"}, {"stages": ["G", "L3"]}, {"evaluate_data": ["global"]}, {"callbacks": ["fedprox"]},
+    {"engine": "warp"}, {"stages": ["G", "L3"]}, {"evaluate_data": ["global"]},
+    {"callbacks": ["fedprox"]},
     {"max_time": "1h"}, {"seed": None}, {"name": None}, {"logger": "csv"}, {"num_nodes": 2}, {"limit_val_batches": -1},
     {"held_out": 1.0}, {"held_out": ["nobody"]}, {"min_clients": 0}, {"update_limit": -1}, {"client_retries": 0},
     {"local_loop": "slow"}, {"workers": 2}, {"clients_per_stack": 2}, {"loop": "asynchronous"}, {"evaluate_seconds": 1.0},

@@ -104,7 +104,7 @@ def fit(
     """Run a small federation and return its trainer."""
     data = ToyData() if data is None else data
     data.batch_size = batch_size
-    defaults = {"max_rounds": 3, "evaluate_every": 1, "save_state": 0, "local_steps": 3, "accelerator": "cpu"}
+    defaults = {"max_rounds": 3, "evaluation": 1, "save_state": 0, "local_steps": 3, "accelerator": "cpu"}
     if "local_epochs" in arguments:
         del defaults["local_steps"]
     quiet = {"logger": False, "enable_progress_bar": False, "default_root_dir": root}

@@ -38,6 +38,7 @@ from fedlightning.datamodules import (
 )
 from fedlightning.errors import ConfigurationError
 from fedlightning.models import MLP, Classifier, DigitsCNN, TinyNet
+from fedlightning.options import Evaluation
 from fedlightning.virtual_time import Asynchronous, LogNormalSpeed, VirtualClock, WaitFree
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -193,9 +194,7 @@ def run(setting: Setting, method: str, seed: int, engine: str = "sequential", **
             **clip,
             seed=seed,
             callbacks=[create(method, **options)],
-            stages=["L1"],
-            test_data=["local"],
-            evaluate_every=0,
+            evaluation=Evaluation(stages=["L1"], test_data=["local"], every=0),
             save_state=0,
             logger=False,
             enable_progress_bar=False,

@@ -27,6 +27,7 @@ import torch
 
 import fedlightning.callbacks as callbacks
 from fedlightning.hooks import FederatedCallback
+from fedlightning.options import Evaluation
 from fedlightning.virtual_time import Asynchronous, DrawnStaleness, WaitFree
 from tests.conformance.case import collect
 from tools.refusals import Answer, ask
@@ -61,8 +62,8 @@ WITH: dict[str, dict[str, Any]] = {
     "WaitFree": {"loop": WaitFree(), "participation": 1.0},
     "held_out": {"held_out": ["site3"]},
     "optimizer_state=keep": {"optimizer_state": "keep"},
-    "evaluate_clients=2": {"evaluate_clients": 2},
-    "evaluate_every=0": {"evaluate_every": 0},
+    "evaluate_clients=2": {"evaluation": Evaluation(clients=2)},
+    "evaluate_every=0": {"evaluation": 0},
     "max_rounds=1": {"max_rounds": 1},
     "local_steps=1": {"local_steps": 1},
     "local_epochs=2": {"local_steps": None, "local_epochs": 2},

@@ -20,6 +20,7 @@ from torch import nn
 from fedlightning.compat.quiet import quiet
 from fedlightning.hooks import Facts, FederatedCallback
 from fedlightning.models import ClientModels
+from fedlightning.options import Evaluation
 from fedlightning.testing.toys import ToyData, ToyModule
 from fedlightning.trainer import FederatedTrainer
 from tests.engines.sites.helpers import Line, at_sites
@@ -29,7 +30,12 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule
 
 ROOT = Path(__file__).resolve().parents[1]
-BASE: dict[str, Any] = {"max_rounds": 3, "local_steps": 3, "evaluate_every": 1, "save_state": 0, "test_data": []}
+BASE: dict[str, Any] = {
+    "max_rounds": 3,
+    "local_steps": 3,
+    "evaluation": Evaluation(every=1, test_data=[]),
+    "save_state": 0,
+}
 
 
 class Module(ToyModule):

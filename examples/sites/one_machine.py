@@ -161,7 +161,11 @@ def main() -> None:
         raise SystemExit(f"{out} is there already. Give another folder with --out, or remove it.")
     out.mkdir(parents=True)
     config = breast_tumours(out) if options.root is None else heart_disease(options.root, out)
-    config["trainer"] |= {"max_rounds": options.rounds, "evaluate_every": min(5, options.rounds), "version": "one"}
+    config["trainer"] |= {
+        "max_rounds": options.rounds,
+        "evaluation": {"every": min(5, options.rounds)},
+        "version": "one",
+    }
     sites = list(REGIONS if options.root is None else HOSPITALS)
     (out / "server").mkdir()
     for machine in ("server", *sites):

@@ -14,6 +14,7 @@ from fedlightning import FederatedTrainer
 from fedlightning.callbacks import FedAvg
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner, IIDPartitioner, plot_partition
 from fedlightning.models import MLP, Classifier
+from fedlightning.options import Evaluation
 from fedlightning.study.curves import round_means
 from fedlightning.study.runs import load_run
 
@@ -37,7 +38,7 @@ for name, partitioner in splits.items():
         max_rounds=8,
         local_epochs=2,
         callbacks=[FedAvg()],
-        stages=["G"],
+        evaluation=Evaluation(stages=["G"]),
         default_root_dir=tempfile.mkdtemp(),
         enable_progress_bar=False,
     )

@@ -15,6 +15,7 @@ from fedlightning import FederatedTrainer
 from fedlightning.callbacks import FENDA, FedAvg, Local, LocalCheckpoint
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner
 from fedlightning.models import MLP, Classifier
+from fedlightning.options import Evaluation
 
 # %%
 # Only the callback differs. ``head`` names the layer that turns features into predictions; everything before it is the
@@ -28,9 +29,8 @@ for name, method in methods.items():
         max_rounds=8,
         local_epochs=2,
         callbacks=[method, LocalCheckpoint()],
-        stages=["L1"],
-        test_data=["local"],
-        optimizer_state="reset",  # of all methods alike
+        evaluation=Evaluation(stages=["L1"], test_data=["local"]),
+        optimizer_state="reset",
         default_root_dir=tempfile.mkdtemp(),
         enable_progress_bar=False,
     )

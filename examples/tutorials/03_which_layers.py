@@ -16,12 +16,13 @@ from fedlightning import FederatedTrainer
 from fedlightning.callbacks import PLayerFL
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner
 from fedlightning.models import Classifier, DigitsCNN
+from fedlightning.options import Evaluation
 
 torch.manual_seed(0)
 trainer = FederatedTrainer(
     max_rounds=5,
     callbacks=[PLayerFL(threshold=1.05)],
-    stages=["L1"],
+    evaluation=Evaluation(stages=["L1"]),
     default_root_dir=tempfile.mkdtemp(),
     enable_progress_bar=False,
 )

@@ -15,6 +15,7 @@ from fedlightning import FederatedTrainer
 from fedlightning.callbacks import FLIU, FedAvg, Local
 from fedlightning.datamodules import DigitsDataModule, PathologicalPartitioner
 from fedlightning.models import MLP, Classifier
+from fedlightning.options import Evaluation
 
 # %%
 # Each client has digits of two classes only. ``pooled`` is the union of all clients' test data. Stage L1 is the model that a
@@ -27,9 +28,8 @@ for name, method in {"alone": Local(), "FedAvg": FedAvg(), "FLIU": FLIU()}.items
         max_rounds=8,
         local_epochs=2,
         callbacks=[method],
-        stages=["G", "L1"],
-        test_data=["local", "pooled"],
-        optimizer_state="reset",  # of all methods alike
+        evaluation=Evaluation(stages=["G", "L1"], test_data=["local", "pooled"]),
+        optimizer_state="reset",
         default_root_dir=tempfile.mkdtemp(),
         enable_progress_bar=False,
     )

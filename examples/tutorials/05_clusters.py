@@ -16,6 +16,7 @@ from fedlightning import FederatedTrainer
 from fedlightning.callbacks import PIFL
 from fedlightning.datamodules import DigitsDataModule, MixtureDataModule
 from fedlightning.models import MLP, Classifier
+from fedlightning.options import Evaluation
 
 torch.manual_seed(0)
 data = MixtureDataModule(DigitsDataModule(), num_clients=8, groups="rotation", mixture="0:100")
@@ -23,7 +24,7 @@ trainer = FederatedTrainer(
     max_rounds=6,
     local_epochs=2,
     callbacks=[PIFL(num_clusters=2, utility="gradient")],
-    stages=["L1"],
+    evaluation=Evaluation(stages=["L1"]),
     default_root_dir=tempfile.mkdtemp(),
     enable_progress_bar=False,
 )

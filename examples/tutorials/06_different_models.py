@@ -15,6 +15,7 @@ from fedlightning import FederatedTrainer
 from fedlightning.callbacks import FedProto, Local
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner
 from fedlightning.models import MLP, Classifier, ClientModels
+from fedlightning.options import Evaluation
 
 # %%
 # Two networks whose representations have one width (32). ``cycle`` deals them to the clients in turn.
@@ -33,9 +34,8 @@ for name, method in {"alone": Local(), "FedProto": FedProto()}.items():
         max_rounds=8,
         local_epochs=2,
         callbacks=[method],
-        stages=["L2"],
-        test_data=["local"],
-        optimizer_state="reset",  # of all methods alike
+        evaluation=Evaluation(stages=["L2"], test_data=["local"]),
+        optimizer_state="reset",
         default_root_dir=tempfile.mkdtemp(),
         enable_progress_bar=False,
     )

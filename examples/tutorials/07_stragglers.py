@@ -16,6 +16,7 @@ from fedlightning.callbacks import FedAvg, FedBuff
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner
 from fedlightning.federation.loops import Synchronous
 from fedlightning.models import MLP, Classifier
+from fedlightning.options import Evaluation
 from fedlightning.study.curves import cumulative_costs, round_means
 from fedlightning.study.runs import load_run
 from fedlightning.virtual_time import Asynchronous, SampleSpeed, VirtualClock
@@ -34,8 +35,7 @@ for name, (method, loop, rounds) in runs.items():
         max_rounds=rounds,
         callbacks=[method],
         loop=loop,
-        stages=["G"],
-        evaluate_every=max(1, rounds // 12),
+        evaluation=Evaluation(stages=["G"], every=max(1, rounds // 12)),
         default_root_dir=tempfile.mkdtemp(),
         enable_progress_bar=False,
         save_state=0,

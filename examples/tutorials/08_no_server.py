@@ -14,6 +14,7 @@ from fedlightning import FederatedTrainer
 from fedlightning.callbacks import DFedAvg
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner
 from fedlightning.models import MLP, Classifier
+from fedlightning.options import Evaluation
 from fedlightning.topology import contraction, make_graph, mixing_weights
 
 # %%
@@ -33,8 +34,7 @@ for graph in ("ring", "torus", "complete"):
     trainer = FederatedTrainer(
         max_rounds=8,
         callbacks=[DFedAvg(topology=graph)],
-        stages=["L1"],
-        test_data=["local", "pooled"],
+        evaluation=Evaluation(stages=["L1"], test_data=["local", "pooled"]),
         default_root_dir=tempfile.mkdtemp(),
         enable_progress_bar=False,
     )

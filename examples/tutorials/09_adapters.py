@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedlightning.callbacks import FedAvg, FedIT
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner
 from fedlightning.models import MLP, Classifier
+from fedlightning.options import Evaluation
 from fedlightning.study.curves import round_means
 from fedlightning.study.runs import load_run
 
@@ -47,7 +48,7 @@ for name, method in {"FedAvg, all weights": FedAvg(), "FedIT, adapters": FedIT(r
         max_rounds=6,
         local_epochs=2,
         callbacks=[method],
-        stages=["G"],
+        evaluation=Evaluation(stages=["G"]),
         default_root_dir=tempfile.mkdtemp(),
         enable_progress_bar=False,
     )

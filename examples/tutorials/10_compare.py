@@ -16,6 +16,7 @@ from fedlightning import FederatedTrainer
 from fedlightning.callbacks import APFL, FedAvg, Local, LocalCheckpoint
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner
 from fedlightning.models import MLP, Classifier
+from fedlightning.options import Evaluation
 from fedlightning.study.runs import load_run
 from fedlightning.study.study import Study
 
@@ -31,9 +32,8 @@ for name, method in {"Local": Local, "FedAvg": FedAvg, "APFL": APFL}.items():
             local_epochs=2,
             seed=seed,
             callbacks=[method(), LocalCheckpoint()],
-            stages=["L1"],
-            test_data=["local", "pooled"],
-            optimizer_state="reset",  # of all methods alike
+            evaluation=Evaluation(stages=["L1"], test_data=["local", "pooled"]),
+            optimizer_state="reset",
             default_root_dir=Path(tempfile.mkdtemp()),
             enable_progress_bar=False,
         )

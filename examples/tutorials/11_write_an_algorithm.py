@@ -87,6 +87,7 @@ from fedlightning import FederatedTrainer
 from fedlightning.callbacks import FedAvg
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner
 from fedlightning.models import Classifier, DigitsCNN
+from fedlightning.options import Evaluation
 from fedlightning.study.curves import round_means
 from fedlightning.study.runs import load_run
 from fedlightning.testing import check_algorithm
@@ -110,7 +111,7 @@ for name, algorithm in {"FedAvg": FedAvg(weighting="uniform"), "FedCM": FedCM(al
         max_rounds=9,
         local_epochs=2,
         callbacks=[algorithm],
-        stages=["G"],
+        evaluation=Evaluation(stages=["G"]),
         default_root_dir=tempfile.mkdtemp(),
         enable_progress_bar=False,
     )

@@ -17,6 +17,7 @@ from fedlightning.callbacks import FedAvg, GeometricMedian, TrimmedMean
 from fedlightning.callbacks.attacks import SignFlip
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner
 from fedlightning.models import MLP, Classifier
+from fedlightning.options import Evaluation
 
 # %%
 # A rule stands in the list like any callback, and so does an attack.
@@ -30,8 +31,7 @@ for name, rule in rules.items():
             max_rounds=8,
             local_epochs=2,
             callbacks=[rule(), *([SignFlip(clients=bad, scale=5.0)] if bad else [])],
-            stages=["G"],
-            test_data=["pooled"],
+            evaluation=Evaluation(stages=["G"], test_data=["pooled"]),
             default_root_dir=tempfile.mkdtemp(),
             enable_progress_bar=False,
         )

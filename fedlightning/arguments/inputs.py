@@ -217,7 +217,7 @@ def evaluated_clients(given: int | float | None, clients: list[str], seed: int) 
     """Return the clients that are scored: all, or those that are drawn."""
     if isinstance(given, int) and given > len(clients):
         raise ConfigurationError(
-            f"The trainer got evaluate_clients={given}, and the federation has {len(clients)} clients. Use "
+            f"Evaluation got clients={given}, and the federation has {len(clients)} clients. Use "
             f"{len(clients)} at most, or leave it out: all are scored then."
         )
     drawn = clients if given is None else draw_clients(clients, given, seed, "evaluated")

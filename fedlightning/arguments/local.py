@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import (
 
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.hooks import FederatedCallback
+from fedlightning.options import Vectorized
 from fedlightning.ranges import is_boundless, may_be_infinite
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def check_logs(given: Mapping[str, Any], callbacks: Iterable[Callback]) -> None:
         raise ConfigurationError(
             f"log_clients={asked!r}, but logger={given['logger']!r}: there is no logger to write to. Use logger=True."
         )
-    if asked and given["engine"] == "vectorized":
+    if asked and isinstance(given["engine"], Vectorized):
         raise ConfigurationError(
             f"log_clients={asked!r}, but engine='vectorized' trains clients as one stack, whose steps are not logged. Use "
             "engine='sequential' or 'processes'."

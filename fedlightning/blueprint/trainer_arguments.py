@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
 from collections.abc import Mapping
-from numbers import Integral
 from typing import Any
 
 from lightning.fabric.plugins.environments.lsf import LSFEnvironment
@@ -17,7 +15,6 @@ from lightning.pytorch import Trainer
 
 from fedlightning.compat.quiet import quiet
 from fedlightning.errors import ConfigurationError
-from fedlightning.ranges import is_boundless, shown
 
 CLUSTERS = (SLURMEnvironment, TorchElasticEnvironment, LSFEnvironment, MPIEnvironment)
 """What tells the processes of several machines about each other."""
@@ -55,42 +52,8 @@ OF_DEVICES = ("accelerator", "devices", "strategy", "num_nodes", "precision", "p
 
 
 def check_forwarded(given: Mapping[str, Any]) -> None:
-    """Refuse values of Lightning's arguments that cannot work, also those that it takes without a word."""
-    for name in FORWARDED:
-        if is_boundless(given[name]):
-            raise ConfigurationError(f"{name}={shown(given[name])} must be a finite number.")
-    for name, least in (
-        ("accumulate_grad_batches", 1),
-        ("num_nodes", 1),
-        ("check_val_every_n_epoch", 1),
-        ("log_every_n_steps", 0),
-        ("reload_dataloaders_every_n_epochs", 0),
-    ):
-        value = given[name]
-        if value is not None and (not _is_whole(value) or value < least):
-            raise ConfigurationError(f"{name}={value!r} must be a whole number of at least {least}.")
-    for name in (*(f"limit_{split}_batches" for split in ("train", "val", "test", "predict")), "overfit_batches"):
-        value = given[name]
-        if value is not None and not (_is_whole(value) and value >= 0) and not _is_share(value):
-            raise ConfigurationError(
-                f"{name}={value!r} must be a number of batches (an int) or a share in [0, 1] (a float)."
-            )
-    interval = given["val_check_interval"]
-    if (_is_whole(interval) and interval < 1) or (isinstance(interval, float) and not 0.0 < interval <= 1.0):
-        raise ConfigurationError(
-            f"val_check_interval={interval!r} must be a number of batches of at least 1 (an int) or a share of an epoch in "
-            "(0, 1] (a float)."
-        )
-    clip = given["gradient_clip_val"]
-    if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not 0 <= clip < math.inf):
-        raise ConfigurationError(
-            f"gradient_clip_val={clip!r} must be a finite number of at least 0; None does not clip."
-        )
-    if given["gradient_clip_algorithm"] not in (None, "norm", "value"):
-        raise ConfigurationError(
-            f"gradient_clip_algorithm={given['gradient_clip_algorithm']!r} is unknown. Choose 'norm' or 'value'."
-        )
-    if (given["num_nodes"] or 1) > 1 and not in_cluster(given["plugins"]):
+    """Refuse several machines where this process knows of none."""
+    if given["num_nodes"] > 1 and not in_cluster(given["plugins"]):
         raise ConfigurationError(
             f"num_nodes={given['num_nodes']}, but this process was not started on several machines, and would wait for the "
             "others for ever. Start it with srun or torchrun, set MASTER_ADDR and NODE_RANK, or leave num_nodes out."
@@ -129,11 +92,3 @@ def check_devices(given: Mapping[str, Any], arguments: Mapping[str, Any]) -> Non
         raise ConfigurationError(
             f"{values}: no client can train with that; {text.rstrip('.')} ({type(error).__name__})."
         ) from error
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _is_share(value: Any) -> bool:
-    return isinstance(value, float) and 0.0 <= value <= 1.0

@@ -8,11 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+from jsonargparse import Namespace
+
 from fedlightning.commands.folders import refuse_taken, to_resume
 from fedlightning.commands.run import Commands
 from fedlightning.commands.site import AtSite
 from fedlightning.config.errors import InputError, explain
 from fedlightning.config.parsing import FederatedCLI
+from fedlightning.config.short_forms import CLASS_PATHS, engine_of
 from fedlightning.datamodules.public_only import PublicDataModule
 from fedlightning.engines.flower import certificates as files
 from fedlightning.engines.flower import programs, reach
@@ -20,6 +23,7 @@ from fedlightning.engines.sites.elsewhere import DataElsewhere
 from fedlightning.engines.sites.link import connected
 from fedlightning.engines.sites.server_log import Run, ServerLog, showing
 from fedlightning.errors import warn
+from fedlightning.options import Flower, Sequential
 from fedlightning.run.lock import only_writer
 from fedlightning.storage.files import is_writer
 
@@ -40,11 +44,11 @@ class Serve(Commands):
         """Make model and trainer: the clients' data are elsewhere, so only public data are looked at."""
         if not _is_public(self.config.get("data")):
             self.config.data = None
-        if self.config.trainer.engine not in ("sequential", "flower"):
-            raise InputError(
-                f"trainer.engine={self.config.trainer.engine!r}: clients at sites train there. Leave it out, or 'flower'."
-            )
-        self.config.trainer.engine = "flower"
+        engine = engine_of(self.config.trainer.as_dict())
+        if engine not in (Sequential, Flower):
+            name = "None" if engine is None else repr(engine.name)
+            raise InputError(f"trainer.engine={name}: clients at sites train there. Leave it out, or 'flower'.")
+        self.config.trainer.engine = Namespace(class_path=CLASS_PATHS["flower"])
         super().instantiate_classes()
 
     def serve(
@@ -66,7 +70,7 @@ class Serve(Commands):
 
         It starts Flower's SuperLink, waits for the sites and trains with them. Data, personal models and records stay
         there. A data section of the configuration is not looked at, but for a PublicDataModule: the public data that some
-        methods need, which every site has too. trainer.client_timeout has to be set. A site that says it has more than
+        methods need, which every site has too. trainer.failures.timeout has to be set. A site that says it has more than
         max_share of all training samples is refused.
         """
         if sites < 1:
@@ -91,9 +95,9 @@ class Serve(Commands):
                 f"insecure=True and host={host!r}: whoever reaches port {port} can take part under any name, and reads and "
                 "changes what is sent. Make certificates with `fedlightning certificates`, or listen on 127.0.0.1."
             )
-        if self.trainer.arguments["client_timeout"] is None:
+        if self.trainer.arguments["failures"].timeout is None:
             raise InputError(
-                "trainer.client_timeout is not set: set it to the seconds that a visit of a client may take at most, with "
+                "trainer.failures.timeout is not set: set it to the seconds that a visit of a client may take at most, with "
                 "the way there and back. A site that is gone would be waited for for ever."
             )
         refuse_taken(home, "the server")

@@ -27,7 +27,7 @@ from fedlightning.experiments.study_file import StudyFile
 from fedlightning.run.signals import ENDINGS, SIGNALS, under_slurm
 
 if TYPE_CHECKING:
-    from fedlightning.blueprint.ray_options import RayOptions
+    from fedlightning.options import Ray
 
 PASSED_ON = re.compile(r"--(?:trainer|model|data)(?:[.+=]|$)")
 """Options that are passed on to every run."""
@@ -202,7 +202,7 @@ def make_runs(
     screen: Console,
     main: Main,
     watchers: Sequence[Watcher] = (),
-    ray: RayOptions | None = None,
+    ray: Ray | None = None,
 ) -> bool:
     """Make the runs and keep `study.json` up to date."""
     known: dict[str, list[float]] = {}

@@ -134,7 +134,7 @@ def test_best(going: Sweep, best: Trial) -> None:
 
     folders = [going.study.run_folder(best.name, seed) for seed in going.seeds]
     for folder in folders:
-        if call(going.main, ["test", "--run", str(folder), "--trainer.test_data=[local,pooled]"]):
+        if call(going.main, ["test", "--run", str(folder), "--trainer.evaluation.test_data=[local,pooled]"]):
             raise RuntimeError(f"The test of {folder} failed; its output is above.")
     show_overview(folders, going.options.test_metric, "deployed", going.screen)
 

@@ -25,7 +25,7 @@ from fedlightning.scoring.metrics import bare, higher_is_better
 from fedlightning.storage.files import write_text_atomically
 
 if TYPE_CHECKING:
-    from fedlightning.blueprint.ray_options import RayOptions
+    from fedlightning.options import Ray
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Sweep:
     study: StudyFile
     screen: Console
     main: Main
-    ray: RayOptions | None = None
+    ray: Ray | None = None
     trials: list[Trial] = field(default_factory=list)
     methods: dict[str, Method] = field(default_factory=dict)
 
@@ -156,5 +156,5 @@ class Sweep:
 
 def _without_test(task: Task) -> Task:
     """Return the task with a score of every checkpoint on validation data instead of a test."""
-    validate = ["validate", "--run", str(task.folder), "--trainer.test_data=[local]"]
+    validate = ["validate", "--run", str(task.folder), "--trainer.evaluation.test_data=[local]"]
     return Task(task.name, task.seed, task.folder, [*task.words, "--test_after_fit=false"], task.rounds, [validate])

@@ -12,6 +12,8 @@ from types import TracebackType
 from typing import Any
 
 from fedlightning.errors import ConfigurationError, users_line
+from fedlightning.options.engines import ENGINES
+from fedlightning.options.replaced import REPLACED
 
 _TYPES = {
     "int": "a whole number",
@@ -21,14 +23,6 @@ _TYPES = {
     "NoneType": "null",
     "list": "a list",
 }
-REPLACED = {
-    "max_epochs": "max_rounds and local_epochs",
-    "min_epochs": "local_epochs",
-    "max_steps": "max_rounds and local_steps",
-    "min_steps": "local_steps",
-    "enable_checkpointing": "save_state (resume) and the callbacks LocalCheckpoint and GlobalCheckpoint (selection)",
-}
-"""Arguments of Lightning's Trainer: what takes their place in a federation."""
 _EXAMPLE = "pass --config FILE, for example configs/quickstart.yaml"
 
 
@@ -78,7 +72,7 @@ def constructor_sentence(error: BaseException, config: Mapping[str, Any]) -> str
         (path, name)
         for section in ("trainer", "model", "data")
         for path, name in _classes(config.get(section), section)
-    ]
+    ] + [("trainer.evaluation", "Evaluation"), ("trainer.failures", "FailurePolicy")]
     place, owner = "", ""
     trace = error.__traceback__
     while trace is not None:  # the innermost constructor of a class that the configuration names
@@ -202,6 +196,8 @@ def _unknown_class(where: str, found: re.Match[str], text: str) -> str:
     name = found[1].strip().rpartition(".")[2]
     paths = re.findall(r"class_path '([\w.]+)'", text)
     given = next((path for path in paths if path.endswith(name)), found[1].strip())
+    if where == "trainer.engine":
+        return f"{where}={name!r} is unknown. {suggestion(name, ENGINES) or f'Choose one of {list(ENGINES)}.'}"
     return f"{where}: there is no class '{given}'. {_close_class(name)}"
 
 
@@ -304,7 +300,7 @@ def _plain_words(line: str) -> str:
     line = re.sub(r"Expected a one of", "must be one of", line)
     line = re.sub(r"<class '([\w.]+)'>", lambda m: _TYPES.get(m[1], m[1].rpartition(".")[2]), line)
     line = re.sub(r"Expected a (a|true|null)", r"must be \1", line)
-    line = re.sub(r"Expected an? ", "must be a ", line)
+    line = re.sub(r"Expected an? ", "must be a ", line).replace("a Sequence", "a list")
     line = re.sub(r"Key must be a string, got: (True|False)", _truth_value, line)
     return re.sub(r"\. Got value: (.+)$", lambda found: f", not '{_head(found[1])}'", line)
 

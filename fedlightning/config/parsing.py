@@ -8,6 +8,7 @@ import textwrap
 from argparse import SUPPRESS, Action
 from collections.abc import Container, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,11 @@ from fedlightning.blueprint.trainer_arguments import FORWARDED
 from fedlightning.compat.hyperparameters import Maker
 from fedlightning.config.errors import InputError, constructor_sentence, root_cause
 from fedlightning.config.names import class_names
+from fedlightning.config.short_forms import CLASS_PATHS, expand_words
 from fedlightning.config.values import check_values, is_plain, refuse_misread
 from fedlightning.config.yaml_form import guard_yaml
 from fedlightning.errors import ConfigurationError, users_line
+from fedlightning.options import Evaluation, FailurePolicy
 from fedlightning.trainer import FederatedTrainer
 
 TITLES = {
@@ -69,7 +72,7 @@ class FederatedCLI(LightningCLI):
             seed_everything_default=False,
             auto_configure_optimizers=False,
             parser_kwargs=self.parser_options(command),
-            args=full_paths(words),
+            args=expand_words(full_paths(words)),
             run=False,
         )
 
@@ -93,6 +96,11 @@ class FederatedCLI(LightningCLI):
         """Add the command's own options, then `trainer`, `model` and `data`."""
         parser.add_method_arguments(cls, command)
         parser.add_class_arguments(FederatedTrainer, "trainer", instantiate=False, sub_configs=True, fail_untyped=False)
+        written_out = {
+            name: asdict(value) for name, value in (("failures", FailurePolicy()), ("evaluation", Evaluation()))
+        }
+        written_out["engine"] = {"class_path": CLASS_PATHS["sequential"]}
+        parser.set_defaults({f"trainer.{name}": value for name, value in written_out.items()})
         parser.add_subclass_arguments(LightningModule, "model", fail_untyped=False, required=cls.needs_model)
         parser.add_subclass_arguments(LightningDataModule, "data", fail_untyped=False, required=cls.needs_data)
         tidy_help(parser, inspect.signature(getattr(cls, command)).parameters)
@@ -161,8 +169,9 @@ class FederatedCLI(LightningCLI):
         try:
             trainer = FederatedTrainer(**{**self.config_init.trainer, **kwargs})
         except ConfigurationError as error:
-            named = str(error).partition("=")[0] in self.config.trainer
-            raise InputError(f"trainer.{error}" if named else f"trainer: {error}") from error
+            sentence = str(error).removeprefix("FederatedTrainer got ")
+            named = sentence.partition("=")[0] in self.config.trainer
+            raise InputError(f"trainer.{sentence}" if named else f"trainer: {error}") from error
         trainer.config = self.run_config()
         return trainer
 

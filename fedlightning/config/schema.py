@@ -11,7 +11,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from fedlightning import __version__
 from fedlightning.catalogue.algorithm import argument_texts
 from fedlightning.config.names import class_names
+from fedlightning.config.short_forms import CLASS_PATHS
 from fedlightning.federation import loops
+from fedlightning.options import EngineOptions, Evaluation, FailurePolicy
 from fedlightning.trainer import FederatedTrainer
 
 PLAIN = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
@@ -124,6 +126,12 @@ def _of_type(hint: Any) -> dict[str, Any]:
     if origin in (Union, types.UnionType):
         parts = [_of_type(part) for part in get_args(hint)]
         return {"anyOf": parts} if all(parts) else ANYTHING
+    if hint in (Evaluation, FailurePolicy):  # their arguments stand for themselves
+        return _arguments(hint)
+    if hint is EngineOptions:
+        names = [*CLASS_PATHS, *CLASS_PATHS.values()]
+        properties = {"class_path": {"enum": names}, "init_args": {"type": ["object", "null"]}}
+        return {"anyOf": [{"enum": names}, {"type": "object", "properties": properties}]}
     if inspect.isclass(hint) and hint.__module__.startswith("fedlightning."):
         return {"$ref": "#/$defs/a class"}
     return ANYTHING

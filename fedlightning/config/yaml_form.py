@@ -7,6 +7,7 @@ from typing import Any
 from jsonargparse import get_loader, set_loader
 from yaml import YAMLError
 
+from fedlightning.config.short_forms import expand_file
 from fedlightning.config.values import refuse_expansion, refuse_form, refuse_two_values
 
 
@@ -24,7 +25,7 @@ def guard_yaml() -> None:
             raise YAMLError(f"it has a value that cannot be read: {error}") from None
         refuse_expansion(found)
         refuse_two_values(found)
-        return found
+        return expand_file(found)
 
     loading.guarded = True  # type: ignore[attr-defined]
     set_loader("yaml", loading, exceptions=(YAMLError,))

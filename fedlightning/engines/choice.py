@@ -1,4 +1,4 @@
-"""The engine of a name, and which one `engine="auto"` takes: stacks where they are faster, else one client after another.
+"""Engines of options, and which one `engine="auto"` takes: stacks where they are faster, else one client after another.
 
 It goes by what the configuration says, never by measured time, so that a run chooses the same engine on every machine, and
 again when it is resumed.
@@ -6,12 +6,11 @@ again when it is resumed.
 
 from __future__ import annotations
 
-from typing import Any
-
 from fedlightning.engines.sequential import SequentialEngine
 from fedlightning.errors import refuse_without_posix
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.store import ClientStore
+from fedlightning.options import EngineOptions, Flower, Processes, Ray, Sequential, Vectorized
 from fedlightning.seeding import preserved
 from fedlightning.tensors import module_state
 from fedlightning.visit.runner import LocalRunner
@@ -22,40 +21,29 @@ CLIENTS = 4
 """Clients of a round below which there is little to stack."""
 
 
-def make_engine(
-    name: str,
-    runner: LocalRunner,
-    store: ClientStore,
-    workers: int | None = None,
-    clients_per_stack: int | None = None,
-    ray: Any = None,
-) -> Engine:
-    """Make the engine of a name. What another one than the default needs is imported here.
+def make_engine(options: EngineOptions, runner: LocalRunner, store: ClientStore) -> Engine:
+    """Make the engine of some options. What another one than the default needs is imported here.
 
     Args:
-        name: `"sequential"`, `"processes"`, `"vectorized"`, `"ray"` or `"flower"`.
+        options: Which engine, and how.
         runner: The client side of the federation.
-        store: The clients' records; `"flower"` has one of its own, of what is known of records elsewhere.
-        workers: Number of worker processes, for `"processes"` and `"ray"`.
-        clients_per_stack: Number of clients that train together, for `"vectorized"`.
-        ray: Options for `"ray"`, as the trainer takes them.
+        store: The clients' records; `Flower` has one of its own, of what is known of records elsewhere.
     """
-    if name in ("processes", "ray"):
-        refuse_without_posix(f"engine='{name}'", "Use engine='sequential' or 'vectorized'.")
-    if name == "processes":
+    if isinstance(options, Processes | Ray):
+        refuse_without_posix(f"engine='{options.name}'", "Use engine='sequential' or 'vectorized'.")
+    if isinstance(options, Processes):
         from fedlightning.engines.processes import ProcessesEngine
 
-        return ProcessesEngine(runner, store, workers)
-    if name == "ray":
-        from fedlightning.blueprint.ray_options import RayOptions
+        return ProcessesEngine(runner, store, options.workers)
+    if isinstance(options, Ray):
         from fedlightning.engines.ray import RayEngine
 
-        return RayEngine(runner, store, workers, RayOptions.of(ray))
-    if name == "vectorized":
+        return RayEngine(runner, store, options)
+    if isinstance(options, Vectorized):
         from fedlightning.engines.vectorized import VectorizedEngine
 
-        return VectorizedEngine(runner, store, clients_per_stack)
-    if name == "flower":
+        return VectorizedEngine(runner, store, options.clients_per_stack)
+    if isinstance(options, Flower):
         from fedlightning.engines.sites.engine import SitesEngine
         from fedlightning.engines.sites.link import current
         from fedlightning.engines.sites.store import SiteStore
@@ -64,31 +52,31 @@ def make_engine(
     return SequentialEngine(runner, store)
 
 
-def choose(runner: LocalRunner, participants: int, synchronous: bool = True) -> tuple[str, str]:
-    """Return the name of an engine, and why in a line."""
+def choose(runner: LocalRunner, participants: int, synchronous: bool = True) -> tuple[EngineOptions, str]:
+    """Return the options of an engine, and why in a line."""
     alone = "engine='auto' takes 'sequential': {}."
     if not synchronous:
-        return "sequential", alone.format("the loop visits clients one by one")
+        return Sequential(), alone.format("the loop visits clients one by one")
     if runner.settings.log_clients:
-        return "sequential", alone.format("log_clients needs each client's own fit")
+        return Sequential(), alone.format("log_clients needs each client's own fit")
     if runner.settings.local_loop == "trainer":
-        return "sequential", alone.format("local_loop='trainer'")
+        return Sequential(), alone.format("local_loop='trainer'")
     if participants < CLIENTS:
-        return "sequential", alone.format(f"{participants} clients a round are too few to stack")
+        return Sequential(), alone.format(f"{participants} clients a round are too few to stack")
     blueprint = runner.blueprint
     entries = max(
         sum(value.numel() for value in module_state(blueprint.build("server", name)).values())
         for name in blueprint.architectures
     )
     if entries > PARAMETERS:
-        return "sequential", alone.format(f"a model of {entries} entries gains nothing in a stack")
+        return Sequential(), alone.format(f"a model of {entries} entries gains nothing in a stack")
     from fedlightning.engines.stacked.vectorizable import analyse
 
     with preserved():
         reason = analyse(runner).reason
     if reason is not None:
-        return "sequential", alone.format(f"no stack, since {reason}")
-    return "vectorized", (
+        return Sequential(), alone.format(f"no stack, since {reason}")
+    return Vectorized(), (
         f"engine='auto' takes 'vectorized': {participants} clients a round, models of {entries} entries (equal to "
         "'sequential' up to rounding)."
     )

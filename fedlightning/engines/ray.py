@@ -17,7 +17,6 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, cast
 
-from fedlightning.blueprint.ray_options import RayOptions
 from fedlightning.engines import ray_cluster
 from fedlightning.engines.arena import Broadcast
 from fedlightning.engines.pool import Setup, UnpicklableError, usable_cores, warn_again
@@ -30,6 +29,7 @@ from fedlightning.errors import ConfigurationError
 from fedlightning.federation.attempts import FederationError
 from fedlightning.federation.engine import Task
 from fedlightning.federation.store import ClientStore
+from fedlightning.options import Ray
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.runner import LocalRunner
 
@@ -168,21 +168,17 @@ class RayEngine(WorkersEngine):
     Args:
         runner: The client side of the federation.
         store: The clients' records.
-        workers: Number of actors. `None`: as many as Ray has room for, but not more than clients.
-        options: Cluster and resources.
+        options: Number of actors, cluster and resources.
     """
 
     out_of_reach = (
         "Every machine of the cluster needs the same packages, and the modules that the federation is made of: install them "
-        "there, or send them with ray={'init': {'runtime_env': {'working_dir': '.'}}}."
+        "there, or send them with Ray(init={'runtime_env': {'working_dir': '.'}})."
     )
 
-    def __init__(
-        self, runner: LocalRunner, store: ClientStore, workers: int | None = None, options: RayOptions | None = None
-    ) -> None:
-        super().__init__(runner, store, workers or usable_cores())
-        self.options = options or RayOptions()
-        self._given = workers
+    def __init__(self, runner: LocalRunner, store: ClientStore, options: Ray | None = None) -> None:
+        self.options = options or Ray()
+        super().__init__(runner, store, self.options.workers or usable_cores())
         self._needs = (self.options.num_cpus, self.options.num_gpus or 0.0)
         self._parts: Parts | None = None
         self._broadcast = Broadcast(Pieces())
@@ -191,7 +187,7 @@ class RayEngine(WorkersEngine):
         self._since, self._told = 0.0, False
 
     def beside(self, runner: LocalRunner) -> RayEngine:
-        return RayEngine(runner, ClientStore(), self._given, self.options)
+        return RayEngine(runner, ClientStore(), self.options)
 
     def check(self) -> None:
         """Refuse a machine without Ray."""
@@ -213,7 +209,7 @@ class RayEngine(WorkersEngine):
         """Find out how many actors there is room for, and what each needs."""
         own = ray_cluster.is_own()
         on_gpu = self.runner.blueprint.device.type == "cuda"
-        workers = self.width if own or self._given is not None else None
+        workers = self.width if own or self.options.workers is not None else None
         self._needs = ray_cluster.needs_of(self.options, workers, on_gpu)
         if workers is None:
             self._most = ray_cluster.workers_in(self._needs)

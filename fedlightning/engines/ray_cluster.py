@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedlightning.blueprint.ray_options import RayOptions
 from fedlightning.engines.pool import usable_cores
 from fedlightning.engines.ray_start import HERE_ONLY, PATIENT, QUIET, TOKEN, environment, in_a_thread, start
 from fedlightning.errors import ConfigurationError, missing_package
+from fedlightning.options import Ray
 
 MISSING = (
     missing_package("engine='ray' needs Ray", "ray")
@@ -65,7 +65,7 @@ def installed() -> bool:
     return importlib.util.find_spec("ray") is not None
 
 
-def load(options: RayOptions) -> None:
+def load(options: Ray) -> None:
     """Import Ray, quietly."""
     global _guarded
     if not installed():
@@ -81,15 +81,15 @@ def load(options: RayOptions) -> None:
         constants.ENABLE_RAY_CLUSTER = False  # `ray` was imported before HERE_ONLY was set
 
 
-def connect(options: RayOptions, workers: int) -> None:
+def connect(options: Ray, workers: int) -> None:
     """Start Ray, or connect to the cluster of the options, unless the program is connected already."""
     global _own
     load(options)
     if sys.modules["ray"].is_initialized():
         if _own and options.address is not None:
             raise ConfigurationError(
-                f"ray: address={options.address!r}, but this program has started a Ray of its own for an earlier run. Call "
-                "ray.shutdown() first, or give every run the same address."
+                f"Ray got address={options.address!r}, but this program has started a Ray of its own for an earlier run. "
+                "Call ray.shutdown() first, or give every run the same address."
             )
         return
     _kept.clear()
@@ -109,7 +109,7 @@ def connect(options: RayOptions, workers: int) -> None:
     except (ConnectionError, TimeoutError) as error:
         said = " ".join(str(error).split()).rstrip(".")
         raise ConfigurationError(
-            f"ray: address={options.address!r}: no Ray cluster answers there ({said}). Start one with "
+            f"Ray got address={options.address!r}: no Ray cluster answers there ({said}). Start one with "
             "`ray start --head`, or leave address out for a Ray of this program's own."
         ) from error
     _own = options.address is None
@@ -126,8 +126,8 @@ def _knock(address: str, seconds: float = 10.0) -> None:
         socket.create_connection((host, int(port)), timeout=seconds).close()
     except (OSError, OverflowError) as error:
         raise ConfigurationError(
-            f"ray: address={address!r}: no Ray cluster answers there ({error}). Start one with `ray start --head`, or leave "
-            "address out for a Ray of this program's own."
+            f"Ray got address={address!r}: no Ray cluster answers there ({error}). Start one with `ray start --head`, or "
+            "leave address out for a Ray of this program's own."
         ) from error
 
 
@@ -154,7 +154,7 @@ def room() -> tuple[float, float]:
     return float(found.get("CPU", 0)), float(found.get("GPU", 0))
 
 
-def needs_of(options: RayOptions, workers: int | None, on_gpu: bool) -> tuple[float, float]:
+def needs_of(options: Ray, workers: int | None, on_gpu: bool) -> tuple[float, float]:
     """Return the CPUs and GPUs of one worker."""
     cpus, gpus = room()
     share = options.num_gpus
@@ -163,15 +163,15 @@ def needs_of(options: RayOptions, workers: int | None, on_gpu: bool) -> tuple[fl
         share = _floor(1 / on_one) if on_one else 0.0
     if on_gpu and not share:
         raise ConfigurationError(
-            f"Clients train on GPUs here, and Ray's workers would have none (ray: num_gpus={options.num_gpus}; the cluster "
-            f"has {gpus:g} GPUs). Give each a share of one, as in ray={{'num_gpus': 0.5}}, or set accelerator='cpu'."
+            f"Clients train on GPUs here, and Ray's workers would have none (num_gpus={options.num_gpus}; the cluster "
+            f"has {gpus:g} GPUs). Give each a share of one, as in Ray(num_gpus=0.5), or set accelerator='cpu'."
         )
     needed = options.num_cpus
     if _own and workers is not None and workers * needed > cpus:
         needed = _floor(cpus / workers)  # our own Ray: CPUs are numbers, and nobody else wants any
     if needed > cpus or share > gpus:
         raise ConfigurationError(
-            f"Ray has {cpus:g} CPUs and {gpus:g} GPUs, and each worker is to have {needed:g} and {share:g} (ray: num_cpus, "
+            f"Ray has {cpus:g} CPUs and {gpus:g} GPUs, and each worker is to have {needed:g} and {share:g} (num_cpus, "
             "num_gpus): there is room for none."
         )
     return needed, share

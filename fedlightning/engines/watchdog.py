@@ -140,7 +140,7 @@ class Watchdog:
         more = f" and {len(self._who) - MOST} more" if len(self._who) > MOST else ""
         who = f"Client {names}" if len(self._who) == 1 else f"The clients {names}{more} together"
         return (
-            f"{who} took longer than client_timeout={timeout:g} seconds allows, in a process that cannot end a client "
+            f"{who} took longer than failures.timeout={timeout:g} seconds allows, in a process that cannot end a client "
             "without ending the run. The state of the rounds before is intact, and resume goes on from there; with "
             "engine='processes' such a client is left out and the others go on."
         )

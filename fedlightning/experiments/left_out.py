@@ -9,7 +9,9 @@ from importlib import import_module
 from pathlib import Path
 
 from fedlightning.config.errors import InputError
+from fedlightning.config.short_forms import engine_of
 from fedlightning.experiments.methods import Method, tidy, unique
+from fedlightning.options import Flower
 from fedlightning.study.columns import FEWEST_SITES, LOCAL
 
 
@@ -37,7 +39,7 @@ def without_each(
                 f"--leave-one-site-out: {method.name} has {len(clients)} sites; it takes {FEWEST_SITES} or more, "
                 "so that a federation is left when one is out."
             )
-        if method.config["trainer"].get("engine") == "flower":
+        if engine_of(method.config["trainer"]) is Flower:
             raise InputError(
                 "--leave-one-site-out reads predictions of single test samples, which do not leave the sites of "
                 f"{method.name} (engine: flower). Hold a site out of a run with trainer.held_out: it sends its scores."
@@ -49,7 +51,8 @@ def without_each(
             )
         for site in clients:
             config = copy.deepcopy(method.config)
-            config["trainer"] |= {"held_out": [site], "test_data": [LOCAL]}
+            config["trainer"]["held_out"] = [site]
+            config["trainer"]["evaluation"]["test_data"] = [LOCAL]
             name = unique(tidy(f"{method.name}.without.{site}"), used)
             used.add(name.lower())
             found.append(replace(method, name=name, config=config, left_out=(method.name, site)))

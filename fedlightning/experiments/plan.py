@@ -23,6 +23,7 @@ from fedlightning.experiments.baselines import AUTO, baseline_config, missing_ba
 from fedlightning.experiments.grid import read_grid
 from fedlightning.experiments.left_out import without_each
 from fedlightning.experiments.methods import Config, Method, labels, split_label, unique
+from fedlightning.options import Flower, Ray
 from fedlightning.study.columns import LOCAL, POOLED
 
 MATRIX_CLIENTS = 20
@@ -225,12 +226,13 @@ class _Reader:
         clients = len(ids)
         self.last = ids, next(filter(None, map(_no_model, cli.trainer.callbacks.callbacks)), None)
         self.optimizer_state = None if have_memory(cli.model) is False else cli.trainer.optimizer_state
-        if self.request.rehearse and cli.trainer.arguments["engine"] not in ELSEWHERE:
+        if self.request.rehearse and not isinstance(cli.trainer.arguments["engine"], ELSEWHERE):
             metrics = _rehearsed(cli)
             if self.request.metrics and self.metrics is None:
                 self.metrics = metrics
-        if config["trainer"].get("test_data") is None and self.request.matrix and clients <= MATRIX_CLIENTS:
-            config["trainer"]["test_data"] = [LOCAL, POOLED, "clients"]
+        evaluation = config["trainer"]["evaluation"]
+        if evaluation["test_data"] is None and self.request.matrix and clients <= MATRIX_CLIENTS:
+            evaluation["test_data"] = [LOCAL, POOLED, "clients"]
         return config, clients, vary
 
     def _clients(self, datamodule: Any, section: Any) -> list[str]:
@@ -250,7 +252,7 @@ class _Reader:
         return self.clients[key]
 
 
-ELSEWHERE = ("ray", "flower")
+ELSEWHERE = (Ray, Flower)
 """Engines of which no dry run is made: they would start processes on other machines."""
 
 

@@ -15,22 +15,21 @@ from collections.abc import Iterable
 from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedlightning.config.errors import InputError
+from fedlightning.config.short_forms import engine_of
 from fedlightning.errors import missing_package, refuse_without_posix
 from fedlightning.experiments.children import Child, Main, Outcome
 from fedlightning.experiments.execute import LOG, Task
 from fedlightning.experiments.methods import Method
-
-if TYPE_CHECKING:
-    from fedlightning.blueprint.ray_options import RayOptions
+from fedlightning.options import Ray
 
 _TICK = 0.1  # seconds between a task's looks for Ctrl-C
 _PATIENCE = 20.0  # seconds that a run has to end after Ctrl-C before Ray's worker is killed, which ends the run
 
 
-def ray_options(runner: str, address: str | None, cpus: float | None) -> RayOptions | None:
+def ray_options(runner: str, address: str | None, cpus: float | None) -> Ray | None:
     """Return what Ray is to be, or `None` if runs are processes of this command."""
     if runner != "ray":
         for name, value in (("--ray-address", address), ("--ray-cpus", cpus)):
@@ -38,7 +37,6 @@ def ray_options(runner: str, address: str | None, cpus: float | None) -> RayOpti
                 raise InputError(f"{name} is about Ray, and the runs are processes of this command: add --runner ray.")
         return None
     refuse_without_posix("--runner ray", "Leave --runner out.")
-    from fedlightning.blueprint.ray_options import RayOptions
     from fedlightning.engines import ray_cluster
 
     if not ray_cluster.installed():
@@ -46,13 +44,13 @@ def ray_options(runner: str, address: str | None, cpus: float | None) -> RayOpti
             f"{missing_package('--runner ray needs Ray', 'ray')} Without it, leave --runner out: --jobs makes several runs "
             "at a time on this machine."
         )
-    return RayOptions(address, 1.0 if cpus is None else cpus)
+    return Ray(address=address, num_cpus=1.0 if cpus is None else cpus)
 
 
 def refuse_ray_within(methods: Iterable[Method]) -> None:
     """Refuse runs that start workers with Ray themselves: these would wait for the CPUs that the runs hold."""
     for method in methods:
-        if method.config["trainer"].get("engine") == "ray":
+        if engine_of(method.config["trainer"]) is Ray:
             raise InputError(
                 f"{method.name} has `engine: ray`, and --runner ray makes each run a Ray task, whose clients cannot be Ray's "
                 "again. Leave --runner out, or train clients otherwise, as in --trainer.engine=sequential (the same numbers)."
@@ -71,7 +69,7 @@ class RayRuns:
         ConfigurationError: If no cluster answers, or it has no room for a run.
     """
 
-    def __init__(self, options: RayOptions, jobs: int, main: Main) -> None:
+    def __init__(self, options: Ray, jobs: int, main: Main) -> None:
         from fedlightning.engines import ray_cluster
 
         ray_cluster.connect(options, jobs)

@@ -16,7 +16,7 @@ from fedlightning.experiments.methods import Config
 from fedlightning.experiments.space import Range, Values
 from fedlightning.study.columns import GLOBAL, PERSONAL
 
-NO_TEST = ["--trainer.test_data=[]"]
+NO_TEST = ["--trainer.evaluation.test_data=[]"]
 """Options of every trial: nothing is scored on test data."""
 _DEPLOYED = ((PERSONAL, "best_local", None), (GLOBAL, "best_global", None), (PERSONAL, "latest", "L1"))
 

@@ -16,16 +16,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from fractions import Fraction
-from math import ceil
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from fedlightning.options import FailurePolicy
 
 if TYPE_CHECKING:
     from fedlightning.federation.engine import AcceptsUpdates, Task
 
 Answer = TypeVar("Answer")
 Record = TypeVar("Record")
-OnClientError = Literal["skip", "retry", "stop"]
 WITHOUT = "the run goes on without its site until that is back"
 """What is said of a task that is given up at once, since its site did not answer before."""
 
@@ -35,57 +34,24 @@ class FederationError(RuntimeError):
 
 
 class ClientFailedError(FederationError):
-    """A client failed, and `on_client_error="stop"`."""
+    """A client failed, and `failures.on_error="stop"`."""
 
 
 class TooFewClientsError(FederationError):
-    """Fewer clients than `min_clients` contributed to a round."""
+    """Fewer clients than `failures.min_clients` contributed to a round."""
 
 
 class ClientTimeoutError(FederationError):
-    """A client took longer than `client_timeout`, in a process that cannot end it without ending the run."""
+    """A client took longer than `failures.timeout`, in a process that cannot end it without ending the run."""
 
 
-@dataclass(frozen=True)
-class FailurePolicy:
-    """The trainer's arguments about clients that fail.
-
-    Attributes:
-        on_error: `"skip"`: a client that fails is left out of the round; `"retry"`: it is tried again first; `"stop"`:
-            it ends the run.
-        retries: Number of further tries under `"retry"`.
-        min_clients: Clients that must contribute to a round: a number, or a share of those that are visited.
-        timeout: Seconds that a client may take; `None`: any time.
-    """
-
-    on_error: OnClientError = "skip"
-    retries: int = 1
-    min_clients: int | float = 1
-    timeout: float | None = None
-
-    @property
-    def tries(self) -> int:
-        """Number of times that a client's work is tried."""
-        return 1 + self.retries if self.on_error == "retry" else 1
-
-    def needed(self, visited: int) -> int:
-        """Return the number of clients that must contribute where so many are visited: never more than these.
-
-        Example:
-            >>> FailurePolicy(min_clients=0.5).needed(5), FailurePolicy(min_clients=3).needed(2)
-            (3, 2)
-        """
-        if isinstance(self.min_clients, int):
-            return min(self.min_clients, visited)
-        return ceil(Fraction(str(self.min_clients)) * visited)  # of the decimal number: 0.7 of 10 is 7
-
-    def stop_at(self, client: str, reason: str, when: str) -> None:
-        """End the run where one failure is to end it."""
-        if self.on_error == "stop":
-            raise ClientFailedError(
-                f"{when}: {reason.rstrip('.')}. on_client_error='stop' ends the run at the first client that fails; the "
-                "state of the rounds before is intact, and resume goes on from there."
-            )
+def stop_at(policy: FailurePolicy, reason: str, when: str) -> None:
+    """End the run where one failure is to end it."""
+    if policy.on_error == "stop":
+        raise ClientFailedError(
+            f"{when}: {reason.rstrip('.')}. failures.on_error='stop' ends the run at the first client that fails; the "
+            "state of the rounds before is intact, and resume goes on from there."
+        )
 
 
 def at_site(reason: str, client: str, site: str | None) -> str:
@@ -206,7 +172,7 @@ class Attempts:
     """What an engine asks about tries.
 
     Attributes:
-        policy: The trainer's arguments.
+        policy: The trainer's argument `failures`.
         left_out: Tasks that are left out for reasons of the machine.
         note: Is told of a failure that is tried again: client, reason, where, decision.
         server: Accepts the answers to tasks on arrival, or says why it refuses them; `None`: they are taken as they come.
@@ -214,7 +180,7 @@ class Attempts:
         watch: Ends the run where a client in this process takes too long.
     """
 
-    policy: FailurePolicy = FailurePolicy()
+    policy: FailurePolicy = field(default_factory=FailurePolicy)
     left_out: LeftOut = field(default_factory=LeftOut)
     note: Callable[[str, str, str, str], None] = _nobody
     server: AcceptsUpdates | None = None
@@ -240,4 +206,4 @@ class Attempts:
     @property
     def too_slow(self) -> str:
         """Reason of a task that was ended because of its time."""
-        return f"no answer within client_timeout={self.policy.timeout:g} seconds"
+        return f"no answer within failures.timeout={self.policy.timeout:g} seconds"

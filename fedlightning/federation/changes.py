@@ -121,7 +121,7 @@ def check_scored(saved: Mapping[str, Any], server: Server, place: object) -> Non
 def scored_before(saved: Mapping[str, Any], server: Server, seed: int) -> list[str]:
     """Return the clients that a run has scored up to its saved state."""
     clients: list[str] = list(saved["clients"])
-    given = saved["lasting"].get("evaluate_clients")
+    given = saved["lasting"].get("evaluation.clients")
     return clients if given is None else draw_clients(clients, given, seed, "evaluated")
 
 
@@ -134,12 +134,12 @@ def check_rescored(before: Sequence[str], server: Server, place: object, go_on: 
         if Change.SELECTION in callback.facts.changes:
             raise ConfigurationError(
                 f"{callback.key} compares the scores of all rounds, and the run in {place} has scored {counts[0]} and would "
-                f"score {counts[1]} now. Resume it with its own evaluate_clients (its config.yaml says which), or start a "
+                f"score {counts[1]} now. Resume it with its own evaluation.clients (its config.yaml says which), or start a "
                 "new run."
             )
     if not go_on:
         warn(
-            f"The run in {place} scored {counts[0]} in training, and {counts[1]} are scored now (evaluate_clients): its "
+            f"The run in {place} scored {counts[0]} in training, and {counts[1]} are scored now (evaluation.clients): its "
             "results on validation data and at stage L2 are of the former. summary.json says so (evaluation, in_training)."
         )
 
@@ -150,7 +150,7 @@ def refuse_mixed_validation(before: Sequence[str], server: Server) -> None:
         raise ConfigurationError(
             f"The run has validation scores of {len(before)} of {len(server.clients)} clients for every round, and validate "
             f"would add those of others to its last one: {len(server.population.scored)} are scored now. Validate it with "
-            "its own evaluate_clients (its config.yaml says which), or score other clients by test."
+            "its own evaluation.clients (its config.yaml says which), or score other clients by test."
         )
 
 

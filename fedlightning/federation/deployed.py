@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 
 from fedlightning.errors import listed
+from fedlightning.federation.attempts import stop_at
 from fedlightning.federation.brought import Brought
 from fedlightning.federation.deploy import Deploy, exporter_of, file_of, no_checkpoint
 from fedlightning.federation.engine import Engine
@@ -92,7 +93,7 @@ def export(run: RunFolder, server: Server, engine: Engine) -> bool:
         path, answer = folder / "clients" / file_of(client), found.get(client)
         if answer is None or answer.reason is not None:
             reason = no_checkpoint(client, unsent[client] if answer is None else str(answer.reason))
-            engine.attempts.policy.stop_at(client, reason, AFTER_LAST_ROUND)
+            stop_at(engine.attempts.policy, reason, AFTER_LAST_ROUND)
             server.note_failure(client, reason, "checkpoint", AFTER_LAST_ROUND, "not written")
             with writing(path):
                 path.unlink(missing_ok=True)  # of an earlier end of this run

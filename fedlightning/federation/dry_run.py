@@ -43,24 +43,14 @@ UNSEEN_CLIENTS = 2
 SMALL: dict[str, Any] = {
     "participation": 1.0,
     "engine": "sequential",
-    "workers": None,
-    "ray": None,
-    "clients_per_stack": None,
     "logger": False,
     "enable_progress_bar": False,
     "save_state": 0,
-    "evaluate_every": 1,
-    "evaluate_seconds": None,
-    "evaluate_clients": None,
     "strategy": "auto",
     "devices": 1,
     "num_nodes": 1,
     "overfit_batches": 0.0,
     "sanity_check": False,
-    "on_client_error": "skip",
-    "client_retries": None,
-    "min_clients": 1,
-    "client_timeout": None,
 } | {f"limit_{split}_batches": 1 for split in ("train", "val", "test", "predict")}
 """Arguments of the trainer that are others in a dry run."""
 Answer = TypeVar("Answer")

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from fedlightning.errors import warn
 from fedlightning.federation.aggregation import Aggregation
-from fedlightning.federation.attempts import FailurePolicy, FederationError, TooFewClientsError
+from fedlightning.federation.attempts import FederationError, TooFewClientsError, stop_at
 from fedlightning.federation.server import Server
 from fedlightning.federation.stages import ScoringError
 from fedlightning.hooks import SumCodec
 from fedlightning.messages import Update, contributors
+from fedlightning.options import FailurePolicy
 from fedlightning.scoring.rows import not_scored
 from fedlightning.tensors import State
 
@@ -40,7 +41,7 @@ class Intake:
         """Count bytes and work of an update, whether or not it is used. Steps of a job without training are earlier ones."""
         server = self.server
         if update.error is not None:
-            self.policy.stop_at(update.client, update.error, f"Round {server.round + 1}")
+            stop_at(self.policy, update.error, f"Round {server.round + 1}")
         server.costs.bytes_up += update.num_bytes
         server.costs.steps += update.steps if trained else 0
         server.costs.add_work(update)
@@ -111,7 +112,7 @@ class Intake:
         needed, there = self.policy.needed(len(visited)), len(visited) - len(failed)
         if there < needed and not (needed == 1 and idle):
             raise TooFewClientsError(
-                f"Round {server.round + 1}: {there} of {len(visited)} clients contributed, and min_clients="
+                f"Round {server.round + 1}: {there} of {len(visited)} clients contributed, and failures.min_clients="
                 f"{self.policy.min_clients} asks for {needed}; {str(next(iter(failed.values()))).rstrip('.')}"
                 + (f" ({len(failed) - 1} more failed)" if len(failed) > 1 else "")
                 + ". The state of the rounds before is intact, and resume goes on from there."
@@ -133,7 +134,7 @@ def tell_of_misses(server: Server, updates: list[Update], policy: FailurePolicy)
             )
         for stage, data, split, reason in update.gaps:
             missed = not_scored(update.client, stage, data, split, reason)
-            policy.stop_at(update.client, missed, f"Round {server.round + 1}")
+            stop_at(policy, missed, f"Round {server.round + 1}")
             server.note_failure(update.client, missed, stage)
     gaps = [(update.client, gap) for update in updates for gap in update.gaps if gap[2] != "train"]
     if gaps and not any(update.evaluations for update in updates):

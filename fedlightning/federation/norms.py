@@ -37,7 +37,7 @@ class Norms:
     """What is usual in a run.
 
     Attributes:
-        factor: The trainer's `update_limit`; `None`: nothing is refused.
+        factor: The trainer's `failures.update_limit`; `None`: nothing is refused.
         usual: By what is measured, the medians of the last rounds that had one.
     """
 

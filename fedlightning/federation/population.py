@@ -16,7 +16,7 @@ class Population:
     Attributes:
         num_samples: Training samples of every client that takes part in training, as of the round asked for last.
         held_out: Ids of the clients that are kept out of training, in order. Algorithms do not see them.
-        scored: Ids of the clients that are scored, in order: `clients`, or those that `evaluate_clients` drew.
+        scored: Ids of the clients that are scored, in order: `clients`, or those that `evaluation.clients` drew.
         sizes: Samples of each client in training, validation and test, as they were told before round 1.
         over_rounds: Training samples of a client in rounds 0, 1, ..., the last number from then on, where they change.
         together: Whether all clients' data are in one place.

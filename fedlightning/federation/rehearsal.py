@@ -213,22 +213,22 @@ class Rehearsal:
             )
         if chooser is None and isinstance(needed, int) and needed > visited:
             raise ConfigurationError(
-                f"min_clients={needed}, but a round visits {visited} of the {len(server.clients)} clients: no round could "
-                "be finished. Lower it, or raise participation."
+                f"failures.min_clients={needed}, but a round visits {visited} of the {len(server.clients)} clients: no round "
+                "could be finished. Lower it, or raise participation."
             )
         if sum(server.num_samples.values()) == 0:
             raise ValueError(f"None of the {len(server.clients)} clients has a training sample. Check the partition.")
 
     def scored_clients(self) -> None:
-        """Refuse `evaluate_clients` where every client's scores are needed, or where those that it drew have none."""
+        """Refuse `evaluation.clients` where every client's scores are needed, or where those that it drew have none."""
         server, known = self.server, self.engine.runner.described
         if server.population.all_are_scored:
             return
         for callback in server.callbacks:
             if EVERY_SCORE in callback.facts.needs:
                 raise ConfigurationError(
-                    f"{callback.key} goes by the scores of every client, and evaluate_clients scores "
-                    f"{len(server.population.scored)} of {len(server.clients)}. Leave evaluate_clients out, or "
+                    f"{callback.key} goes by the scores of every client, and evaluation.clients scores "
+                    f"{len(server.population.scored)} of {len(server.clients)}. Leave evaluation.clients out, or "
                     f"{callback.key}."
                 )
         for split in (split for split, data in self.scored_splits.items() if "local" in data):
@@ -238,9 +238,9 @@ class Rehearsal:
             )
             if having and not drawn:
                 raise ConfigurationError(
-                    f"evaluate_clients drew {listed(server.population.scored)}, and "
+                    f"evaluation.clients drew {listed(server.population.scored)}, and "
                     f"none of them has {split} samples, so that nobody would be scored on them; {len(having)} of the "
-                    f"{len(server.clients)} clients have some. Raise evaluate_clients, or give every client a {split} split."
+                    f"{len(server.clients)} clients have some. Raise it, or give every client a {split} split."
                 )
 
     def data_elsewhere(self) -> None:
@@ -251,7 +251,7 @@ class Rehearsal:
         if not self.federation.evaluate_data:
             raise ConfigurationError(
                 f"Models are to be scored on {words} only, and the clients' data are not in one place. Add 'local' to "
-                "evaluate_data."
+                "evaluation.data."
             )
         warn(f"Scores on {words} are left out: the clients' data are not in one place.")
 
@@ -281,8 +281,8 @@ class Rehearsal:
         loop, seconds = self.federation.loop, self.federation.evaluate_seconds
         if seconds is not None and loop.clock is None:
             raise ConfigurationError(
-                f"evaluate_seconds={seconds} counts virtual seconds, and the loop {loop!r} has no clock. "
-                "Give it one (docs/explanation/time.md), or use evaluate_every, which counts rounds."
+                f"evaluation.seconds={seconds} counts virtual seconds, and the loop {loop!r} has no clock. "
+                "Give it one (docs/explanation/time.md), or use evaluation.every, which counts rounds."
             )
         loop.check(self.server)
         if self.server.population.over_rounds and not isinstance(loop, Synchronous):

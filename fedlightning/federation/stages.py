@@ -17,6 +17,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from fedlightning.errors import warn
+from fedlightning.federation.attempts import stop_at
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.server import Scores as ScoresOfRound
 from fedlightning.federation.server import Server
@@ -123,7 +124,7 @@ def _without_gaps(server: Server, engine: Engine, found: Iterable[Row]) -> list[
     rows = [_possible(server, row) for row in found]
     gaps = [row for row in rows if isinstance(row, Gap)]
     for gap in gaps:
-        engine.attempts.policy.stop_at(gap.client, gap.sentence, f"Round {server.round + 1}")
+        stop_at(engine.attempts.policy, gap.sentence, f"Round {server.round + 1}")
     if gaps and len(gaps) == len(rows):
         raise ScoringError(
             f"No model could be scored at stage {gaps[0].stage}; client '{gaps[0].client}': {gaps[0].reason}"

@@ -57,8 +57,8 @@ class UpdateChecks(Part):
         codec = federation.server.callbacks.find(SumCodec)
         if codec is not None and self.norms.factor not in (None, FACTOR):
             raise ConfigurationError(
-                f"update_limit={self.norms.factor:g} looks at single updates, which {codec.key} does not show the server. "
-                "Leave it out."
+                f"failures.update_limit={self.norms.factor:g} looks at single updates, which {codec.key} does not show the "
+                "server. Leave it out."
             )
 
     def on_restored(self, federation: Federation) -> None:
@@ -113,7 +113,7 @@ class Sizes:
         if beyond is None:
             return None
         of = "is usual" if what in self.usual.usual else "is that of what it was sent"
-        limit = f"update_limit={self.usual.factor:g}"
+        limit = f"failures.update_limit={self.usual.factor:g}"
         return f"the norm {norm:.3g}, and {beyond[1]:.3g} {of}: more than {beyond[0]:.3g} is refused ({limit})"
 
 

@@ -218,7 +218,7 @@ class FederatedCallback(Callback):
 
         Returns:
             Norms that say how large the update is in the method's own terms, each with that of what was sent: an update
-            is refused where one is far larger than is usual (`update_limit`).
+            is refused where one is far larger than is usual (`failures.update_limit`).
 
         Raises:
             ValueError: With a sentence: its client has failed. Any other exception says the same.

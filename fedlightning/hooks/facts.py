@@ -152,7 +152,7 @@ WHOLE_MODELS_OF_CLIENTS = Need(
 )
 """Clients hold parts of the server's model, which nothing may take for the whole."""
 EVERY_SCORE = Need("goes by the scores of every client")
-"""Scores of some clients (`evaluate_clients`) are not enough."""
+"""Scores of some clients (`evaluation.clients`) are not enough."""
 WORKS_ON_THE_MODEL = (
     *(Change.PLAN, Change.RECEIVED, Change.GRADIENT, Change.REDUCED, Change.REDUCE, Change.STEP, Change.GLOBAL),
     *(Change.FINAL, Change.START, Change.PARTS, Change.WEIGHTING),

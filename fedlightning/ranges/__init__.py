@@ -7,10 +7,12 @@
 
 from fedlightning.ranges.annotations import (
     ClientCount,
+    Count,
     CountOrShare,
     Counts,
     Instance,
     Length,
+    Natural,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -36,15 +38,25 @@ from fedlightning.ranges.checking import (
     may_be_infinite,
     ranges_of,
 )
-from fedlightning.ranges.together import at_least_one, at_most_one, exactly_one, idle_with, needs, shown
+from fedlightning.ranges.together import (
+    at_least_one,
+    at_most_one,
+    exactly_one,
+    idle_with,
+    needs,
+    replaced,
+    shown,
+)
 
 __all__ = [
     "ClientCount",
+    "Count",
     "CountOrShare",
     "Counts",
     "Init",
     "Instance",
     "Length",
+    "Natural",
     "NonNegativeFloat",
     "NonNegativeInt",
     "PositiveFloat",
@@ -71,5 +83,6 @@ __all__ = [
     "needs",
     "number_in",
     "ranges_of",
+    "replaced",
     "shown",
 ]

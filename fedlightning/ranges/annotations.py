@@ -117,6 +117,9 @@ class Counts:
     things: Literal["clients", "rounds"]
 
 
+Count = Annotated[int, Range("[1, inf)", strict=True)]
+"""A number of things, where `3.0` is none: a float may mean a share."""
+Natural = Annotated[int, Range("[0, inf)", strict=True)]
 PositiveInt = Annotated[int, Range("[1, inf)")]
 ClientCount = Annotated[int, Range("[1, inf)"), Counts("clients")]
 RoundCount = Annotated[int, Range("[0, inf)"), Counts("rounds")]
@@ -126,7 +129,7 @@ NonNegativeFloat = Annotated[float, Range("[0, inf)")]
 Share = Annotated[float, Range("[0, 1]")]
 PositiveShare = Annotated[float, Range("(0, 1]")]
 ShareBelowOne = Annotated[float, Range("[0, 1)")]
-CountOrShare = Annotated[int, Range("[0, inf)", strict=True)] | Share
+CountOrShare = Natural | Share
 """A whole number is a number of things, and 1.0 all of them."""
 RoundCountOrShare = Annotated[int, Range("[0, inf)", strict=True), Counts("rounds")] | Share
 

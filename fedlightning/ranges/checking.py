@@ -20,7 +20,7 @@ from fedlightning.ranges.annotations import (
     notes_in,
     ranges_in,
 )
-from fedlightning.ranges.together import fault_of, shown
+from fedlightning.ranges.together import fault_of, replaced_in, shown
 
 Kind = TypeVar("Kind", bound=type)
 Init = TypeVar("Init", bound=Callable[..., None])
@@ -59,6 +59,11 @@ def checked(init: Init) -> Init:
         try:
             arguments = signature.bind(self, *args, **given).arguments
         except TypeError:
+            for name, instead in replaced_in(init).items():
+                if name in given:
+                    raise ConfigurationError(
+                        f"{type(self).__name__} has no argument {name!r}. Use {instead}."
+                    ) from None
             arguments = {}  # the call below says what is wrong
         check_arguments(self, init, arguments)
         init(self, *args, **given)

@@ -8,11 +8,13 @@ from typing import Any, TypeVar
 
 from fedlightning.errors import listed
 
-Init = TypeVar("Init", bound=Callable[..., None])
+Init = TypeVar("Init", bound=Callable[..., Any])
 Rule = Callable[[Mapping[str, Any], Mapping[str, Any]], str | None]
 """What is wrong with arguments, as the end of a sentence: a function of the given ones, and of all of them."""
 RULES = "_arguments_together"
 """Attribute of an `__init__` that holds its rules."""
+REPLACED = "_replaced_arguments"
+"""Attribute of an `__init__` that holds what has taken the place of arguments that it does not have."""
 ANY: Any = object()
 
 
@@ -84,6 +86,35 @@ def idle_with(name: str, other: str, value: Any, why: str) -> Callable[[Init], I
     return _ruled((name, other), rule)
 
 
+def replaced(**names: str) -> Callable[[Init], Init]:
+    """Declare what has taken the place of arguments that an `__init__` does not have: name -> what to use.
+
+    Example:
+        >>> from fedlightning.ranges import checked
+        >>> class Round:
+        ...     @checked
+        ...     @replaced(batches="steps")
+        ...     def __init__(self, steps: int = 1) -> None:
+        ...         self.steps = steps
+        >>> Round(batches=3)
+        Traceback (most recent call last):
+            ...
+        fedlightning.errors.ConfigurationError: Round has no argument 'batches'. Use steps.
+    """
+
+    def declare(init: Init) -> Init:
+        setattr(_constructor(init), REPLACED, names)
+        return init
+
+    return declare
+
+
+def replaced_in(init: Callable[..., None]) -> Mapping[str, str]:
+    """Return what has taken the place of arguments that an `__init__` does not have, as :func:`replaced` says."""
+    names: Mapping[str, str] = getattr(_constructor(init), REPLACED, {})
+    return names
+
+
 def fault_of(init: Callable[..., None], arguments: Mapping[str, Any]) -> str | None:
     """Return what is wrong with the arguments of an `__init__` together, as the end of a sentence; `None`: nothing."""
     rules: list[Rule] = getattr(inspect.unwrap(init), RULES, [])
@@ -107,7 +138,7 @@ def shown(value: Any, most: int = 200) -> str:
 
 def _ruled(names: tuple[str, ...], rule: Rule) -> Callable[[Init], Init]:
     def declare(init: Init) -> Init:
-        own = inspect.unwrap(init)  # above `checked` it is the same as below
+        own = _constructor(init)
         if misspelt := [name for name in names if name not in inspect.signature(own).parameters]:
             raise TypeError(
                 f"{own.__qualname__} has no argument {listed(misspelt)}, of which a rule is declared above it."
@@ -116,6 +147,11 @@ def _ruled(names: tuple[str, ...], rule: Rule) -> Callable[[Init], Init]:
         return init
 
     return declare
+
+
+def _constructor(init: Any) -> Any:
+    """Return the `__init__` itself: of a class its own; above `checked` it is the same as below."""
+    return inspect.unwrap(vars(init)["__init__"] if isinstance(init, type) else init)
 
 
 def _several(given: Mapping[str, Any], names: tuple[str, ...], why: str) -> str | None:

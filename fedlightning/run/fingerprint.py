@@ -6,15 +6,15 @@ import hashlib
 import inspect
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
 
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.optimizers import configured, schedulers_in
 from fedlightning.hooks import Change, FederatedCallback
-from fedlightning.hooks.words import Stage
 from fedlightning.models.client_models import ClientModels
+from fedlightning.options import Evaluation, Vectorized
 from fedlightning.storage.config_hash import plain
 from fedlightning.tensors.modules import optimizers_in
 from fedlightning.visit.description import Description, Part
@@ -42,8 +42,6 @@ PUBLIC_CONTENT = "data (public content)"
 """Entry of what the public data hold."""
 CONTENT = "data (train samples)"
 """Entry of a few samples of the clients' training data, where these are in memory."""
-SCORED = "scored rounds and stages"
-"""Entry of what callbacks choose models from."""
 PARTS: tuple[Part, ...] = ("splits", "loaders", "public content")
 """What of the data's description a fingerprint is made of."""
 PLAIN = (int, float, str, bool, type(None))
@@ -66,9 +64,10 @@ def fingerprint(
     trains on what, and every client's batches. It cannot see code: the body of a loss or of a step.
     """
     found: dict[str, Any] = {name: arguments[name] for name in ARGUMENTS}
-    if arguments.get("evaluate_clients") is not None:
-        found["evaluate_clients"] = arguments["evaluate_clients"]
-    found["engine"] = "vectorized" if arguments["engine"] == "vectorized" else "one client at a time"
+    evaluation: Evaluation = arguments["evaluation"]
+    if evaluation.clients is not None:
+        found["evaluation.clients"] = evaluation.clients
+    found["engine"] = "vectorized" if isinstance(arguments["engine"], Vectorized) else "one client at a time"
     loop = arguments.get("loop", "synchronous")
     if not isinstance(loop, str):
         found["loop"] = type(loop).__name__
@@ -78,11 +77,9 @@ def fingerprint(
     for callback in callbacks:
         found |= {f"{callback.key}.{name}": value for name, value in callback.hyperparameters().items()}
     if any(Change.SELECTION in callback.facts.changes for callback in callbacks):
-        stages = ", ".join(sorted(arguments["stages"] or get_args(Stage)))
-        every = f"evaluate_every={arguments['evaluate_every']}"
-        if arguments.get("evaluate_seconds") is not None:
-            every = f"evaluate_seconds={arguments['evaluate_seconds']}"
-        found[SCORED] = f"{every}, stages={stages}"
+        found["evaluation.every"], found["evaluation.stages"] = evaluation.every, ", ".join(sorted(evaluation.stages))
+        if evaluation.seconds is not None:
+            found["evaluation.seconds"] = float(evaluation.seconds)
     for other in ordinary:
         found |= {f"{type(other).__name__}.{name}": value for name, value in _options(other).items()}
     found |= {f"data ({split} split)": data.splits[split] for split in ("train", "val")}

@@ -135,7 +135,7 @@ def evaluation_line(summary: Mapping[str, Any]) -> str | None:
 
     Example:
         >>> print(evaluation_line({"evaluation": {"clients": 9, "of": 50}, "evaluation_seconds": 2.0, "seconds": 10.0}))
-        Scored: 9 of 50 clients (evaluate_clients), in 2 of the 10 s of the run.
+        Scored: 9 of 50 clients (evaluation.clients), in 2 of the 10 s of the run.
     """
     found, spent, whole = (
         summary.get("evaluation", {}),
@@ -146,11 +146,11 @@ def evaluation_line(summary: Mapping[str, Any]) -> str | None:
     if (before := found.get("in_training")) is not None:
         return f"Scored: {count} of {of} clients on test data, {before['clients']} in training and at stage L2."
     if count < of:
-        return f"Scored: {count} of {of} clients (evaluate_clients), in {spent:.0f} of the {whole:.0f} s of the run."
+        return f"Scored: {count} of {of} clients (evaluation.clients), in {spent:.0f} of the {whole:.0f} s of the run."
     if of >= MANY and 2 * spent > whole:
         return (
-            f"Scoring all {of} clients took {spent:.0f} of the {whole:.0f} s of the run: evaluate_clients=100 scores 100 of "
-            "them, evaluate_every=10 every tenth round."
+            f"Scoring all {of} clients took {spent:.0f} of the {whole:.0f} s of the run: evaluation.clients=100 scores 100 "
+            "of them, evaluation.every=10 every tenth round."
         )
     return None
 

@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule
 
 from fedlightning.arguments import federated_data
 from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.options import Flower
 from fedlightning.study import predicted, samples
 from fedlightning.study.columns import FEWEST_SITES
 from fedlightning.study.runs import Run
@@ -49,7 +50,7 @@ def leave_one_site_out(
     for name, trainer in methods.items():
         if trainer.arguments["held_out"]:
             raise ValueError(f"The trainer of {name!r} sets held_out. Leave it out: each site is held out once.")
-        if trainer.arguments["engine"] == "flower":
+        if isinstance(trainer.arguments["engine"], Flower):
             raise ValueError(
                 f"The trainer of {name!r} has engine='flower': predictions of single test samples do not leave sites. Hold a "
                 "site out with held_out: it sends its scores."

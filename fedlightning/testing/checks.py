@@ -21,6 +21,7 @@ from fedlightning.federation.attempts import TooFewClientsError
 from fedlightning.federation.server import Server
 from fedlightning.hooks import Change, FederatedCallback
 from fedlightning.hooks.composition import changes_of
+from fedlightning.options import FailurePolicy
 from fedlightning.scoring.rows import UNSEEN
 from fedlightning.tensors import State, entry_kinds, first_nonfinite, module_state
 from fedlightning.testing.runs import (
@@ -43,7 +44,7 @@ from fedlightning.visit.record import ClientRecord
 Check = Callable[..., None]
 """Function of an algorithm, a folder and arguments of the trainer that raises AssertionError."""
 
-_PARTIAL: dict[str, Any] = {"max_rounds": 4, "evaluate_every": 2, "participation": 3}
+_PARTIAL: dict[str, Any] = {"max_rounds": 4, "evaluation": 2, "participation": 3}
 _FOUR: dict[str, Any] = {"max_rounds": 4}
 _FULL: dict[str, Any] = {"full": True}
 _TWO: dict[str, Any] = {"max_rounds": 2}  # one that goes wrong, and one that begins with what it has left
@@ -105,7 +106,7 @@ def check_copies(algorithm: FederatedCallback, root: Path, **given: Any) -> None
 
 def check_unchanged_by_a_run(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
     """Check that a run does not change the callback: what it keeps between rounds is in the state of server and client."""
-    used = plain_run(algorithm, given | {"evaluate_every": 2}).algorithm
+    used = plain_run(algorithm, given | {"evaluation": 2}).algorithm
     before, after = as_lists(vars(algorithm)), as_lists(vars(used))
     assert after == before, (
         f"{algorithm.key} was changed by a run: {before} -> {after}. Keep state in server.state and client.state."
@@ -114,7 +115,7 @@ def check_unchanged_by_a_run(algorithm: FederatedCallback, root: Path, **given: 
 
 def check_trains(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
     """Check that some client's deployed model differs from its initial one, with the defaults of the algorithm."""
-    server = server_of(trainer := plain_run(algorithm, given | {"evaluate_every": 0}).trainer)
+    server = server_of(trainer := plain_run(algorithm, given | {"evaluation": 0}).trainer)
     start = module_state(server.blueprint.build("server"))
     moved = any(  # a frozen weight moves where a method merges what was trained into it
         not torch.equal(value, start[name])
@@ -127,22 +128,22 @@ def check_trains(algorithm: FederatedCallback, root: Path, **given: Any) -> None
 
 def check_same_seed_same_result(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
     """Check that two runs with one seed are the same, bit for bit."""
-    first = plain_run(algorithm, given | {"evaluate_every": 2}).trainer
-    second = federate(algorithm, ToyData(), root, **given, evaluate_every=2)
+    first = plain_run(algorithm, given | {"evaluation": 2}).trainer
+    second = federate(algorithm, ToyData(), root, **given, evaluation=2)
     assert_same(first, second, f"Two runs of {algorithm.key} with the same seed differ")
 
 
 def check_order_of_clients(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
     """Check that the order in which clients are listed changes nothing."""
     names = ToyData().names
-    first = plain_run(algorithm, given | {"evaluate_every": 0}).trainer
+    first = plain_run(algorithm, given | {"evaluation": 0}).trainer
     second = federate(algorithm, ToyData(listed=names[::-1]), None, **given)
     assert_same(first, second, f"{algorithm.key} depends on the order in which clients are listed")
 
 
 def check_evaluation_changes_nothing(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
     """Check that a run that evaluates trains the same models as one that never does."""
-    first, second = (plain_run(algorithm, given | {"evaluate_every": every}).trainer for every in (2, 0))
+    first, second = (plain_run(algorithm, given | {"evaluation": every}).trainer for every in (2, 0))
     assert_same(first, second, f"Evaluation changes what {algorithm.key} trains", rows=False)
 
 
@@ -249,7 +250,7 @@ def check_small_and_empty_clients(algorithm: FederatedCallback, root: Path, **gi
     names = ("_a", "Süd², $\\x$", "10", "a/b")  # files and figures take some of these for something else
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
-        settings = _TWO | given | {"evaluate_every": 2}
+        settings = _TWO | given | {"evaluation": 2}
         trainer = federate(algorithm, ToyData(sizes=(12, 1, 0, 9), names=names), root, **settings)
     for label, module in deployed(trainer):
         assert first_nonfinite(module_state(module)) is None, f"{algorithm.key}, {label}: not finite."
@@ -267,7 +268,7 @@ def check_nan_client(algorithm: FederatedCallback, root: Path, **given: Any) -> 
             assert bad is None, f"{algorithm.key}, {label}: poisoned by another client's NaN at '{bad}'."
     if any(failure["client"] == "site1" and failure["round"] == 1 for failure in server_of(trainer).failures):
         with suppress(TooFewClientsError):
-            settings = given | {"max_rounds": 1, "min_clients": 4}
+            settings = given | {"max_rounds": 1, "failures": FailurePolicy(min_clients=4)}
             federate(copy.deepcopy(algorithm), ToyData(nan="site1"), None, **settings)
             raise AssertionError(f"{algorithm.key}: 'site1' failed, and min_clients=4 counts 4 of 4 clients.")
 
@@ -306,7 +307,7 @@ def check_unseen_clients(algorithm: FederatedCallback, root: Path, **given: Any)
 
     A method that has no model for it says so in `facts.newcomers.no_model`, and gives it no scores.
     """
-    again, settings = copy.deepcopy(algorithm), {"max_rounds": 2} | given | {"evaluate_every": 2}
+    again, settings = copy.deepcopy(algorithm), {"max_rounds": 2} | given | {"evaluation": 2}
     with watching() as visits, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = federate(algorithm, ToyData(), None, **settings, held_out=["site3"])

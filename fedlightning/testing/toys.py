@@ -184,7 +184,7 @@ def federate(
     if batch_size is not None and isinstance(data, ToyData):
         data.batch_size = batch_size
     own: list[Callback] = [] if algorithm is None else [algorithm]
-    defaults: dict[str, Any] = {"max_rounds": 3, "evaluate_every": 0, "save_state": 0, "local_steps": 3}
+    defaults: dict[str, Any] = {"max_rounds": 3, "evaluation": 0, "save_state": 0, "local_steps": 3}
     trainer = (_Unwritten if root is None else FederatedTrainer)(
         callbacks=[*own, *others],
         default_root_dir="." if root is None else root,

@@ -35,9 +35,9 @@ class Asynchronous(Loop):
     the number of steps that the server's model has made since its message left.
 
     After every `arrivals` updates the server makes a step: that is a round, and everything that is counted in rounds
-    (``max_rounds``, ``evaluate_every``, ``lr_decay``) counts these. `FedAsync` makes a step for every arrival, `FedBuff` for
-    every buffer. Without such a callback a round's updates are averaged as in FedAvg, each taken as the client's change since
-    its message, ``w + (w_i - w_sent)``; running statistics are averaged as they are.
+    (``max_rounds``, ``evaluation.every``, ``lr_decay``) counts these. `FedAsync` makes a step for every arrival, `FedBuff`
+    for every buffer. Without such a callback a round's updates are averaged as in FedAvg, each taken as the client's change
+    since its message, ``w + (w_i - w_sent)``; running statistics are averaged as they are.
 
     The time is virtual (:class:`~fedlightning.virtual_time.VirtualClock`): a message takes the link's time for its bytes,
     computing the client's time for its planned samples (fits that an algorithm adds in phases of its own are not

@@ -41,7 +41,7 @@ class WaitFree(Loop):
     the number of its steps since the oldest of its neighbours' models came.
 
     A round is over when the clients have taken `steps` steps each on average, or after `period` virtual seconds. Everything
-    that is counted in rounds (`max_rounds`, `evaluate_every`) counts these. Scores and logs of stage L2 are those of a
+    that is counted in rounds (`max_rounds`, `evaluation.every`) counts these. Scores and logs of stage L2 are those of a
     client's last step in a round.
 
     Args:

@@ -580,7 +580,7 @@ class Stop(FederatedCallback):
 @pytest.mark.slow
 @pytest.mark.parametrize(("mix", "state"), [("params", "reset"), ("params", "keep"), ("logits", "keep")])
 def test_resumed_is_uninterrupted(tmp_path, mix, state):
-    options = {"max_rounds": 4, "optimizer_state": state, "participation": 2, "evaluate_every": 0}
+    options = {"max_rounds": 4, "optimizer_state": state, "participation": 2, "evaluation": 0}
     module, data = NormNet("adam"), toy_data(SIZES)
     whole = federate(module, data, [APFL(mix=mix)], root=tmp_path / "whole", **options)
     with pytest.raises(KeyboardInterrupt):

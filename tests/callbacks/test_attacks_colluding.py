@@ -13,6 +13,7 @@ from fedlightning.algorithm import UpdateInterception
 from fedlightning.callbacks import SCAFFOLD, FedAdam, FedAvg, FedAvgM, FedBuff, FedLP, FedProto, HeteroFL, TopK
 from fedlightning.callbacks.attacks import ALIE, InnerProductManipulation, ModelReplacement, SignFlip
 from fedlightning.hooks import FederatedCallback
+from fedlightning.options import FailurePolicy
 from fedlightning.virtual_time import Asynchronous
 from tests.helpers import Toy, differs, federate, global_state, make_trainer, same, toy_data
 
@@ -57,7 +58,14 @@ def intercepted(attack, **options):
     """What everybody sent before and after an attack, in one round."""
     before, arrives = Looks(rank=-1), Arrives()
     arrives.seen.clear()
-    federate(module(), toy_data(SIZES), [before, attack, arrives], max_rounds=1, update_limit=None, **options)
+    federate(
+        module(),
+        toy_data(SIZES),
+        [before, attack, arrives],
+        max_rounds=1,
+        failures=FailurePolicy(update_limit=None),
+        **options,
+    )
     names = list(next(iter(before.seen.values())))
     after = replace_seen(before, arrives.seen)
     return changes(before, names), changes(after, names)

@@ -12,6 +12,7 @@ from fedlightning.callbacks import FLTrust, GeometricMedian, NormClippedMean, Tr
 from fedlightning.callbacks.attacks import ALIE, Backdoor, InnerProductManipulation, ModelReplacement
 from fedlightning.datamodules import DigitsDataModule, IIDPartitioner
 from fedlightning.models import MLP, Classifier
+from fedlightning.options import Evaluation, FailurePolicy, Processes
 from tests.helpers import Toy, close, differs, federate, global_state, same, toy_data
 
 SIZES = {"0": 24, "1": 24, "2": 24, "3": 24, "4": 24}
@@ -32,7 +33,7 @@ def module():
 )
 def test_what_the_mean_does_not_bear(attack, rule):
     def loss(callbacks):
-        options = {"max_rounds": 4, "evaluate_every": 4, "local_steps": 6, "update_limit": None}
+        options = {"max_rounds": 4, "evaluation": 4, "local_steps": 6, "failures": FailurePolicy(update_limit=None)}
         trainer = federate(module(), toy_data(SIZES, batch_size=8), callbacks, **options)
         rows = [row.value for row in trainer.rows if (row.stage, row.split, row.metric) == ("G", "val", "val_loss")]
         return np.mean(rows)
@@ -52,7 +53,7 @@ def test_the_vectorized_engine_gives_the_same_up_to_rounding():
 @pytest.mark.slow
 def test_processes_give_the_same_bits():
     plain = global_state(federate(module(), toy_data(SIZES), [ALIE([0, 1], z=2.0)], max_rounds=2))
-    options = {"engine": "processes", "workers": 2}
+    options = {"engine": Processes(2)}
     same(global_state(federate(module(), toy_data(SIZES), [ALIE([0, 1], z=2.0)], max_rounds=2, **options)), plain)
     assert differs(global_state(federate(module(), toy_data(SIZES), [], max_rounds=2)), plain)
 
@@ -71,8 +72,8 @@ def scores(attack, rule):
     data = DigitsDataModule(IIDPartitioner(num_clients=10), batch_size=16, public=0.1)
     model = Classifier(MLP(64, [32], 10), num_classes=10, lr=0.1)
     rules = [] if rule is None else [rule]
-    options = {"max_rounds": 8, "local_epochs": 2, "evaluate_every": 8, "evaluate_data": ["pooled"], "stages": ["G"]}
-    trainer = federate(model, data, [*attack, *rules], update_limit=None, **options)
+    options = {"max_rounds": 8, "local_epochs": 2, "evaluation": Evaluation(every=8, data=["pooled"], stages=["G"])}
+    trainer = federate(model, data, [*attack, *rules], failures=FailurePolicy(update_limit=None), **options)
     found = {row.metric: row.value for row in trainer.rows if (row.stage, row.split) == ("G", "val")}
     return found["val_accuracy"], found.get("val_attack_success", 0.0)
 

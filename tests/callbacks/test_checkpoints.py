@@ -57,7 +57,7 @@ class Scripted(Toy):
 
 def run(script, callback, rounds, **options):
     Scripted.script, Scripted.data = script, toy_data(SIZES, batch_size=16)
-    return federate(Scripted(), Scripted.data, [callback], max_rounds=rounds, evaluate_every=1, **options)
+    return federate(Scripted(), Scripted.data, [callback], max_rounds=rounds, evaluation=1, **options)
 
 
 NAN = float("nan")
@@ -131,7 +131,7 @@ def test_clients_without_a_value_do_not_count():
 
 def test_before_or_after_aggregation_is_explicit():
     """L2 models have one epoch of their own that L1 models do not have yet."""
-    options = {"max_rounds": 2, "evaluate_every": 1}
+    options = {"max_rounds": 2, "evaluation": 1}
     data = toy_data(SIZES)
     trained = spied(Toy("adam", lr=0.01), data, [LocalCheckpoint(stage="L2")], **options)
     trainer, spy = trained
@@ -146,7 +146,7 @@ def test_before_or_after_aggregation_is_explicit():
 
 
 def test_the_global_choice_by_the_trained_models_losses():
-    trainer, spy = spied(Toy("adam"), toy_data(SIZES), [GlobalCheckpoint(stage="L2")], max_rounds=3, evaluate_every=1)
+    trainer, spy = spied(Toy("adam"), toy_data(SIZES), [GlobalCheckpoint(stage="L2")], max_rounds=3, evaluation=1)
     kept = trainer.server.checkpoints["GlobalCheckpoint"]
     same(kept["model"], spy.rounds[kept["round"] - 1])
 
@@ -154,7 +154,7 @@ def test_the_global_choice_by_the_trained_models_losses():
 def test_absent_clients_choose_too():
     """L1 is evaluated for everybody, so a client that did not take part may find the new model best."""
     trainer = federate(
-        Toy("adam", lr=0.01), toy_data(SIZES), [LocalCheckpoint()], participation=1, max_rounds=3, evaluate_every=1
+        Toy("adam", lr=0.01), toy_data(SIZES), [LocalCheckpoint()], participation=1, max_rounds=3, evaluation=1
     )
     for client in SIZES:
         assert trainer.store.get(client).checkpoints["LocalCheckpoint"]["round"] >= 1
@@ -268,7 +268,7 @@ def test_an_unknown_metric_is_named(callback):
     with pytest.raises(
         (ValueError, ScoringError), match=r"monitors 'val_f1', but validation gives \['val_acc', 'val_loss'\]"
     ):
-        federate(Toy(), toy_data(SIZES), [callback], evaluate_every=1, max_rounds=1)
+        federate(Toy(), toy_data(SIZES), [callback], evaluation=1, max_rounds=1)
 
 
 # -- what must not win -------------------------------------------------------------------------------------------------
@@ -349,15 +349,15 @@ def test_a_client_that_failed_in_training_is_no_reason_to_select_a_round(tmp_pat
     script = {"0": [0, 4.0, 1.0, 2.0], "1": [0, 9.0, 2.0 if retry else 8.0, 5.0], "2": [0, 4.0, 1.0, 2.0]}
     Scripted.script, Scripted.data = script, toy_data(SIZES, batch_size=16)
     callbacks = [GlobalCheckpoint(stage="L2"), FailingHook(Fault(tmp_path, "ValueError", 1, round=1), "on_visit_start")]
-    options = {"on_client_error": "retry"} if retry else {}
+    options = {"failures": "retry"} if retry else {}
     with pytest.warns(UserWarning, match="client '1' failed"):
-        trainer = federate(Scripted(), Scripted.data, callbacks, max_rounds=3, evaluate_every=1, **options)
+        trainer = federate(Scripted(), Scripted.data, callbacks, max_rounds=3, evaluation=1, **options)
     assert trainer.server.checkpoints["GlobalCheckpoint"]["round"] == best
 
 
 def test_losses_of_different_clients_are_not_compared():
     with pytest.raises(ValueError, match=r"compares the losses of the clients that trained, and participation=2"):
-        federate(Toy(), toy_data(), [GlobalCheckpoint(stage="L2")], participation=2, evaluate_every=1)
+        federate(Toy(), toy_data(), [GlobalCheckpoint(stage="L2")], participation=2, evaluation=1)
 
 
 @pytest.mark.parametrize("metric", ["val_acc", "val/acc", "val_f1"])
@@ -373,14 +373,14 @@ def test_the_lowest_accuracy_is_no_goal_without_a_warning(metric):
 
 def test_without_validation_data_a_mean_of_evaluations_is_no_matter():
     with pytest.warns(UserWarning) as told:
-        federate(Toy(), toy_data(val=0), [LocalCheckpoint()], max_rounds=2, evaluate_every=1)
+        federate(Toy(), toy_data(val=0), [LocalCheckpoint()], max_rounds=2, evaluation=1)
     assert not any("judges a round" in str(one.message) for one in told)
 
 
 @pytest.mark.parametrize(
-    ("options", "why"), [({"evaluate_every": 0}, "evaluate_every is 0"), ({}, "no client has valid")]
+    ("options", "why"), [({"evaluation": 0}, "evaluation.every is 0"), ({}, "no client has valid")]
 )
 def test_nothing_to_select_by_is_said_at_start(options, why):
     data = toy_data(val=12 if options else 0)
     with pytest.warns(UserWarning, match=f"LocalCheckpoint has nothing to select by: {why}"):
-        federate(Toy(), data, [LocalCheckpoint()], max_rounds=1, **{"evaluate_every": 1} | options)
+        federate(Toy(), data, [LocalCheckpoint()], max_rounds=1, **{"evaluation": 1} | options)

@@ -32,6 +32,7 @@ from fedlightning.callbacks import (
 from fedlightning.federation.attempts import FederationError
 from fedlightning.federation.loops import Synchronous
 from fedlightning.messages import Message, Update
+from fedlightning.options import FailurePolicy
 from fedlightning.virtual_time import Asynchronous, SampleSpeed, VirtualClock
 from tests.helpers import NormNet, Toy, federate, global_state, make_trainer, same, toy_data
 
@@ -84,7 +85,13 @@ def test_it_grows_with_rounds_and_rate_and_falls_with_noise():
 def test_without_noise_and_clipping_it_is_uniform_fedavg():
     plain = global_state(federate(module(), toy_data(SIZES), [FedAvg(weighting="uniform")], max_rounds=3))
     private = global_state(
-        federate(module(), toy_data(SIZES), [dp(noise_multiplier=TINY, clip=1e6)], max_rounds=3, update_limit=None)
+        federate(
+            module(),
+            toy_data(SIZES),
+            [dp(noise_multiplier=TINY, clip=1e6)],
+            max_rounds=3,
+            failures=FailurePolicy(update_limit=None),
+        )
     )
     torch.testing.assert_close(private, plain, atol=1e-5, rtol=1e-5)
 
@@ -392,7 +399,7 @@ def test_a_layer_that_stays_gets_no_noise():
         ([dp(), CoordinateMedian()], {}, Toy, "CoordinateMedian"),
         ([dp(), LocalCheckpoint()], {}, Toy, "gives no client's score away.*LocalCheckpoint|LocalCheckpoint"),
         ([dp(), GlobalCheckpoint()], {}, Toy, "GlobalCheckpoint"),
-        ([dp(), FederatedEarlyStopping()], {"evaluate_every": 1}, Toy, "FederatedEarlyStopping"),
+        ([dp(), FederatedEarlyStopping()], {"evaluation": 1}, Toy, "FederatedEarlyStopping"),
         ([dp(), PoissonSampling(0.5)], {}, Toy, "both claim 'participants'"),
         ([dp(), FedAvg(weighting="samples")], {}, Toy, "ask for different weightings"),
         ([dp()], {"participation": 2}, Toy, "both say who takes part"),
@@ -437,7 +444,9 @@ def test_the_sum_is_divided_by_the_expected_number_of_participants(monkeypatch):
     """Whoever came: the only participant's change counts as one over half of the clients."""
     monkeypatch.setattr(ClientDP, "participants", lambda self, server: ["1"])
     private = [dp(noise_multiplier=TINY, clip=1e6, rate=0.5)]
-    found = global_state(federate(module(), toy_data(SIZES), private, max_rounds=1, update_limit=None))
+    found = global_state(
+        federate(module(), toy_data(SIZES), private, max_rounds=1, failures=FailurePolicy(update_limit=None))
+    )
     alone = global_state(federate(module(), toy_data({"1": SIZES["1"]}), [FedAvg()], max_rounds=1))
     before = module().state_dict()
     for name, value in found.items():

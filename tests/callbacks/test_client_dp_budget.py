@@ -37,7 +37,7 @@ class Between(FederatedCallback):
 def ledger_run(path, name, rounds=3, change=None, failing=None, **options):
     Between.path, Between.change, Between.failing = path, staticmethod(change) if change else None, failing
     callback = dp(noise_seed=None, ledger=str(path / "ledger"))
-    trainer = make_trainer(path, [callback, Between()], max_rounds=rounds, name=name, on_client_error="skip")
+    trainer = make_trainer(path, [callback, Between()], max_rounds=rounds, name=name, failures="skip")
     trainer.fit(module(), datamodule=toy_data(SIZES), **options)
     return json.loads((trainer.run.path / "privacy.json").read_text())
 

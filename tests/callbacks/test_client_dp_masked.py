@@ -26,6 +26,7 @@ from fedlightning.callbacks.shared.fixed_point import FixedPoint
 from fedlightning.callbacks.shared.ledger import Ledger
 from fedlightning.callbacks.shared.spending import spent_by
 from fedlightning.federation.attempts import FederationError
+from fedlightning.options import Processes
 from tests.callbacks.test_client_dp import module
 from tests.callbacks.test_secure_aggregation import Fails
 from tests.helpers import Toy, close, federate, global_state, make_trainer, same, toy_data
@@ -170,10 +171,10 @@ def test_a_resumed_run_and_a_round_done_again_give_the_same_bits(tmp_path):
 
 @pytest.mark.parametrize("engine", ["vectorized", pytest.param("processes", marks=pytest.mark.slow)])
 def test_every_engine_adds_the_same_noise(engine):
-    workers = {"workers": 2} if engine == "processes" else {}
+    engine = Processes(2) if engine == "processes" else engine
     one, other = (
         global_state(run([dp(noise_multiplier=0.1), SecureAggregation()], **options))
-        for options in ({}, {"engine": engine} | workers)
+        for options in ({}, {"engine": engine})
     )
     close(one, other, atol=1e-5)
 
@@ -203,7 +204,7 @@ def test_a_round_done_again_without_a_client_shows_one_share(where, failing, tmp
     beside = [SecureAggregation()] if where == "masked" else []
     for goes_on in ({}, {"resume": "last"}):
         callback = dp(**{"where": where, "noise_seed": None, "shares": None} | shares)
-        trainer = make_trainer(tmp_path, [callback, *beside, Once()], max_rounds=2, name="run", on_client_error="skip")
+        trainer = make_trainer(tmp_path, [callback, *beside, Once()], max_rounds=2, name="run", failures="skip")
         torch.manual_seed(0)
         try:
             trainer.fit(module(), datamodule=toy_data(SIZES), **goes_on)

@@ -67,7 +67,7 @@ def test_together(name):
     make, shared = TOGETHER[name]
     module, data = NormNet(), toy_data(SIZES)
     callbacks = [*make(), LocalCheckpoint()]
-    trainer, spy = spied(module, data, callbacks, max_rounds=3, evaluate_every=1)
+    trainer, spy = spied(module, data, callbacks, max_rounds=3, evaluation=1)
     last = [update for update in spy.updates if update.round == 2]
     assert len(last) == 3
     for update in last:
@@ -233,7 +233,7 @@ def test_values_that_are_shaped_as_the_models_are_a_change_by_what_is_declared()
 def test_the_local_checkpoint_restores_each_deployed_model(callbacks):
     """What is kept is the model that was scored best: scoring it again gives that score."""
     module, data = NormNet("momentum", lr=0.4), toy_data(SIZES)
-    trainer = federate(module, data, [*callbacks, LocalCheckpoint(smooth=1)], max_rounds=4, evaluate_every=1)
+    trainer = federate(module, data, [*callbacks, LocalCheckpoint(smooth=1)], max_rounds=4, evaluation=1)
     for client in SIZES:
         kept = trainer.store.get(client).checkpoints["LocalCheckpoint"]
         scores = [r.value for r in trainer.rows if (r.stage, r.client, r.metric) == ("L1", client, "val_loss")]

@@ -188,7 +188,7 @@ def test_every_engine(engine):
 
 def test_clients_that_join_begin_at_the_average(tmp_path):
     data = toy_data({"a": 16, "b": 16, "c": 16})
-    first = federate(Toy(), data, [DFedAvg()], tmp_path, max_rounds=2, evaluate_every=0)
+    first = federate(Toy(), data, [DFedAvg()], tmp_path, max_rounds=2, evaluation=0)
     server = first.server
     server.clients.append("d")
     first.server.callbacks.find(DFedAvg).facts.newcomers.join(server, ["d"])

@@ -128,9 +128,17 @@ def fit(root: Path, data: Any, module: Any = None, labels: bool = False) -> Any:
     from fedlightning import FederatedTrainer
 
     trainer = FederatedTrainer(
-        callbacks=[Method(labels)], default_root_dir=root, max_rounds=1, local_steps=1, logger=False, save_state=0,
-        enable_progress_bar=False, accelerator="cpu", sanity_check=False, evaluate_every=0,
-    )  # fmt: skip
+        callbacks=[Method(labels)],
+        default_root_dir=root,
+        max_rounds=1,
+        local_steps=1,
+        logger=False,
+        save_state=0,
+        enable_progress_bar=False,
+        accelerator="cpu",
+        sanity_check=False,
+        evaluation=0,
+    )
     trainer.fit(module or ToyModule(), data)
     return trainer
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from fedlightning.callbacks import DSFL, FedAdam, FedMD, FedPer, FedProx, GlobalCheckpoint, Local, LocalCheckpoint
 from fedlightning.callbacks.dsfl import sharpened
 from fedlightning.federation.attempts import FederationError
+from fedlightning.options import Processes
 from fedlightning.tensors import module_state
 from tests.callbacks.public import own_models, public_data, resumed, two_models
 from tests.conformance.case import Case, Kept
@@ -147,7 +148,7 @@ def test_the_server_s_model_is_scored_and_selected(tmp_path):
     callbacks = [DSFL(public_samples=10), LocalCheckpoint(), GlobalCheckpoint()]
     module = two_models(server="deep")
     module.models["other"] = copy.deepcopy(module.models["small"])
-    trainer = federate(module, public_data(), callbacks, tmp_path, max_rounds=2, evaluate_every=1)
+    trainer = federate(module, public_data(), callbacks, tmp_path, max_rounds=2, evaluation=1)
     rows = [row for row in trainer.recorder.rows if row.stage == "G" and row.round == 2 and row.metric == "val_loss"]
     assert {row.client for row in rows if row.data == "local"} == set("012")
     assert type(trainer.module()) is type(module.model("deep"))
@@ -160,13 +161,13 @@ def test_the_server_s_model_is_scored_and_selected(tmp_path):
 def test_clients_that_fail_are_left_out_and_a_round_of_them_ends_in_a_sentence(callback):
     data = public_data((24, 40))
     data.tensors["1"]["train"][0][:] = float("nan")
-    _, spy = spied(Toy("sgd"), data, [callback], max_rounds=2, on_client_error="skip")
+    _, spy = spied(Toy("sgd"), data, [callback], max_rounds=2, failures="skip")
     targets = [m.extras[callback.key] for m in spy.messages if m.tag in ("distil", "digest")]
     assert targets and all(torch.isfinite(value).all() for extras in targets for value in extras.values())
     alone = public_data((24,))
     alone.tensors["0"]["train"][0][:] = float("nan")
     with pytest.raises(FederationError, match=r"Round 1: .*client '0' failed"):
-        federate(Toy("sgd"), alone, [callback], max_rounds=2, on_client_error="skip")
+        federate(Toy("sgd"), alone, [callback], max_rounds=2, failures="skip")
 
 
 def start():
@@ -175,7 +176,7 @@ def start():
 
 
 def test_two_architectures_resume_bit_for_bit(tmp_path):
-    options = {"participation": 2, "evaluate_every": 1}
+    options = {"participation": 2, "evaluation": 1}
     whole = federate(*start(), tmp_path / "w", max_rounds=4, **options)
     half = federate(*start(), tmp_path / "h", max_rounds=2, **options)
     again = resumed(half, *start(), 4, **options)
@@ -189,8 +190,7 @@ def test_two_architectures_resume_bit_for_bit(tmp_path):
 def test_worker_processes_change_nothing_with_two_architectures():
     module, data, callbacks = start()
     here, there = (
-        federate(module, data, callbacks[:1], max_rounds=2, **options)
-        for options in ({}, {"engine": "processes", "workers": 2})
+        federate(module, data, callbacks[:1], max_rounds=2, **options) for options in ({}, {"engine": Processes(2)})
     )
     same(there.server.model, here.server.model)
     for client, state in own_models(here).items():

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from fedlightning.callbacks import FCCL, FedAdam, FedPer, FedProx, GlobalCheckpoint, Local, LocalCheckpoint
 from fedlightning.callbacks.fccl import correlation_loss, correlations
+from fedlightning.options import Processes
 from fedlightning.tensors import module_state
 from tests.callbacks.public import own_models, public_data, resumed, two_models
 from tests.conformance.case import NO_PLAIN_FORM, Case, Kept
@@ -211,7 +212,7 @@ def start():
 
 @pytest.mark.slow
 def test_two_architectures_resume_bit_for_bit(tmp_path):
-    options = {"participation": 2, "evaluate_every": 1}
+    options = {"participation": 2, "evaluation": 1}
     whole = federate(*start(), tmp_path / "w", max_rounds=4, **options)
     half = federate(*start(), tmp_path / "h", max_rounds=2, **options)
     again = resumed(half, *start(), 4, **options)
@@ -224,7 +225,7 @@ def test_two_architectures_resume_bit_for_bit(tmp_path):
 def test_worker_processes_change_nothing():
     runs = [
         own_models(federate(*start(), max_rounds=3, participation=2, **engine))
-        for engine in ({}, {"engine": "processes", "workers": 2})
+        for engine in ({}, {"engine": Processes(2)})
     ]
     for client, state in runs[0].items():
         same(runs[1][client], state)

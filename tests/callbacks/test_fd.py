@@ -289,7 +289,7 @@ def test_a_client_without_finite_outputs_is_left_out():
     data.tensors["1"]["train"][0][:] = float("nan")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = federate(Toy(), data, [FD()], max_rounds=2, on_client_error="skip")
+        trainer = federate(Toy(), data, [FD()], max_rounds=2, failures="skip")
     assert list(trainer.server.state["FD"]["tables"]) == ["0", "2"]
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fedlightning.callbacks import SCAFFOLD, FedAdam, FedAMP, FedPer, FedProx, HeurFedAMP, Local
+from fedlightning.options import FailurePolicy
 from fedlightning.tensors import module_state, select
 from tests.conformance.case import Case, Kept
 from tests.helpers import (
@@ -162,7 +163,9 @@ def test_the_scale_follows_the_models_that_came():
 )
 def test_settings_that_do_nothing_or_too_much_are_told(callback, sentence):
     with pytest.warns(UserWarning, match=sentence):
-        federate(Toy("sgd", lr=0.2001), toy_data(), [callback], max_rounds=1, update_limit=None)  # some diverge
+        federate(
+            Toy("sgd", lr=0.2001), toy_data(), [callback], max_rounds=1, failures=FailurePolicy(update_limit=None)
+        )  # some diverge
 
 
 @pytest.mark.parametrize("callback", [FedAMP(), HeurFedAMP(), FedAMP(sigma=1.0), HeurFedAMP(sigma=0.0)])

@@ -159,7 +159,7 @@ def start():
 
 @pytest.mark.slow
 def test_two_architectures_resume_bit_for_bit(tmp_path):
-    options = {"participation": 3, "evaluate_every": 1}
+    options = {"participation": 3, "evaluation": 1}
     whole = federate(*start(), tmp_path / "w", max_rounds=4, **options)
     half = federate(*start(), tmp_path / "h", max_rounds=2, **options)
     again = resumed(half, *start(), 4, **options)

@@ -68,7 +68,7 @@ def test_large_clients_train_first_and_small_ones_train_less():
 
 
 def test_a_longer_run_keeps_the_warm_up_it_began_with(tmp_path):
-    options = {"evaluate_every": 1, "save_state": 1}
+    options = {"evaluation": 1, "save_state": 1}
     first = federate(Toy(), toy_data(), [FedCovid(large=1)], tmp_path, max_rounds=2, **options)
     path = first.run.path
     longer = make_trainer(tmp_path, [FedCovid(large=1)], max_rounds=6, **options)

@@ -17,6 +17,7 @@ from fedlightning.callbacks import (
     GlobalCheckpoint,
     LocalCheckpoint,
 )
+from fedlightning.options import Processes
 from fedlightning.tensors import module_state
 from tests.callbacks.public import own_models, public_data, public_x, resumed, two_models
 from tests.conformance.case import Case, Kept
@@ -206,7 +207,7 @@ def start():
 
 
 def test_two_architectures_resume_bit_for_bit_with_a_server_optimizer_for_each(tmp_path):
-    options = {"participation": 3, "evaluate_every": 1}
+    options = {"participation": 3, "evaluation": 1}
     whole = federate(*start(), tmp_path / "w", max_rounds=4, **options)
     half = federate(*start(), tmp_path / "h", max_rounds=2, **options)
     again = resumed(half, *start(), 4, **options)
@@ -239,8 +240,7 @@ def test_held_out_clients_deploy_the_model_of_their_architecture(tmp_path):
 def test_worker_processes_change_nothing_with_two_architectures():
     module, data, callbacks = start()
     here, there = (
-        federate(module, data, callbacks[:2], max_rounds=2, **options)
-        for options in ({}, {"engine": "processes", "workers": 2})
+        federate(module, data, callbacks[:2], max_rounds=2, **options) for options in ({}, {"engine": Processes(2)})
     )
     for key, state in here.server.models.items():
         same(there.server.models[key], state)

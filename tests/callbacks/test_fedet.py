@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from fedlightning.callbacks import FedAdam, FedAvg, FedET, FedPer, FedProx, GlobalCheckpoint, LocalCheckpoint
 from fedlightning.callbacks.fedet import confidence, lessons
 from fedlightning.models import ClientModels
+from fedlightning.options import Processes
 from fedlightning.tensors import module_state
 from tests.callbacks.public import Deep, own_models, public_data, resumed
 from tests.conformance.case import Case, Kept
@@ -146,7 +147,7 @@ def test_without_steps_it_is_fedavg():
 
 def test_stage_g_scores_the_large_model_and_l1_the_small_ones(tmp_path):
     trainer = federate(
-        models(), public_data(), [FedET(steps=5), LocalCheckpoint()], tmp_path, max_rounds=2, evaluate_every=1
+        models(), public_data(), [FedET(steps=5), LocalCheckpoint()], tmp_path, max_rounds=2, evaluation=1
     )
     assert type(trainer.module()) is Large and type(trainer.module("0")) is Toy
     data, large = public_data(), trainer.server.module_with(trainer.server.model)
@@ -178,7 +179,7 @@ def test_two_architectures_resume_bit_for_bit(tmp_path):
 
 @pytest.mark.slow
 def test_worker_processes_change_nothing():
-    runs = [federate(*start(), max_rounds=2, **e).server.models for e in ({}, {"engine": "processes", "workers": 2})]
+    runs = [federate(*start(), max_rounds=2, **e).server.models for e in ({}, {"engine": Processes(2)})]
     for key, state in runs[0].items():
         same(runs[1][key], state)
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from fedlightning.callbacks import IFCA, MOON, SCAFFOLD, FedAdam, FedGH, FedPer, FedProx, GlobalCheckpoint, Local
 from fedlightning.models import ClientModels
+from fedlightning.options import Processes
 from fedlightning.tensors import module_state
 from tests.callbacks.test_fedproto import class_data
 from tests.conformance.case import Case, Kept
@@ -195,7 +196,7 @@ def test_nothing_but_representations_goes_up():
 
 
 def test_scores_after_the_header_is_replaced_and_after_training(tmp_path):
-    trainer = federate(Toy(), toy_data(), [FedGH(server_lr=1.0)], tmp_path, max_rounds=2, evaluate_every=1)
+    trainer = federate(Toy(), toy_data(), [FedGH(server_lr=1.0)], tmp_path, max_rounds=2, evaluation=1)
     rows = {
         stage: [r.value for r in trainer.recorder.rows if (r.stage, r.metric, r.split) == (stage, "val_loss", "val")]
         for stage in ("G", "L1", "L2")
@@ -222,7 +223,7 @@ def test_two_architectures_resume_bit_for_bit(tmp_path):
 def test_worker_processes_change_nothing():
     runs = [
         federate(models(), toy_data([16, 12, 20, 8]), shuffled(), max_rounds=2, participation=3, **engine)
-        for engine in ({}, {"engine": "processes", "workers": 2})
+        for engine in ({}, {"engine": Processes(2)})
     ]
     same_trees(*map(states, runs))
     same_trees(*(run.server.models for run in runs))

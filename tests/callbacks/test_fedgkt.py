@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import fedlightning
 from fedlightning.callbacks import FedAdam, FedGKT, FedPer, FedProx, GlobalCheckpoint, Local, LocalCheckpoint
 from fedlightning.callbacks.fedgkt import make_head
+from fedlightning.options import Processes
 from fedlightning.tensors import module_state
 from tests.callbacks.public import Deep, own_models, resumed, two_models
 from tests.conformance.case import NO_PLAIN_FORM, Case, Kept
@@ -159,7 +160,7 @@ def test_the_server_gets_features_logits_and_labels_and_no_input_and_all_is_coun
 def test_the_deployed_model_is_the_extractor_below_the_servers_head(tmp_path):
     data = toy_data((24, 40))
     callbacks = [FedGKT(server_hidden=[5, 4]), LocalCheckpoint()]
-    trainer = federate(two_models(), data, callbacks, tmp_path, max_rounds=2, evaluate_every=1)
+    trainer = federate(two_models(), data, callbacks, tmp_path, max_rounds=2, evaluation=1)
     head = trainer.server.state["FedGKT"]["head"]
     for client, kind in (("0", Toy), ("1", Deep)):
         deployed, x = trainer.module(client).eval(), data.tensors[client]["val"][0]
@@ -197,7 +198,7 @@ def test_two_architectures_resume_bit_for_bit(tmp_path):
 
 @pytest.mark.slow
 def test_worker_processes_change_nothing():
-    runs = [own_models(federate(*start(), max_rounds=2, **e)) for e in ({}, {"engine": "processes", "workers": 2})]
+    runs = [own_models(federate(*start(), max_rounds=2, **e)) for e in ({}, {"engine": Processes(2)})]
     for client, state in runs[0].items():
         same(runs[1][client], state)
 

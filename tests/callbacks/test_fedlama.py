@@ -248,9 +248,7 @@ def test_there_is_a_global_model_in_every_round(tmp_path):
 
 
 def test_composes_with_a_private_head_and_a_proximal_term():
-    trainer, spy = spied(
-        Three("adam"), toy_data(SIZES), [FedLAMA(), FedPer(), FedProx()], max_rounds=4, evaluate_every=1
-    )
+    trainer, spy = spied(Three("adam"), toy_data(SIZES), [FedLAMA(), FedPer(), FedProx()], max_rounds=4, evaluation=1)
     assert not any(name.startswith("net.4") for item in (*spy.messages, *spy.updates) for name in item.state)
     assert trainer.server.global_module() is None
 

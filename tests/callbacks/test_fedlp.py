@@ -113,7 +113,7 @@ def test_composes_with_a_private_head_and_a_server_optimizer():
 
 
 def test_the_default_trains():
-    trainer = federate(Toy(lr=0.3), toy_data([60, 60, 60]), [FedLP()], max_rounds=15, evaluate_every=15)
+    trainer = federate(Toy(lr=0.3), toy_data([60, 60, 60]), [FedLP()], max_rounds=15, evaluation=15)
     scores = [row.value for row in trainer.rows if (row.stage, row.metric, row.split) == ("G", "val_acc", "val")]
     assert sum(scores) / len(scores) > 0.8
 

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from fedlightning.callbacks import FedAdam, FedMD, FedPer, FedProx, GlobalCheckpoint, Local, LocalCheckpoint
+from fedlightning.options import Processes
 from fedlightning.tensors import module_state
 from tests.callbacks.public import own_models, public_data, public_x, resumed, two_models
 from tests.conformance.case import NO_PLAIN_FORM, Case, Kept
@@ -188,7 +189,7 @@ def start():
 
 
 def test_two_architectures_resume_bit_for_bit(tmp_path):
-    options = {"participation": 2, "evaluate_every": 1}
+    options = {"participation": 2, "evaluation": 1}
     whole = federate(*start(), tmp_path / "w", max_rounds=4, **options)
     half = federate(*start(), tmp_path / "h", max_rounds=2, **options)
     again = resumed(half, *start(), 4, **options)
@@ -199,9 +200,7 @@ def test_two_architectures_resume_bit_for_bit(tmp_path):
 
 @pytest.mark.slow
 def test_worker_processes_change_nothing_with_two_architectures():
-    here, there = (
-        federate(*start(), max_rounds=2, **options) for options in ({}, {"engine": "processes", "workers": 2})
-    )
+    here, there = (federate(*start(), max_rounds=2, **options) for options in ({}, {"engine": Processes(2)}))
     for client, state in own_models(here).items():
         same(own_models(there)[client], state)
 

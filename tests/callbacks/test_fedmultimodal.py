@@ -141,7 +141,7 @@ def accuracy(names, root, sensors=None):
     split = DirichletPartitioner(4, 1.0)
     data = PairedDigitsDataModule(split, batch_size=16, modalities=names, sensors=sensors)
     net = MultimodalNet({name: MLP(32, [64], 64) for name in names}, 10, fusion="attention")
-    options = {"max_rounds": 8, "local_epochs": 2, "evaluate_every": 0}
+    options = {"max_rounds": 8, "local_epochs": 2, "evaluation": 0}
     trainer = federate(Classifier(net, 10, lr=0.1), data, [FedMultimodal()], root, **options)
     rows = trainer.test()
     return next(

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from fedlightning.callbacks import SCAFFOLD, FedAdam, FedAvg, FedProx, FedType, GlobalCheckpoint, Local, LocalCheckpoint
 from fedlightning.callbacks.fedtype import PrivateLoss, ProxyLoss, consensus, imitation_loss
 from fedlightning.callbacks.shared.conformal import PredictionSets, calibrate
+from fedlightning.options import Processes
 from fedlightning.seeding import generator
 from fedlightning.tensors import module_state
 from fedlightning.wrappers.pair import Side
@@ -308,15 +309,15 @@ def test_the_penalty_grows_with_a_fall_of_the_private_accuracy(monkeypatch):
 
 def run(root=None, **options):
     callbacks = [FedType(small(), ALPHA, SHARE, lambda_reg=0.1, k_reg=0), LocalCheckpoint(), GlobalCheckpoint()]
-    return federate(mixed(), toy_data(SIZES), callbacks, root, **{"max_rounds": 2, "evaluate_every": 1} | options)
+    return federate(mixed(), toy_data(SIZES), callbacks, root, **{"max_rounds": 2, "evaluation": 1} | options)
 
 
 @pytest.mark.slow
 def test_worker_processes_and_resume_change_nothing(tmp_path):
     whole = run(tmp_path / "a", max_rounds=3, optimizer_state="keep")
-    options = {"engine": "processes", "workers": 2, "optimizer_state": "keep"}
+    options = {"engine": Processes(2), "optimizer_state": "keep"}
     half = run(tmp_path / "b", **options)
-    again = make_trainer(tmp_path / "b", half.callbacks.callbacks, max_rounds=3, evaluate_every=1, **options)
+    again = make_trainer(tmp_path / "b", half.callbacks.callbacks, max_rounds=3, evaluation=1, **options)
     again.fit(mixed(), datamodule=toy_data(SIZES), resume=half.recorder.run.path)
     same(global_state(whole), global_state(again))
     for client in SIZES:

@@ -195,7 +195,7 @@ def test_a_full_client_is_scored_with_statistics_of_the_full_width(buffers):
     """Training leaves a mixture of several widths: the server replaces it, or it is estimated anew."""
     data, look, module = toy_data({"0": 32, "1": 32}, batch_size=8, shuffle=False), Look(), TwoNorms(lr=0.0)
     method = FjORD([0.5, 1.0], [1.0], distillation=False)
-    federate(module, data, [method, look], max_rounds=2, evaluate_every=1, float_buffers=buffers)
+    federate(module, data, [method, look], max_rounds=2, evaluation=1, float_buffers=buffers)
     own = {client: full_statistics(module, data.tensors[client]["train"][0].split(8)) for client in ("0", "1")}
     mean = {name: (own["0"][name] + own["1"][name]) / 2 for name in own["0"]}
     assert {stage for _, stage, _ in look.seen} == {"L1", "L2"}

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedlightning.callbacks import SCAFFOLD, FedAvg, FedLP, FedPer, FLTrust, HeteroFL, Krum
 from fedlightning.callbacks.attacks import ALIE, ModelReplacement, SignFlip
 from fedlightning.callbacks.fltrust import trusted
+from fedlightning.options import FailurePolicy
 from tests.helpers import Toy, ToyData, federate, global_state, make_trainer, same, samples, toy_data
 
 SIZES = {"0": 24, "1": 24, "2": 24, "3": 24, "4": 24}
@@ -83,7 +84,7 @@ def test_the_servers_own_change_is_plain_sgd_on_its_data():
 @pytest.mark.parametrize("attack", [SignFlip([0, 1, 2], 20.0), ModelReplacement([0], 50.0), ALIE([0, 1, 2], z=5.0)])
 def test_most_of_the_clients_may_be_bad(attack, tmp_path):
     def loss(callbacks):
-        options = {"max_rounds": 4, "evaluate_every": 4, "local_steps": 6, "update_limit": None}
+        options = {"max_rounds": 4, "evaluation": 4, "local_steps": 6, "failures": FailurePolicy(update_limit=None)}
         trainer = federate(module(), root_data(), callbacks, **options)
         rows = [row.value for row in trainer.rows if (row.stage, row.split, row.metric) == ("G", "val", "val_loss")]
         return np.mean(rows)

@@ -32,6 +32,7 @@ from fedlightning.callbacks import (
 from fedlightning.callbacks.fml import MutualLoss
 from fedlightning.callbacks.shared.representations import other_task
 from fedlightning.models import ClientModels
+from fedlightning.options import Processes
 from fedlightning.tensors import module_state
 from fedlightning.testing.toys import ToyModule
 from fedlightning.wrappers.pair import Side, shared_of
@@ -205,16 +206,16 @@ def test_kept_optimizers_are_the_private_ones():
 
 def run(root=None, **options):
     callbacks = [FML(small()), LocalCheckpoint(), GlobalCheckpoint()]
-    options = {"max_rounds": 2, "evaluate_every": 1, "optimizer_state": "reset"} | options
+    options = {"max_rounds": 2, "evaluation": 1, "optimizer_state": "reset"} | options
     return federate(mixed(), toy_data(SIZES), callbacks, root, **options)
 
 
 @pytest.mark.slow
 def test_worker_processes_and_resume_change_nothing(tmp_path):
     whole = run(tmp_path / "a", max_rounds=3, optimizer_state="keep")
-    options = {"engine": "processes", "workers": 2, "optimizer_state": "keep"}
+    options = {"engine": Processes(2), "optimizer_state": "keep"}
     half = run(tmp_path / "b", **options)
-    again = make_trainer(tmp_path / "b", half.callbacks.callbacks, max_rounds=3, evaluate_every=1, **options)
+    again = make_trainer(tmp_path / "b", half.callbacks.callbacks, max_rounds=3, evaluation=1, **options)
     again.fit(mixed(), datamodule=toy_data(SIZES), resume=half.recorder.run.path)
     same(global_state(whole), global_state(again))
     for client in SIZES:

@@ -191,7 +191,7 @@ def check(name, module, rounds=2):
         with pytest.raises(ValueError, match=refused):
             spied(module, data_of(module), [algorithm], max_rounds=rounds)
         return
-    trainer, spy = spied(module, data_of(module), [algorithm], max_rounds=rounds, evaluate_every=rounds)
+    trainer, spy = spied(module, data_of(module), [algorithm], max_rounds=rounds, evaluation=rounds)
     server = trainer.server
     wire = expected_on_the_wire(name, module, trainer)
     last = [update for update in spy.updates if update.round == rounds - 1]
@@ -273,7 +273,7 @@ class OfTensors(RandomDataset):
 
 def run_demo(kind, callbacks):
     module, width = DEMOS[kind][0](), DEMOS[kind][1]
-    trainer = make_trainer(None, callbacks, max_rounds=2, evaluate_every=2)
+    trainer = make_trainer(None, callbacks, max_rounds=2, evaluation=2)
     loaders = {
         split: {client: DataLoader(OfTensors(width, size), batch_size=4) for client, size in SIZES.items()}
         for split in ("train", "val")

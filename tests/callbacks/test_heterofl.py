@@ -267,7 +267,7 @@ def test_a_full_client_that_keeps_its_head_is_scored_with_statistics_of_the_full
 
     data = toy_data({"0": 32, "1": 32}, batch_size=32, shuffle=False)
     rates = {"0": 1.0, "1": 0.5}
-    federate(Two(), data, [HeteroFL(rates=rates), FedPer(["net.3"]), Look()], max_rounds=2, evaluate_every=1)
+    federate(Two(), data, [HeteroFL(rates=rates), FedPer(["net.3"]), Look()], max_rounds=2, evaluation=1)
     for state in seen:
         x = F.linear(data.tensors["0"]["train"][0], state["net.0.0.weight"], state["net.0.0.bias"])
         x = F.batch_norm(x, None, None, state["net.0.1.weight"], state["net.0.1.bias"], training=True).relu()
@@ -281,7 +281,7 @@ def test_a_full_client_that_keeps_its_head_is_scored_with_statistics_of_the_full
 
 def test_composes_with_other_methods():
     together = [HeteroFL(), FedProx(), MOON(), FedPer(), FedAdam(), LocalCheckpoint()]
-    trainer, spy = spied(NormNet("adam"), toy_data(), together, max_rounds=3, evaluate_every=1)
+    trainer, spy = spied(NormNet("adam"), toy_data(), together, max_rounds=3, evaluation=1)
     assert len(spy.updates) == 9
     assert not any(name.startswith("net.3") for item in (*spy.messages, *spy.updates) for name in item.state)
     for client, rate in {"0": 1.0, "1": 0.5, "2": 0.25}.items():

@@ -185,7 +185,7 @@ def test_a_small_p_communicates_rarely():
 def test_what_is_evaluated_is_what_is_sent_next(tmp_path):
     """The aggregation steps after a round are known when it ends: evaluation draws no coin."""
     module, data = NormNet("sgd"), toy_data()
-    often = federate(module, data, [L2GD()], root=tmp_path, max_rounds=4, evaluate_every=1, **STEPS)
+    often = federate(module, data, [L2GD()], root=tmp_path, max_rounds=4, evaluation=1, **STEPS)
     never = federate(module, data, [L2GD()], max_rounds=4, **STEPS)
     for client in "012":
         same(*(module_state(run.client(client).module) for run in (often, never)))

@@ -43,7 +43,7 @@ def test_with_one_average_it_is_local_steps_and_an_average():
 
 
 def test_a_round_has_one_score_of_the_trained_model(tmp_path):
-    trainer = federate(Toy(), toy_data(), [LDSGD(i2=3)], tmp_path, max_rounds=2, evaluate_every=1, **STEPS)
+    trainer = federate(Toy(), toy_data(), [LDSGD(i2=3)], tmp_path, max_rounds=2, evaluation=1, **STEPS)
     rows = [row for row in trainer.rows if row.stage == "L2" and row.metric == "val_acc" and row.data == "local"]
     assert len(rows) == 6
     assert {row.model for row in rows} == {"personal"}

@@ -69,7 +69,7 @@ def test_held_out_clients_have_the_largest_rank_or_their_own(method, tmp_path):
     data = toy_data({"a": 16, "b": 16, "c": 16, "d": 16})
     table = {"a": 2, "b": 3, "c": 1}
     trainer = federate(
-        Toy(), data, [method(r=table)], tmp_path, max_rounds=2, held_out=["c", "d"], evaluate_every=1, name="a"
+        Toy(), data, [method(r=table)], tmp_path, max_rounds=2, held_out=["c", "d"], evaluation=1, name="a"
     )
     scored = {row.client: row.value for row in trainer.rows if row.model == "unseen" and row.metric == "val_loss"}
     assert scored.keys() == {"c", "d"} and not trainer.server.failures

@@ -153,7 +153,7 @@ def test_who_fails_in_round_1_does_not_train_what_it_keeps_twice_in_a_round():
 
 
 def test_the_appeal_of_each_round_is_written_once(tmp_path):
-    trainer = federate(Quadratic(), quadratic_data(A, B), [MaxFL()], tmp_path, max_rounds=3, evaluate_every=0)
+    trainer = federate(Quadratic(), quadratic_data(A, B), [MaxFL()], tmp_path, max_rounds=3, evaluation=0)
     with (trainer.run.path / "appeal.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["round"], row["client"]) for row in rows] == [(str(r), c) for r in (1, 2, 3) for c in "012"]

@@ -131,9 +131,7 @@ def test_workers_and_one_process_train_the_same(method):
 @pytest.mark.slow
 @each_method
 def test_it_composes_with_terms_in_the_gradient_and_a_server_optimizer(method):
-    trainer, spy = spied(
-        NormNet("adam"), toy_data(SIZES), [method, FedProx(), FedAdam()], max_rounds=2, evaluate_every=1
-    )
+    trainer, spy = spied(NormNet("adam"), toy_data(SIZES), [method, FedProx(), FedAdam()], max_rounds=2, evaluation=1)
     trained = [update for update in spy.updates if not update.tag]  # the others bring statistics of BatchNorm
     assert len(trained) == 6 and "failures" not in trainer.summary
     assert (global_state(trainer)["net.1.running_var"] > 0).all()

@@ -255,7 +255,7 @@ def test_test_data_do_not_matter(tmp_path):
 def test_evaluation_does_not_change_w(tmp_path):
     """(d)"""
     module, data = NormNet("sgd", dropout=0.0), toy_data()
-    often = federate(module, data, [PerFedAvg()], root=tmp_path, max_rounds=3, evaluate_every=1)
+    often = federate(module, data, [PerFedAvg()], root=tmp_path, max_rounds=3, evaluation=1)
     never = federate(module, data, [PerFedAvg()], max_rounds=3)
     same(global_state(often), global_state(never))
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedlightning.callbacks import SCAFFOLD, FedAdam, FedPer, FedProx, GlobalCheckpoint, Local, LocalCheckpoint, pFedHR
 from fedlightning.callbacks.pfedhr_server import Reassembly
 from fedlightning.models import ClientModels
+from fedlightning.options import Processes
 from fedlightning.tensors import clone, module_state
 from tests.callbacks.public import PublicToyData, own_models, public_data, public_x, resumed, two_models
 from tests.callbacks.test_blocks import Residual
@@ -306,7 +307,7 @@ def test_worker_processes_change_nothing():
     data = public_data((24, 40), batch_size=8)
     run = [
         federate(models("momentum", 0.1), data, [RESUMED], max_rounds=2, **given)
-        for given in ({}, {"engine": "processes", "workers": 2})
+        for given in ({}, {"engine": Processes(2)})
     ]
     same_runs(*run)
 
@@ -395,11 +396,11 @@ def test_arguments_are_refused(options, says):
 @pytest.mark.parametrize("other", [FedAdam(), SCAFFOLD(), FedPer(personal="net.3"), FedProx(), GlobalCheckpoint()])
 def test_callbacks_on_a_model_that_travels_are_refused(other):
     with pytest.raises(ValueError, match=r"pFedHR|GlobalCheckpoint needs a global model"):
-        federate(Toy(), public_data(), [pFedHR(), other], evaluate_every=1)
+        federate(Toy(), public_data(), [pFedHR(), other], evaluation=1)
 
 
 def test_a_selected_model_of_the_client_is_fine(tmp_path):
-    federate(Toy(), public_data((24, 40)), [pFedHR(fine_tune_epochs=0), LocalCheckpoint()], tmp_path, evaluate_every=1)
+    federate(Toy(), public_data((24, 40)), [pFedHR(fine_tune_epochs=0), LocalCheckpoint()], tmp_path, evaluation=1)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from fedlightning.callbacks import PIFL
 from fedlightning.callbacks.shared.tokens import Ledger
 from fedlightning.federation.attempts import TooFewClientsError
 from fedlightning.messages import Update
+from fedlightning.options import FailurePolicy
 from fedlightning.tensors import module_state
 from tests.callbacks.common import Breaks, Plain, fixed_data, mean_state, start_of
 from tests.helpers import NormNet, close, federate, same, spied, toy_data
@@ -161,7 +162,7 @@ def test_a_score_on_all_data_is_no_client_that_contributed():
     data = fixed_data([16, 16], broken="1")
     algorithm = PIFL(monitor="val_acc", utility="pooled", num_clusters=1, performance_slots=None)
     with pytest.raises(TooFewClientsError, match="1 of 2 clients contributed"):
-        federate(start_of(Breaks), data, [algorithm], max_rounds=1, min_clients=2)
+        federate(start_of(Breaks), data, [algorithm], max_rounds=1, failures=FailurePolicy(min_clients=2))
 
 
 def test_optimizers_that_go_on_from_one_cluster_to_the_next_are_refused():

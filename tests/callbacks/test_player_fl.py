@@ -493,7 +493,7 @@ class Stop(FederatedCallback):
 @pytest.mark.slow
 def test_resumed_is_uninterrupted(tmp_path):
     module, data = Deep("adam", norm=True), toy_data(SIZES)
-    options = {"max_rounds": 3, "participation": 2, "evaluate_every": 0}
+    options = {"max_rounds": 3, "participation": 2, "evaluation": 0}
     whole = federate(module, data, [PLayerFLRandom()], root=tmp_path / "whole", **options)
     with pytest.raises(KeyboardInterrupt):
         federate(module, data, [PLayerFLRandom(), Stop(1)], root=tmp_path / "cut", **options)

@@ -12,6 +12,7 @@ import fedlightning  # noqa: F401
 
 # isort: split
 from fedlightning.callbacks import FedProx, PLayerFL
+from fedlightning.options import Vectorized
 from tests.helpers import NormNet, Toy, federate, toy_data
 
 SIZES = (24, 40, 18, 11)
@@ -59,7 +60,7 @@ def run(module: Any, options: dict[str, Any], others: tuple[Any, ...], **engine:
 @pytest.mark.parametrize("stack", [None, 2])
 def test_as_one_after_another(module: Any, options: dict[str, Any], others: tuple[Any, ...], stack: int | None) -> None:
     alone = run(module, options, others)
-    stacked = run(module, options, others, engine="vectorized", clients_per_stack=stack)
+    stacked = run(module, options, others, engine=Vectorized(clients_per_stack=stack))
     mine, theirs = (trainer.server.state["PLayerFL"] for trainer in (alone, stacked))
     assert torch.equal(mine["order"], theirs["order"])
     assert mine["personal"] == theirs["personal"]

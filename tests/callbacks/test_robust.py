@@ -20,6 +20,7 @@ from fedlightning.callbacks.robust import (
 )
 from fedlightning.callbacks.shared.robust import capped
 from fedlightning.hooks import Change, Facts, FederatedCallback
+from fedlightning.options import FailurePolicy
 from fedlightning.virtual_time import Asynchronous
 from tests.helpers import NormNet, Toy, federate, global_state, make_trainer, same, toy_data
 
@@ -195,7 +196,7 @@ def test_without_clipping_it_is_fedavg():
 @pytest.mark.fast_cases(3)
 def test_an_attack_that_the_mean_does_not_bear(attack, rule):
     def loss(callbacks):
-        options = {"max_rounds": 4, "evaluate_every": 4, "local_steps": 6, "update_limit": None}
+        options = {"max_rounds": 4, "evaluation": 4, "local_steps": 6, "failures": FailurePolicy(update_limit=None)}
         trainer = federate(module(), toy_data(SHAPES, batch_size=8), callbacks, **options)
         return np.mean(
             [row.value for row in trainer.rows if (row.stage, row.split, row.metric) == ("G", "val", "val_loss")]
@@ -215,7 +216,13 @@ def test_buffers_are_medians_and_bad_ones_do_not_enter():
             if client.id == "0":
                 update.state[running] = torch.full_like(update.state[running], 50.0)
 
-    trainer = federate(module(NormNet), toy_data(SHAPES), [Bad(), CoordinateMedian()], max_rounds=2, update_limit=None)
+    trainer = federate(
+        module(NormNet),
+        toy_data(SHAPES),
+        [Bad(), CoordinateMedian()],
+        max_rounds=2,
+        failures=FailurePolicy(update_limit=None),
+    )
     assert float(global_state(trainer)[running].abs().max()) < 10
 
 

@@ -15,6 +15,7 @@ from fedlightning.callbacks import FedAvg, FedPer, FedProto, SampleDP, SecureAgg
 from fedlightning.callbacks.shared import masking
 from fedlightning.callbacks.shared.fixed_point import FixedPoint
 from fedlightning.federation.attempts import FederationError
+from fedlightning.options import Processes
 from tests.callbacks.test_secure_aggregation import Fails
 from tests.helpers import Toy, close, federate, global_state, make_trainer, same, toy_data
 
@@ -133,7 +134,7 @@ def test_a_round_that_ends_before_the_sum_is_opened_is_done_again_with_the_same_
 def test_workers_give_the_same_bits():
     alone, two = (
         run([dp(noise_seed=3), SecureAggregation()], max_rounds=2, **options)
-        for options in ({}, {"engine": "processes", "workers": 2})
+        for options in ({}, {"engine": Processes(2)})
     )
     same(global_state(alone), global_state(two))
 

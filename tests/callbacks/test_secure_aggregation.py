@@ -37,6 +37,7 @@ from fedlightning.federation.loops import Synchronous
 from fedlightning.federation.server import Server
 from fedlightning.hooks import Job
 from fedlightning.messages import Update
+from fedlightning.options import FailurePolicy, Processes, Ray
 from fedlightning.virtual_time import Asynchronous
 from tests.conformance.case import Case
 from tests.helpers import NormNet, Toy, close, federate, global_state, make_trainer, same, toy_data
@@ -264,7 +265,7 @@ def test_workers_give_the_same_bits(engine):
         pytest.importorskip("ray")
     alone, two = (
         federate(module(), toy_data(SIZES), [FedPer(), SecureAggregation()], max_rounds=2, **options)
-        for options in ({}, {"engine": engine, "workers": 2})
+        for options in ({}, {"engine": Processes(2) if engine == "processes" else Ray(2)})
     )
     same(global_state(alone), global_state(two))
     assert alone.server.costs.bytes_up == two.server.costs.bytes_up
@@ -445,7 +446,7 @@ def test_what_needs_single_updates_is_refused(callbacks, reason):
     ("options", "reason"),
     [
         ({"loop": Asynchronous()}, "SecureAggregation"),
-        ({"update_limit": 10.0}, "update_limit=10"),
+        ({"failures": FailurePolicy(update_limit=10.0)}, "update_limit=10"),
     ],
     ids=str,
 )

@@ -21,6 +21,7 @@ from fedlightning.callbacks import (
 )
 from fedlightning.federation.loops import Synchronous
 from fedlightning.hooks import Facts, FederatedCallback
+from fedlightning.options import Evaluation
 from fedlightning.study.report.build import build_report
 from fedlightning.virtual_time import Asynchronous, FixedSpeed, VirtualClock, WaitFree
 from tests.callbacks.test_checkpoints import SIZES, Scripted
@@ -40,7 +41,7 @@ def stopped_in(script, rounds=9, **options):
     """Train on scripted losses of the server's model, and return the round after which the run ended."""
     Scripted.script, Scripted.data = script, toy_data(SIZES, batch_size=16)
     callbacks = [FederatedEarlyStopping(stage="G", **options), GlobalCheckpoint()]
-    trainer = make_trainer(None, callbacks, max_rounds=rounds, evaluate_every=1)
+    trainer = make_trainer(None, callbacks, max_rounds=rounds, evaluation=1)
     trainer.fit(Scripted(), datamodule=Scripted.data)
     found = trainer.summary.get("stopped")
     assert trainer.rounds_done == (rounds if found is None else found["round"])
@@ -110,18 +111,18 @@ def test_scores_are_compared_over_the_clients_that_have_both():
 
 def test_a_run_that_ends_early_ends_as_any_other(tmp_path):
     callbacks = [FedPer(personal=["net.3"]), LocalAdaptation(), LocalCheckpoint(), Budget(max_steps=11)]
-    ended = make_trainer(tmp_path, callbacks, max_rounds=9, evaluate_every=2, save_state=5, name="ended")
+    ended = make_trainer(tmp_path, callbacks, max_rounds=9, evaluation=2, save_state=5, name="ended")
     ended.fit(module(), datamodule=toy_data((8, 8)))
     rounds = ended.rounds_done
     assert 1 < rounds < 9 and ended.summary["stopped"]["round"] == rounds
     assert ended.federation.final_done  # the visits after the last round were made
-    plain = make_trainer(tmp_path, callbacks[:-1], max_rounds=rounds, evaluate_every=2, save_state=5, name="plain")
+    plain = make_trainer(tmp_path, callbacks[:-1], max_rounds=rounds, evaluation=2, save_state=5, name="plain")
     plain.fit(module(), datamodule=toy_data((8, 8)))
     assert list(ended.rows) == list(plain.rows)  # the last round's test scores of L2, too
     same(ended.server.model, plain.server.model)
     names = [sorted(path.name for path in (one.run.path / "checkpoints").rglob("*.ckpt")) for one in (ended, plain)]
     assert names[0] == names[1] != []
-    again = make_trainer(tmp_path, callbacks, max_rounds=9, evaluate_every=2, save_state=5, name="ended")
+    again = make_trainer(tmp_path, callbacks, max_rounds=9, evaluation=2, save_state=5, name="ended")
     again.fit(module(), datamodule=toy_data((8, 8)), resume="last")
     assert again.rounds_done == rounds and again.summary["stopped"] == ended.summary["stopped"]
     same(again.server.model, ended.server.model)
@@ -150,7 +151,7 @@ def test_a_resumed_run_decides_as_one_that_was_not_interrupted(tmp_path, after):
             Budget(max_steps=10_000),
             *more,
         ]
-        return make_trainer(tmp_path, callbacks, max_rounds=12, evaluate_every=1, name=name)
+        return make_trainer(tmp_path, callbacks, max_rounds=12, evaluation=1, name=name)
 
     whole, cut, resumed = trainer("whole"), trainer("cut", Interrupts(after)), trainer("cut")
     whole.fit(module(), datamodule=toy_data((8, 8)))
@@ -173,7 +174,7 @@ def test_a_resumed_run_decides_as_one_that_was_not_interrupted(tmp_path, after):
 @pytest.mark.fast_cases(2)
 def test_budgets_hold_in_every_loop(loop, callbacks):
     def run(*budget):
-        trainer = make_trainer(None, [*callbacks, *budget], max_rounds=12, evaluate_every=5, loop=loop)
+        trainer = make_trainer(None, [*callbacks, *budget], max_rounds=12, evaluation=5, loop=loop)
         trainer.fit(module(), datamodule=toy_data((8, 8, 8)))
         return trainer
 
@@ -219,7 +220,7 @@ def test_a_budget_goes_by_the_dearest_round_so_far(limit, costs, ends):
 
 
 def test_a_first_round_beyond_the_budget_is_scored_all_the_same():
-    trainer = make_trainer(None, [Budget(max_steps=1)], max_rounds=12, evaluate_every=5)
+    trainer = make_trainer(None, [Budget(max_steps=1)], max_rounds=12, evaluation=5)
     trainer.fit(module(), datamodule=toy_data((8, 8)))
     assert trainer.rounds_done == 1 and {row.stage for row in trainer.rows if row.split == "val"} == {"G", "L1"}
 
@@ -228,7 +229,7 @@ def test_no_server_no_difference():
     from fedlightning.callbacks import SWIFT
 
     callbacks = [SWIFT(), FederatedEarlyStopping(patience=1, mode="max"), LocalCheckpoint()]
-    trainer = make_trainer(None, callbacks, max_rounds=30, evaluate_every=1, local_steps=1, loop=WaitFree())
+    trainer = make_trainer(None, callbacks, max_rounds=30, evaluation=1, local_steps=1, loop=WaitFree())
     trainer.fit(module(), datamodule=toy_data((8, 8, 8)))
     assert trainer.rounds_done < 30 and trainer.summary["stopped"]["by"] == "FederatedEarlyStopping"
 
@@ -238,7 +239,7 @@ def test_no_server_no_difference():
 def test_engines_agree_on_the_end(tmp_path, engine):
     def run(engine):
         callbacks = [FederatedEarlyStopping(patience=2, mode="max"), GlobalCheckpoint()]
-        trainer = make_trainer(tmp_path / engine, callbacks, max_rounds=9, evaluate_every=1, engine=engine)
+        trainer = make_trainer(tmp_path / engine, callbacks, max_rounds=9, evaluation=1, engine=engine)
         trainer.fit(module(), datamodule=toy_data((8, 8)))
         return trainer.summary["stopped"]
 
@@ -247,7 +248,11 @@ def test_engines_agree_on_the_end(tmp_path, engine):
 
 def test_sites_end_as_one_process_does(tmp_path):
     early = FederatedEarlyStopping(patience=1, mode="max")
-    given = {"max_rounds": 6, "evaluate_every": 1, "stages": ["G", "L1"], "others": [early, GlobalCheckpoint()]}
+    given = {
+        "max_rounds": 6,
+        "evaluation": Evaluation(every=1, stages=["G", "L1"]),
+        "others": [early, GlobalCheckpoint()],
+    }
     here = together(tmp_path / "here", FedAvg(), **given)
     line = Line(sites(tmp_path / "sites", FedAvg(), **given))
     there = at_sites(line, tmp_path / "there", FedAvg(), **given)
@@ -259,13 +264,13 @@ def test_sites_end_as_one_process_does(tmp_path):
 @pytest.mark.parametrize(
     ("callbacks", "options", "reason"),
     [
-        ([FederatedEarlyStopping()], {"evaluate_every": 0}, "has no scores to go by: evaluate_every is 0"),
+        ([FederatedEarlyStopping()], {"evaluation": 0}, "has no scores to go by: evaluation.every is 0"),
         ([FederatedEarlyStopping(stage="L2")], {"participation": 1}, "stage='L2'.*participation=1 takes others"),
         ([Budget(max_seconds=3)], {}, "max_seconds=3 of the loop's clock, and this loop has none"),
     ],
 )
 def test_what_cannot_end_a_run_is_refused_before_it(callbacks, options, reason):
-    trainer = make_trainer(None, callbacks, **{"max_rounds": 2, "evaluate_every": 1} | options)
+    trainer = make_trainer(None, callbacks, **{"max_rounds": 2, "evaluation": 1} | options)
     with pytest.raises(ValueError, match=reason):
         trainer.fit(module(), datamodule=toy_data((8, 8)))
 
@@ -273,7 +278,7 @@ def test_what_cannot_end_a_run_is_refused_before_it(callbacks, options, reason):
 def test_a_budget_without_a_limit_and_an_unknown_monitor():
     with pytest.raises(ValueError, match="Budget got none of max_megabytes, max_seconds, max_steps: it has no limit"):
         Budget()
-    trainer = make_trainer(None, [FederatedEarlyStopping("loss")], max_rounds=2, evaluate_every=1)
+    trainer = make_trainer(None, [FederatedEarlyStopping("loss")], max_rounds=2, evaluation=1)
     with pytest.raises(ValueError, match=r"monitors 'loss', but validation gives \['val_"), pytest.warns(UserWarning):
         trainer.fit(module(), datamodule=toy_data((8, 8)))
 
@@ -281,12 +286,12 @@ def test_a_budget_without_a_limit_and_an_unknown_monitor():
 @pytest.mark.parametrize(
     ("callbacks", "options"),
     [
-        ([FederatedEarlyStopping(), GlobalCheckpoint(stage="G")], {"stages": ["G"]}),
+        ([FederatedEarlyStopping(), GlobalCheckpoint(stage="G")], {"evaluation": Evaluation(stages=["G"])}),
         ([FederatedEarlyStopping(stage="G"), FedPer(personal=["net.3"]), LocalCheckpoint(smooth=1)], {}),
     ],
 )
 def test_a_stage_that_is_not_scored_is_refused(callbacks, options):
-    trainer = make_trainer(None, callbacks, max_rounds=2, evaluate_every=1, **options)
+    trainer = make_trainer(None, callbacks, max_rounds=2, **{"evaluation": 1} | options)
     with pytest.raises(ValueError, match=r"goes by scores of stage (L1|G), and this run has those of "):
         trainer.fit(module(), datamodule=toy_data((8, 8)))
 
@@ -319,7 +324,7 @@ def test_a_decision_of_the_last_round_holds_in_a_longer_run(tmp_path):
             FedRep(personal=["net.3"]),
             LocalCheckpoint(smooth=1),
         ]
-        trainer = make_trainer(tmp_path, callbacks, max_rounds=rounds, evaluate_every=1, name=name)
+        trainer = make_trainer(tmp_path, callbacks, max_rounds=rounds, evaluation=1, name=name)
         trainer.fit(module(), datamodule=toy_data((8, 8)), **resume)
         return trainer
 
@@ -334,7 +339,7 @@ def test_a_decision_of_the_last_round_holds_in_a_longer_run(tmp_path):
 
 
 def test_nothing_keeps_the_best_models_is_said():
-    trainer = make_trainer(None, [FederatedEarlyStopping()], max_rounds=1, evaluate_every=1)
+    trainer = make_trainer(None, [FederatedEarlyStopping()], max_rounds=1, evaluation=1)
     with pytest.warns(UserWarning, match=r"nothing keeps the best models. Add LocalCheckpoint\(\)"):
         trainer.fit(module(), datamodule=toy_data((8, 8)))
 
@@ -342,7 +347,7 @@ def test_nothing_keeps_the_best_models_is_said():
 @pytest.mark.slow
 def test_summary_and_report_say_why(tmp_path, capsys):
     callbacks = [FedAvg(), Budget(max_steps=9)]
-    trainer = make_trainer(tmp_path, callbacks, max_rounds=9, evaluate_every=1)
+    trainer = make_trainer(tmp_path, callbacks, max_rounds=9, evaluation=1)
     trainer.fit(module(), datamodule=toy_data((8, 8)))
     trainer.test(verbose=False)
     told = json.loads((trainer.run.path / "summary.json").read_text())["stopped"]

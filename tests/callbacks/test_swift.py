@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fedlightning.callbacks import DSGD, SWIFT, FedAvg
+from fedlightning.options import FailurePolicy, Processes
 from fedlightning.tensors import module_state
 from fedlightning.topology import make_graph, mixing_weights
 from fedlightning.virtual_time import FixedLink, FixedSpeed, LogNormalSpeed, TraceAvailability, VirtualClock, WaitFree
@@ -123,7 +124,15 @@ def test_a_slow_client_holds_nobody_up():
 
 def test_a_period_may_end_before_a_step_does():
     loop = WaitFree(clock(), period=0.4)
-    trainer = federate(Quadratic(), quadratic_data(A, B), [SWIFT()], max_rounds=3, loop=loop, min_clients=1, **SETTINGS)
+    trainer = federate(
+        Quadratic(),
+        quadratic_data(A, B),
+        [SWIFT()],
+        max_rounds=3,
+        loop=loop,
+        failures=FailurePolicy(min_clients=1),
+        **SETTINGS,
+    )
     assert trainer.server.costs.virtual_time == pytest.approx(1.2)
     assert trainer.server.costs.steps == 5
 
@@ -157,7 +166,7 @@ def test_resumed_with_models_on_their_way(tmp_path, fresh_only):
     def run(place, rounds, resume=None, **options):
         loop = WaitFree(VirtualClock(LogNormalSpeed(0.1, visit_sigma=0.3), FixedLink(up=500.0, down=2000.0)), steps=2)
         trainer = make_trainer(
-            place, [SWIFT(fresh_only=fresh_only)], loop=loop, evaluate_every=0, max_rounds=rounds, **SETTINGS, **options
+            place, [SWIFT(fresh_only=fresh_only)], loop=loop, evaluation=0, max_rounds=rounds, **SETTINGS, **options
         )
         trainer.fit(module, datamodule=toy_data([16] * 5), resume=resume)
         return trainer
@@ -177,14 +186,14 @@ def test_worker_processes():
     loop = WaitFree(VirtualClock(LogNormalSpeed(0.1)), steps=2)
     module, data = Toy("momentum"), toy_data([16] * 5)
     first = federate(module, data, [SWIFT()], max_rounds=2, loop=loop, **SETTINGS)
-    second = federate(module, data, [SWIFT()], max_rounds=2, loop=loop, engine="processes", workers=2, **SETTINGS)
+    second = federate(module, data, [SWIFT()], max_rounds=2, loop=loop, engine=Processes(2), **SETTINGS)
     for client in NAMES:
         same(module_state(first.module(client)), module_state(second.module(client)))
 
 
 def test_a_round_has_one_score_of_each_client(tmp_path):
     loop = WaitFree(clock({"1": 2.0}), steps=3)
-    trainer = federate(Toy(), toy_data(), [SWIFT()], tmp_path, max_rounds=2, loop=loop, evaluate_every=1, **SETTINGS)
+    trainer = federate(Toy(), toy_data(), [SWIFT()], tmp_path, max_rounds=2, loop=loop, evaluation=1, **SETTINGS)
     rows = [row for row in trainer.rows if (row.stage, row.metric, row.data) == ("L2", "val_acc", "local")]
     assert len(rows) == 6
     assert {row.model for row in rows} == {"personal"}
@@ -192,7 +201,7 @@ def test_a_round_has_one_score_of_each_client(tmp_path):
 
 def test_the_timeline_has_every_step(tmp_path):
     loop = WaitFree(clock({"1": 3.0}), period=6.0)
-    federate(Toy(), toy_data(), [SWIFT()], tmp_path, max_rounds=1, loop=loop, evaluate_every=0, **SETTINGS)
+    federate(Toy(), toy_data(), [SWIFT()], tmp_path, max_rounds=1, loop=loop, evaluation=0, **SETTINGS)
     (folder,) = tmp_path.glob("*/version_0")
     rows = read_trips(folder)
     assert len(rows) == 6 + 2 + 6

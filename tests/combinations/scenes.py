@@ -141,8 +141,8 @@ CALLBACKS: dict[str, Case] = {
     **OTHERS,
     "RandomK all": Case(RandomK(1.0)),
     "TopK all": Case(TopK(1.0, feedback=False)),
-    "LocalCheckpoint": Case(LocalCheckpoint(smooth=1, min_samples=0), arguments={"evaluate_every": 1}),
-    "GlobalCheckpoint": Case(GlobalCheckpoint(), arguments={"evaluate_every": 1}),
+    "LocalCheckpoint": Case(LocalCheckpoint(smooth=1, min_samples=0), arguments={"evaluation": 1}),
+    "GlobalCheckpoint": Case(GlobalCheckpoint(), arguments={"evaluation": 1}),
 }
 """What is put into lists."""
 
@@ -320,7 +320,7 @@ OPTIONS = st.fixed_dictionaries(
         "accumulate_grad_batches": st.just(2),
         "gradient_clip_val": st.just(0.5),
         "local_loop": st.sampled_from(["trainer", "fast"]),
-        "evaluate_every": st.just(2),
+        "evaluation": st.just(2),
     },
 ).map(lambda drawn: drawn | ({"local_steps": None} if "local_epochs" in drawn else {}))
 

@@ -90,7 +90,7 @@ def test_an_option_without_the_one_that_it_belongs_to_is_refused(make, sentence)
 
 # -- every option ------------------------------------------------------------------------------------------------------
 
-BASE = {"evaluate_every": 1, "max_rounds": 5}
+BASE = {"evaluation": 1, "max_rounds": 5}
 CASE_OF = {type(case.algorithm): case for case in reversed(CALLBACKS.values())}
 INERT: dict[str, dict[str, str]] = {
     "more than there are of samples or batches": {

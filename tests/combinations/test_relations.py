@@ -39,6 +39,7 @@ from fedlightning.callbacks import (
     RandomK,
     TopK,
 )
+from fedlightning.options import Processes
 from fedlightning.tensors import module_state
 from fedlightning.testing.pairs import difference
 from fedlightning.testing.runs import assert_same
@@ -299,7 +300,7 @@ def stacked_clients_equal_those_one_by_one(scene: Scene) -> None:
 def a_resumed_run_equals_an_uninterrupted_one(drawn: Any) -> None:
     """Domain: every scene, bit for bit: models, states and scores."""
     scene, after = drawn
-    scene = scene.but(options={"save_state": 1, "evaluate_every": 1})
+    scene = scene.but(options={"save_state": 1, "evaluation": 1})
     with tempfile.TemporaryDirectory() as folder:
         whole = scene.run(Path(folder, "whole"))
         assert_same(whole, scene.cut_and_resumed(Path(folder, "cut"), after), f"{scene}")
@@ -308,8 +309,8 @@ def a_resumed_run_equals_an_uninterrupted_one(drawn: Any) -> None:
 @relation(scenes(), few=0)
 def worker_processes_equal_one_process(scene: Scene) -> None:
     """Domain: every scene, bit for bit: models, states and scores."""
-    scene = scene.but(options={"evaluate_every": 1})
-    assert_same(scene.run(), scene.but(options={"engine": "processes", "workers": 2}).run(), f"{scene}")
+    scene = scene.but(options={"evaluation": 1})
+    assert_same(scene.run(), scene.but(options={"engine": Processes(2)}).run(), f"{scene}")
 
 
 # -- tests -------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from fedlightning.run.lock import RunLock
 ROW = "63.0,1.0,1.0,145.0,233.0,1.0,2.0,150.0,0.0,2.3,3.0,0.0,6.0"
 """A patient of Heart Disease, but for the diagnosis."""
 CONFIG = "configs/quickstart.yaml"
-SERVE = ("serve", "--config", CONFIG, "--sites=2", "--insecure=true", "--trainer.client_timeout=60")
+SERVE = ("serve", "--config", CONFIG, "--sites=2", "--insecure=true", "--trainer.failures.timeout=60")
 
 
 def said(capsys, *words):
@@ -48,7 +48,7 @@ def no_flower(monkeypatch, tmp_path):
         (("serve", "--config", CONFIG, "--sites=2"), "has no ca.pem. Make certificates with"),
         (("serve", "--config", CONFIG, "--sites=0"), "sites=0 must be at least 1"),
         (("serve", "--config", CONFIG, "--sites=2", "--trainer.engine=processes"), "clients at sites train there"),
-        (("serve", "--config", CONFIG, "--sites=2", "--insecure=true"), "trainer.client_timeout is not set"),
+        (("serve", "--config", CONFIG, "--sites=2", "--insecure=true"), "trainer.failures.timeout is not set"),
         ((*SERVE, "--port=0"), "port=0 must be from 1 to 65535"),
         ((*SERVE, "--host=203.0.113.1"), "host='203.0.113.1' is no address of this machine"),
         ((*SERVE, "--port={free}"), "pip install flwr==1.41.0"),
@@ -122,9 +122,9 @@ def test_a_site_knows_its_clients_before_flower_is_asked(tmp_path, monkeypatch):
 
 def test_no_keys_on_an_address_for_all_is_said_with_the_time(capsys, monkeypatch):
     monkeypatch.setattr("time.strftime", lambda form: "2031-01-02 03:04:05 ")
-    found = said(capsys, *SERVE, "--host=0.0.0.0", "--trainer.client_timeout=null")
+    found = said(capsys, *SERVE, "--host=0.0.0.0", "--trainer.failures.timeout=null")
     assert found.startswith("2031-01-02 03:04:05 Warning: insecure=True and host='0.0.0.0': whoever reaches port 8443")
-    assert "whoever reaches" not in said(capsys, *SERVE, "--trainer.client_timeout=null")
+    assert "whoever reaches" not in said(capsys, *SERVE, "--trainer.failures.timeout=null")
 
 
 class Plain(LightningDataModule):
@@ -160,7 +160,7 @@ def test_more_sites_than_keys(tmp_path, capsys):
     (tmp_path / "sites").mkdir()
     for name in ("ca.pem", "server.pem", "server.key", "sign.key", "sites/a.pub"):
         (tmp_path / name).touch()
-    words = ("serve", "--config", CONFIG, "--sites=2", "--trainer.client_timeout=60", f"--certificates={tmp_path}")
+    words = ("serve", "--config", CONFIG, "--sites=2", "--trainer.failures.timeout=60", f"--certificates={tmp_path}")
     assert "has keys of 1: no other can connect" in said(capsys, *words, f"--trainer.default_root_dir={tmp_path}")
 
 

@@ -62,7 +62,7 @@ def module_class(pl):
 
 
 def scores(module, *callbacks, **options):
-    trainer = make_trainer(None, [FedAvg(), *callbacks], evaluate_every=1, **options)
+    trainer = make_trainer(None, [FedAvg(), *callbacks], evaluation=1, **options)
     trainer.fit(module, toy_data([12, 10]))
     return trainer, [(row.metric, row.stage, row.value) for row in trainer.rows]
 

@@ -25,13 +25,13 @@ SHARED: dict[str, dict[str, Any]] = {
     "arguments": {},
     "copies": {},
     # All of these look at one run, which the interrupted one must equal ...
-    "resume": WHOLE | {"evaluate_every": 2},
-    "absent_clients": WHOLE | {"evaluate_every": 2},
+    "resume": WHOLE | {"evaluation": 2},
+    "absent_clients": WHOLE | {"evaluation": 2},
     "unchanged_by_a_run": WHOLE,
     # ... these at that one and one that is not evaluated ...
     "evaluation_changes_nothing": WHOLE,
     "trains": WHOLE,
-    "order_of_clients": WHOLE | {"evaluate_every": 0},
+    "order_of_clients": WHOLE | {"evaluation": 0},
     # ... and these at one with every kind of entry.
     "wire": SHORT,
     "every_kind_of_entry": SHORT,

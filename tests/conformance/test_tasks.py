@@ -10,6 +10,7 @@ import pytest
 
 from fedlightning import FederatedTrainer
 from fedlightning.algorithm import Facts, FederatedCallback
+from fedlightning.options import Evaluation
 from tests.conformance.case import Case, collect
 from tests.tasks import OTHER, Task, TaskData, module_for
 
@@ -32,7 +33,7 @@ class Began(FederatedCallback):
 def refusal(name: str, task: Task) -> str | None:
     """Run a method for two rounds. Return the sentence that refuses it before round 1; `None` after a run that is right."""
     case = CASES[name]
-    arguments = {"max_rounds": 2, "local_steps": 3, "save_state": 0, "evaluate_every": 1, "stages": ["L1"]}
+    arguments = {"max_rounds": 2, "local_steps": 3, "save_state": 0, "evaluation": Evaluation(every=1, stages=["L1"])}
     arguments |= copy.deepcopy(case.arguments)
     full, batch_size = arguments.pop("full", False), arguments.pop("batch_size", None)
     data, method = TaskData(task), copy.deepcopy(case.algorithm)

@@ -27,6 +27,7 @@ from fedlightning.engines.sites.site import Site
 from fedlightning.federation.loops.synchronous import Synchronous
 from fedlightning.federation.onboarding import Onboarding
 from fedlightning.models import MLP, Classifier
+from fedlightning.options import Evaluation, FailurePolicy, Processes
 from fedlightning.testing.runs import same_tree
 from fedlightning.virtual_time import SampleSpeed, VirtualClock
 from fedlightning.virtual_time.asynchronous import Asynchronous
@@ -165,8 +166,8 @@ def test_windows_as_clients_say_how_different_they_are():
 
 # -- runs --------------------------------------------------------------------------------------------------------------
 def test_one_window_is_no_drift_bit_for_bit(tmp_path):
-    plain, _ = fit(toy_data(SIZES), tmp_path / "plain", test_data=["local"])
-    drift, _ = fit(drifting(1), tmp_path / "drift", test_data=["local"])
+    plain, _ = fit(toy_data(SIZES), tmp_path / "plain", evaluation=Evaluation(test_data=["local"]))
+    drift, _ = fit(drifting(1), tmp_path / "drift", evaluation=Evaluation(test_data=["local"]))
     same(global_state(plain), global_state(drift))
     assert [str(row) for row in plain.rows] == [str(row) for row in drift.rows]
 
@@ -233,7 +234,7 @@ def test_resumed_in_the_midst_of_windows(tmp_path):
 )
 def test_engines_agree(engine):
     one, _ = fit(drifting(3))
-    other, _ = fit(drifting(3), engine=engine, **({"workers": 2} if engine == "processes" else {}))
+    other, _ = fit(drifting(3), engine=Processes(2) if engine == "processes" else engine)
     for name, value in global_state(one).items():
         assert torch.allclose(value, global_state(other)[name], atol=0 if engine == "processes" else 1e-5)
 
@@ -249,7 +250,7 @@ def test_sites_have_the_bits_of_one_process(tmp_path, table):
         return DriftingDataModule(stays(path), by="day", windows=2)
 
     def go(data, root, **more):
-        trainer = FederatedTrainer(default_root_dir=root, test_data=["local"], **run | more)
+        trainer = FederatedTrainer(default_root_dir=root, evaluation=Evaluation(test_data=["local"]), **run | more)
         trainer.fit(module(), data)
         return trainer
 
@@ -261,7 +262,7 @@ def test_sites_have_the_bits_of_one_process(tmp_path, table):
         parts[hospital] = Site(hospital, blueprint, data(own), tmp_path / hospital)
     one = go(data(table), tmp_path / "one")
     with connected(Line(parts), False, False):
-        other = go(DataElsewhere(), tmp_path / "server", engine="flower", client_timeout=30.0)
+        other = go(DataElsewhere(), tmp_path / "server", engine="flower", failures=FailurePolicy(timeout=30.0))
     assert same_tree(one.server.models, other.server.models)
     assert (
         one.server.num_samples

@@ -17,6 +17,7 @@ from fedlightning.datamodules import AddressedSampler, LazyClients, LoaderDataMo
 from fedlightning.datamodules.held_out import without
 from fedlightning.errors import DamagedStateError
 from fedlightning.federation import deployed
+from fedlightning.options import Evaluation
 from fedlightning.run import persistence
 from fedlightning.tensors import equal
 from tests.helpers import Toy
@@ -43,13 +44,23 @@ class Counting(LazyClients):
         return super().client(number)
 
 
-def fit(data, tmp_path, *callbacks, **options):
-    options = {"max_rounds": 2, "participation": 3, "evaluate_every": 0, "save_state": 1, **options}
+def fit(data, tmp_path, *callbacks, every=0, **options):
+    options = {
+        "max_rounds": 2,
+        "participation": 3,
+        "evaluation": Evaluation(every=every, test_data=[]),
+        "save_state": 1,
+        **options,
+    }
     resume = options.pop("resume", None)
     trainer = FederatedTrainer(
-        callbacks=list(callbacks) or [FedAvg()], test_data=[], logger=False, enable_progress_bar=False,
-        default_root_dir=tmp_path, accelerator="cpu", **options,
-    )  # fmt: skip
+        callbacks=list(callbacks) or [FedAvg()],
+        logger=False,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
+        accelerator="cpu",
+        **options,
+    )
     torch.manual_seed(0)
     trainer.fit(Toy(), data, resume=resume)
     return trainer
@@ -194,6 +205,6 @@ def test_a_method_on_pooled_data_is_refused(tmp_path):
 
 
 def test_selection_works_without_a_union(tmp_path, recwarn):
-    trainer = fit(Counting(4), tmp_path, GlobalCheckpoint(), evaluate_every=1)
+    trainer = fit(Counting(4), tmp_path, GlobalCheckpoint(), every=1)
     assert {row.checkpoint for row in trainer.rows} == {"latest"} and trainer.server.checkpoints
     assert not [warning for warning in recwarn if "GlobalCheckpoint" in str(warning.message)]

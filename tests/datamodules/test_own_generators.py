@@ -19,6 +19,7 @@ from torch.utils.data import (
 
 import fedlightning
 from fedlightning.datamodules.own_generators import going_on, readdress, seed_in_workers
+from fedlightning.options import Processes
 from tests.helpers import Toy, differs, global_state, make_trainer, mostly_slow, same
 
 SIZE = 20
@@ -146,9 +147,7 @@ def test_workers_seed_a_datasets_own_generators_by_address(tmp_path, kind):
         drawn.clear()
         loaders = {client: DataLoader(Augmented(0, kind), batch_size=5, num_workers=2) for client in "ab"}
         torch.manual_seed(0)
-        trainer = fitted(
-            tmp_path / folder, rounds, loaders, resume, Listening, local_epochs=2, evaluate_every=0, **options
-        )
+        trainer = fitted(tmp_path / folder, rounds, loaders, resume, Listening, local_epochs=2, evaluation=0, **options)
         return global_state(trainer), [*drawn]
 
     whole, draws = run("whole", 2)
@@ -201,6 +200,6 @@ def test_scores_of_noisy_data_do_not_depend_on_the_engine(tmp_path, owner):
         return trainer.rows
 
     alone = rows()
-    assert [row.cells for row in alone] == [row.cells for row in rows(engine="processes", workers=2)]
+    assert [row.cells for row in alone] == [row.cells for row in rows(engine=Processes(2))]
     stacked = rows(engine="vectorized")
     assert [row.value for row in stacked] == pytest.approx([row.value for row in alone], abs=1e-5, nan_ok=True)

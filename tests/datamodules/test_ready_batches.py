@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from fedlightning.callbacks import FedGKT, FedLC, FedType, SampleDP
 from fedlightning.datamodules import LoaderDataModule
 from fedlightning.datamodules.ready_batches import samples_in, samples_of
+from fedlightning.options import Evaluation
 from tests.helpers import Toy, federate, global_state, make_trainer, same, samples, spied
 
 SIZES = {"a": (40, 8), "b": (24, 2)}
@@ -91,7 +92,7 @@ def toy() -> Toy:
 
 @pytest.mark.parametrize("kind", ["ready", "stream", "lists", pytest.param("workers", marks=pytest.mark.slow)])
 def test_weights_and_scores_are_by_samples(kind: str, tmp_path: Any) -> None:
-    options: dict[str, Any] = {"evaluate_data": ["local", "pooled"]} if kind == "ready" else {}
+    options: dict[str, Any] = {"evaluation": Evaluation(data=["local", "pooled"])} if kind == "ready" else {}
     ready, plain = make_trainer(tmp_path / kind, **options), make_trainer(tmp_path / "samples", **options)
     for trainer, of in ((ready, kind), (plain, "samples")):
         trainer.fit(toy(), train_dataloaders=loaders(of), val_dataloaders=loaders(of, "val"))

@@ -40,6 +40,7 @@ from fedlightning.errors import ConfigurationError
 from fedlightning.federation.attempts import FederationError
 from fedlightning.federation.store import ClientStore
 from fedlightning.hooks import CallbackList
+from fedlightning.options import Evaluation, Processes
 from fedlightning.testing.toys import ToyData
 from fedlightning.testing.toys import federate as federate_toy
 from fedlightning.trainer import FederatedTrainer
@@ -49,11 +50,11 @@ from tests.engines.users import Holding, Interrupt, Noise, Trouble, TwoVisits, U
 from tests.helpers import NormNet, PiecesStyle, Toy, make_trainer, same, toy_data
 
 REPOSITORY = Path(__file__).parents[2]
-PROCESSES: dict[str, Any] = {"engine": "processes", "workers": 2}
+PROCESSES: dict[str, Any] = {"engine": Processes(2)}
 
 # name -> (module, callbacks, trainer's options), each made anew
 RUNS: dict[str, Any] = {
-    "fedavg": lambda: (Toy("adam", dropout=0.3), [FedAvg()], {"evaluate_data": ["local", "pooled"]}),
+    "fedavg": lambda: (Toy("adam", dropout=0.3), [FedAvg()], {"evaluation": Evaluation(data=["local", "pooled"])}),
     "keep": lambda: (Toy("onecycle", dropout=0.3), [FedAvg()], {"optimizer_state": "keep", "participation": 2}),
     "scaffold": lambda: (Toy("momentum"), [SCAFFOLD()], {"participation": 2}),
     "ditto": lambda: (Toy("sgd", dropout=0.3), [Ditto()], {}),
@@ -65,7 +66,7 @@ RUNS: dict[str, Any] = {
     "checkpoints": lambda: (
         NormNet(),
         [GlobalCheckpoint(mode="max"), LocalCheckpoint()],
-        {"test_data": ["local", "clients"]},
+        {"evaluation": Evaluation(test_data=["local", "clients"])},
     ),
 }
 
@@ -133,7 +134,7 @@ def engine() -> Any:
     runner = LocalRunner(
         Blueprint(Toy(), CallbackList([]), LocalSettings(seed=0, max_rounds=1)), _ready(toy_data((24, 40, 16)))
     )
-    engine = make_engine("processes", runner, ClientStore(), workers=2)
+    engine = make_engine(Processes(2), runner, ClientStore())
     yield engine
     engine.close()
 
@@ -192,7 +193,7 @@ def stop_in_round_2(server: Any) -> None:
 def test_every_algorithm(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     share = 1.0 if "absent_clients" in case.skip else 3
-    options = {"evaluate_every": 1, "participation": share} | case.arguments
+    options = {"evaluation": 1, "participation": share} | case.arguments
     first = federate_toy(copy.deepcopy(case.algorithm), ToyData(), tmp_path / "a", **options)
     second = federate_toy(copy.deepcopy(case.algorithm), ToyData(), tmp_path / "b", **options, **PROCESSES)
     assert_same_run(first, second)
@@ -319,8 +320,6 @@ def test_what_cannot_be_sent_is_named(module: Any, callback: Any, named: str) ->
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"workers": 2}, "workers=2 means nothing to engine='sequential'"),
-        ({"engine": "processes", "workers": 0}, "workers=0 must be a whole number of at least 1"),
         ({"engine": "processes", "devices": 2}, "devices=2 shares one client among devices"),
         ({"engine": "processes", "strategy": "ddp"}, "strategy='ddp' may share one client among processes"),
         (

@@ -19,7 +19,6 @@ import fedlightning  # noqa: F401  before lightning
 pytest.importorskip("ray")
 
 from fedlightning.blueprint.blueprint import Blueprint
-from fedlightning.blueprint.ray_options import RayOptions
 from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.callbacks import FENDA, SCAFFOLD, FedAvg, FedMD, LocalCheckpoint
 from fedlightning.datamodules import DigitsDataModule, DriftingDataModule, IIDPartitioner, ShiftedDataModule
@@ -31,6 +30,7 @@ from fedlightning.federation.attempts import FederationError
 from fedlightning.federation.store import ClientStore
 from fedlightning.hooks import CallbackList
 from fedlightning.models import MLP, Classifier
+from fedlightning.options import Evaluation, Ray
 from fedlightning.testing.toys import ToyData
 from fedlightning.testing.toys import federate as federate_toy
 from fedlightning.trainer import FederatedTrainer
@@ -41,7 +41,7 @@ from tests.engines.test_processes import alive, assert_same_run, assert_same_tre
 from tests.engines.users import Holding, Interrupt, Noise, Trouble, Work
 from tests.helpers import PiecesStyle, Toy, make_trainer, same, toy_data
 
-RAY: dict[str, Any] = {"engine": "ray", "workers": 2}
+RAY: dict[str, Any] = {"engine": Ray(workers=2)}
 CASES = collect("CASES")
 
 
@@ -61,7 +61,7 @@ RUNS: dict[str, Any] = {
         Toy("adam", dropout=0.3),
         toy_data((24, 40, 16, 8)),
         [FedAvg()],
-        {"evaluate_data": ["local", "pooled"], "held_out": ["3"]},
+        {"evaluation": Evaluation(data=["local", "pooled"]), "held_out": ["3"]},
     ),
     "growing shift": lambda: (
         Classifier(MLP(64, [], 10), 10, lr=0.1),
@@ -109,7 +109,7 @@ def engine(handlers: Any) -> Iterator[Any]:
     data = toy_data((24, 40, 16))
     data.setup("fit")
     runner = LocalRunner(Blueprint(Toy(), CallbackList([]), LocalSettings(seed=0, max_rounds=1)), data)
-    engine = make_engine("ray", runner, ClientStore(), workers=2)
+    engine = make_engine(Ray(2), runner, ClientStore())
     yield engine
     engine.close()
 
@@ -132,7 +132,7 @@ def test_bit_for_bit_as_in_sequence(name: str, tmp_path: Path, handlers: dict[in
 def test_every_algorithm(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     share = 1.0 if "absent_clients" in case.skip else 3
-    options = {"evaluate_every": 1, "participation": share} | case.arguments
+    options = {"evaluation": 1, "participation": share} | case.arguments
     first = federate_toy(copy.deepcopy(case.algorithm), ToyData(), tmp_path / "a", **options)
     second = federate_toy(copy.deepcopy(case.algorithm), ToyData(), tmp_path / "b", **options, **RAY)
     assert_same_run(first, second)
@@ -264,14 +264,6 @@ def test_what_a_task_raises_is_raised_and_the_engine_goes_on(engine: Any) -> Non
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"ray": {"num_gpus": 0.5}}, "means nothing to engine='sequential'"),
-        ({"engine": "ray", "ray": {"gpus": 1}}, "ray: 'gpus' is unknown. Known: address, num_cpus, num_gpus, init"),
-        ({"engine": "ray", "ray": {"num_cpus": 0}}, "ray: num_cpus=0 must be a positive number"),
-        ({"engine": "ray", "ray": {"num_gpus": 1.5}}, "num_gpus=1.5: Ray takes fractions below 1 only"),
-        ({"engine": "ray", "ray": {"address": "ray://a:1"}}, "Start the run on a machine of the cluster"),
-        ({"engine": "ray", "ray": {"init": {"address": "auto"}}}, "is not passed on. Use ray: address"),
-        ({"engine": "ray", "ray": "auto"}, "ray='auto' must be a dict of address"),
-        ({"engine": "ray", "workers": 0}, "workers=0 must be a whole number of at least 1"),
         ({"engine": "ray", "devices": [1]}, "names devices, which Ray chooses"),
         ({"engine": "ray", "strategy": "ddp"}, "engine='ray' trains each client in one"),
         ({"engine": "ray", "num_nodes": 2}, "takes the machines of its cluster"),
@@ -312,7 +304,7 @@ def test_what_a_worker_is_given(
 ) -> None:
     monkeypatch.setattr(ray_cluster, "_own", own)
     monkeypatch.setattr(ray_cluster, "room", lambda: room)
-    assert ray_cluster.needs_of(RayOptions(**given), workers, on_gpu) == needs
+    assert ray_cluster.needs_of(Ray(**given), workers, on_gpu) == needs
 
 
 @pytest.mark.parametrize(
@@ -330,7 +322,7 @@ def test_a_cluster_without_room(
     monkeypatch.setattr(ray_cluster, "_own", False)
     monkeypatch.setattr(ray_cluster, "room", lambda: room)
     with pytest.raises(ConfigurationError, match=text):
-        ray_cluster.needs_of(RayOptions(**given), None, on_gpu)
+        ray_cluster.needs_of(Ray(**given), None, on_gpu)
 
 
 def test_which_waiting_worker_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ from fedlightning.callbacks import (
 )
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.hooks import GradientContext
+from fedlightning.options import Vectorized
 from fedlightning.testing import check_algorithm
 from tests.helpers import (
     NormNet,
@@ -82,7 +83,7 @@ def pair(
 ) -> tuple[Any, Any]:
     """The same federation under both engines."""
     options = {"max_rounds": 2, **({} if "local_steps" in options else {"local_epochs": 2})} | options
-    stacked = {"engine": "vectorized", "clients_per_stack": clients_per_stack}
+    stacked = {"engine": Vectorized(clients_per_stack)}
     return tuple(
         spied(copy.deepcopy(module), data(), copy.deepcopy(list(callbacks)), **options, **engine)
         for engine in ({}, stacked)
@@ -195,7 +196,7 @@ def test_precision(precision: str) -> None:
 
 def test_the_size_of_a_stack_changes_nothing_but_rounding() -> None:
     module = NormNet(dropout=0.3)
-    runs = [federate(module, toy_data(SIZES), engine="vectorized", clients_per_stack=k) for k in (1, 2, 6)]
+    runs = [federate(module, toy_data(SIZES), engine=Vectorized(k)) for k in (1, 2, 6)]
     for trainer in runs[1:]:
         assert furthest(global_state(runs[0]), global_state(trainer)) <= SGD
 

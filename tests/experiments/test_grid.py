@@ -63,19 +63,19 @@ def test_what_is_no_grid(given, reason, tmp_path):
 def test_cells_read_the_grids_own_file_the_method_the_variant_and_what_overrides(tmp_path):
     """Each file sets what those before it set too; errors and `study.json` name the grid, not a file written aside."""
     small(tmp_path / "a.yaml", max_rounds=2)
-    for name, trainer in (("before", {"max_rounds": 9, "lr_decay": 0.5}), ("after", {"evaluate_every": 7})):
+    for name, trainer in (("before", {"max_rounds": 9, "lr_decay": 0.5}), ("after", {"evaluation": 7})):
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"trainer": trainer}))
     path = written(
         tmp_path,
         config="a.yaml",
-        methods={"m": {"trainer": {"local_epochs": 3, "evaluate_every": 3}}, "n": {}},
-        variants={"v": {"trainer": {"local_epochs": 4, "evaluate_every": 4}}, "w": {}},
+        methods={"m": {"trainer": {"local_epochs": 3, "evaluation": 3}}, "n": {}},
+        variants={"v": {"trainer": {"local_epochs": 4, "evaluation": {"every": 4}}}, "w": {}},
     )
     before, after = ([str(tmp_path / f"{name}.yaml")] for name in ("before", "after"))
     plan = make_plan(request([], grid=str(path), before=before, after=after, baselines=["Local"]))
     found = {method.name: method.config["trainer"] for method in plan.methods}
     assert [found[name]["local_epochs"] for name in ("m_v", "m_w", "n_v")] == [4, 3, 4]
-    assert {(one["max_rounds"], one["lr_decay"], one["evaluate_every"]) for one in found.values()} == {(2, 0.5, 7)}
+    assert {(one["max_rounds"], one["lr_decay"], one["evaluation"]["every"]) for one in found.values()} == {(2, 0.5, 7)}
     assert [method.cell for method in plan.methods] == [("m", "v"), ("m", "w"), ("n", "v"), ("n", "w"), None]
     assert plan.methods[0].configs == [*before, str(tmp_path / "a.yaml"), str(path), *after]
     path.write_text(path.read_text().replace("local_epochs: 4", "local_epoch: 4"))

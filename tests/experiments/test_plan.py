@@ -128,7 +128,7 @@ def test_files_options_and_seeds_are_stacked_in_order(tmp_path):
         trainer = method.config["trainer"]
         assert (trainer["lr_decay"], trainer["local_epochs"], method.num_clients) == (0.5, 6, 3)
         assert method.config["data"]["init_args"]["batch_size"] == 4
-        assert trainer["test_data"] == ["local", "pooled", "clients"]
+        assert trainer["evaluation"]["test_data"] == ["local", "pooled", "clients"]
         assert plan.vary[method.name] == ["trainer.seed", "data.init_args.val_seed"]
     assert [item["class_path"] for item in plan.methods[2].config["trainer"]["callbacks"]] == [
         f"{CALLBACKS}.LocalCheckpoint",
@@ -147,9 +147,9 @@ def test_the_matrix_is_for_few_clients_and_never_over_the_users_word(tmp_path):
     file = small(tmp_path / "a.yaml")
     many = make_plan(request([file], options=["--data.partitioner.num_clients=21"], baselines=[])).methods[0]
     assert many.num_clients == 21
-    assert many.config["trainer"]["test_data"] is None
-    own = make_plan(request([file], options=["--trainer.test_data=[local]"], baselines=[])).methods[0]
-    assert own.config["trainer"]["test_data"] == ["local"]
+    assert many.config["trainer"]["evaluation"]["test_data"] is None
+    own = make_plan(request([file], options=["--trainer.evaluation.test_data=[local]"], baselines=[])).methods[0]
+    assert own.config["trainer"]["evaluation"]["test_data"] == ["local"]
 
 
 def test_what_varies_can_be_chosen(tmp_path):

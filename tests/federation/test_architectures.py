@@ -22,6 +22,7 @@ from fedlightning.callbacks import (
 )
 from fedlightning.hooks import FederatedCallback
 from fedlightning.models import ClientModels
+from fedlightning.options import Processes
 from fedlightning.tensors import module_state
 from tests.helpers import CLASSES, FEATURES, Toy, federate, make_trainer, toy_data
 
@@ -99,7 +100,7 @@ def test_each_client_trains_alone_as_in_a_federation_of_its_architecture():
 
 
 def test_one_model_for_each_architecture_is_fedavg_among_its_clients():
-    trainer = federate(models(), data(), [OneModelEach()], max_rounds=3, evaluate_every=1)
+    trainer = federate(models(), data(), [OneModelEach()], max_rounds=3, evaluation=1)
     for name, members in (("small", ["0", "2"]), ("deep", ["1", "3"])):
         other = federate(MODELS[name](), data(), [FedAvg(), Only(members)], max_rounds=3)
         same({"": trainer.server.models[name]}, {"": other.server.model})
@@ -155,7 +156,7 @@ def test_resume_and_worker_processes_change_nothing(make, tmp_path):
         k: list(v) for k, v in resumed.server.models.items()
     }
     same(whole.server.models, resumed.server.models)
-    others = federate(models(assign="size"), data(), make(), max_rounds=3, engine="processes", workers=2)
+    others = federate(models(assign="size"), data(), make(), max_rounds=3, engine=Processes(2))
     same(states(whole), states(others))
     again = fedlightning.load(next((resumed.recorder.run.path / "checkpoints/clients").glob("2.ckpt")), trust=["tests"])
     same({"": module_state(again)}, {"": states(whole)["2"]})
@@ -282,7 +283,7 @@ def test_a_method_for_one_global_model_is_refused_beside_several():
 @pytest.mark.slow
 def test_the_model_of_each_architecture_is_selected_by_its_clients(tmp_path):
     trainer = federate(
-        models(), data(), [OneModelEach(), GlobalCheckpoint()], tmp_path, max_rounds=4, evaluate_every=1, seed=3
+        models(), data(), [OneModelEach(), GlobalCheckpoint()], tmp_path, max_rounds=4, evaluation=1, seed=3
     )
     for name, members in (("small", ["0", "2"]), ("deep", ["1", "3"])):
         rows = [row for row in trainer.recorder.rows if (row.stage, row.metric) == ("G", "val_loss")]
@@ -347,7 +348,7 @@ def test_newcomers_without_a_model_by_name_are_refused():
 def test_a_selected_model_that_no_unseen_client_has_is_passed_over(tmp_path):
     """A single client was held out: the other architecture's model had nobody to be scored by, and the run broke."""
     callbacks = [OneModelEach(), GlobalCheckpoint()]
-    trainer = federate(models(), data(), callbacks, tmp_path, max_rounds=1, evaluate_every=1, held_out=["3"])
+    trainer = federate(models(), data(), callbacks, tmp_path, max_rounds=1, evaluation=1, held_out=["3"])
     trainer.test(verbose=False)
     unseen = [row for row in trainer.rows if row.model == "unseen" and row.checkpoint == "best_global"]
     assert {(row.client, row.split) for row in unseen} == {("3", "test")}

@@ -21,11 +21,11 @@ from fedlightning.federation.attempts import (
     Attempts,
     ClientFailedError,
     ClientTimeoutError,
-    FailurePolicy,
     FederationError,
     TooFewClientsError,
 )
 from fedlightning.federation.saving import LeftOutLog
+from fedlightning.options import Evaluation, FailurePolicy, Processes
 from tests.federation.faulty import FailingData, FailingHook, FailingModule, Fault, Names, late
 from tests.helpers import Toy, make_trainer, same, toy_data
 
@@ -33,9 +33,14 @@ ENGINES = ("sequential", "vectorized", "processes")
 pytestmark = pytest.mark.filterwarnings("ignore:Round", "ignore:A worker process ended")
 
 
+def one_worker(engine):
+    return Processes(1) if engine == "processes" else engine
+
+
 def run(callbacks=(), module=None, data=None, root=None, clock=None, **options):
-    engine = options.get("engine", "sequential")
-    given = {"evaluate_every": 1, "stages": ["G"]} | ({"workers": 1} if engine == "processes" else {}) | options
+    given = (
+        {"evaluation": Evaluation(stages=["G"])} | options | {"engine": one_worker(options.get("engine", "sequential"))}
+    )
     trainer = make_trainer(root, [FedAvg(), *callbacks], **given)
     if clock is not None:
         assemble = trainer._assemble
@@ -64,9 +69,7 @@ def failures(trainer):
 def test_a_second_try_that_succeeds_leaves_no_trace_but_a_note(engine, tmp_path):
     never = FailingHook(Fault(tmp_path, "ValueError", times=0), "on_send")
     usual = run([never], engine="sequential" if engine == "processes" else engine)
-    trainer = run(
-        [FailingHook(Fault(tmp_path, "ValueError", times=1), "on_send")], engine=engine, on_client_error="retry"
-    )
+    trainer = run([FailingHook(Fault(tmp_path, "ValueError", times=1), "on_send")], engine=engine, failures="retry")
     assert failures(trainer) == [(1, "1", "training", "tried again (2 of 2)")]
     same(trainer.server.model, usual.server.model)
     for client in ("0", "1", "2"):
@@ -79,20 +82,20 @@ def test_a_second_try_that_succeeds_leaves_no_trace_but_a_note(engine, tmp_path)
 @pytest.mark.parametrize("where", ["training_step", "validation_step"])
 def test_a_worker_that_dies_too_often_is_replaced_and_the_task_tried_again(where, tmp_path):
     module = FailingModule(Fault(tmp_path, "kill", times=2), where)  # two workers die of a try
-    trainer = run(module=module, engine="processes", on_client_error="retry", stages=["L2"])
+    trainer = run(module=module, engine="processes", failures="retry", evaluation=Evaluation(stages=["L2"]))
     assert failures(trainer) == [(1, "1", "training", "tried again (2 of 2)")]
     same(trainer.server.model, run(module=FailingModule(Fault(tmp_path, "kill", times=0), where)).server.model)
 
 
 def test_scores_are_tried_again(tmp_path):
     module = FailingModule(Fault(tmp_path, "ValueError", times=2), "validation_step")
-    trainer = run(module=module, on_client_error="retry", client_retries=2)
+    trainer = run(module=module, failures=FailurePolicy(on_error="retry", retries=2))
     assert [decision for *_, decision in failures(trainer)] == ["tried again (2 of 3)", "tried again (3 of 3)"]
     assert {row.client for row in trainer.rows if row.split == "val"} == {"0", "1", "2"}
 
 
 def test_a_refused_update_is_tried_again_and_leaves_the_record_as_it_was(tmp_path):
-    trainer = run([FailingHook(Fault(tmp_path, "ValueError"), "wrong_shape")], on_client_error="retry")
+    trainer = run([FailingHook(Fault(tmp_path, "ValueError"), "wrong_shape")], failures="retry")
     assert trainer.store.get("1").visits == 0
     assert trainer.store.get("0").visits == 2
     assert failures(trainer)[:2] == [(1, "1", "training", "tried again (2 of 2)"), (1, "1", "training", "left out")]
@@ -102,17 +105,17 @@ def test_a_refused_update_is_tried_again_and_leaves_the_record_as_it_was(tmp_pat
 @pytest.mark.parametrize("engine", ENGINES)
 def test_stop_ends_the_run_at_the_first_failure_with_the_state_intact(engine, tmp_path):
     fault = Fault(tmp_path, "ValueError", times=1, round=1)
-    options = {"engine": engine, "on_client_error": "stop", "max_rounds": 3, "name": "it", "version": "a"}
+    options = {"engine": engine, "failures": "stop", "max_rounds": 3, "name": "it", "version": "a"}
     with pytest.raises(
-        ClientFailedError, match=r"^Round 2: client '1' failed: ValueError: the site's scanner\. on_client"
+        ClientFailedError, match=r"^Round 2: client '1' failed: ValueError: the site's scanner\. failures\.on_e"
     ):
         run([FailingHook(fault, "on_send")], root=tmp_path, **options)
     hooks = [FedAvg(), FailingHook(fault, "on_send")]
-    given = options | {"evaluate_every": 1, "stages": ["G"]} | ({"workers": 1} if engine == "processes" else {})
+    given = options | {"evaluation": Evaluation(stages=["G"]), "engine": one_worker(engine)}
     resumed = make_trainer(tmp_path, hooks, **given)
     resumed.fit(toy(), datamodule=toy_data(), resume=tmp_path / "it" / "a")
     assert resumed.rounds_done == 3
-    whole = run([FailingHook(fault, "on_send")], **(options | {"on_client_error": "skip"}))  # it does not fail any more
+    whole = run([FailingHook(fault, "on_send")], **(options | {"failures": "skip"}))  # it does not fail any more
     same(resumed.server.model, whole.server.model)
     assert "failures" not in resumed.summary
 
@@ -123,38 +126,27 @@ def test_stop_counts_what_could_not_be_scored(tmp_path):
     ):
         run(
             module=FailingModule(Fault(tmp_path, "ValueError"), "validation_step"),
-            on_client_error="stop",
-            stages=["L2"],
+            failures="stop",
+            evaluation=Evaluation(stages=["L2"]),
         )
 
 
 def test_too_few_clients_end_the_run_at_the_round_before(tmp_path):
     hook = FailingHook(Fault(tmp_path, "ValueError", round=1), "on_send")
     with pytest.raises(
-        TooFewClientsError, match=r"Round 2: 2 of 3 clients contributed, and min_clients=0.7 asks for 3; client"
+        TooFewClientsError,
+        match=r"Round 2: 2 of 3 clients contributed, and failures.min_clients=0.7 asks for 3; client",
     ):
-        run([hook], min_clients=0.7, root=tmp_path, name="it", version="a")
+        run([hook], failures=FailurePolicy(min_clients=0.7), root=tmp_path, name="it", version="a")
     state = json.loads((tmp_path / "it" / "a" / "checkpoints" / "last" / "manifest.json").read_text())
     assert state["rounds_done"] == 1
-    assert run([hook], min_clients=0.6).rounds_done == 2
-    assert run([hook], min_clients=2).rounds_done == 2
+    assert run([hook], failures=FailurePolicy(min_clients=0.6)).rounds_done == 2
+    assert run([hook], failures=FailurePolicy(min_clients=2)).rounds_done == 2
 
 
-def test_policies_are_checked_at_the_door():
-    for given, words in (
-        ({"on_client_error": "ignore"}, "on_client_error='ignore' is unknown"),
-        ({"client_retries": 2}, "client_retries=2 means nothing to on_client_error='skip'"),
-        ({"on_client_error": "retry", "client_retries": 0}, "client_retries=0 must be"),
-        ({"min_clients": True}, "min_clients=True must be"),
-        ({"min_clients": 0}, "min_clients=0 must be"),
-        ({"min_clients": 1.5}, "min_clients=1.5 must be"),
-        ({"client_timeout": 0}, "client_timeout=0 must be"),
-        ({"client_timeout": float("nan")}, "client_timeout=nan must be"),
-    ):
-        with pytest.raises(ConfigurationError, match=words):
-            make_trainer(None, [], **given)
-    with pytest.raises(ConfigurationError, match="min_clients=3, but a round visits 2 of the 3 clients"):
-        run(min_clients=3, participation=2)
+def test_how_many_must_contribute():
+    with pytest.raises(ConfigurationError, match=r"failures\.min_clients=3, but a round visits 2 of the 3 clients"):
+        run(failures=FailurePolicy(min_clients=3), participation=2)
     assert [FailurePolicy(min_clients=share).needed(10) for share in (0.7, 0.71, 1.0, 4)] == [7, 8, 10, 4]
 
 
@@ -162,10 +154,12 @@ def test_policies_are_checked_at_the_door():
 @pytest.mark.parametrize(("where", "told"), [("training_step", "training"), ("validation_step", "G")])
 def test_a_client_that_hangs_costs_its_worker_and_nothing_else(where, told, tmp_path):
     module = FailingModule(Fault(tmp_path, "hang", times=1), where)
-    trainer = run(module=module, engine="processes", client_timeout=0.2, clock=late_once(tmp_path), max_rounds=1)
+    trainer = run(
+        module=module, engine="processes", failures=FailurePolicy(timeout=0.2), clock=late_once(tmp_path), max_rounds=1
+    )
     (failure,) = trainer.summary["failures"]
     assert (failure["client"], failure["where"]) == ("1", told)
-    assert failure["reason"].endswith("no answer within client_timeout=0.2 seconds")
+    assert failure["reason"].endswith("no answer within failures.timeout=0.2 seconds")
     assert trainer.store.get("0").visits == trainer.store.get("2").visits == 1
 
 
@@ -192,13 +186,13 @@ def test_without_workers_the_run_ends_and_names_the_client(engine, where, tmp_pa
     if where == "loader":
         data, hooks = FailingData(fault, "train"), [Arms(after=1)]
     before = threading.active_count()
-    with pytest.raises(ClientTimeoutError, match=r"^Client '1' took longer than client_timeout=0.2 seconds"):
+    with pytest.raises(ClientTimeoutError, match=r"^Client '1' took longer than failures.timeout=0.2 seconds"):
         Arms.data = data
         run(
             hooks,
             data=data,
             engine=engine,
-            client_timeout=0.2,
+            failures=FailurePolicy(timeout=0.2),
             clock=late(tmp_path),
             root=tmp_path,
             name="it",
@@ -230,7 +224,8 @@ def test_code_that_cannot_be_interrupted_takes_the_process_with_it(tmp_path):
     code = """
 import signal, threading
 from fedlightning.engines import watchdog
-from fedlightning.federation.attempts import Attempts, FailurePolicy
+from fedlightning.federation.attempts import Attempts
+from fedlightning.options import FailurePolicy
 watchdog.GRACE = 0.0
 times = iter([0.0])
 attempts = Attempts(FailurePolicy(timeout=0.1), clock=lambda: next(times, 1e9))
@@ -241,7 +236,7 @@ with dog.watching(["7"]):
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=os.getcwd(), timeout=600)
     assert done.returncode == watchdogs.EXIT_CODE
-    assert "Client '7' took longer than client_timeout=0.1 seconds" in done.stderr
+    assert "Client '7' took longer than failures.timeout=0.1 seconds" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -265,7 +260,13 @@ class Dies(FailingHook):
 
 def test_a_resumed_run_leaves_out_whom_the_machine_left_out(tmp_path):
     fault = Fault(tmp_path, "hang", times=1, round=1)
-    options = {"engine": "processes", "client_timeout": 0.2, "max_rounds": 3, "name": "it", "version": "a"}
+    options = {
+        "engine": "processes",
+        "failures": FailurePolicy(timeout=0.2),
+        "max_rounds": 3,
+        "name": "it",
+        "version": "a",
+    }
     with pytest.raises(Killed):  # after the decision of round 2, before its state
         run([FailingHook(fault, "on_send"), Dies(1)], root=tmp_path, clock=late_once(tmp_path), **options)
     (line,) = (tmp_path / "it" / "a" / "left_out.jsonl").read_text().splitlines()
@@ -273,9 +274,8 @@ def test_a_resumed_run_leaves_out_whom_the_machine_left_out(tmp_path):
     resumed = make_trainer(
         tmp_path,
         [FedAvg(), FailingHook(fault, "on_send")],
-        evaluate_every=1,
-        stages=["G"],
-        **(options | {"engine": "sequential"}),
+        evaluation=Evaluation(every=1, stages=["G"]),
+        **options | {"engine": "sequential"},
     )
     resumed.fit(toy(), datamodule=toy_data(), resume=tmp_path / "it" / "a")
     assert resumed.store.get("1").visits == 2  # in rounds 1 and 3
@@ -285,7 +285,9 @@ def test_a_resumed_run_leaves_out_whom_the_machine_left_out(tmp_path):
 def test_a_resumed_run_still_tells_of_failures_before(tmp_path):
     hook, options = FailingHook(Fault(tmp_path, "ValueError", times=1), "on_send"), {"name": "it", "version": "a"}
     run([hook], root=tmp_path, max_rounds=1, **options)
-    resumed = make_trainer(tmp_path, [FedAvg(), hook], max_rounds=2, evaluate_every=1, stages=["G"], **options)
+    resumed = make_trainer(
+        tmp_path, [FedAvg(), hook], max_rounds=2, evaluation=Evaluation(every=1, stages=["G"]), **options
+    )
     resumed.fit(toy(), datamodule=toy_data(), resume=tmp_path / "it" / "a")
     assert resumed.rounds_done == 2
     assert failures(resumed) == [(1, "1", "training", "left out")]
@@ -321,7 +323,7 @@ def test_all_clients_too_slow_end_the_run_and_are_tried_again_on_resume(tmp_path
     with pytest.raises(FederationError, match="Round 1: no client could contribute; client '0' failed: 2 worker"):
         run([hook], data=toy_data((8,)), root=tmp_path, **options)
     assert "undone" in (tmp_path / "it" / "a" / "left_out.jsonl").read_text()
-    given = options | {"evaluate_every": 1, "stages": ["G"], "workers": 1}
+    given = options | {"evaluation": Evaluation(stages=["G"]), "engine": Processes(1)}
     again = make_trainer(tmp_path, [FedAvg(), hook], **given)
     again.fit(toy(), datamodule=toy_data((8,)), resume="auto")
     assert again.rounds_done == 1 and "failures" not in again.summary
@@ -331,7 +333,9 @@ def test_all_clients_too_slow_end_the_run_and_are_tried_again_on_resume(tmp_path
 @pytest.mark.parametrize("how", ["StopIteration", "MemoryError", "SystemExit", "Odd", "Speechless", "quit"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_whatever_a_client_raises_is_its_own_failure(engine, how, tmp_path):
-    trainer = run([FailingHook(Fault(tmp_path, how), "on_send")], engine=engine, max_rounds=1, stages=[])
+    trainer = run(
+        [FailingHook(Fault(tmp_path, how), "on_send")], engine=engine, max_rounds=1, evaluation=Evaluation(stages=[])
+    )
     (failure,) = trainer.summary["failures"]
     words = {"StopIteration": "StopIteration: no more", "SystemExit": "SystemExit: 0", "quit": "SystemExit: I am off"}
     words["Odd"] = "Odd: stopped because of the test"
@@ -342,7 +346,7 @@ def test_whatever_a_client_raises_is_its_own_failure(engine, how, tmp_path):
 @pytest.mark.parametrize("how", ["StopIteration", "SystemExit", "Odd"])
 def test_so_it_is_inside_a_fit(how, local_loop, tmp_path):
     module = FailingModule(Fault(tmp_path, how), "training_step")
-    trainer = run(module=module, max_rounds=1, stages=[], local_loop=local_loop)
+    trainer = run(module=module, max_rounds=1, evaluation=Evaluation(stages=[]), local_loop=local_loop)
     assert [one["client"] for one in trainer.summary["failures"]] == ["1"]
 
 
@@ -381,7 +385,7 @@ def test_a_handler_of_a_signal_that_leaves_the_program_is_obeyed():
 def test_a_loader_that_cannot_be_made_is_the_clients_failure(engine, split, tmp_path):
     data = Arms.data = FailingData(Fault(tmp_path, "ValueError"), split)
     data.armed = engine == "processes"  # workers have a copy
-    trainer = run([Arms(0)], data=data, engine=engine, max_rounds=1, stages=["G", "L2"])
+    trainer = run([Arms(0)], data=data, engine=engine, max_rounds=1, evaluation=Evaluation(stages=["G", "L2"]))
     wheres = {one["where"] for one in trainer.summary["failures"]}
     assert wheres == ({"training"} if split == "train" else {"G", "L2"})
     assert {one["client"] for one in trainer.summary["failures"]} == {"1"}
@@ -398,7 +402,9 @@ def test_failures_stand_in_one_order_whatever_the_engine(tmp_path):
     hook = FailingHook(Fault(tmp_path, "ValueError"), "on_send")
     seen = []
     for engine in ("sequential", "processes"):
-        trainer = run([hook, LocalCheckpoint()], engine=engine, on_client_error="retry", stages=["G", "L1"])
+        trainer = run(
+            [hook, LocalCheckpoint()], engine=engine, failures="retry", evaluation=Evaluation(stages=["G", "L1"])
+        )
         seen.append(trainer.summary["failures"])
     assert seen[0] == seen[1]
 
@@ -406,7 +412,7 @@ def test_failures_stand_in_one_order_whatever_the_engine(tmp_path):
 def test_a_run_without_failures_says_nothing(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        trainer = run(root=tmp_path, on_client_error="retry", client_timeout=1e6, min_clients=1.0)
+        trainer = run(root=tmp_path, failures=FailurePolicy(on_error="retry", timeout=1e6, min_clients=1.0))
     assert not {"failures", "warnings"} & trainer.summary.keys()
     assert not list(tmp_path.rglob("left_out.jsonl"))
     same(trainer.server.model, run().server.model)
@@ -443,7 +449,7 @@ class BreaksInTheEnd(FederatedCallback):
 
 @pytest.mark.parametrize(("policy", "times", "kept"), [("skip", 1, False), ("retry", 1, True), ("retry", 2, False)])
 def test_a_client_whose_model_cannot_be_made_has_no_checkpoint_and_the_run_ends_well(tmp_path, policy, times, kept):
-    trainer = run([BreaksInTheEnd(times)], root=tmp_path, on_client_error=policy)
+    trainer = run([BreaksInTheEnd(times)], root=tmp_path, failures=policy)
     clients = trainer.run.path / "checkpoints" / "clients"
     assert (clients / "1.ckpt").exists() == kept and (clients / "0.ckpt").exists()
     told = json.loads((trainer.run.path / "summary.json").read_text())["failures"]
@@ -453,4 +459,4 @@ def test_a_client_whose_model_cannot_be_made_has_no_checkpoint_and_the_run_ends_
 
 def test_a_client_whose_model_cannot_be_made_ends_a_run_that_is_to_stop(tmp_path):
     with pytest.raises(ClientFailedError, match="no checkpoint of client '1' could be made: OSError: a disk"):
-        run([BreaksInTheEnd(1)], root=tmp_path, on_client_error="stop")
+        run([BreaksInTheEnd(1)], root=tmp_path, failures="stop")

@@ -26,6 +26,7 @@ from fedlightning.callbacks import (
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.saving import Saving
 from fedlightning.models import ClientModels
+from fedlightning.options import Evaluation
 from fedlightning.tensors import module_state
 from fedlightning.trainer import FederatedTrainer
 from tests.federation.away import AwayEngine, Failing, Sealed, TouchedError
@@ -125,9 +126,17 @@ def lasting_of(trainer):
 
 @pytest.mark.slow
 def test_the_summary_tells_of_data_what_sequential_tells(tmp_path, monkeypatch):
-    here = fitted("player_fl", tmp_path / "here", toy_data(SIZES), max_rounds=1, evaluate_every=0, test_data=[])
+    here = fitted(
+        "player_fl", tmp_path / "here", toy_data(SIZES), max_rounds=1, evaluation=Evaluation(every=0, test_data=[])
+    )
     monkeypatch.setattr("fedlightning.assembly.make_engine", away_engine)
-    away = fitted("player_fl", tmp_path / "away", Sealed(toy_data(SIZES)), max_rounds=1, evaluate_every=0, test_data=[])
+    away = fitted(
+        "player_fl",
+        tmp_path / "away",
+        Sealed(toy_data(SIZES)),
+        max_rounds=1,
+        evaluation=Evaluation(every=0, test_data=[]),
+    )
     assert away.summary["data"] == here.summary["data"]
     sizes = {"data (train sizes)": lasting_of(away)["data (train sizes)"]}  # of data that only their sites see
     assert lasting_of(away) == lasting_of(here) | {"engine": "one client at a time"} | sizes
@@ -138,7 +147,7 @@ def test_the_summary_tells_of_data_what_sequential_tells(tmp_path, monkeypatch):
     [
         ([Central()], {}, "cannot be had in one place"),
         ([LayerDiagnostics(quantities=["cka"])], {}, "cannot be had in one place"),
-        ([FedAvg()], {"evaluate_data": ["pooled"]}, "pooled data only"),
+        ([FedAvg()], {"evaluation": Evaluation(data=["pooled"])}, "pooled data only"),
         ([FedProto(head="body")], {}, "no submodule"),
     ],
     ids=["pooled jobs", "pooled samples", "pooled scores", "a check that needs a batch"],
@@ -149,7 +158,9 @@ def test_what_needs_everybodys_data_is_refused(callbacks, options, said, tmp_pat
 
 
 def test_scores_on_pooled_data_are_left_out_and_said_so(tmp_path, elsewhere):
-    trainer = make_trainer(tmp_path, [FedAvg()], max_rounds=1, evaluate_data=["local", "pooled"], test_data=["clients"])
+    trainer = make_trainer(
+        tmp_path, [FedAvg()], max_rounds=1, evaluation=Evaluation(data=["local", "pooled"], test_data=["clients"])
+    )
     with pytest.warns(UserWarning, match="Scores on pooled data and other clients' data are left out"):
         trainer.fit(Toy(), Sealed(toy_data(SIZES)))
     assert {row.data for row in trainer.rows} == {"local"}
@@ -172,7 +183,9 @@ def test_new_clients_join_where_their_data_are(tmp_path, monkeypatch):
     for place, data in (("here", toy_data(SIZES)), ("away", Sealed(toy_data(SIZES)))):
         if place == "away":
             monkeypatch.setattr("fedlightning.assembly.make_engine", away_engine)
-        trainer = make_trainer(tmp_path / place, [FedAvg()], max_rounds=1, held_out=["2"], test_data=["local"])
+        trainer = make_trainer(
+            tmp_path / place, [FedAvg()], max_rounds=1, held_out=["2"], evaluation=Evaluation(test_data=["local"])
+        )
         trainer.fit(seeded(Toy, 0), data)
         results = trainer.onboard(verbose=False)
         found.append((results, states(trainer.run.path / "checkpoints/newcomers")["2"]))

@@ -33,7 +33,7 @@ SIZES = (24, 40, 16, 32)
 
 def fit(root, callbacks, rounds, join=False, resume=False, sizes=SIZES, module=None, **options):
     spy = Spy()
-    options = {"name": "a", "version": "v", "max_rounds": rounds, "evaluate_every": 1} | options
+    options = {"name": "a", "version": "v", "max_rounds": rounds, "evaluation": 1} | options
     trainer = make_trainer(root, [spy, *callbacks], **options)
     spy.trainer = trainer
     torch.manual_seed(0)
@@ -138,7 +138,7 @@ def test_nothing_else_may_change(tmp_path, sizes, options, sentence):
     fit(tmp_path, [FedAvg()], 1, sizes=SIZES[:3])
     data = toy_data(sizes, **{key: value for key, value in options.items() if key == "batch_size"})
     given = {key: value for key, value in options.items() if key != "batch_size"}
-    trainer = make_trainer(tmp_path, [Spy(), FedAvg()], name="a", version="v", max_rounds=2, evaluate_every=1, **given)
+    trainer = make_trainer(tmp_path, [Spy(), FedAvg()], name="a", version="v", max_rounds=2, evaluation=1, **given)
     with pytest.raises(ValueError, match=sentence):
         trainer.fit(Toy("sgd"), datamodule=data, resume="last", allow_new_clients=True)
 

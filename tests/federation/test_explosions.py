@@ -16,6 +16,7 @@ from fedlightning.callbacks import FedAvg, FedIT
 from fedlightning.federation.attempts import FederationError
 from fedlightning.federation.explosions import FACTOR, Explosions
 from fedlightning.messages import Update
+from fedlightning.options import FailurePolicy
 from tests.helpers import CLASSES, FEATURES, Toy, make_trainer, part_of, toy_data
 
 
@@ -48,7 +49,9 @@ def told(trainer, module, **given):
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_a_large_rate_is_told_once_for_every_client(engine):
-    trainer = make_trainer(None, [FedAvg()], engine=engine, max_rounds=5, update_limit=None)  # else they are refused
+    trainer = make_trainer(
+        None, [FedAvg()], engine=engine, max_rounds=5, failures=FailurePolicy(update_limit=None)
+    )  # else they are refused
     sentences = told(trainer, Linear(lr=2.5))
     found = trainer.summary["warnings"]
     assert len(sentences) == len(found) == len({one["client"] for one in found}) > 0
@@ -58,7 +61,7 @@ def test_a_large_rate_is_told_once_for_every_client(engine):
 
 
 def test_fedit_does_not_diverge_without_a_word():
-    trainer = make_trainer(None, [FedIT(r=2)], max_rounds=6, local_steps=3, update_limit=None)
+    trainer = make_trainer(None, [FedIT(r=2)], max_rounds=6, local_steps=3, failures=FailurePolicy(update_limit=None))
     assert told(trainer, Diverging(lr=0.9))
     assert all("lora" in one["entry"] for one in part_of(trainer, Explosions).warnings)
 
@@ -70,10 +73,12 @@ def test_an_ordinary_run_is_told_nothing(tmp_path):
 
 
 def test_a_resumed_run_tells_what_an_unbroken_one_tells(tmp_path):
-    whole = make_trainer(tmp_path, [FedAvg()], max_rounds=5, name="whole", version="a", update_limit=None)
+    whole = make_trainer(
+        tmp_path, [FedAvg()], max_rounds=5, name="whole", version="a", failures=FailurePolicy(update_limit=None)
+    )
     sentences = told(whole, Linear(lr=2.5))
     for stop in (1, 2):
-        options = {"name": f"cut{stop}", "version": "a", "update_limit": None}
+        options = {"name": f"cut{stop}", "version": "a", "failures": FailurePolicy(update_limit=None)}
         first = make_trainer(tmp_path, [FedAvg()], max_rounds=stop, **options)
         second = make_trainer(tmp_path, [FedAvg()], max_rounds=5, **options)
         parts = told(first, Linear(lr=2.5)) + told(second, Linear(lr=2.5), resume=tmp_path / f"cut{stop}" / "a")

@@ -189,7 +189,7 @@ def test_a_metric_that_nobody_logs_is_refused(nothing_runs, callback, module):
     with pytest.raises(
         ValueError, match=rf"monitors 'val_loss', but validation gives .*{module.names[0]}.*set monitor="
     ):
-        start(module(), callback, evaluate_every=1)
+        start(module(), callback, evaluation=1)
 
 
 class Silent(Toy):
@@ -200,7 +200,7 @@ class Silent(Toy):
 @pytest.mark.parametrize("callback", [LocalCheckpoint(), GlobalCheckpoint()], ids=lambda one: one.key)
 def test_a_module_that_logs_nothing_is_refused(nothing_runs, callback):
     with pytest.raises(ValueError, match=r"gives no metric\. Log one in validation_step, or remove \w+Checkpoint\."):
-        start(Silent(), callback, evaluate_every=1)
+        start(Silent(), callback, evaluation=1)
 
 
 @pytest.mark.parametrize("evaluate_every", [0, 1])
@@ -209,11 +209,11 @@ def test_a_metric_that_pays_is_asked_for(nothing_runs, callback, evaluate_every)
     with pytest.raises(
         ValueError, match=r"needs the metric 'val_accuracy', but validation gives \['val_acc', 'val_loss'\]"
     ):
-        start(Toy(), callback, evaluate_every=evaluate_every)
+        start(Toy(), callback, evaluation=evaluate_every)
 
 
 def test_the_only_loss_is_monitored_by_default():
-    trainer = start(Other(), LocalCheckpoint(), GlobalCheckpoint(), evaluate_every=1)
+    trainer = start(Other(), LocalCheckpoint(), GlobalCheckpoint(), evaluation=1)
     losses = [row.value for row in trainer.rows if (row.stage, row.metric, row.client) == ("L1", "val/loss", "0")]
     assert trainer.store.get("0").checkpoints["LocalCheckpoint"]["score"] == pytest.approx(sum(losses) / len(losses))
     assert trainer.server.checkpoints["GlobalCheckpoint"]["round"] in (1, 2)
@@ -221,20 +221,20 @@ def test_the_only_loss_is_monitored_by_default():
 
 def test_early_stopping_takes_the_only_loss_too():
     stopping = FederatedEarlyStopping(stage="G", patience=1, min_delta=9.0)
-    trainer = start(Other(), stopping, GlobalCheckpoint(), evaluate_every=1, max_rounds=5)
+    trainer = start(Other(), stopping, GlobalCheckpoint(), evaluation=1, max_rounds=5)
     assert trainer.rounds_done == 3 and "val/loss (G) has not improved in 1 evaluation;" in str(
         trainer.summary["stopped"]
     )
 
 
 def test_nothing_is_asked_where_nothing_is_validated():
-    start(Accuracy(), LocalCheckpoint(), evaluate_every=0, max_rounds=1)
+    start(Accuracy(), LocalCheckpoint(), evaluation=0, max_rounds=1)
 
 
 @pytest.mark.parametrize("local_loop", ["fast", "trainer", "auto"])
 def test_the_look_at_a_step_leaves_the_choice_of_the_loop_alone(local_loop):
     trainer = make_trainer(
-        None, [FedProx(mu=0.1), GlobalCheckpoint()], max_rounds=1, local_loop=local_loop, evaluate_every=1
+        None, [FedProx(mu=0.1), GlobalCheckpoint()], max_rounds=1, local_loop=local_loop, evaluation=1
     )
     trainer.fit(Toy(), datamodule=toy_data((8, 8)))
     assert trainer.summary["local_loop"].startswith("trainer" if local_loop == "trainer" else "fast")

@@ -8,6 +8,7 @@ import pytest
 
 from fedlightning.callbacks import LocalCheckpoint
 from fedlightning.federation.stages import ScoringError
+from fedlightning.options import Evaluation
 from tests.helpers import Toy, federate, make_trainer, toy_data
 
 
@@ -36,7 +37,7 @@ class Breaks(Toy):
 
 
 def run(engine="sequential", module=None, **options):
-    trainer = make_trainer(None, [LocalCheckpoint()], **{"evaluate_every": 1, "engine": engine} | options)
+    trainer = make_trainer(None, [LocalCheckpoint()], **{"evaluation": 1, "engine": engine} | options)
     trainer.fit(module or Breaks(), datamodule=toy_data())
     return trainer
 
@@ -60,7 +61,7 @@ def test_a_step_that_always_fails_ends_the_run_with_its_reason():
         ScoringError, match=r"No model could be scored at stage L2; client '0': ZeroDivisionError: this"
     ):
         run(module=Breaks(client=None))
-    trainer = run(module=Breaks(client=None, step="test_step"), test_data=[])
+    trainer = run(module=Breaks(client=None, step="test_step"), evaluation=Evaluation(test_data=[]))
     trainer.federation.test_data = ("local",)
     with pytest.raises(ScoringError, match="No model could be scored at stage G"):
         trainer.test()

@@ -9,6 +9,7 @@ import torch
 
 from fedlightning.callbacks import fedgh, fedgkt
 from fedlightning.federation.update_checks import UpdateChecks
+from fedlightning.options import Evaluation
 from fedlightning.testing.toys import ToyData, federate
 from tests.conformance.case import collect
 
@@ -54,7 +55,7 @@ def test_a_lie_is_the_liars_failure(method, lie, monkeypatch):
 
     monkeypatch.setattr(UpdateChecks, "check_update", lying)
     case = CASES[method]
-    given = {"evaluate_every": 0, "max_rounds": 2, "test_data": []} | case.arguments
+    given = {"evaluation": Evaluation(every=0, test_data=[]), "max_rounds": 2} | case.arguments
     trainer = federate(copy.deepcopy(case.algorithm), ToyData(), None, **given)
     assert {entry["client"] for entry in trainer.server.failures} == {LIAR} and trainer.rounds_done == 2
     assert all(float(value.abs().max()) < 1e3 for state in trainer.server.models.values() for value in state.values())
@@ -71,7 +72,7 @@ def test_a_part_of_another_shape_is_the_liars_failure(method, monkeypatch):
 
     monkeypatch.setattr(UpdateChecks, "check_update", lying)
     case = CASES[method]
-    given = {"evaluate_every": 0, "max_rounds": 2, "test_data": []} | case.arguments
+    given = {"evaluation": Evaluation(every=0, test_data=[]), "max_rounds": 2} | case.arguments
     trainer = federate(copy.deepcopy(case.algorithm), ToyData(), None, **given)
     assert {entry["client"] for entry in trainer.server.failures} == {LIAR} and trainer.rounds_done == 2
 
@@ -107,7 +108,7 @@ def test_rows_of_another_width_are_the_liars_failure(method, name, more, monkeyp
 
     monkeypatch.setattr(UpdateChecks, "check_update", lying)
     case = CASES[method]
-    given = {"evaluate_every": 0, "max_rounds": 2, "test_data": []} | case.arguments
+    given = {"evaluation": Evaluation(every=0, test_data=[]), "max_rounds": 2} | case.arguments
     trainer = federate(copy.deepcopy(case.algorithm), ToyData((12, 7, 10)), None, **given)
     assert {entry["client"] for entry in trainer.server.failures} == {"site0"} and trainer.rounds_done == 2
     assert all(f"'{name}'" in reason or reason == name for reason in reasons)
@@ -125,6 +126,6 @@ def test_most_clients_tell_the_width_where_the_head_does_not(method, name, monke
     for one in (fedgh, fedgkt):
         monkeypatch.setattr(one, "head_widths", lambda module, head: (-1, -1))
     case = CASES[method]
-    given = {"evaluate_every": 0, "max_rounds": 2, "test_data": []} | case.arguments
+    given = {"evaluation": Evaluation(every=0, test_data=[]), "max_rounds": 2} | case.arguments
     trainer = federate(copy.deepcopy(case.algorithm), ToyData((12, 7, 10)), None, **given)
     assert {entry["client"] for entry in trainer.server.failures} == {"site0"} and trainer.rounds_done == 2

@@ -16,6 +16,7 @@ from fedlightning.errors import ConfigurationError
 from fedlightning.federation.attempts import FederationError
 from fedlightning.federation.norms import FACTOR, TINY, WINDOW, Norms, norm_of_sent
 from fedlightning.federation.update_checks import UpdateChecks
+from fedlightning.options import FailurePolicy
 from fedlightning.virtual_time import Asynchronous, SampleSpeed, VirtualClock
 from tests.helpers import CLASSES, FEATURES, NormNet, Toy, federate, make_trainer, part_of, same, toy_data
 
@@ -93,12 +94,14 @@ def test_where_the_line_is(begin):
 
 @pytest.mark.filterwarnings("ignore:Round")
 def test_none_refuses_nothing_and_a_factor_is_taken():
-    free = federate(toy(), toy_data(), [Liar(number=1e20)], max_rounds=1, update_limit=None)
+    free = federate(toy(), toy_data(), [Liar(number=1e20)], max_rounds=1, failures=FailurePolicy(update_limit=None))
     assert not failed(free) and float(free.server.model[NAME].max()) > 1e10
-    assert failed(federate(toy(), toy_data(), [Liar(1, factor=500.0)], max_rounds=2, update_limit=2)) == [(2, "0")]
+    assert failed(
+        federate(toy(), toy_data(), [Liar(1, factor=500.0)], max_rounds=2, failures=FailurePolicy(update_limit=2))
+    ) == [(2, "0")]
     for wrong in (0, 1, -3.0, True, "x", math.inf, math.nan):
         with pytest.raises(ConfigurationError, match="update_limit="):
-            make_trainer(None, [], update_limit=wrong)
+            make_trainer(None, [], failures=FailurePolicy(update_limit=wrong))
 
 
 @pytest.mark.filterwarnings("ignore:Round")

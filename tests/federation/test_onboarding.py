@@ -13,6 +13,7 @@ from fedlightning.callbacks import FML, FedAMP, FedAvg, FedKD, FedKEMF, FedPer, 
 from fedlightning.cli import main
 from fedlightning.errors import ConfigurationError
 from fedlightning.hooks import FederatedCallback
+from fedlightning.options import Evaluation, Processes
 from fedlightning.scoring.row_files import read_rows
 from fedlightning.tensors import module_state
 from fedlightning.testing.runs import assert_same, same_tree
@@ -50,8 +51,8 @@ def test_they_are_scored_trained_and_scored_again(tmp_path):
 
 @pytest.mark.parametrize("method", [None, FedPer(personal="head")], ids=["FedAvg", "FedPer"])
 def test_nothing_of_the_run_changes(method, tmp_path):
-    trainer = checked(method, CheckData(), tmp_path / "a", save_state=1, evaluate_every=1)
-    other = checked(method, CheckData(), tmp_path / "b", save_state=1, evaluate_every=1)
+    trainer = checked(method, CheckData(), tmp_path / "a", save_state=1, evaluation=1)
+    other = checked(method, CheckData(), tmp_path / "b", save_state=1, evaluation=1)
     files = {p: p.read_bytes() for p in trainer.run.path.rglob("*") if p.is_file()}
     noise = torch.get_rng_state()
     trainer.onboard(renamed(), epochs=1, verbose=False)
@@ -62,8 +63,8 @@ def test_nothing_of_the_run_changes(method, tmp_path):
         "onboarding.csv",
         "onboarding.json",
     }
-    resumed = checked(method, CheckData(), tmp_path / "a", resume=True, max_rounds=4, save_state=1, evaluate_every=1)
-    whole = checked(method, CheckData(), tmp_path / "c", max_rounds=4, save_state=1, evaluate_every=1)
+    resumed = checked(method, CheckData(), tmp_path / "a", resume=True, max_rounds=4, save_state=1, evaluation=1)
+    whole = checked(method, CheckData(), tmp_path / "c", max_rounds=4, save_state=1, evaluation=1)
     assert_same(resumed, whole, "resumed after an onboarding", rows=False)
 
 
@@ -86,7 +87,14 @@ def test_held_out_clients_join_by_default(tmp_path):
 
 def test_methods_train_them_in_their_own_way(tmp_path):
     """FedRep trains the head of a newcomer only; LocalAdaptation adapts a copy, which it then deploys."""
-    rep = federate(Toy(), toy_data(TRAINED), [FedRep(personal="net.3")], tmp_path / "1", max_rounds=1, stages=["L1"])
+    rep = federate(
+        Toy(),
+        toy_data(TRAINED),
+        [FedRep(personal="net.3")],
+        tmp_path / "1",
+        max_rounds=1,
+        evaluation=Evaluation(stages=["L1"]),
+    )
     rep.onboard(toy_data(NEW), epochs=2, verbose=False)
     state = module_state(fedlightning.load(rep.run.path / "checkpoints/newcomers/x.ckpt", trust=["tests"]))
     for name, value in state.items():
@@ -171,7 +179,7 @@ class Fussy(FederatedCallback):
 @pytest.mark.parametrize("epochs", [0, 1])
 def test_an_algorithm_that_cannot_serve_one_of_them_ends_nothing(epochs, tmp_path):
     """Messages, scores and models are made for each of them: what fails there is noted, and the files are whole."""
-    trainer = federate(Toy(), toy_data(TRAINED), [Fussy()], tmp_path, max_rounds=1, stages=["G"])
+    trainer = federate(Toy(), toy_data(TRAINED), [Fussy()], tmp_path, max_rounds=1, evaluation=Evaluation(stages=["G"]))
     with pytest.warns(UserWarning, match="Onboarding: new client 'x' .*x is new"):
         trainer.onboard(toy_data(NEW | {"z": 12}), epochs=epochs, verbose=False)
     summary = json.loads((trainer.run.path / "onboarding.json").read_text())
@@ -219,8 +227,8 @@ def test_a_call_that_is_cut_off_leaves_what_was_there(tmp_path, monkeypatch):
 def test_engines_agree(engine, tmp_path):
     found = []
     for name in ("sequential", engine):
-        more = {"workers": 2} if name == "processes" else {}
-        trainer = checked(FedAvg(), CheckData(), tmp_path / name, engine=name, max_rounds=1, **more)
+        options = Processes(2) if name == "processes" else name
+        trainer = checked(FedAvg(), CheckData(), tmp_path / name, engine=options, max_rounds=1)
         results = trainer.onboard(renamed(), epochs=2, verbose=False)
         found.append({(r["checkpoint"], r["stage"], r["metric"]): r["mean"] for r in results})
     assert found[1] == (pytest.approx(found[0], abs=1e-5) if engine == "vectorized" else found[0])

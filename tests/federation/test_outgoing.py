@@ -9,6 +9,7 @@ import pytest
 from fedlightning.algorithm import FederatedCallback, Outgoing, Protection, Wire
 from fedlightning.callbacks import SCAFFOLD, FedAvg, FedPer, Local, TopK
 from fedlightning.federation.engine import Evaluate
+from fedlightning.options import Evaluation
 from fedlightning.visit.visit import carry_out
 from tests.federation.test_architectures import data, models
 from tests.helpers import Toy, federate, make_trainer, toy_data
@@ -32,7 +33,7 @@ class Sends(FederatedCallback):
 
 
 def run(callbacks, folder=None, **options):
-    trainer = make_trainer(folder, callbacks, **{"max_rounds": 2, "evaluate_every": 1} | options)
+    trainer = make_trainer(folder, callbacks, **{"max_rounds": 2, "evaluation": 1} | options)
     trainer.fit(Toy(), datamodule=toy_data([24, 16]))
     return trainer
 
@@ -45,7 +46,7 @@ def test_it_has_what_callbacks_declare_and_what_the_core_sends(tmp_path):
         ("Sends", "'mine' of Sends (in each visit)"),
     ]
     assert "2 of 4 entries of the model (in each visit)" in map(str, server.outgoing)
-    silent = run([FedAvg()], evaluate_every=0, test_data=[]).server
+    silent = run([FedAvg()], evaluation=Evaluation(every=0, test_data=[])).server
     assert {item.kind for item in silent.outgoing} == KINDS - {"scores", "tests"}
 
 
@@ -94,7 +95,7 @@ def test_what_a_protection_does_not_know_is_told_as_in_the_clear():
 
 def test_scores_of_some_rounds_are_told_as_such():
     def told(every):
-        server = run([FedAvg()], evaluate_every=every).server
+        server = run([FedAvg()], evaluation=every).server
         return next(item.when for item in server.outgoing if item.kind == "scores")
 
     assert told(2) == "every 2 rounds" and told(1) == "in every round"

@@ -10,6 +10,7 @@ from fedlightning import FederatedTrainer
 from fedlightning.callbacks import FedAvg, LocalAdaptation, TopK
 from fedlightning.federation.parts import Part, Parts
 from fedlightning.messages import Message, Update
+from fedlightning.options import Evaluation
 from tests.helpers import Toy, make_trainer, same, toy_data
 
 PARTS = [
@@ -53,7 +54,7 @@ def attached(monkeypatch, *parts):
 def test_events_come_in_the_order_of_time(monkeypatch):
     told = Told()
     attached(monkeypatch, told)
-    trainer = make_trainer(None, [LocalAdaptation(epochs=1)], max_rounds=2, evaluate_every=0)
+    trainer = make_trainer(None, [LocalAdaptation(epochs=1)], max_rounds=2, evaluation=0)
     monkeypatch.setattr(FederatedTrainer, "_saved", lambda self, resumed: (0, 0))
     trainer.fit(Toy(), datamodule=toy_data())
     clients = len(trainer.client_ids)
@@ -67,7 +68,7 @@ def test_without_any_part_models_and_scores_are_the_same(callbacks, monkeypatch)
     module = Toy()
 
     def fitted():
-        trainer = make_trainer(None, callbacks, max_rounds=2, evaluate_every=1, test_data=["local"])
+        trainer = make_trainer(None, callbacks, max_rounds=2, evaluation=Evaluation(every=1, test_data=["local"]))
         trainer.fit(module, datamodule=toy_data())
         return trainer
 
@@ -109,7 +110,7 @@ def test_every_event_is_told_by_the_core():
 
 
 def test_progress_prints_a_line_for_each_round_and_nothing_after(capsys):
-    trainer = make_trainer(None, [LocalAdaptation(epochs=1)], max_rounds=2, enable_progress_bar=True, evaluate_every=1)
+    trainer = make_trainer(None, [LocalAdaptation(epochs=1)], max_rounds=2, enable_progress_bar=True, evaluation=1)
     trainer.fit(Toy(), datamodule=toy_data())
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("round ")]
     assert [line.split("  ")[0] for line in lines] == ["round 1/2", "round 2/2"]

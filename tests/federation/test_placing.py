@@ -14,6 +14,7 @@ from fedlightning.callbacks import CFL, FedGroup, FedPer, FeSEM, FeSEMMA, Local
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.onboarding import placing_callback
 from fedlightning.hooks import FederatedCallback
+from fedlightning.options import Processes
 from fedlightning.scoring.row_files import read_rows
 from fedlightning.tensors import module_state
 from fedlightning.testing.runs import same_tree
@@ -253,8 +254,8 @@ def test_from_a_folder_and_with_parts_of_their_own(tmp_path):
 def test_engines_agree(engine, tmp_path):
     found = []
     for name in ("sequential", engine):
-        more = {"workers": 2} if name == "processes" else {}
-        trainer, _ = fitted(FedGroup(), tmp_path / name, 2, Toy, engine=name, **more)
+        options = Processes(2) if name == "processes" else name
+        trainer, _ = fitted(FedGroup(), tmp_path / name, 2, Toy, engine=options)
         trainer.onboard(planted(NEW), epochs=1, verbose=False)
         found.append(json.loads((trainer.run.path / "onboarding.json").read_text()))
     assert found[0]["places"] == found[1]["places"]

@@ -81,7 +81,7 @@ def test_more_clients_than_there_are_without_a_callback():
         rehearsal(of_server(participation=4), loop=Synchronous()).counts()
     with pytest.raises(ConfigurationError, match="Synchronous got first=4"):
         rehearsal(loop=Synchronous(VirtualClock(FixedSpeed(1.0)), first=4)).counts()
-    with pytest.raises(ConfigurationError, match="The trainer got evaluate_clients=4"):
+    with pytest.raises(ConfigurationError, match="Evaluation got clients=4"):
         evaluated_clients(4, ["a", "b", "c"], 0)
     assert evaluated_clients(3, ["a", "b", "c"], 0) == ["a", "b", "c"]
 
@@ -129,10 +129,10 @@ def test_nobody_with_a_training_sample():
 
 def test_data_that_nobody_has_together():
     with pytest.warns(UserWarning, match="pooled data and other clients' data are left out"):
-        rehearsal(left_out=["pooled", "clients"], evaluate_data=["local"]).data_elsewhere()
+        rehearsal(left_out=["pooled", "clients"], evaluate_data=("local",)).data_elsewhere()
     with pytest.raises(ConfigurationError, match="on pooled data only"):
-        rehearsal(left_out=["pooled"], evaluate_data=[]).data_elsewhere()
-    rehearsal(left_out=[], evaluate_data=[]).data_elsewhere()
+        rehearsal(left_out=["pooled"], evaluate_data=()).data_elsewhere()
+    rehearsal(left_out=[], evaluate_data=()).data_elsewhere()
 
 
 def loop_of(loop, is_here=True, evaluate_seconds=None):

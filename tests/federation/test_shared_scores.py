@@ -9,6 +9,7 @@ import torch
 
 from fedlightning import FederatedCallback
 from fedlightning.callbacks import IFCA, FedAvg, FedPer, GlobalCheckpoint, HypCluster, LocalCheckpoint
+from fedlightning.options import Evaluation
 from fedlightning.tensors import load_state
 from tests.helpers import CLASSES, Toy, federate, toy_data
 
@@ -46,7 +47,12 @@ def test_every_test_score_is_that_of_its_own_model(name, engine):
     torch.manual_seed(0)
     data = toy_data((24, 16, 40, 16))
     trainer = federate(
-        Toy("sgd", lr=0.5), data, RUNS[name](), max_rounds=3, evaluate_every=1, engine=engine, test_data=DATA
+        Toy("sgd", lr=0.5),
+        data,
+        RUNS[name](),
+        max_rounds=3,
+        evaluation=Evaluation(every=1, test_data=DATA),
+        engine=engine,
     )
     trainer.test()
     checked = 0
@@ -74,7 +80,7 @@ class Zeros(FederatedCallback):
 
 
 def test_a_client_that_deploys_another_model_does_not_take_over_the_scores_of_the_servers():
-    trainer = federate(Toy("sgd", lr=0.5), toy_data(), [Zeros()], max_rounds=1, evaluate_every=1)
+    trainer = federate(Toy("sgd", lr=0.5), toy_data(), [Zeros()], max_rounds=1, evaluation=1)
     found = {(row.stage, row.client): row.value for row in trainer.rows if row.metric == "val_loss"}
     for client in ("0", "1", "2"):
         assert found["L1", client] == pytest.approx(math.log(CLASSES)) != pytest.approx(found["G", client], abs=1e-3)
@@ -92,7 +98,7 @@ class Closed(FederatedCallback):
 
 def test_a_client_that_cannot_be_opened_takes_nobody_elses_scores_along():
     closed = Closed()
-    trainer = federate(Toy("sgd"), toy_data(), [closed, LocalCheckpoint()], max_rounds=2, evaluate_every=2)
+    trainer = federate(Toy("sgd"), toy_data(), [closed, LocalCheckpoint()], max_rounds=2, evaluation=2)
     type(closed).closed = True
     try:
         with pytest.warns(UserWarning, match="client '0' was not scored .* the site is closed"):

@@ -28,7 +28,7 @@ class SilentInValidation(Toy):
 def told(module, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = make_trainer(None, [FedAvg()], max_rounds=2, **{"evaluate_every": 0, **options})
+        trainer = make_trainer(None, [FedAvg()], max_rounds=2, **{"evaluation": 0, **options})
         trainer.fit(module, toy_data([10, 12]))
         trainer.test(verbose=False)
     return [str(one.message) for one in caught if "There are no scores" in str(one.message)]
@@ -41,9 +41,9 @@ def test_a_test_step_without_scores_is_told_of(loop):
 
 
 def test_a_validation_step_without_scores_is_told_of_once():
-    (text,) = told(SilentInValidation(), evaluate_every=1)
+    (text,) = told(SilentInValidation(), evaluation=1)
     assert "no scores on val data: SilentInValidation.validation_step" in text
 
 
 def test_what_is_scored_is_not():
-    assert told(Toy(), evaluate_every=1) == []
+    assert told(Toy(), evaluation=1) == []

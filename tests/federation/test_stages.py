@@ -14,6 +14,7 @@ from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.callbacks import FLIU, FedAvg, FedPer
 from fedlightning.hooks import CallbackList
+from fedlightning.options import Evaluation
 from fedlightning.scoring.results import summarise
 from fedlightning.scoring.row_files import read_rows, write_rows
 from fedlightning.scoring.rows import COLUMNS, Row
@@ -50,7 +51,7 @@ def values(rows, **wanted):
 def test_every_stage_scores_its_own_model():
     """G: after aggregation; L1: blended; L2: trained, of this round."""
     data = toy_data()
-    trainer, spy = spied(Toy("adam"), data, [FLIU(gamma=0.5)], max_rounds=2, evaluate_every=1)
+    trainer, spy = spied(Toy("adam"), data, [FLIU(gamma=0.5)], max_rounds=2, evaluation=1)
     for number in (1, 2):
         for stage in ("G", "L1", "L2"):
             found = values(trainer.rows, round=number, stage=stage, split="val", data="local")
@@ -64,7 +65,7 @@ def test_every_stage_scores_its_own_model():
 
 
 def test_what_training_logged_is_kept_apart():
-    trainer = federate(Toy(), toy_data(), evaluate_every=1, max_rounds=1)
+    trainer = federate(Toy(), toy_data(), evaluation=1, max_rounds=1)
     found = [row for row in trainer.rows if row.split == "train"]
     assert {(row.stage, row.metric, row.client) for row in found} == {("L2", "train_loss", c) for c in "012"}
     assert not [row for row in trainer.results if row["split"] == "train"]
@@ -72,7 +73,9 @@ def test_what_training_logged_is_kept_apart():
 
 def test_pooled_scores_are_of_the_union():
     data = toy_data()
-    trainer = federate(Toy("adam"), data, [FLIU(gamma=0.5)], max_rounds=1, evaluate_every=1, evaluate_data=["pooled"])
+    trainer = federate(
+        Toy("adam"), data, [FLIU(gamma=0.5)], max_rounds=1, evaluation=Evaluation(every=1, data=["pooled"])
+    )
     union = union_of(data)
     pooled = values(trainer.rows, stage="G", split="val", data="pooled")
     for metric, value in score_by_hand(trainer.server.model, union, "u", "val").items():
@@ -88,7 +91,7 @@ def test_pooled_scores_are_of_the_union():
 def test_a_client_that_holds_the_global_model_has_its_pooled_scores(engine):
     """Its local scores are taken over from stage G; those on everybody's data are others."""
     data = toy_data()
-    options = {"evaluate_every": 1, "evaluate_data": ["local", "pooled"], "engine": engine}
+    options = {"evaluation": Evaluation(every=1, data=["local", "pooled"]), "engine": engine}
     trainer = federate(Toy("adam"), data, [FedAvg()], max_rounds=1, **options)
     union = score_by_hand(trainer.server.model, union_of(data), "u", "val")
     for kind in ("local", "pooled"):
@@ -112,18 +115,18 @@ def test_a_client_that_holds_the_global_model_has_its_pooled_scores(engine):
     ],
 )
 def test_stages_and_cadence(stages, every, expected):
-    trainer = federate(Toy(), toy_data(), stages=stages, evaluate_every=every, max_rounds=3)
+    trainer = federate(Toy(), toy_data(), evaluation=Evaluation(stages=stages, every=every), max_rounds=3)
     assert {(row.round, row.stage) for row in trainer.rows if row.split == "val"} == expected
 
 
 def test_trained_models_are_tested_in_the_last_round_only():
     """They are gone afterwards; test scores of other rounds would invite selection."""
-    trainer = federate(Toy(), toy_data(), max_rounds=3, evaluate_every=1)
+    trainer = federate(Toy(), toy_data(), max_rounds=3, evaluation=1)
     assert {(row.round, row.stage) for row in trainer.rows if row.split == "test"} == {(3, "L2")}
 
 
 def test_a_method_without_a_global_model_has_no_stage_g():
-    trainer = federate(Toy(), toy_data(), [FedPer()], evaluate_every=1, max_rounds=1)
+    trainer = federate(Toy(), toy_data(), [FedPer()], evaluation=1, max_rounds=1)
     assert {row.stage for row in trainer.rows} == {"L1", "L2"}
     trainer.test()
     assert {row["stage"] for row in trainer.results} == {"L1", "L2"}
@@ -133,7 +136,7 @@ def test_clients_without_validation_or_test_data_are_left_out():
     data = toy_data()
     x, y = data.tensors["1"]["val"]
     data.tensors["1"] = data.tensors["1"] | {"val": (x[:0], y[:0]), "test": (x[:0], y[:0])}
-    trainer = federate(Toy(), data, [FLIU(gamma=0.5)], evaluate_every=1, max_rounds=1)
+    trainer = federate(Toy(), data, [FLIU(gamma=0.5)], evaluation=1, max_rounds=1)
     trainer.test()
     for split in ("val", "test"):
         rows = [row for row in trainer.rows if row.split == split and row.data == "local"]
@@ -186,7 +189,7 @@ def test_metric_objects_start_anew_for_every_client():
             self.log("val_acc", self.accuracy)
 
     data = toy_data(val=13)
-    trainer = federate(Metrics(), data, max_rounds=2, evaluate_every=1)
+    trainer = federate(Metrics(), data, max_rounds=2, evaluation=1)
     found = values(trainer.rows, stage="G", round=2, metric="val_acc")
     for client in "012":
         state = dict(trainer.server.model.items())

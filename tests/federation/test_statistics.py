@@ -14,6 +14,7 @@ from fedlightning.engines.sites.elsewhere import DataElsewhere
 from fedlightning.engines.sites.link import connected
 from fedlightning.engines.sites.site import Site
 from fedlightning.models import Classifier, LogisticRegression
+from fedlightning.options import Evaluation, FailurePolicy, Processes
 from fedlightning.testing.runs import same_tree
 from fedlightning.wire import read
 from tests.datamodules.test_statistics import stays, write_table
@@ -25,7 +26,7 @@ RUN = {
     "logger": False,
     "enable_progress_bar": False,
     "save_state": 1,
-    "test_data": ["local"],
+    "evaluation": Evaluation(test_data=["local"]),
 }
 FEATURES = 11
 
@@ -119,7 +120,7 @@ def line_of(root, hospitals="abcd", **options):
 
 def serve(line, root, **given):
     with connected(line, False, False):
-        return run(root, DataElsewhere(), engine="flower", client_timeout=30.0, **given)
+        return run(root, DataElsewhere(), engine="flower", failures=FailurePolicy(timeout=30.0), **given)
 
 
 def test_sites_have_the_bits_of_one_process_and_no_row_leaves(tmp_path, table):
@@ -195,5 +196,5 @@ def test_wrapped_data_agree_too(tmp_path, table):
 
 @pytest.mark.slow
 def test_processes_have_the_same_bits(tmp_path, table):
-    one, other = run(tmp_path / "1", stays(table)), run(tmp_path / "2", stays(table), engine="processes", workers=2)
+    one, other = run(tmp_path / "1", stays(table)), run(tmp_path / "2", stays(table), engine=Processes(2))
     assert same_tree(one.server.models, other.server.models)

@@ -190,12 +190,12 @@ class ByClass(Toy):
 @pytest.mark.parametrize("way", ["metric", "end", "step"])
 def test_what_is_no_single_number_is_named(way, loop):
     with pytest.raises(ConfigurationError, match="val_f1"):
-        federate(ByClass(way), toy_data(), [NoRounds()], sanity_check=True, evaluate_every=1, local_loop=loop)
+        federate(ByClass(way), toy_data(), [NoRounds()], sanity_check=True, evaluation=1, local_loop=loop)
 
 
 def test_what_fails_at_the_end_of_one_batch_may_be_right_at_the_end_of_all():
     with pytest.raises(AssertionError, match="a round has begun"):
-        federate(ByClass("fails"), toy_data(), [NoRounds()], sanity_check=True, evaluate_every=1)
+        federate(ByClass("fails"), toy_data(), [NoRounds()], sanity_check=True, evaluation=1)
 
 
 class NoRounds(FederatedCallback):
@@ -305,5 +305,5 @@ def test_a_buffer_that_grows():
     models = []
     for make in (lambda: Bank(False), Toy):
         torch.manual_seed(0)
-        models.append(federate(make(), toy_data(), [FedProx(mu=0.1)], sanity_check=True, evaluate_every=1).server.model)
+        models.append(federate(make(), toy_data(), [FedProx(mu=0.1)], sanity_check=True, evaluation=1).server.model)
     same(*models)

@@ -30,6 +30,7 @@ from fedlightning.callbacks import (
 )
 from fedlightning.errors import ConfigurationError
 from fedlightning.hooks import FederatedCallback
+from fedlightning.options import Evaluation, Processes
 from fedlightning.testing.runs import StopAfter, Stopped, assert_same
 from fedlightning.testing.toys import ToyData as CheckData
 from fedlightning.testing.toys import ToyModule
@@ -49,12 +50,12 @@ def unseen(trainer, **wanted):
 @pytest.mark.parametrize(
     ("held_out", "text"),
     [
-        (1.0, "must be a share"),
-        (-1, "must be a share"),
-        (True, "must be a share"),
-        ("a", "must be a share"),
-        (float("nan"), "must be a share"),
-        ([1.5], "which is no id"),
+        (1.0, "A float is a share"),
+        (-1, "A float is a share"),
+        (True, "A float is a share"),
+        ("a", "A float is a share"),
+        (float("nan"), "A float is a share"),
+        ([1.5], "a list their ids"),
         (["a", "a"], "twice"),
     ],
 )
@@ -94,7 +95,7 @@ def test_the_draw_is_of_the_data_and_grows():
 # -- what they are scored on -----------------------------------------------------------------------------------------
 def test_their_scores_are_those_of_the_global_model_on_their_own_data(tmp_path):
     data = toy_data(SIZES)
-    trainer = federate(Toy(), data, [GlobalCheckpoint()], tmp_path, held_out=["b", "d"], evaluate_every=2, max_rounds=3)
+    trainer = federate(Toy(), data, [GlobalCheckpoint()], tmp_path, held_out=["b", "d"], evaluation=2, max_rounds=3)
     assert {row.round for row in unseen(trainer)} == {2, 3}
     trainer.test(verbose=False)
     for split in ("val", "test"):
@@ -118,7 +119,7 @@ def test_their_scores_are_those_of_the_global_model_on_their_own_data(tmp_path):
 
 def test_no_mean_of_others_holds_them(tmp_path):
     module = Toy()
-    trainer = federate(module, toy_data(SIZES), root=tmp_path, held_out=["b"], evaluate_every=1)
+    trainer = federate(module, toy_data(SIZES), root=tmp_path, held_out=["b"], evaluation=1)
     others = federate(
         module, toy_data({name: size for name, size in SIZES.items() if name != "b"}), root=tmp_path / "2"
     )
@@ -146,16 +147,23 @@ class Watch(ModelSelection):
 
 
 def test_callbacks_neither_see_their_scores_nor_keep_models_of_them(tmp_path):
-    trainer = checked(Watch(), CheckData(), tmp_path, held_out=["site3"], evaluate_every=1, stages=["L1"])
+    trainer = checked(Watch(), CheckData(), tmp_path, held_out=["site3"], evaluation=Evaluation(every=1, stages=["L1"]))
     assert unseen(trainer) and "site3" not in trainer.store and set(trainer.store) == {"site0", "site1", "site2"}
     selected = federate(Toy(), toy_data(SIZES), [LocalCheckpoint()], tmp_path / "2", held_out=["b"])
     assert "b" not in selected.store
 
 
 def test_stages_are_those_of_the_run(tmp_path):
-    trainer = federate(Toy(), toy_data(SIZES), root=tmp_path, held_out=["b"], stages=["G"], max_rounds=1)
+    trainer = federate(
+        Toy(),
+        toy_data(SIZES),
+        root=tmp_path,
+        held_out=["b"],
+        evaluation=Evaluation(stages=["G"]),
+        max_rounds=1,
+    )
     assert {row.stage for row in unseen(trainer)} == {"G"}
-    never = federate(Toy(), toy_data(SIZES), root=tmp_path / "2", held_out=["b"], evaluate_every=0, max_rounds=1)
+    never = federate(Toy(), toy_data(SIZES), root=tmp_path / "2", held_out=["b"], evaluation=0, max_rounds=1)
     assert not unseen(never)
     never.test(verbose=False)
     assert {row.split for row in unseen(never)} == {"test"}
@@ -240,7 +248,7 @@ class Fussy(FederatedCallback):
 
 def test_an_algorithm_that_cannot_serve_them_costs_their_scores_only(tmp_path):
     with pytest.warns(UserWarning, match="unseen client 'b' was not scored at stage L1"):
-        trainer = federate(Toy(), toy_data(SIZES), [Fussy()], tmp_path, held_out=["b"], on_client_error="stop")
+        trainer = federate(Toy(), toy_data(SIZES), [Fussy()], tmp_path, held_out=["b"], failures="stop")
     assert {row.stage for row in unseen(trainer)} == {"G"}
     assert {(one["client"], one["where"], one["decision"]) for one in trainer.summary["failures"]} == {
         ("b", "L1", "not scored")
@@ -260,24 +268,29 @@ def test_one_that_cannot_be_scored_is_noted_whatever_the_policy(tmp_path):
     data = toy_data(SIZES)
     data.tensors["b"]["val"] = tuple(part[:5] for part in data.tensors["b"]["val"])
     with pytest.warns(UserWarning, match="unseen client 'b' was not scored at stage G on local val data.*five of them"):
-        trainer = federate(Picky(), data, [], tmp_path, held_out=["b", "c"], on_client_error="stop")
+        trainer = federate(Picky(), data, [], tmp_path, held_out=["b", "c"], failures="stop")
     assert {row.client for row in unseen(trainer)} == {"c"} and trainer.rounds_done == 2
 
 
 # -- engines and resuming --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("engine", ["vectorized", pytest.param("processes", marks=pytest.mark.slow)])
 def test_engines_agree(engine, tmp_path):
-    options = {"held_out": ["site1", "site3"], "evaluate_every": 1, "max_rounds": 2}
+    options = {"held_out": ["site1", "site3"], "evaluation": 1, "max_rounds": 2}
     for number, method in enumerate((None, IFCA())):
         plain = checked(method, CheckData(), tmp_path / f"a{number}", **options)
-        more = {"workers": 2} if engine == "processes" else {}
-        other = checked(method, CheckData(), tmp_path / f"b{number}", engine=engine, **more, **options)
+        other = checked(
+            method,
+            CheckData(),
+            tmp_path / f"b{number}",
+            engine=Processes(2) if engine == "processes" else engine,
+            **options,
+        )
         mine, theirs = ({row.address: row.value for row in unseen(t)} for t in (plain, other))
         assert mine and theirs == (pytest.approx(mine, abs=1e-5) if engine == "vectorized" else mine)
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one_and_holds_out_the_same(tmp_path):
-    options = {"max_rounds": 3, "save_state": 1, "evaluate_every": 1, "held_out": 1}
+    options = {"max_rounds": 3, "save_state": 1, "evaluation": 1, "held_out": 1}
     whole = checked(FedAvg(), CheckData(), tmp_path / "whole", **options)
     with suppress(Stopped):
         checked(FedAvg(), CheckData(), tmp_path / "parts", others=[StopAfter(1)], **options)
@@ -330,7 +343,7 @@ def test_tags_of_messages(tmp_path):
 
 
 def test_a_dry_run_names_them():
-    trainer = make_trainer(None, held_out=["b"], evaluate_every=1)
+    trainer = make_trainer(None, held_out=["b"], evaluation=1)
     found = trainer.dry_run(Toy(), toy_data(SIZES))
     assert [(one.id, one.val, one.tried) for one in found.held_out] == [("b", 10, True)]
     assert [one.id for one in found.clients] == ["a", "c", "d"] and "held out, never trained: 1 clients (b)" in str(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fedlightning.callbacks import APFL, FENDA, SCAFFOLD, Ditto, FedAvg, FedProx
+from fedlightning.options import Processes
 from tests.engines.test_vectorized import ADAM, SGD, assert_equal, pair
 from tests.gpu.on import HERE, near
 from tests.gpu.test_loops import digits
@@ -58,7 +59,7 @@ def test_four_worker_processes_on_one_device_have_the_bits_of_sequential(kind: s
     module = Noisy() if kind == "augmented" else NormNet("adam", dropout=0.3)
     runs = [
         federate(module, toy_data([24, 40, 16, 10, 12]), [Ditto()], deterministic=True, **HERE, **engine)
-        for engine in ({}, {"engine": "processes", "workers": 4})
+        for engine in ({}, {"engine": Processes(4)})
     ]
     same(*(run.server.model for run in runs))
     near(*runs, 0.0)

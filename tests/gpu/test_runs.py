@@ -14,6 +14,7 @@ import torch
 
 from fedlightning.algorithm import Facts, FederatedCallback
 from fedlightning.callbacks import SCAFFOLD, FedAvg, FedPer, LocalCheckpoint
+from fedlightning.options import Evaluation
 from fedlightning.testing.runs import tensors_in
 from tests.gpu.on import ACCELERATOR, HERE, REAL
 from tests.helpers import NormNet, Toy, federate, global_state, same, toy_data
@@ -30,7 +31,12 @@ def seeded(**options: Any) -> Toy:
 
 def scored(root: Path, **options: Any) -> Any:
     trainer = federate(
-        seeded(), toy_data(), [FedAvg(), LocalCheckpoint()], root, evaluate_data=["local", "pooled"], **options
+        seeded(),
+        toy_data(),
+        [FedAvg(), LocalCheckpoint()],
+        root,
+        evaluation=Evaluation(data=["local", "pooled"]),
+        **options,
     )
     trainer.test()
     return trainer

@@ -32,6 +32,7 @@ from fedlightning.callbacks import (
     LocalCheckpoint,
     PLayerFL,
 )
+from fedlightning.options import Processes
 from tests.helpers import NormNet, Toy, make_trainer, toy_data
 from tests.processes import fork, wait
 from tests.run.test_logs import events
@@ -44,7 +45,7 @@ KINDS: dict[str, Callable[[], tuple[Any, list[Any], dict[str, Any]]]] = {
     "everything": lambda: (
         NormNet("adam"),
         [GlobalCheckpoint(), LocalCheckpoint(), FedAdam(server_lr=0.1)],
-        {"participation": 2, "evaluate_every": 2, "optimizer_state": "keep", "logger": "both"},
+        {"participation": 2, "evaluation": 2, "optimizer_state": "keep", "logger": "both"},
     ),
     "FedAvg": lambda: (Toy("momentum", dropout=0.3), [FedAvg()], {"logger": True}),
     "participation": lambda: (Toy("sgd"), [FedPer()], {"participation": 1, "logger": "both", "save_state": 2}),
@@ -57,7 +58,7 @@ KINDS: dict[str, Callable[[], tuple[Any, list[Any], dict[str, Any]]]] = {
     "FLIU": lambda: (NormNet("adam"), [FLIU(), LocalCheckpoint()], {"participation": 2}),
     "final visits": lambda: (Toy("sgd"), [LocalAdaptation()], {"logger": "both"}),
     "vectorized": lambda: (Toy("momentum"), [FedAvg(), LocalCheckpoint()], {"engine": "vectorized"}),
-    "processes": lambda: (Toy("momentum"), [SCAFFOLD()], {"engine": "processes", "workers": 2, "logger": True}),
+    "processes": lambda: (Toy("momentum"), [SCAFFOLD()], {"engine": Processes(2), "logger": True}),
 }
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedlightning.callbacks import SCAFFOLD, FedAvgM, FedProx, GlobalCheckpoint, LocalCheckpoint
+from fedlightning.options import Evaluation, Processes, Sequential
 from fedlightning.run.fingerprint import ARGUMENTS as FIXED
 from fedlightning.run.fingerprint import PARTS, differences, fingerprint
 from fedlightning.storage.config_hash import plain
@@ -96,19 +97,19 @@ def test_a_change_that_is_allowed_is_in_the_summary_for_good(tmp_path):
 
 def test_more_rounds_and_another_place_of_work_are_no_change(tmp_path):
     start(tmp_path)
-    assert "config_changes" not in go_on(tmp_path, max_rounds=3, engine="processes", workers=1).summary
+    assert "config_changes" not in go_on(tmp_path, max_rounds=3, engine=Processes(1)).summary
 
 
-@pytest.mark.parametrize("changed", [{"evaluate_every": 2}, {"stages": ["G", "L1"]}])
+@pytest.mark.parametrize("changed", [{"evaluation": 2}, {"evaluation": Evaluation(stages=["G", "L1"])}])
 def test_where_models_are_chosen_by_scores_the_same_rounds_are_scored(tmp_path, changed):
     for callback in (LocalCheckpoint, GlobalCheckpoint):
         root = tmp_path / callback.__name__
-        start(root, [callback()], evaluate_every=1)
-        with pytest.raises(ValueError, match=r"scored rounds and stages was 'evaluate_every=1, stages=G, L1, L2' and"):
-            go_on(root, callbacks=[callback()], **{"evaluate_every": 1} | changed)
-        go_on(root, callbacks=[callback()], evaluate_every=1, stages=["L2", "G", "L1"])
-    start(tmp_path / "plain", evaluate_every=1)
-    assert go_on(tmp_path / "plain", **{"evaluate_every": 1} | changed).rounds_done == 2
+        start(root, [callback()], evaluation=1)
+        with pytest.raises(ValueError, match=r"evaluation\.(every was 1|stages was 'G, L1, L2') and"):
+            go_on(root, callbacks=[callback()], **{"evaluation": 1} | changed)
+        go_on(root, callbacks=[callback()], evaluation=Evaluation(every=1, stages=["L2", "G", "L1"]))
+    start(tmp_path / "plain", evaluation=1)
+    assert go_on(tmp_path / "plain", **{"evaluation": 1} | changed).rounds_done == 2
 
 
 def test_of_two_values_of_one_class_the_arguments_that_differ_are_named() -> None:
@@ -257,7 +258,7 @@ def one_smaller_batch():
     return data
 
 
-ARGUMENTS = {"seed": 0, "engine": "sequential"} | dict.fromkeys(FIXED)
+ARGUMENTS = {"seed": 0, "engine": Sequential(), "evaluation": Evaluation()} | dict.fromkeys(FIXED)
 SEEN = {
     "a scheduler's option": (
         {"model": Scheduled()},

@@ -78,7 +78,7 @@ STOPS = {
 
 
 @pytest.mark.parametrize(
-    "options", [{}, pytest.param({"evaluate_every": 3}, marks=pytest.mark.slow), {"save_state": 2}], ids=str
+    "options", [{}, pytest.param({"evaluation": 3}, marks=pytest.mark.slow), {"save_state": 2}], ids=str
 )
 @pytest.mark.parametrize("stops", STOPS)
 @pytest.mark.fast_cases(2)
@@ -148,7 +148,7 @@ def test_what_a_callback_logs_is_there_once_too(tmp_path):
         for stop in [*stops, None]:
             loggers = both(tmp_path / side)
             try:
-                run(tmp_path / side, loggers, Own(loggers), *([stop] if stop else []), evaluate_every=2)
+                run(tmp_path / side, loggers, Own(loggers), *([stop] if stop else []), evaluation=2)
             except KeyboardInterrupt:
                 assert stop is not None
     found = [(tmp_path / side / "logs/csv/version_0/metrics.csv").read_bytes() for side in ("whole", "cut")]

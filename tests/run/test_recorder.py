@@ -36,7 +36,7 @@ def test_a_row_comes_once():
 
 
 def test_tests_of_a_run_with_final_visits_are_there_once(tmp_path):
-    trainer = federate(NormNet("sgd"), toy_data(), [LocalAdaptation(), LocalCheckpoint()], tmp_path, evaluate_every=1)
+    trainer = federate(NormNet("sgd"), toy_data(), [LocalAdaptation(), LocalCheckpoint()], tmp_path, evaluation=1)
     for _ in range(2):
         trainer.test()
     addresses = [one.address for one in trainer.rows]

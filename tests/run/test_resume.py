@@ -31,6 +31,7 @@ from fedlightning.callbacks import (
     LocalAdaptation,
     LocalCheckpoint,
 )
+from fedlightning.options import Evaluation
 from fedlightning.run import persistence
 from fedlightning.run.resumable import find_last
 from fedlightning.tensors import module_state
@@ -65,13 +66,17 @@ def fp16():
 RUNS = {
     "fedavg_keep": lambda: (Toy("onecycle", dropout=0.3), [FedAvg()], {"optimizer_state": "keep", "participation": 2}),
     "steps_keep": lambda: (Toy("adam"), [FedProx()], {"optimizer_state": "keep", "local_steps": 4, "lr_decay": 0.9}),
-    "lr_decay": lambda: (Toy("steplr"), [Memory()], {"lr_decay": 0.5, "evaluate_every": 2}),
+    "lr_decay": lambda: (Toy("steplr"), [Memory()], {"lr_decay": 0.5, "evaluation": 2}),
     "fp16": lambda: (Toy("momentum"), [FedProx()], fp16()),
     "scaffold_1": lambda: (Toy("momentum"), [SCAFFOLD(option=1)], {"participation": 2}),
     "scaffold_2": lambda: (NormNet("sgd"), [SCAFFOLD()], {"participation": 2, "save_state": 2}),
     "fedadam": lambda: (NormNet("sgd"), [FedAdam(server_lr=0.1), SCAFFOLD(server_lr=1.0)], {}),
     "fliu": lambda: (NormNet("adam"), [FLIU()], {"participation": 2}),
-    "fedper": lambda: (Toy("momentum"), [FedPer()], {"participation": 2, "evaluate_data": ["local", "pooled"]}),
+    "fedper": lambda: (
+        Toy("momentum"),
+        [FedPer()],
+        {"participation": 2, "evaluation": Evaluation(data=["local", "pooled"])},
+    ),
     "fedbn": lambda: (NormNet("adam"), [FedBN()], {"float_buffers": "local"}),
     "local": lambda: (Toy("adam"), [Local()], {}),
     "central": lambda: (Toy("adam"), [Central()], {}),

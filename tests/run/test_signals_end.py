@@ -17,6 +17,7 @@ from fedlightning import FederatedCallback, FederatedTrainer
 from fedlightning.algorithm import Facts
 from fedlightning.callbacks import SCAFFOLD, LocalAdaptation
 from fedlightning.cli import main
+from fedlightning.options import FailurePolicy, Processes
 from fedlightning.run import persistence, signals
 from fedlightning.run.signals import Terminated, stop_requests
 from tests.experiments.tiny import small
@@ -102,13 +103,19 @@ def test_during_training(tmp_path, whole, local_loop, name):
 
 @pytest.mark.parametrize("local_loop", ["trainer", "fast"])
 def test_ctrl_c_stays_ctrl_c_where_the_watchdog_looks_on(tmp_path, whole, local_loop):
-    ended(tmp_path, Sender("training", "SIGINT"), name="SIGINT", local_loop=local_loop, client_timeout=600)
+    ended(
+        tmp_path,
+        Sender("training", "SIGINT"),
+        name="SIGINT",
+        local_loop=local_loop,
+        failures=FailurePolicy(timeout=600),
+    )
     assert run(tmp_path).rows == whole.rows
 
 
 def test_an_ignored_ctrl_c_stays_ignored_where_the_watchdog_looks_on(tmp_path, whole):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background of a script
-    assert run(tmp_path, Sender("training", "SIGINT"), client_timeout=600).rows == whole.rows
+    assert run(tmp_path, Sender("training", "SIGINT"), failures=FailurePolicy(timeout=600)).rows == whole.rows
     assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
 
 
@@ -279,8 +286,8 @@ class ToAll(AtTheEnd):
 
 @pytest.mark.slow
 def test_workers_leave_it_to_the_main_process(tmp_path, whole):
-    assert "after round 1" in ended(tmp_path, ToAll(), engine="processes", workers=2)
-    again = run(tmp_path, engine="processes", workers=2)
+    assert "after round 1" in ended(tmp_path, ToAll(), engine=Processes(2))
+    again = run(tmp_path, engine=Processes(2))
     same(again.server.model, whole.server.model)
 
 

@@ -179,13 +179,13 @@ def test_a_file_where_the_folder_should_be(tmp_path, capsys):
     assert place.read_text() == "a file"
 
 
-@pytest.mark.parametrize("name", ["../../out", "/out", "a/../../out", "..", "", "a//b", "a\\b", ".", "a\0b", 3])
+@pytest.mark.parametrize("name", ["../../out", "/out", "a/../../out", "..", "", "a//b", "a\\b", ".", "a\0b"])
 def test_a_name_cannot_leave_the_root(tmp_path, name):
     with pytest.raises(ValueError, match=r"^name=.* must be the name of a folder below default_root_dir"):
         FederatedTrainer(name=name, default_root_dir=tmp_path)
 
 
-@pytest.mark.parametrize("version", ["../out", "/out", "a/b", "..", "", "a\\b", 3])
+@pytest.mark.parametrize("version", ["../out", "/out", "a/b", "..", "", "a\\b"])
 def test_a_version_is_one_folder(tmp_path, version):
     with pytest.raises(ValueError, match=r"^version=.* must be the name of one folder"):
         FederatedTrainer(version=version, default_root_dir=tmp_path)

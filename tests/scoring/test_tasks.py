@@ -6,6 +6,7 @@ from typing import Any
 
 from fedlightning.callbacks import FedPer, GlobalCheckpoint, LocalCheckpoint
 from fedlightning.hooks import Facts, ModelSelection
+from fedlightning.options import Evaluation
 from tests.helpers import Toy, make_trainer, toy_data
 
 
@@ -22,7 +23,7 @@ class Hears(ModelSelection):
 def test_callbacks_see_no_scores_of_kept_models(tmp_path):
     Hears.heard.clear()
     callbacks = [LocalCheckpoint(), GlobalCheckpoint(), Hears()]
-    trainer = make_trainer(tmp_path, callbacks, max_rounds=2, evaluate_every=1)
+    trainer = make_trainer(tmp_path, callbacks, max_rounds=2, evaluation=1)
     trainer.fit(Toy(), datamodule=toy_data((8, 8)))
     assert {(client, "val") for client in "01"} <= {(client, split) for client, _, split in Hears.heard}
     for kept in ("best_local", "best_global"):
@@ -37,7 +38,10 @@ def test_callbacks_see_no_scores_of_kept_models(tmp_path):
 def test_callbacks_see_scores_on_the_clients_own_data_alone(tmp_path):
     Hears.heard.clear()
     trainer = make_trainer(
-        tmp_path, [FedPer(personal=["net.3"]), Hears()], max_rounds=1, test_data=["local", "clients"]
+        tmp_path,
+        [FedPer(personal=["net.3"]), Hears()],
+        max_rounds=1,
+        evaluation=Evaluation(test_data=["local", "clients"]),
     )
     trainer.fit(Toy(), datamodule=toy_data((8, 8)))
     trainer.test()

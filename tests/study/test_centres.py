@@ -18,7 +18,7 @@ from tests.helpers import QUIET, Toy, federate, toy_data
 def test_each_centre_is_best_on_its_own_group(tmp_path):
     data = MixtureDataModule(DigitsDataModule(batch_size=16), 6, "rotation", "0:100")
     trainer = FederatedTrainer(
-        callbacks=[IFCA()], max_rounds=3, accelerator="cpu", default_root_dir=tmp_path, evaluate_every=0, **QUIET
+        callbacks=[IFCA()], max_rounds=3, accelerator="cpu", default_root_dir=tmp_path, evaluation=0, **QUIET
     )
     torch.manual_seed(0)
     trainer.fit(Classifier(MLP(64, [16], 10), num_classes=10, lr=0.1), datamodule=data)

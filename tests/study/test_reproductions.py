@@ -175,7 +175,7 @@ def test_fashion_mnist_is_the_papers_setting(name: str) -> None:
     optimizer, given = cli.model.configure_optimizers(), cli.trainer.arguments
     assert type(optimizer).__name__ == ("SGD" if name == "pfedme" else "AdamW")
     assert optimizer.defaults["lr"] == FASHION_RATES[name]
-    assert (given["max_rounds"], given["local_epochs"], given["stages"]) == (75, 1, ["G", "L1", "L2"])
+    assert (given["max_rounds"], given["local_epochs"], given["evaluation"].stages) == (75, 1, ("G", "L1", "L2"))
     partitioner = cli.datamodule.partitioner
     assert (partitioner.num_clients, partitioner.alpha, cli.datamodule.batch_size) == (5, 0.5, 128)
     assert sum(p.numel() for p in cli.model.parameters()) == 1_052_758

@@ -15,6 +15,7 @@ from fedlightning.callbacks import FedAvg, Local, LocalCheckpoint
 from fedlightning.cli import main
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner, IIDPartitioner
 from fedlightning.federation.summary import describe_data
+from fedlightning.options import Evaluation
 from fedlightning.run.metrics import METRICS_MARK, MetricsFile
 from fedlightning.scoring.metrics import bare, higher_is_better
 from fedlightning.study.runs import load_run, load_study
@@ -54,9 +55,15 @@ def study(tmp_path_factory):
     """A finished local run with the cross-client matrix, beside one that failed."""
     out = tmp_path_factory.mktemp("study")
     trainer = FederatedTrainer(
-        max_rounds=2, callbacks=[Local(), LocalCheckpoint(monitor="val_loss")], seed=3, enable_progress_bar=False,
-        test_data=["local", "pooled", "clients"], default_root_dir=out / "runs", name="local", version="seed_3",
-    )  # fmt: skip
+        max_rounds=2,
+        callbacks=[Local(), LocalCheckpoint(monitor="val_loss")],
+        seed=3,
+        enable_progress_bar=False,
+        evaluation=Evaluation(test_data=["local", "pooled", "clients"]),
+        default_root_dir=out / "runs",
+        name="local",
+        version="seed_3",
+    )
     trainer.fit(Toy(), toy_data())
     trainer.test()
     entries = [

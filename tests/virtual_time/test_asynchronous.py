@@ -27,6 +27,7 @@ from fedlightning.callbacks import (
 )
 from fedlightning.errors import DamagedStateError
 from fedlightning.federation.attempts import FederationError
+from fedlightning.options import Evaluation, Processes
 from fedlightning.virtual_time import (
     Asynchronous,
     BernoulliAvailability,
@@ -304,7 +305,9 @@ def test_a_client_that_arrives_twice_in_a_round_is_scored_once_by_its_last(tmp_p
                     self.scores[server.round + 1, update.client] = value
 
     loop = Asynchronous(VirtualClock(FixedSpeed(1.0, slowdown={"1": 10})), arrivals=4)
-    trainer = federate(Toy(), toy_data(), [Last()], tmp_path, loop=loop, max_rounds=3, stages=["L2"])
+    trainer = federate(
+        Toy(), toy_data(), [Last()], tmp_path, loop=loop, max_rounds=3, evaluation=Evaluation(stages=["L2"])
+    )
     rows = [row for row in trainer.federation.recorder.rows if row.stage == "L2" and row.metric == "val_loss"]
     assert {row.model for row in rows} == {"personal"}
     assert {(row.round, row.client): row.value for row in rows} == Last.scores and len(rows) == len(Last.scores)
@@ -312,7 +315,15 @@ def test_a_client_that_arrives_twice_in_a_round_is_scored_once_by_its_last(tmp_p
 
 def test_a_model_that_a_client_has_selected_is_of_the_round_of_its_score(tmp_path: Path):
     callbacks = [FedBuff(2), LocalCheckpoint(stage="L2", smooth=1)]
-    trainer = federate(Toy(), toy_data(), callbacks, tmp_path, loop=Asynchronous(SLOW), max_rounds=12, stages=["L2"])
+    trainer = federate(
+        Toy(),
+        toy_data(),
+        callbacks,
+        tmp_path,
+        loop=Asynchronous(SLOW),
+        max_rounds=12,
+        evaluation=Evaluation(stages=["L2"]),
+    )
     rows = [row for row in trainer.federation.recorder.rows if row.stage == "L2" and row.metric == "val_loss"]
     best = {}
     for row in (row for row in rows if row.split == "val"):
@@ -334,7 +345,7 @@ def runs() -> dict[str, Any]:
         "fedbuff": (
             Asynchronous(clock, 2),
             [FedBuff(2), FedAdam(0.1), GlobalCheckpoint()],
-            {"evaluate_every": 2, "stages": ["G", "L1", "L2"]},
+            {"evaluation": Evaluation(every=2, stages=["G", "L1", "L2"])},
         ),
         "fedper": (Asynchronous(SLOW, arrivals=3), [FedPer(personal=["net.3"]), LocalCheckpoint()], {}),
     }
@@ -373,7 +384,7 @@ def test_worker_processes_give_the_same_bits(name: str, tmp_path: Path):
     loop, callbacks, given = runs()[name]
     given = {"loop": loop, "max_rounds": 5, "version": "run", **given}
     whole = federate(module, toy_data(), copy.deepcopy(callbacks), tmp_path / "a", **given)
-    given |= {"engine": "processes", "workers": 2}
+    given |= {"engine": Processes(2)}
     with pytest.raises(KeyboardInterrupt):
         federate(module, toy_data(), [*copy.deepcopy(callbacks), StopBefore(3)], tmp_path / "b", **given)
     trainer = make_trainer(tmp_path / "b", callbacks, **given)

@@ -23,11 +23,11 @@ def loop() -> Asynchronous:
 
 @pytest.mark.parametrize("where", ["on_visit_start", "on_send"])
 def test_a_further_try_gives_the_bits_of_a_run_without_the_failure(where: str, tmp_path: Path):
-    module, given = Toy("momentum", dropout=0.3), {"loop": loop(), "max_rounds": 4, "evaluate_every": 1}
+    module, given = Toy("momentum", dropout=0.3), {"loop": loop(), "max_rounds": 4, "evaluation": 1}
     whole = federate(module, toy_data(SIZES), [FedBuff(2)], **given)
     fault = FailingHook(Fault(tmp_path, "ValueError", times=1), where)
     with pytest.warns(UserWarning, match=r"client '1' failed.*tried again \(2 of 2\)"):
-        again = federate(module, toy_data(SIZES), [FedBuff(2), fault], on_client_error="retry", **given)
+        again = federate(module, toy_data(SIZES), [FedBuff(2), fault], failures="retry", **given)
     same(global_state(again), global_state(whole))
     assert again.server.costs.virtual_time == whole.server.costs.virtual_time and list(again.rows) == list(whole.rows)
     assert [one["decision"] for one in again.server.failures] == ["tried again (2 of 2)"]
@@ -48,7 +48,7 @@ def test_models_of_two_architectures_are_refused(method: Any, given: dict[str, A
 
 def test_models_of_two_architectures_train_alone_without_rounds():
     models = ClientModels({"small": Toy(), "wide": Toy(hidden=9)})
-    trainer = federate(models, toy_data(SIZES), [Local()], loop=loop(), max_rounds=8, evaluate_every=4)
+    trainer = federate(models, toy_data(SIZES), [Local()], loop=loop(), max_rounds=8, evaluation=4)
     widths = {client: trainer.module(client).net[0].out_features for client in trainer.server.clients}
     assert set(widths.values()) == {Toy().net[0].out_features, 9}
     assert {row.client for row in trainer.rows if row.stage == "L1"} == set(trainer.server.clients)
@@ -58,7 +58,7 @@ def test_models_of_two_architectures_train_alone_without_rounds():
 def test_a_held_out_client_is_scored_and_joins_as_after_synchronous_rounds(epochs: int, tmp_path: Path):
     """The model is the server's, though jobs are in flight; onboarding changes nothing of them."""
     module, data = Toy(), toy_data(SIZES)
-    given = {"loop": loop(), "max_rounds": 3, "held_out": ["3"], "evaluate_every": 1}
+    given = {"loop": loop(), "max_rounds": 3, "held_out": ["3"], "evaluation": 1}
     trainer = federate(module, data, [FedBuff(2)], tmp_path, **given)
     trainer.test(verbose=False)
     unseen = [row for row in trainer.rows if row.client == "3"]

@@ -16,6 +16,7 @@ from fedlightning.callbacks.stragglers import Stragglers
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.attempts import FederationError
 from fedlightning.federation.loops import Synchronous
+from fedlightning.options import Evaluation
 from fedlightning.virtual_time import (
     Asynchronous,
     BernoulliAvailability,
@@ -231,7 +232,7 @@ def test_options_out_of_range(given, said):
 )
 def test_what_compares_all_clients_refuses_what_keeps_some_out(callback, others, loop, said):
     with pytest.raises(ValueError, match=said):
-        federate(Toy(), toy_data(), [copy.deepcopy(callback), *others], loop=loop, max_rounds=1, evaluate_every=1)
+        federate(Toy(), toy_data(), [copy.deepcopy(callback), *others], loop=loop, max_rounds=1, evaluation=1)
 
 
 def test_an_update_that_fails_is_waited_for_until_it_has_failed():
@@ -251,7 +252,7 @@ def test_scores_by_the_clock(tmp_path):
     plain = federate(module, toy_data(), root=tmp_path / "plain", **given)
     ends = [0.0, *(entry["time"] for entry in plain.federation.history)]
     period = 2.5 * ends[1]  # rounds are of one length: multiples lie in the rounds 3, 6, ... which begin before them
-    seconds = federate(module, toy_data(), root=tmp_path / "seconds", evaluate_seconds=period, **given)
+    seconds = federate(module, toy_data(), root=tmp_path / "seconds", evaluation=Evaluation(seconds=period), **given)
     scored = {row.round for row in seconds.rows if row.split == "val"}
     crossed = [n + 1 for n in range(1, 7) if any(ends[n - 1] < k * period <= ends[n] for k in range(1, 9))]
     assert scored == {*crossed, 7} == {4, 6, 7}
@@ -259,10 +260,6 @@ def test_scores_by_the_clock(tmp_path):
         row for row in seconds.rows if row.split == "val"
     }
     assert seconds.federation._validations() == len(scored) and seconds.callback_metrics.keys() >= {"val_loss"}
-    for wrong, said in (
-        ({"evaluate_seconds": 1.0, "loop": "synchronous"}, "has no clock"),
-        ({"evaluate_seconds": 1.0, "evaluate_every": 2}, "both say when"),
-        ({"evaluate_seconds": 0.0}, "positive number"),
-    ):
+    for wrong, said in (({"evaluation": Evaluation(seconds=1.0), "loop": "synchronous"}, "has no clock"),):
         with pytest.raises(ConfigurationError, match=said):
-            federate(Toy(), toy_data(), **{**given, "evaluate_every": 1, **wrong})
+            federate(Toy(), toy_data(), **{**given, "evaluation": 1, **wrong})

@@ -13,6 +13,7 @@ from fedlightning import callbacks as c
 from fedlightning.algorithm import Client, FederatedCallback, Message, Update, contributors
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.attempts import FederationError, TooFewClientsError
+from fedlightning.options import FailurePolicy
 from tests.helpers import Toy, differs, federate, global_state, make_trainer, same, spied, toy_data
 
 LOOPS = ["auto", pytest.param("trainer", marks=pytest.mark.slow)]
@@ -206,8 +207,8 @@ def test_second_optimizers_steps_carry_scaffold() -> None:
 def test_the_threshold_counts_who_contributed() -> None:
     data = toy_data((24, 40, 4), drop_last=False)
     with pytest.raises(TooFewClientsError, match=r"2 of 3 clients contributed, .*client '2' took no real step"):
-        federate(made(OnLarge), data, min_clients=3, max_rounds=1)
-    federate(made(OnLarge), data, min_clients=2, max_rounds=1)
+        federate(made(OnLarge), data, failures=FailurePolicy(min_clients=3), max_rounds=1)
+    federate(made(OnLarge), data, failures=FailurePolicy(min_clients=2), max_rounds=1)
     federate(made(Idle), data, max_rounds=1)  # of the usual one it is enough that it came
 
 

@@ -19,6 +19,7 @@ from torchmetrics import Accuracy, MeanMetric, SumMetric
 
 from fedlightning.callbacks import FedAvg
 from fedlightning.errors import ConfigurationError
+from fedlightning.options import Processes
 from fedlightning.visit.kept import Kept
 from tests.helpers import CLASSES, Toy, differs, federate, global_state, make_trainer, mostly_slow, toy_data
 
@@ -239,7 +240,7 @@ def scores(folder, kind, **options):
 @pytest.mark.parametrize("kind", [Keeper, Appending])
 def test_every_engine_and_loop_gives_the_scores_of_a_client_alone(tmp_path, kind):
     found = scores(tmp_path, kind)
-    assert found == scores(tmp_path, kind, engine="processes", workers=2)
+    assert found == scores(tmp_path, kind, engine=Processes(2))
     assert found == pytest.approx(scores(tmp_path, kind, engine="vectorized"), abs=1e-5)
     assert found == pytest.approx(scores(tmp_path, kind, local_loop="trainer"), abs=1e-5)
     if kind is Keeper:
@@ -309,7 +310,7 @@ def test_what_training_keeps_is_each_clients_own(kind):
         return global_state(federate(kind(), toy_data((40, 24), batch_size=4), max_rounds=2, **options))
 
     found = trained(local_epochs=2)
-    assert not differs(found, trained(local_epochs=2, engine="processes", workers=2))
+    assert not differs(found, trained(local_epochs=2, engine=Processes(2)))
     with pytest.raises(ConfigurationError, match=r"training_step .*(changes|under torch.func.vmap)"):
         trained(local_epochs=2, engine="vectorized")
 

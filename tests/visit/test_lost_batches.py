@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 
+from fedlightning.options import Evaluation
 from tests.helpers import Toy, federate, toy_data
 
 WHERE = ("training_step", "validation_step", "test_step", "on_validation_batch_end", "on_before_batch_transfer")
@@ -49,7 +50,9 @@ def test_a_stop_iteration_is_a_failure_of_its_client(tmp_path, where, loop):
         x[-1] = 99
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = federate(module, data, root=tmp_path, max_rounds=1, local_loop=loop, test_data=["local"])
+        trainer = federate(
+            module, data, root=tmp_path, max_rounds=1, local_loop=loop, evaluation=Evaluation(test_data=["local"])
+        )
         trainer.test()
     failures = trainer.summary["failures"]
     assert failures and {failure["client"] for failure in failures} == {"1"}

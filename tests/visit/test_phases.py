@@ -17,6 +17,7 @@ from fedlightning.algorithm import FederatedCallback, Phase, Wire
 from fedlightning.callbacks.shared.distillation import kl, logits_of
 from fedlightning.datamodules.public import public_loader
 from fedlightning.federation.attempts import FederationError
+from fedlightning.options import Processes
 from fedlightning.tensors import equal
 from fedlightning.testing.toys import ToyData, ToyModule, federate
 from fedlightning.visit.client import Client
@@ -105,7 +106,7 @@ def test_both_loops_give_the_same_bits(tmp_path: Path, arguments: dict[str, Any]
 
 @pytest.mark.slow
 def test_processes_give_the_bits_of_sequential(tmp_path: Path) -> None:
-    one, other = run(tmp_path / "a"), run(tmp_path / "b", engine="processes", workers=2)
+    one, other = run(tmp_path / "a"), run(tmp_path / "b", engine=Processes(2))
     assert equal(one.server.model, other.server.model)
 
 
@@ -148,14 +149,7 @@ class Hooked(ToyModule):
 
 
 def fitted(root: Path, make: Any, module: LightningModule | None = None, **arguments: Any) -> FederatedTrainer:
-    how = {
-        "max_rounds": 1,
-        "local_steps": 2,
-        "evaluate_every": 0,
-        "save_state": 0,
-        "logger": False,
-        "sanity_check": False,
-    }
+    how = {"max_rounds": 1, "local_steps": 2, "evaluation": 0, "save_state": 0, "logger": False, "sanity_check": False}
     how |= arguments
     trainer = FederatedTrainer(
         callbacks=[Phases(make)], default_root_dir=root, enable_progress_bar=False, accelerator="cpu", **how
@@ -255,9 +249,16 @@ def test_weights_are_those_of_the_own_samples(tmp_path: Path) -> None:
             sizes[update.client] = update.num_samples
 
     trainer = FederatedTrainer(
-        callbacks=[Phases(make), Sizes()], default_root_dir=tmp_path, max_rounds=1, local_steps=2, logger=False,
-        enable_progress_bar=False, accelerator="cpu", save_state=0, evaluate_every=0,
-    )  # fmt: skip
+        callbacks=[Phases(make), Sizes()],
+        default_root_dir=tmp_path,
+        max_rounds=1,
+        local_steps=2,
+        logger=False,
+        enable_progress_bar=False,
+        accelerator="cpu",
+        save_state=0,
+        evaluation=0,
+    )
     trainer.fit(ToyModule(), ToyData((12, 7)))
     assert sizes == {"site0": 12, "site1": 7}
 
@@ -284,7 +285,7 @@ class Manual(ToyModule):
 )
 def test_what_cannot_work_is_refused(tmp_path: Path, phase: dict[str, Any], module: Any, words: str) -> None:
     with pytest.raises(FederationError, match=words):
-        fitted(tmp_path, lambda client: iter([Phase(**phase)]), module(), on_client_error="stop")
+        fitted(tmp_path, lambda client: iter([Phase(**phase)]), module(), failures="stop")
 
 
 def test_a_phase_says_what_it_takes() -> None:

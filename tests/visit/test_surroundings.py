@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedlightning.datamodules import IIDPartitioner, Partitioned
+from fedlightning.options import Processes
 from tests.helpers import Toy, make_trainer, samples, toy_data
 
 # isort: split
@@ -68,7 +69,7 @@ def of(logger, name):
 
 
 @pytest.mark.filterwarnings("ignore:LearningRateMonitor logs inside")
-@pytest.mark.parametrize("options", [{}, pytest.param({"engine": "processes", "workers": 2}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [{}, pytest.param({"engine": Processes(2)}, marks=pytest.mark.slow)])
 def test_the_logs_of_clients_go_to_the_loggers_under_their_names(tmp_path, options):
     silent, nothing = logged(tmp_path / "a", False, **options)
     trainer, logger = logged(tmp_path / "b", ["1"], **options)
@@ -166,7 +167,7 @@ class WeightedInFit(Weighted):
 def test_modules_that_read_their_data_in_setup_are_scored_as_they_are_trained(kind, loop):
     torch.manual_seed(0)
     data = toy_data([30, 41], shuffle=False)
-    trainer = make_trainer(None, max_rounds=1, evaluate_every=1, local_loop=loop, sanity_check=True)
+    trainer = make_trainer(None, max_rounds=1, evaluation=1, local_loop=loop, sanity_check=True)
     trainer.fit(kind(), data)
     trainer.test(verbose=False)
     counts = {client: torch.bincount(data.tensors[client]["train"][1], minlength=3).float() for client in "01"}

@@ -199,7 +199,7 @@ def one_class(client):
     ("loop", "engine"), [("fast", "sequential"), ("trainer", "sequential"), ("fast", "vectorized")]
 )
 def test_a_client_of_one_class_is_a_gap_however_the_module_logs(way, loop, engine):
-    trainer = make_trainer(None, local_loop=loop, engine=engine, max_rounds=1, evaluate_every=0)
+    trainer = make_trainer(None, local_loop=loop, engine=engine, max_rounds=1, evaluation=0)
     data = toy_data([12, 12, 12])
     for client, splits in data.tensors.items():
         splits["test"] = one_class(client).tensors

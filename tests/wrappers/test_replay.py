@@ -104,7 +104,7 @@ def test_taps_give_the_features_of_all_calls():
 
 @pytest.mark.parametrize("algorithm", [FENDA(head="net.1"), PerFCL(head="net.1")])
 def test_it_can_be_federated(algorithm):
-    trainer = make_trainer(None, [algorithm], max_rounds=2, evaluate_every=1)
+    trainer = make_trainer(None, [algorithm], max_rounds=2, evaluation=1)
     trainer.fit(Views(), toy_data([16, 16]))
     assert {row.value for row in trainer.rows if row.metric == "test_twice"} == {0.0}
 

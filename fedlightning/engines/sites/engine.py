@@ -236,7 +236,7 @@ class SitesEngine(Engine):
         """Refuse what cannot be carried out at sites."""
         if self.attempts.policy.timeout is None:
             raise ConfigurationError(
-                "client_timeout=None, but a site that is gone would be waited for for ever. Set client_timeout to the "
+                "failures.timeout=None, but a site that is gone would be waited for for ever. Set failures.timeout to the "
                 "seconds that a visit may take at most, with the way there and back."
             )
 

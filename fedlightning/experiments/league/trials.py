@@ -21,7 +21,7 @@ from fedlightning.experiments.study_file import StudyFile
 from fedlightning.experiments.sweep import NO_TEST, Trial, objective, ranked
 from fedlightning.seeding import generator
 
-LOCAL_TEST = ["--trainer.test_data=[local]"]
+LOCAL_TEST = ["--trainer.evaluation.test_data=[local]"]
 """Options of the runs that are tested: each client's model on its own test data."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +111,8 @@ def trained_again(
         "save_state": 0,
         "max_time": None,
         "log_clients": False,
-        "on_client_error": "skip",  # a canary that is not there has no samples
-        "client_retries": None,
-        "min_clients": 1,
+        # a canary that is not there has no samples
+        "failures": replace(trainer.arguments["failures"], on_error="skip", retries=1, min_clients=1),
     }
     made: Any = type(trainer)(**{**trainer.arguments, **changes, "callbacks": callbacks})
     with warnings.catch_warnings():

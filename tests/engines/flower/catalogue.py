@@ -34,6 +34,7 @@ from fedlightning.engines.sites.link import Link, connected
 from fedlightning.engines.sites.site import Site
 from fedlightning.federation.engine import Visit
 from fedlightning.messages import Update, tree_bytes
+from fedlightning.options import FailurePolicy
 from fedlightning.testing.runs import same_tree
 from fedlightning.testing.toys import federate
 from fedlightning.trainer import FederatedTrainer
@@ -50,7 +51,7 @@ EQUAL, REFUSED, FAILED = "equal", "refused", "failed"
 
 
 def arguments_of(case: Case) -> dict[str, Any]:
-    return {key: value for key, value in case.arguments.items() if key not in ("max_rounds", "evaluate_every")}
+    return {key: value for key, value in case.arguments.items() if key not in ("max_rounds", "evaluation")}
 
 
 # -- the server --------------------------------------------------------------------------------------------------------
@@ -106,7 +107,7 @@ def tried(link: Link, case: Case, folder: Path) -> tuple[str, str]:
     line = Counted(link)
     with connected(line), without_pickle():
         try:
-            given = RUN | {"client_timeout": 300.0} | arguments
+            given = RUN | {"failures": FailurePolicy(timeout=300.0)} | arguments
             data = public_data(given.get("batch_size"))
             there = federate(copy.deepcopy(case.algorithm), data, folder / "server", engine="flower", **given)
         except ValueError as error:
@@ -220,7 +221,7 @@ def site(cases: dict[str, Case], home: Path, name: str, port: int) -> None:
 
 
 def made(case: Case, folder: Path, name: str) -> Site:
-    own = {key: value for key, value in arguments_of(case).items() if key != "evaluate_data"}
+    own = {key: value for key, value in arguments_of(case).items() if key != "evaluation"}
     found = a_site(folder, SHARES[SITES.index(name)], case.algorithm, **own)
     found.name = name  # that of its key
     return found

@@ -23,7 +23,7 @@ trainer:
   max_rounds: 3
   name: run
   version: one
-  client_timeout: 300
+  failures: {timeout: 300}
   stages: [L1, L2]
   callbacks: [{class_path: fedlightning.callbacks.SCAFFOLD}]
   enable_progress_bar: false
@@ -118,7 +118,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 def test_tls_keys_and_kills(machines):
     """TLS and keys are on; a site and then the server are killed in the middle of the run, and go on: the same bits."""
     alone = machines.start(
-        "alone", "fit", "--config=run.yaml", "--trainer.version=alone", "--trainer.client_timeout=null"
+        "alone", "fit", "--config=run.yaml", "--trainer.version=alone", "--trainer.failures.timeout=null"
     )
     machines.finish(machines.start("keys", "certificates", "--hosts", "127.0.0.1", "--sites", "s0", "s1"))
     server, _, second = machines.serve(), machines.site(0), machines.site(1)

@@ -26,7 +26,7 @@ class WithKeys(Machines):
     """Machines with certificates and keys."""
 
     def alone(self, *words: str) -> subprocess.Popen[bytes]:
-        more = ["--trainer.version=alone", "--trainer.client_timeout=null"]
+        more = ["--trainer.version=alone", "--trainer.failures.timeout=null"]
         return self.start("alone", "fit", "--config=run.yaml", *more, *words)
 
     def same(self) -> bool:
@@ -110,11 +110,11 @@ def test_a_site_that_never_comes(machines):
 
 
 def test_a_site_that_hangs_and_comes_back(machines):
-    more = ["--trainer.client_timeout=40", "--trainer.max_rounds=100"]
+    more = ["--trainer.failures.timeout=40", "--trainer.max_rounds=100"]
     server, _, site = machines.serve(*more), machines.site(0, more[1]), machines.site(1, more[1])
     machines.until(lambda: machines.rounds() >= 1, server)
     site.send_signal(signal.SIGSTOP)
-    machines.until(lambda: "client_timeout=40" in machines.said("server"), server)
+    machines.until(lambda: "failures.timeout=40" in machines.said("server"), server)
     hung = machines.rounds()
     site.send_signal(signal.SIGCONT)
     metrics = machines.folder / "runs" / "run" / "one" / "metrics.csv"

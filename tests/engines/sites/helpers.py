@@ -19,6 +19,7 @@ from fedlightning.engines.sites.elsewhere import DataElsewhere
 from fedlightning.engines.sites.engine import SitesEngine
 from fedlightning.engines.sites.link import Answer, connected
 from fedlightning.engines.sites.site import Site
+from fedlightning.options import Evaluation, FailurePolicy
 from fedlightning.testing.toys import ToyData, ToyModule, federate
 from fedlightning.trainer import FederatedTrainer
 from fedlightning.wire import read, write
@@ -35,7 +36,7 @@ REFUSED = {
     "TIFF gradient": "Use PIFL",
 }
 """Cases of the conformance suite that are refused, and the way out; all others run (test_equal.py)."""
-RUN = {"evaluate_every": 1, "save_state": 1, "max_rounds": 2, "local_steps": 2, "test_data": []}
+RUN = {"evaluation": Evaluation(every=1, test_data=[]), "save_state": 1, "max_rounds": 2, "local_steps": 2}
 
 
 def a_site(
@@ -209,7 +210,7 @@ def at_sites(
     with connected(line, export, allow_other_code), without_pickle():
         SitesEngine.__init__ = on_the_clock  # type: ignore[method-assign]
         try:
-            given = RUN | {"client_timeout": 30.0} | arguments
+            given = RUN | {"failures": FailurePolicy(timeout=30.0)} | arguments
             data = public_data(given.get("batch_size")) if public else DataElsewhere()
             return federate(copy.deepcopy(algorithm), data, root, engine="flower", **given)
         finally:

@@ -42,7 +42,7 @@ def test_a_silent_site_is_waited_for_once(tmp_path):
     run = at_sites(line, tmp_path / "server", max_rounds=ROUNDS)
     assert run.rounds_done == ROUNDS and left_out(run) == missed(2, 3, 4)
     assert TIMEOUT <= line.now < TIMEOUT + 2 * PING  # not in every round
-    assert all("client_timeout=30" in entry["reason"] for entry in run.server.failures)
+    assert all("failures.timeout=30" in entry["reason"] for entry in run.server.failures)
     assert any("goes on without its site until that is back" in entry["reason"] for entry in run.server.failures)
 
 
@@ -54,7 +54,7 @@ def test_a_lost_site_is_said_once_and_not_in_every_round(tmp_path):
         run = at_sites(line, tmp_path / "server", max_rounds=6)
     assert left_out(run) == missed(2, 3, 4, 5, 6)
     for client in SHARES[1]:
-        assert sum(f"'{client}'" in str(one.message) for one in told if "client_timeout" in str(one.message)) == 2
+        assert sum(f"'{client}'" in str(one.message) for one in told if "failures.timeout" in str(one.message)) == 2
 
 
 def test_a_site_that_is_lost_again_is_said_again(tmp_path, monkeypatch):

@@ -42,7 +42,7 @@ def lied_to(
     tmp_path: Path, change: Callable[[Any, dict[str, Any]], None], algorithm: FederatedCallback | None = None
 ) -> tuple[list[dict[str, Any]], State]:
     """Run with a site that changes its replies about site1; return the failures, and the model."""
-    line = Line(sites(tmp_path, algorithm, evaluate_every=1))
+    line = Line(sites(tmp_path, algorithm, evaluation=1))
 
     def lie(answer: Any, part: bytes) -> bytes:
         content = read(part)

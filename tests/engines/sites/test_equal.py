@@ -43,7 +43,7 @@ def files(folder):
 
 def assert_equal(tmp_path, algorithm, public=False, export=False, **arguments):
     one = together(tmp_path / "one", algorithm, **arguments)
-    site_arguments = {name: value for name, value in arguments.items() if name not in ("evaluate_data",)}
+    site_arguments = {name: value for name, value in arguments.items() if name != "evaluation"}
     line = Line(sites(tmp_path / "sites", algorithm, export=export, **site_arguments))
     other = at_sites(line, tmp_path / "server", algorithm, public=public, export=export, **arguments)
     assert same_tree(one.server.models, other.server.models)
@@ -172,5 +172,5 @@ CASES: dict[str, Case] = collect("CASES")
 def test_the_catalogue(tmp_path, name):
     """Every method runs at sites with the same bits; test_refused.py has those that do not run."""
     case = CASES[name]
-    arguments = {key: value for key, value in case.arguments.items() if key not in ("max_rounds", "evaluate_every")}
+    arguments = {key: value for key, value in case.arguments.items() if key not in ("max_rounds", "evaluation")}
     assert_equal(tmp_path, case.algorithm, public=True, export=True, **arguments)

@@ -10,6 +10,7 @@ from fedlightning.engines.sites import site as site_module
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.engine import Visit
 from fedlightning.messages import Update
+from fedlightning.options import Evaluation
 from fedlightning.testing import runs
 from fedlightning.wire import read, write
 from tests.engines.sites.helpers import Line, answers_in, at_sites, sites, tasks_in, together
@@ -53,7 +54,7 @@ def exchanges(said):
 
 def test_two_exchanges_before_round_1_and_no_question_about_data_ever(tmp_path):
     """A greeting, and one for the checks that need a batch and the tries of all steps."""
-    arguments = {"sanity_check": True, "test_data": ["local"]}
+    arguments = {"sanity_check": True, "evaluation": Evaluation(test_data=["local"])}
     line = Line(sites(tmp_path / "sites", FENDA(head="head"), **arguments))
     heard = Heard(line)
     trainer = at_sites(line, tmp_path / "server", FENDA(head="head"), **arguments)

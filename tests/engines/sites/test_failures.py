@@ -14,6 +14,7 @@ from fedlightning.federation.attempts import TooFewClientsError
 from fedlightning.federation.deploy import Deploy
 from fedlightning.federation.engine import Visit
 from fedlightning.messages import Message, Update
+from fedlightning.options import FailurePolicy
 from fedlightning.run.fingerprint import differences
 from fedlightning.testing import runs
 from fedlightning.testing.toys import federate
@@ -180,14 +181,14 @@ def test_a_site_that_hangs_is_a_failed_client(tmp_path):
     trainer = at_sites(line, tmp_path / "server")
     failed = {(one["round"], one["client"]) for one in trainer.summary["failures"]}
     assert failed == {(2, "site1"), (2, "site2")} and trainer.rounds_done == 2
-    assert all("client_timeout=30" in one["reason"] for one in trainer.summary["failures"])
+    assert all("failures.timeout=30" in one["reason"] for one in trainer.summary["failures"])
 
 
 def test_too_few_clients_end_the_run(tmp_path):
     line = Line(sites(tmp_path / "sites"))
     line.watch = lambda node, data: None if node == "1" and visits_of(data, 1) else data
     with pytest.raises(TooFewClientsError, match="min_clients"):
-        at_sites(line, tmp_path / "server", min_clients=3)
+        at_sites(line, tmp_path / "server", failures=FailurePolicy(min_clients=3))
 
 
 @pytest.mark.parametrize(
@@ -338,6 +339,6 @@ def test_two_sites_with_one_client(tmp_path):
 
 def test_a_server_without_a_connection_or_a_timeout_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="fedlightning serve"):
-        federate(None, DataElsewhere(), tmp_path, engine="flower", client_timeout=1.0)
-    with pytest.raises(ConfigurationError, match="client_timeout"):
-        at_sites(Line(sites(tmp_path / "sites")), tmp_path / "server", client_timeout=None)
+        federate(None, DataElsewhere(), tmp_path, engine="flower", failures=FailurePolicy(timeout=1.0))
+    with pytest.raises(ConfigurationError, match=r"failures\.timeout"):
+        at_sites(Line(sites(tmp_path / "sites")), tmp_path / "server", failures=FailurePolicy(timeout=None))

@@ -47,7 +47,7 @@ def test_no_model_of_an_earlier_end_stays_where_the_models_go_elsewhere(tmp_path
     def ends(export, rounds):
         line = Line(parts(tmp_path / "sites", 2, max_rounds=rounds, export=export))
         trainer = at_sites(
-            line, tmp_path / "server", SCAFFOLD(), resume=rounds > 1, export=export, max_rounds=rounds, evaluate_every=0
+            line, tmp_path / "server", SCAFFOLD(), resume=rounds > 1, export=export, max_rounds=rounds, evaluation=0
         )
         folder = trainer.run.path / "checkpoints"
         return len(list(folder.glob("clients/*.ckpt"))), (folder / "clients.json").exists()

@@ -21,7 +21,7 @@ CASES: dict[str, Case] = collect("CASES")
 @pytest.mark.parametrize("name", [name for name in REFUSED if name in CASES])  # without extras some are not there
 def test_it_is_refused_with_a_way_out(tmp_path, name):
     case, tasks = CASES[name], []
-    arguments = {key: value for key, value in case.arguments.items() if key not in ("max_rounds", "evaluate_every")}
+    arguments = {key: value for key, value in case.arguments.items() if key not in ("max_rounds", "evaluation")}
     line = Line(sites(tmp_path / "sites", case.algorithm, **arguments))
     line.watch = lambda node, data: (tasks.append(b"Visit" in data), data)[1]
     with pytest.raises(ValueError, match=re.escape(REFUSED[name])):

@@ -128,7 +128,7 @@ def test_the_reason_of_a_failure_names_the_site(tmp_path):
     line = Line(sites(tmp_path / "again"))
     line.reply = lambda name, data: changed(data, fails)
     with pytest.raises(ClientFailedError, match="at site 'home of site1' failed"):
-        at_sites(line, tmp_path / "stops", on_client_error="stop")
+        at_sites(line, tmp_path / "stops", failures="stop")
 
 
 def test_two_sites_of_one_name_are_refused(tmp_path):

@@ -15,6 +15,7 @@ from fedlightning.engines.sites import texts as texts_module
 from fedlightning.engines.sites.texts import Texts
 from fedlightning.federation.deploy import Deployed
 from fedlightning.messages import ClientLog, Update
+from fedlightning.options import Evaluation
 from fedlightning.wire import read, write
 from tests.engines.sites.helpers import Line, at_sites, sites, together
 
@@ -74,7 +75,7 @@ def logs(root):
 @pytest.mark.parametrize("allowed", [False, True], ids=["stays", "sent"])
 @pytest.mark.fast_cases(4)
 def test_the_text_of_an_error_stays_unless_the_site_sends_it(tmp_path, where, allowed, monkeypatch):
-    arguments = {"max_rounds": 1, "sanity_check": where in ("check", "warns"), "stages": ["G", "L1", "L2"]}
+    arguments = {"max_rounds": 1, "sanity_check": where in ("check", "warns"), "evaluation": Evaluation(test_data=[])}
     line = Line(sites(tmp_path / "sites", Raises(where), send_texts=allowed, **arguments))
     heard, told = spoken(line), ""
     try:
@@ -238,14 +239,14 @@ def _exit(*args):
 )
 def test_an_exit_in_the_users_code_ends_no_site(tmp_path, where):
     """It ended the site where a step was tried, a callback was checked or the data were opened."""
-    parts = sites(tmp_path / "sites", Exits(where), sanity_check=True, stages=["G", "L1", "L2"])
+    parts = sites(tmp_path / "sites", Exits(where), sanity_check=True, evaluation=Evaluation(test_data=[]))
     for site in parts.values():
         if where == "setup":
             site._data.setup = _exit
         elif where != "check":
             setattr(site._blueprint.template, where, _exit)
     with pytest.raises(Exception, match="SystemExit") if where != "on_save_checkpoint" else nullcontext():
-        at_sites(Line(parts), tmp_path / "server", Exits(where), sanity_check=True, stages=["G", "L1", "L2"])
+        at_sites(Line(parts), tmp_path / "server", Exits(where), sanity_check=True, evaluation=Evaluation(test_data=[]))
 
 
 @pytest.mark.parametrize("ending", [KeyboardInterrupt, GeneratorExit])

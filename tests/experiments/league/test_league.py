@@ -137,5 +137,5 @@ def test_what_has_not_been_run_and_what_is_old_is_known(tmp_path):
 def test_the_configuration_of_a_task_is_one_of_a_run(name):
     files = [FOLDER / f"league/{name}.yaml", FOLDER / "algorithms/fedprox.yaml"]
     cli = Commands("fit", [word for file in files for word in ("--config", str(file))])
-    assert cli.trainer.arguments["stages"] == ["G", "L1"]
+    assert cli.trainer.arguments["evaluation"].stages == ("G", "L1")
     assert cli.trainer.arguments["max_rounds"] <= 12

@@ -72,6 +72,6 @@ def test_a_loop_refuses_before_round_1():
 
 
 def test_what_is_no_loop_is_refused():
-    with pytest.raises(ConfigurationError, match="loop='fast' says when clients are visited"):
+    with pytest.raises(ConfigurationError, match=r"loop='fast'. Use a Loop, .* It says when clients are visited"):
         FederatedTrainer(loop="fast")
     assert repr(Counting(3)) == "Counting(begin=3)"

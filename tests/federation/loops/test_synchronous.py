@@ -13,6 +13,7 @@ from fedlightning.algorithm import ClientSelection, FederatedCallback, Job, Plan
 from fedlightning.callbacks import SCAFFOLD, FedAvgM, HeteroFL, PLayerFL
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.aggregation import Aggregation
+from fedlightning.options import FailurePolicy
 from tests.helpers import Toy, federate, global_state, same, toy_data
 
 
@@ -116,7 +117,7 @@ def test_everybody_may_be_left_out():
             return None
 
     module = Toy()
-    trainer = federate(module, toy_data(), [Nobody()], max_rounds=2, min_clients=2)
+    trainer = federate(module, toy_data(), [Nobody()], max_rounds=2, failures=FailurePolicy(min_clients=2))
     assert trainer.rounds_done == 2 and trainer.server.costs.steps == 0
     same(trainer.server.model, module.state_dict())
 

@@ -119,10 +119,8 @@ def _scored(found: Mapping[str, Any]) -> str:
     """Return how many clients were scored, where that is not all."""
     count, of = found.get("clients"), found.get("of")
     if (before := found.get("in_training")) is not None:
-        return (
-            f"{count} of {of} clients on test data, {before['clients']} in training and at stage L2 (evaluate_clients)"
-        )
-    return "" if count == of else f"{count} of {of} clients, the same in every round (evaluate_clients)"
+        return f"{count} of {of} clients on test data, {before['clients']} in training and at stage L2 (evaluation.clients)"
+    return "" if count == of else f"{count} of {of} clients, the same in every round (evaluation.clients)"
 
 
 def _time(summary: Mapping[str, Any]) -> str:
