@@ -233,7 +233,9 @@ def test_worker_processes_change_nothing():
 
 def test_a_round_in_which_no_logits_come_has_no_collaborative_phase():
     server = SimpleNamespace(
-        state={"FCCL": {"ready": ["0"]}}, participants=lambda: ["0", "1"], public_ids=lambda count: torch.arange(3)
+        state={"FCCL": {"ready": ["0"]}},
+        participants=lambda: ["0", "1"],
+        training=SimpleNamespace(public_ids=lambda count: torch.arange(3)),
     )
     plan = FCCL().plan_round(server)
     assert [(job.client, job.work, job.tag) for job in next(plan)] == [("0", 0, "predict")]
