@@ -162,22 +162,12 @@ class Assembly(Fitted):
             public_source=engine.public,
         )
         population.scored = arguments.evaluated_clients(evaluation.clients, population.clients, everybody.seed)
-        server = Server(
-            blueprint,
-            population,
-            max_rounds=self.max_rounds,
-            participation=a["participation"],
-            float_buffers=a["float_buffers"],
-            run_dir=run.path if run is not None and is_writer() else None,
-        )
-        engine.attempts.policy = a["failures"]
-        engine.attempts.watch = Watchdog(engine.attempts)
 
         def fingerprint_of(joined: Sequence[str], held_out: Sequence[str]) -> dict[str, Any]:
             described = engine.describe(joined, PARTS)
             return fingerprint(a, self.callbacks.callbacks, self.ordinary_callbacks, model, described, held_out)
 
-        server.parts = Parts(
+        parts = Parts(
             [
                 UpdateChecks(a["failures"].update_limit),
                 Explosions(),
@@ -190,6 +180,18 @@ class Assembly(Fitted):
                 *([RichProgress(self.max_rounds)] if a["enable_progress_bar"] and is_writer() else []),
             ]
         )
+        server = Server(
+            blueprint,
+            population,
+            max_rounds=self.max_rounds,
+            participation=a["participation"],
+            float_buffers=a["float_buffers"],
+            run_dir=run.path if run is not None and is_writer() else None,
+            parts=parts,
+        )
+        engine.attempts.policy = a["failures"]
+        engine.attempts.watch = Watchdog(engine.attempts)
+
         loggers = _loggers(self._logger_argument, run) if is_writer() and go_on else []
         logs = Logs(loggers, None if run is None else run.path)
         self.recorder = Recorder(run, loggers, logs, RowTable())

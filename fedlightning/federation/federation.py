@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -135,15 +135,9 @@ class Federation:
         parts.tell("on_round_start", self)
         due = self.is_evaluated(server.round)
         updates = self.loop.round(server, self.engine, self._in_visits(due), partial(parts.tell, "on_visit_end"))
-        self._forget_secrets(updates)
-        tell_of_misses(server, updates, self.engine.attempts.policy)
+        self._look_at(updates)
         parts.tell("on_round_trained", self, updates)
-        rows = stage_scores.update_rows(updates, server.model_of, server.round) + (self._validated() if due else [])
-        if due and self.stages and server.round < self.evaluate_every:  # the first time
-            stage_scores.tell_of_silence(server, self.engine, "val", rows, asked=False)
-        server.scores = stage_scores.by_client(rows)
-        self.recorder.record(rows + (parts.score(self, ("val",), self.stages) if due else []))
-        self.recorder.log_clients(updates)
+        rows = self._score(updates, due)
         parts.tell("on_round_scored", self, rows, updates)
         server.callbacks.event("on_round_end", server)
         self.rounds_done = server.round + 1
@@ -159,11 +153,23 @@ class Federation:
         scored = None if server.population.all_are_scored else frozenset(server.population.scored)
         return Evaluate(splits if "L2" in self.stages else (), self.evaluate_data, scored)
 
-    def _forget_secrets(self, updates: Sequence[Update]) -> None:
-        """Forget secrets of clients that dropped out of a sum, which nobody asks for any more."""
+    def _look_at(self, updates: list[Update]) -> None:
+        """Forget secrets of a sum, which nobody asks for any more; warn of clients that contributed nothing."""
         codec = self.server.callbacks.find(SumCodec)
         if codec is not None:
             self.store.forget(sorted({update.client for update in updates}), codec.key)
+        tell_of_misses(self.server, updates, self.engine.attempts.policy)
+
+    def _score(self, updates: list[Update], due: bool) -> list[Row]:
+        """Score the models if that is due, and record all scores of the round; return those of clients that train."""
+        server = self.server
+        rows = stage_scores.update_rows(updates, server.model_of, server.round) + (self._validated() if due else [])
+        if due and self.stages and server.round < self.evaluate_every:  # the first time
+            stage_scores.tell_of_silence(server, self.engine, "val", rows, asked=False)
+        server.scores = stage_scores.by_client(rows)
+        self.recorder.record(rows + (self.parts.score(self, ("val",), self.stages) if due else []))
+        self.recorder.log_clients(updates)
+        return rows
 
     def _end_round(self) -> None:
         self.costs.tick()
