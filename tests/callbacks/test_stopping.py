@@ -19,6 +19,7 @@ from fedlightning.callbacks import (
     LocalAdaptation,
     LocalCheckpoint,
 )
+from fedlightning.federation.costs import Costs
 from fedlightning.federation.loops import Synchronous
 from fedlightning.hooks import Facts, FederatedCallback
 from fedlightning.options import Evaluation
@@ -208,7 +209,7 @@ def test_budgets_hold_in_every_loop(loop, callbacks):
 @pytest.mark.parametrize("limit", ["max_steps", "max_seconds", "max_megabytes"])
 def test_a_budget_goes_by_the_dearest_round_so_far(limit, costs, ends):
     ended = []
-    server = SimpleNamespace(bytes_up=0, bytes_down=0, time=0.0, steps=0, state={}, round=0)
+    server = SimpleNamespace(costs=Costs(), state={}, round=0)
     server.stop = lambda by, reason, after: ended.append((server.round, after))
     budget = Budget(**{limit: {(10, 2, 2, 2): 35, (2, 2, 10, 2): 20}.get(tuple(costs), 15)})
     for server.round, cost in enumerate(costs):
