@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -12,6 +14,7 @@ from fedlightning.blueprint.client_parts import ClientParts
 from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.callbacks import SCAFFOLD
 from fedlightning.engines.worker import Switches, parts_of, take_over
+from fedlightning.errors import ConfigurationError
 from fedlightning.hooks import CallbackList
 from fedlightning.visit.fitters import FitterChoice
 from fedlightning.visit.lightning_loop import LightningFitter
@@ -37,6 +40,15 @@ def test_a_loop_that_is_not_attached_is_refused(monkeypatch):
     monkeypatch.setattr("fedlightning.assembly.CLIENT_PARTS", ClientParts())
     with pytest.raises(ValueError, match="local_loop='fast' cannot be used: no such loop is attached, only trainer"):
         federate(Toy(), toy_data([22]), local_loop="fast")
+
+
+@pytest.mark.parametrize("parts", [CLIENT_PARTS, ClientParts()], ids=["attached", "core alone"])
+def test_a_template_that_cannot_be_copied_is_refused_by_either_copier(parts):
+    module = Toy()
+    module.guard = threading.Lock()
+    blueprint = Blueprint(module, CallbackList([]), LocalSettings(seed=0, max_rounds=1), parts=parts)
+    with pytest.raises(ConfigurationError, match="Toy cannot be copied for each client: 'guard' is a lock"):
+        blueprint.build("0")
 
 
 def test_they_are_in_workers_beside_and_in_smaller_runs_too():

@@ -12,7 +12,7 @@ from fedlightning.callbacks import LocalAdaptation, LocalCheckpoint
 from fedlightning.run.folder import RunFolder
 from fedlightning.run.recorder import Recorder
 from fedlightning.scoring.row_table import RowTable
-from fedlightning.scoring.rows import Row
+from fedlightning.scoring.rows import Row, RowList
 from fedlightning.storage.files import readable_json
 from tests.helpers import NormNet, federate, toy_data
 
@@ -50,6 +50,20 @@ def test_a_table_is_a_sequence_of_its_rows():
     assert table == rows and list(table) == rows
     assert table[-1] == rows[-1] and table[1:3] == rows[1:3]
     assert RowTable() == []
+
+
+def test_a_list_and_a_table_of_rows_give_the_same(tmp_path):
+    recorders = [Recorder(RunFolder(tmp_path, name), rows=rows) for name, rows in (("a", RowList()), ("b", RowTable()))]
+    for recorder in recorders:
+        for round in (1, 2, 3):
+            recorder.record([row(round, client, split) for client in "ab" for split in ("val", "test")])
+        recorder.choose_results(3)
+    plain, table = recorders
+    assert list(plain.rows) == list(table.rows) and plain.results == table.results and plain.results
+    for since in (0, 2):
+        assert plain.rows.where(lambda *kind: "val" in kind, since) == table.rows.where(
+            lambda *kind: "val" in kind, since
+        )
 
 
 def scores_of(round, clients=200):
