@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.loggers import Logger
@@ -226,6 +227,7 @@ class FederatedTrainer(Assembly):
         reload_dataloaders_every_n_epochs: int = 0,
     ) -> None:
         given = {key: value for key, value in locals().items() if key != "self"}
+        given = {key: value.item() if isinstance(value, np.generic) else value for key, value in given.items()}
         arguments.check(given)
         self.arguments = given
         everything = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
@@ -235,7 +237,7 @@ class FederatedTrainer(Assembly):
         arguments.check_keeping(self.ordinary_callbacks, self.optimizer_state)
         self.loop = arguments.loop_of(loop)
         self.fast_dev_run = bool(fast_dev_run)
-        self.max_rounds = 1 if fast_dev_run else max_rounds
+        self.max_rounds = 1 if fast_dev_run else given["max_rounds"]
         self.stages = tuple(stages if stages is not None else ("G", "L1", "L2"))
         self.evaluate_data = tuple(evaluate_data if evaluate_data is not None else (LOCAL,))
         self.recorder = Recorder()

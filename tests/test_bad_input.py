@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
@@ -19,6 +20,14 @@ from tests.helpers import Toy, federate, make_trainer, toy_data
 class WithoutRange(FederatedCallback):
     def __init__(self, share) -> None:
         self.share = share
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path):
+    trainer = make_trainer(tmp_path, max_rounds=np.int64(2), participation=np.float32(0.5), seed=np.int64(3))
+    assert [type(trainer.arguments[name]) for name in ("max_rounds", "participation", "seed")] == [int, float, int]
+    assert type(trainer.max_rounds) is int
+    with pytest.raises(ConfigurationError, match="max_rounds=2.5 must be a whole number"):
+        make_trainer(tmp_path, max_rounds=np.float32(2.5))
 
 
 ARGUMENTS = [
@@ -54,6 +63,9 @@ ARGUMENTS = [
     ({"name": None}, "name=None must be the name of a folder"),
     ({"version": 3}, "version=3 must be the name of one folder"),
     ({"default_root_dir": None}, "default_root_dir=None must be the path"),
+    ({"default_root_dir": "a\0b"}, r"default_root_dir='a.x00b' cannot name a folder"),
+    ({"default_root_dir": "a\ud800b"}, "cannot name a folder: it is longer than 255 bytes or holds characters"),
+    ({"default_root_dir": "/tmp/" + 300 * "a"}, "cannot name a folder: it is longer than 255 bytes"),
     ({"engine": ["sequential"]}, r"engine=\['sequential'\] is unknown"),
     ({"stages": "G"}, r"stages='G' must be a list, as in stages=\['G'\]"),
     ({"logger": "csv"}, "logger='csv' is no logger"),

@@ -26,11 +26,13 @@ WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", 
 
 
 _OF_YAML = re.compile(
-    r"[-+]?(0[0-7_]+|[1-9][0-9_]*(:[0-5]?[0-9])+|[0-9][0-9_]*(:[0-5]?[0-9])+\.[0-9_]*|[1-9][0-9]*_[0-9_]*|(?=.*_)[0-9_]+\.[0-9_]*)"
+    r"[-+]?(0[0-7]+|[1-9][0-9_]*(:[0-5]?[0-9])+|[0-9][0-9_]*(:[0-5]?[0-9])+\.[0-9_]*"
+    r"|(?=.*_)((?=\.?[0-9])[0-9_]*\.?[0-9_]*(e[-+]?[0-9]+)?|0[xb][0-9a-f_]+))",
+    re.IGNORECASE,
 )
 """Numbers of YAML 1.1 that nobody else reads so: `010` is 8, `1:30` is 90, `1_0` is 10."""
-_OF_A_SHELL = re.compile(r"\$\{\w+\}|^\$\w+(?=/|$)|^~\w*(?=/)")
-"""What a shell would replace, and nothing does here."""
+_OF_A_SHELL = re.compile(r"\$\{[^}]*\}|\$\(|^\$[A-Z_][A-Z0-9_]*(?=/|$)|^~\w*(?=/)")
+"""What a shell or another reader of YAML would replace, and nothing does here."""
 
 
 def refuse_misread(words: Sequence[str], config: Any) -> None:
@@ -219,7 +221,7 @@ def _needed(kind: Any, key: str) -> str:
 def _refuse_shell(path: str, value: Any) -> None:
     if isinstance(value, str) and (found := _OF_A_SHELL.search(value)):
         raise InputError(f"{path}: {value!r:.80} holds {found[0]}, which is not replaced here. Write it out.")
-    for item in value if isinstance(value, list | tuple) else ():
+    for item in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
         _refuse_shell(path, item)
 
 
