@@ -22,7 +22,7 @@ from fedlightning.seeding import generator
 HOSPITALS = ("0", "1")
 """The clients: Radboud (0) and Utrecht (1)."""
 METADATA = "metadata.csv"
-LARGEST_FEATURE = 1e6
+LARGEST_FEATURE = 1e3
 """Features of a ResNet are means after a ReLU, of a few units."""
 
 
@@ -165,5 +165,8 @@ class Bags(Dataset[Any]):
         bag = torch.zeros(self.max_tiles, array.shape[1] - self.skip)
         bag[: len(rows)] = torch.from_numpy(np.array(array[rows, self.skip :], dtype=np.float32))
         if not bool((bag.abs() <= LARGEST_FEATURE).all()):
-            raise ValueError(f"{path} has a NaN or a feature beyond {LARGEST_FEATURE:g}; write it again.")
+            raise ValueError(
+                f"{path} has a NaN or a feature beyond {LARGEST_FEATURE:g}: leave columns of places out by skip=3, or "
+                "write it again."
+            )
         return bag, self.targets[index]

@@ -26,7 +26,7 @@ def test_numbers_of_numpy_are_numbers(tmp_path):
     trainer = make_trainer(tmp_path, max_rounds=np.int64(2), participation=np.float32(0.5), seed=np.int64(3))
     assert [type(trainer.arguments[name]) for name in ("max_rounds", "participation", "seed")] == [int, float, int]
     assert type(trainer.max_rounds) is int
-    with pytest.raises(ConfigurationError, match="max_rounds=2.5 must be a whole number"):
+    with pytest.raises(ConfigurationError, match=r"max_rounds=2\.5 must be a whole number"):
         make_trainer(tmp_path, max_rounds=np.float32(2.5))
 
 
@@ -255,3 +255,10 @@ def test_calls_without_a_model_or_data_say_what_to_pass():
         trainer.predict(3)
     with pytest.raises(ConfigurationError, match=r"uses the models that fit\(\) trained, and got a Toy"):
         trainer.predict(Toy())
+
+
+@pytest.mark.parametrize("client", ["", " ", "\ud800"])
+def test_names_that_name_nobody(tmp_path, client):
+    data = toy_data({client: 24, "b": 24})
+    with pytest.raises(ConfigurationError, match=r"no name of a client: it must be|no valid Unicode"):
+        make_trainer(tmp_path).fit(Toy(), data)
