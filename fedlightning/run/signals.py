@@ -164,7 +164,7 @@ def requeued(request: StopRequest, progress: Callable[[], tuple[int, int]]) -> I
             elif is_writer():
                 with suppress(OSError):  # the terminal may be gone
                     warn(
-                        f"{request.name} ended the test after round {progress()[0]}, the last one; what was trained is saved. "
+                        f"{request.name} ended the test after round {progress()[0]}, the last one; what was trained is safe. "
                         "Test it with `fedlightning test --run FOLDER`."
                     )
             raise

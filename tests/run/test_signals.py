@@ -127,5 +127,5 @@ def test_a_signal_in_the_test_after_the_last_round_is_said(tmp_path, monkeypatch
     config = small(tmp_path / "c.yaml", "tests.run.test_signals.SignalAtTheEnd", max_rounds=2, name="run")
     assert main(["fit", "--config", config]) == 128 + number
     said = " ".join(capsys.readouterr().err.split())
-    assert f"{number.name} ended the test after round 2, the last one; what was trained is saved." in said
+    assert f"{number.name} ended the test after round 2, the last one; what was trained is safe." in said
     assert signal.getsignal(number) is signal.SIG_DFL
