@@ -216,7 +216,7 @@ def test_digits_on_the_command_line_are_plain(option: str, capsys: pytest.Captur
 def test_names_may_begin_as_a_variable_of_a_shell() -> None:
     data = {"class_path": "fedlightning.datamodules.TabularFederatedDataModule"}
     check_values({"data": data | {"init_args": {"drop": ["$cost", "~", "US$"]}}}, FederatedTrainer)
-    with pytest.raises(InputError, match=r"data\.categories: '\$HOME' holds \$HOME"):
+    with pytest.raises(InputError, match=r"data\.categories\.age\[1\]: '\$HOME' holds \$HOME"):
         check_values({"data": data | {"init_args": {"categories": {"age": ["20", "$HOME"]}}}}, FederatedTrainer)
 
 
