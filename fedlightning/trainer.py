@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.loggers import Logger
@@ -29,6 +28,7 @@ from fedlightning.federation.saving import Saving
 from fedlightning.federation.terms import optimizer_state_of
 from fedlightning.fitted import ClientView as ClientView
 from fedlightning.hooks import CallbackList, FederatedCallback
+from fedlightning.ranges import to_python
 from fedlightning.run.folder import RunFolder, folder_of
 from fedlightning.run.lock import only_thread, only_writer
 from fedlightning.run.recorder import Recorder
@@ -226,8 +226,7 @@ class FederatedTrainer(Assembly):
         log_every_n_steps: int | None = None,
         reload_dataloaders_every_n_epochs: int = 0,
     ) -> None:
-        given = {key: value for key, value in locals().items() if key != "self"}
-        given = {key: value.item() if isinstance(value, np.generic) else value for key, value in given.items()}
+        given = {key: to_python(value) for key, value in locals().items() if key != "self"}
         arguments.check(given)
         self.arguments = given
         everything = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
