@@ -109,7 +109,7 @@ def _runs(folder: Path, status: ServerStatus | OwnStatus, days: float | None, as
             for run in found:
                 remove_run(folder, run.name)
     if as_text:
-        print(json.dumps([run._asdict() for run in found], indent=1))
+        print(json.dumps([vars(run) for run in found], indent=1))
         return 0
     say(console(), _line("Runs", f"{len(found)}{'' if days is None else ' removed'} in {shown(folder)}"))
     for run in found:

@@ -12,8 +12,8 @@ import time
 from collections import Counter
 from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from fedlightning.errors import ConfigurationError
 from fedlightning.storage.files import sync_folder, writing
@@ -92,7 +92,8 @@ class Asked:
         self._count.update(lines)
 
 
-class Kept(NamedTuple):
+@dataclass(frozen=True, order=True)
+class Kept:
     """A run on a site's disk.
 
     Attributes:
@@ -114,9 +115,9 @@ def kept_runs(folder: Path) -> list[Kept]:
     for path in (path for part in PARTS for path in (folder / part).glob("*") if is_run(path.stem)):
         for file in (path, *path.rglob("*")):
             with suppress(FileNotFoundError):  # a site at work removes some
-                about, (used, _, size, models) = file.lstat(), runs.get(path.stem, Kept(0.0, path.stem, 0, 0))
-                size += about.st_size * file.is_file()
-                runs[path.stem] = Kept(max(used, about.st_mtime), path.stem, size, models + (file.suffix == ".ckpt"))
+                about, run = file.lstat(), runs.get(path.stem, Kept(0.0, path.stem, 0, 0))
+                size, models = run.num_bytes + about.st_size * file.is_file(), run.models + (file.suffix == ".ckpt")
+                runs[path.stem] = Kept(max(run.used, about.st_mtime), path.stem, size, models)
     return sorted(runs.values())
 
 
