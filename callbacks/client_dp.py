@@ -41,7 +41,9 @@ from fedlightning.callbacks.shared.private_options import (
     NO_SELECTION,
     UNCOUNTED,
     Accountant,
+    Clip,
     Delta,
+    NoiseMultiplier,
     Private,
     Scores,
 )
@@ -135,9 +137,9 @@ class ClientDP(ClientSelection, Private, SharesNoise):
     def __init__(
         self,
         delta: Delta,
-        noise_multiplier: PositiveFloat | None = None,
+        noise_multiplier: NoiseMultiplier | None = None,
         epsilon: PositiveFloat | None = None,
-        clip: PositiveFloat = 1.0,
+        clip: Clip = 1.0,
         rate: PositiveShare = 1.0,
         accountant: Accountant = "rdp",
         ledger: str | None = None,

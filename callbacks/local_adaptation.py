@@ -139,12 +139,8 @@ class LocalAdaptation(AdaptsAtEnd):
     """
 
     @at_most_one("head", "num_layers", why="it counts the layers where none are named. Use one of them.")
-    @needs("head", "part", why="all is adapted. Set part='head' or 'body'.")
-    @needs("num_layers", "part", why="all is adapted. Set part='head' or 'body'.")
-    @needs(
-        "monitor", "keep_if_better", why="the adapted model is kept anyway. Leave it out, or use keep_if_better=True."
-    )
-    @needs("mode", "keep_if_better", why="the adapted model is kept anyway. Leave it out, or use keep_if_better=True.")
+    @needs(("head", "num_layers"), "part", why="all is adapted. Set part='head' or 'body'.")
+    @needs(("monitor", "mode"), "keep_if_better", why="the adapted model is kept anyway. Use keep_if_better=True.")
     def __init__(
         self,
         epochs: NonNegativeInt = 4,

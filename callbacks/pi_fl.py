@@ -62,7 +62,8 @@ from fedlightning.ranges import (
 from fedlightning.tensors import entry_kinds, select, ties
 
 BID = "bid"
-NO_ACCOUNTS = "there are no accounts. Leave it out, or use ledger=True."
+OF_ACCOUNTS = ("price", "tokens", "eta", "gamma", "charge_first_round")
+"""Options that mean something with a ledger."""
 
 
 class PIFL(PIFLRound):
@@ -128,11 +129,7 @@ class PIFL(PIFLRound):
 
     rank = -1  # the personal model is made before others work on it
 
-    @idle_with("price", "ledger", False, NO_ACCOUNTS)
-    @idle_with("tokens", "ledger", False, NO_ACCOUNTS)
-    @idle_with("eta", "ledger", False, NO_ACCOUNTS)
-    @idle_with("gamma", "ledger", False, NO_ACCOUNTS)
-    @idle_with("charge_first_round", "ledger", False, NO_ACCOUNTS)
+    @idle_with(OF_ACCOUNTS, "ledger", False, "there are no accounts. Leave it out, or use ledger=True.")
     @idle_with("normalize", "importance", "matching", "its shares sum to 1 anyway. Leave it out.")
     @idle_with("gamma", "eta", 0.0, "nothing is refunded. Leave it out, or set eta.")
     @idle_with("threshold", "incentive", False, "nobody bids. Leave it out, or use incentive=True.")

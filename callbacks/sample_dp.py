@@ -37,7 +37,9 @@ from fedlightning.callbacks.shared.private_options import (
     NO_SELECTION,
     UNCOUNTED,
     Accountant,
+    Clip,
     Delta,
+    NoiseMultiplier,
     Private,
     Scores,
 )
@@ -113,17 +115,17 @@ class SampleDP(TrainingData, Private):
     def __init__(
         self,
         delta: Delta,
-        noise_multiplier: PositiveFloat | None = None,
+        noise_multiplier: NoiseMultiplier | None = None,
         epsilon: PositiveFloat | None = None,
-        clip: PositiveFloat = 1.0,
+        clip: Clip = 1.0,
         accountant: Accountant = "rdp",
         ledger: str | None = None,
         noise_seed: int | None = None,
         unit: Literal["record", "patient"] = "record",
         most: PositiveInt = 16,
         scores: Scores = "withheld",
-        means_noise: PositiveFloat = 10.0,
-        means_clip: PositiveFloat = 1.0,
+        means_noise: NoiseMultiplier = 10.0,
+        means_clip: Clip = 1.0,
     ) -> None:
         super().__init__(delta, noise_multiplier, epsilon, clip, accountant, ledger, noise_seed, scores)
         self.unit, self.most, self.means_noise, self.means_clip = unit, most, means_noise, means_clip
@@ -305,6 +307,7 @@ class SampleDP(TrainingData, Private):
         with self._budget.file(client).held(None) as every:
             before = self._budget.before(kept["history"], every)
         spent, left = self.epsilon_of(before), self._budget.fits([*before, *kept["visit"]])
+        spent = min(spent, torch.finfo(torch.float32).max)  # no message holds infinity, which noise of almost 0 spends
         update.extras[self.key] = {"epsilon": torch.tensor(spent), "left": torch.tensor(int(left))}
 
     def class_means(self, client: Client, update: Update, vectors: Vectors, classes: int) -> dict[int, Tensor]:

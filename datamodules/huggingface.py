@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.partitioners import NaturalPartitioner
 from fedlightning.datamodules.tables import refuse_extremes
 from fedlightning.errors import missing_package
-from fedlightning.ranges import ShareBelowOne, checked, exactly_one
+from fedlightning.ranges import Length, ShareBelowOne, checked, exactly_one
 
 _VALIDATION = ("validation", "val", "valid", "dev")
 
@@ -74,7 +74,7 @@ class HuggingFaceDataModule(IndexedFederatedDataModule):
     def __init__(
         self,
         source: Any,
-        inputs: str | list[str],
+        inputs: str | Annotated[list[str], Length(1, different=True)],
         label: str = "label",
         *,
         client: str | None = None,
@@ -108,6 +108,8 @@ class HuggingFaceDataModule(IndexedFederatedDataModule):
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
         tables = self._tables()
         columns = [*self.inputs, self.label, *(name for name in (self.client, self.group) if name is not None)]
+        if self.label in self.inputs:
+            raise ValueError(f"Column {self.label!r} is the label and among inputs={self.inputs}; leave it out there.")
         for split, table in tables.items():
             lacking = [name for name in columns if name not in table.column_names]
             if lacking:
@@ -181,11 +183,9 @@ class HuggingFaceDataModule(IndexedFederatedDataModule):
     def _labels(self, table: Any, split: str) -> np.ndarray | None:
         """Return the class of each row, `None` for measurements."""
         cells = cells_of(table, self.label, split)
-        if any(cell is None for cell in cells):
-            raise ValueError(f"Row {cells.index(None)} of the {split} data has no {self.label!r}; leave it out.")
-        gap = next((row for row, cell in enumerate(cells) if cell != cell), None)
+        gap = next((row for row, cell in enumerate(cells) if cell is None or cell != cell), None)
         if gap is not None:
-            raise ValueError(f"Row {gap} of the {split} data has NaN as {self.label!r}; leave it out.")
+            raise ValueError(f"Row {gap} of the {split} data has no {self.label!r}; leave it out.")
         names = getattr(table.features[self.label], "names", None)
         if names is not None:
             self.class_names = list(names)
@@ -211,8 +211,9 @@ class HuggingFaceDataModule(IndexedFederatedDataModule):
         if name is None:
             return None
         cells = cells_of(table, name, split)
-        if any(cell is None for cell in cells):
-            raise ValueError(f"Row {cells.index(None)} of the {split} data has no {name!r}; every row belongs to one.")
+        gap = next((row for row, cell in enumerate(cells) if cell is None or cell != cell), None)
+        if gap is not None:
+            raise ValueError(f"Row {gap} of the {split} data has no {name!r}; every row belongs to one.")
         return np.array([str(cell) for cell in cells]) if not isinstance(cells[0], int) else np.asarray(cells)
 
 

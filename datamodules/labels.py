@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
+from fedlightning.datamodules.tables import code_of
 from fedlightning.datamodules.views import ArrayDataset, IndexView
 
 _ATTRIBUTES = ("targets", "labels")
@@ -115,7 +116,30 @@ def check_classes(values: np.ndarray, where: str, way: str) -> None:
             f"{where}: {counts[0]} of {len(values)} labels are {names[0]:g}, by which many data sets say that there is none. "
             f"Leave such samples out; if it is a class, {way}."
         )
+    ask_about_spelling(names, where)
     ask_about_one(values, "class", where, f"; to have no other classes than yours, {way}")
+
+
+def ask_about_spelling(names: Iterable[Any], where: str) -> None:
+    """Warn of two names that differ in capitals, spaces or the zeros behind a point alone.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings(record=True) as found:
+        ...     warnings.simplefilter("always")
+        ...     ask_about_spelling(["Rome", "Oslo", "rome "], "a.csv, column 'hospital'")
+        >>> str(found[0].message)
+        "a.csv, column 'hospital': 'Rome' and 'rome ' differ in spelling alone. If they are one, write them as one."
+    """
+    seen: dict[str, str] = {}
+    for name in dict.fromkeys(map(str, names)):
+        other = seen.setdefault(code_of(" ".join(name.split())).casefold(), name)
+        if other != name:
+            rank_zero_warn(
+                f"{where}: {other!r} and {name!r} differ in spelling alone. If they are one, write them as one.",
+                category=UserWarning,
+            )
+            return
 
 
 def ask_about_one(values: np.ndarray, what: str, where: str, way: str = "") -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
+import re
 from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -64,7 +66,7 @@ def read_table(
         >>> table["age"].numbers, table["sex"].cells
         (array([63., nan]), ['f', 'm'])
     """
-    if not path.is_file():
+    if not os.path.isfile(path):  # is_file() raises where a name is too long
         raise FileNotFoundError(f"There is no file {path}; give the path of a CSV file with a header.")
     rows: list[list[str]] = []
     try:
@@ -172,6 +174,29 @@ def _numbers(path: Path, name: str, cells: Sequence[str]) -> np.ndarray | None:
     if np.isinf(values).any():
         raise ValueError(f"{path}: column {name!r} holds an infinite number; leave the cell empty if it is missing.")
     return None if words else values
+
+
+_OTHER_NUMBER = re.compile(r"[-+\u2212]?[\d.,' ]*\d[\d.,' ]*%?")
+"""A number with a decimal comma, marks of thousands, a percent sign, or digits of another script."""
+
+
+def refuse_other_numbers(path: Path, column: Column, way: str) -> None:
+    """Refuse a column of words of which most are numbers that are written otherwise, and would be as many categories.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from fedlightning.datamodules.tables import Column, refuse_other_numbers
+        >>> refuse_other_numbers(Path("a.csv"), Column("dose", ["0,5", "1,25", ""], None), "give categorical: [dose]")
+        Traceback (most recent call last):
+        ValueError: a.csv: column 'dose' holds '0,5', which is no number here: write it as 1234.5. If it is a word, give ...
+    """
+    words = [cell for cell in column.cells if cell]
+    other = [cell for cell in words if _OTHER_NUMBER.fullmatch(cell)]
+    if column.numbers is None and 2 * len(other) > len(words):
+        raise ValueError(
+            f"{path}: column {column.name!r} holds {other[0]!r}, which is no number here: write it as 1234.5. If it is a "
+            f"word, {way}."
+        )
 
 
 def finite(cell: str) -> float:

@@ -16,7 +16,7 @@ from fedlightning.datamodules.another import Public, share_of
 from fedlightning.datamodules.federate import federate, suited
 from fedlightning.datamodules.groups import looks_like_identifier
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
-from fedlightning.datamodules.labels import ask_about_one, check_classes
+from fedlightning.datamodules.labels import ask_about_one, ask_about_spelling, check_classes
 from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.partitioners import NaturalPartitioner
 from fedlightning.datamodules.statistics import Open, check_scale, one_hot, standardised
@@ -31,6 +31,7 @@ from fedlightning.datamodules.tables import (
     read_header,
     read_table,
     refuse_extremes,
+    refuse_other_numbers,
     repeats,
 )
 from fedlightning.datamodules.views import ArrayDataset
@@ -260,6 +261,8 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         if self.classes is not None:
             classes, self.class_names = classes_named(self.path, column, kept, self.classes), list(self.classes)
             return torch.from_numpy(classes), classes
+        if self.task != "classification":
+            refuse_other_numbers(self.path, column, "give task='classification'")
         few = numbers is None or ((numbers == np.round(numbers)).all() and len(np.unique(numbers)) <= MOST_CLASSES)
         if self.task == "classification" or (self.task == "auto" and few):
             values: Any = np.array(column.cells)[kept] if numbers is None else numbers
@@ -285,7 +288,9 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
     def _units(self, table: Mapping[str, Column], kept: np.ndarray) -> dict[str, np.ndarray] | None:
         """Return the group of each row, or `None` if rows are independent."""
         if self.group:
-            return {"train": self._groups(column_of(dict(table), self.group, "group"), kept, "group")}
+            groups = self._groups(column_of(dict(table), self.group, "group"), kept, "group")
+            ask_about_spelling(groups, f"{self.path}, column {self.group!r}")
+            return {"train": groups}
         named = {*self._targeted, self.client, getattr(self._divides, "column", None)}
         asked = [
             name
@@ -323,6 +328,8 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
             if name in self.categories:
                 self._add_words(column, kept, self.categories[name], columns)
                 continue
+            if name not in self.categorical:
+                refuse_other_numbers(self.path, column, f"give categorical: [{name}]")
             if column.numbers is None or name in self.categorical:
                 cells = np.array(column.cells)[kept]
                 for level in levels_of(column):

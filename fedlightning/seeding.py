@@ -30,7 +30,7 @@ def address(*parts: object) -> int:
         False
     """
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+    return int.from_bytes(hashlib.sha256(text.encode(errors="surrogatepass")).digest()[:8], "big") >> 1
 
 
 def generator(*parts: object) -> torch.Generator:

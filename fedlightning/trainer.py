@@ -29,7 +29,17 @@ from fedlightning.fitted import ClientView as ClientView
 from fedlightning.hooks import CallbackList, FederatedCallback
 from fedlightning.options import SHORT_FORMS, EngineOptions, Evaluation, FailurePolicy
 from fedlightning.options.replaced import REPLACED
-from fedlightning.ranges import Count, Instance, Natural, NonNegativeFloat, Range, at_most_one, checked, replaced
+from fedlightning.ranges import (
+    Count,
+    Instance,
+    Natural,
+    NonNegativeFloat,
+    Range,
+    at_most_one,
+    checked,
+    replaced,
+    to_python,
+)
 from fedlightning.run.folder import RunFolder, folder_of
 from fedlightning.run.lock import only_thread, only_writer
 from fedlightning.run.recorder import Recorder
@@ -201,7 +211,7 @@ class FederatedTrainer(Assembly):
         log_every_n_steps: Natural | None = None,
         reload_dataloaders_every_n_epochs: Natural = 0,
     ) -> None:
-        given = {key: value for key, value in locals().items() if key != "self"}
+        given = {key: to_python(value) for key, value in locals().items() if key != "self"}
         given |= {name: read(given[name]) for name, read in SHORT_FORMS.items()}
         arguments.check(given)
         self.arguments = given
@@ -212,7 +222,7 @@ class FederatedTrainer(Assembly):
         arguments.check_keeping(self.ordinary_callbacks, self.optimizer_state)
         self.loop = arguments.loop_of(loop)
         self.fast_dev_run = bool(fast_dev_run)
-        self.max_rounds = 1 if fast_dev_run else max_rounds
+        self.max_rounds = 1 if fast_dev_run else given["max_rounds"]
         self.recorder = Recorder()
         self.federation: Federation | None = None
         self.stopped_by: StopRequest | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
@@ -19,6 +20,14 @@ from tests.helpers import Toy, federate, make_trainer, toy_data
 class WithoutRange(FederatedCallback):
     def __init__(self, share) -> None:
         self.share = share
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path):
+    trainer = make_trainer(tmp_path, max_rounds=np.int64(2), participation=np.float32(0.5), seed=np.int64(3))
+    assert [type(trainer.arguments[name]) for name in ("max_rounds", "participation", "seed")] == [int, float, int]
+    assert type(trainer.max_rounds) is int
+    with pytest.raises(ConfigurationError, match=r"max_rounds=2\.5 must be a whole number"):
+        make_trainer(tmp_path, max_rounds=np.float32(2.5))
 
 
 ARGUMENTS = [
@@ -52,6 +61,9 @@ ARGUMENTS = [
     ({"name": None}, "name=None. Use a text"),
     ({"version": 3}, "version=3. Use a text"),
     ({"default_root_dir": None}, "default_root_dir=None must be the path"),
+    ({"default_root_dir": "a\0b"}, r"default_root_dir='a.x00b' cannot name a folder"),
+    ({"default_root_dir": "a\ud800b"}, "cannot name a folder: it is longer than 255 bytes or holds characters"),
+    ({"default_root_dir": "/tmp/" + 300 * "a"}, "cannot name a folder: it is longer than 255 bytes"),
     ({"engine": ["sequential"]}, r"engine=\['sequential'\] is unknown. Choose one of"),
     ({"logger": "csv"}, "logger='csv' is no logger"),
     ({"fast_dev_run": "yes"}, "fast_dev_run='yes'. Use True or False"),
@@ -240,3 +252,10 @@ def test_calls_without_a_model_or_data_say_what_to_pass():
         trainer.predict(3)
     with pytest.raises(ConfigurationError, match=r"uses the models that fit\(\) trained, and got a Toy"):
         trainer.predict(Toy())
+
+
+@pytest.mark.parametrize("client", ["", " ", "\ud800"])
+def test_names_that_name_nobody(tmp_path, client):
+    data = toy_data({client: 24, "b": 24})
+    with pytest.raises(ConfigurationError, match=r"no name of a client: it must be|no valid Unicode"):
+        make_trainer(tmp_path).fit(Toy(), data)

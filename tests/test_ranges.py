@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import numpy as np
@@ -398,7 +399,7 @@ def test_every_declared_range_is_enforced(kind):
                     assert not str(error).startswith(f"{kind.__name__} got {name}={put(value)!r}. Use a"), error
         if not found:
             with pytest.raises(ConfigurationError, match=refusal):
-                kind(**{**needed, name: "no such word"})
+                kind(**{**needed, name: object()})
 
 
 @pytest.mark.parametrize(
@@ -485,3 +486,10 @@ def test_a_number_is_finite_where_only_its_kind_is_said(value):
 def test_a_number_in_a_text_has_plain_digits(text):
     with pytest.raises(ValueError, match="could not convert"):
         number_in(text)
+
+
+def test_numbers_are_pythons_and_numpys():
+    assert type(callbacks.FedProx(mu=np.float32(0.5)).mu) is float
+    assert type(callbacks.IFCA(num_clusters=np.int64(2)).num_clusters) is int
+    with pytest.raises(ConfigurationError, match=r"FedProx got mu=Fraction\(1, 10\)"):
+        callbacks.FedProx(mu=Fraction(1, 10))

@@ -10,6 +10,9 @@ from fedlightning.algorithm import Change, Cover, Need, Outgoing, Protection, Se
 from fedlightning.ranges import Range, at_least_one
 
 Delta = Annotated[float, Range("(0, 1)")]
+NoiseMultiplier = Annotated[float, Range("(0, 1e6]", "More leaves nothing of a model.")]
+Clip = Annotated[float, Range("[1e-30, 1e30]")]
+"""What single precision holds, noise and all."""
 Accountant = Literal["rdp", "prv"]
 Scores = Literal["withheld", "in the clear"]
 UNCOUNTED = "accounts for updates only: sums before round 1 would leave without noise and stand in no ledger."

@@ -88,10 +88,10 @@ def _users(path: Path, split: str) -> Iterator[LEAFUser]:
     if not isinstance(found, dict) or not {"users", "user_data"} <= set(found):
         raise ValueError(f"{path} has no 'users' and 'user_data'; it is no file of LEAF.")
     users, data, counts = found["users"], found["user_data"], found.get("num_samples")
-    names = isinstance(users, list) and all(isinstance(name, str | int) for name in users)
+    names = isinstance(users, list) and users and all(isinstance(name, str | int) for name in users)
     if not names or not isinstance(data, dict) or not isinstance(counts, list | None):
         raise ValueError(
-            f"{path}: 'users', 'user_data' or 'num_samples' is no list, table and list; it is no file of LEAF."
+            f"{path}: 'users', 'user_data' or 'num_samples' is no list of users, table and list; it is no file of LEAF."
         )
     if set(users) != set(data) or len(set(users)) < len(users):
         strange = sorted(set(users) ^ set(data), key=str) or users

@@ -17,6 +17,7 @@ from fedlightning.compat.pytorch_lightning import adapt
 from fedlightning.compat.system import file_name_of, same_file
 from fedlightning.datamodules.base import FederatedDataModule, in_order
 from fedlightning.datamodules.held_out import draw_clients, draw_held_out
+from fedlightning.datamodules.labels import ask_about_spelling
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.errors import ConfigurationError, listed
 from fedlightning.hooks import POOLED
@@ -157,7 +158,8 @@ def _check_ids(owner: str, ids: Iterable[Any]) -> None:
         if client is name and name.isascii() and name.isdecimal() and len(name) <= 20 and name not in seen:
             seen[name] = client  # a number is a name; a closer look at a hundred thousand takes a second
             continue
-        if isinstance(client, bool) or not isinstance(client, str | Integral) or len(file_name_of(name)) > 240:
+        no_name = isinstance(client, bool) or not isinstance(client, str | Integral) or not name.strip()
+        if no_name or len(file_name_of(name)) > 240:
             raise ConfigurationError(
                 f"{owner} has a client {client!r:.80}, which is no name of a client: it must be a whole number, or a text "
                 "after which a file can be named: at most 240 letters of plain English, fewer of others."
@@ -190,6 +192,7 @@ def _is_text(name: str) -> bool:
 def check_clients(data: Description) -> None:
     """Refuse data whose clients cannot be told apart."""
     _check_ids(data.module, data.client_ids)
+    ask_about_spelling(data.client_ids, data.module)
 
 
 def held_out_clients(given: Any, data: Description) -> list[str]:

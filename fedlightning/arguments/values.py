@@ -21,7 +21,7 @@ from fedlightning.run.manifest import is_file_name
 def check(given: Mapping[str, Any]) -> None:
     """Refuse arguments that cannot work together, and what annotations cannot say of one."""
     adapt(given["callbacks"], given["logger"])
-    check_place(given["name"], given["version"])
+    check_place(given["name"], given["version"], given["default_root_dir"])
     _check_kinds(given)
     check_held_out(given["held_out"])
     if given["participation"] == 1 and isinstance(given["participation"], int):
@@ -39,9 +39,7 @@ def check_held_out(held_out: Any) -> None:
 
 
 def _check_kinds(given: Mapping[str, Any]) -> None:
-    """Refuse folders and loggers that are of another kind."""
-    if not isinstance(given["default_root_dir"], str | Path):
-        raise ConfigurationError(f"default_root_dir={given['default_root_dir']!r} must be the path of a folder.")
+    """Refuse loggers that are of another kind."""
     if not isinstance(given["logger"], bool | None | Logger | Iterable) or isinstance(given["logger"], str | Mapping):
         raise ConfigurationError(
             f"logger={given['logger']!r} is no logger. Pass True, False or instances such as CSVLogger('logs')."
@@ -52,8 +50,10 @@ LONGEST = 255
 """Bytes of a folder's name that file systems take."""
 
 
-def check_place(name: Any, version: Any) -> None:
-    """Refuse a name or version that would put the run anywhere but below `default_root_dir`."""
+def check_place(name: Any, version: Any, root: Any) -> None:
+    """Refuse what no folder is called, and a name or version that puts the run anywhere but below `default_root_dir`."""
+    if not isinstance(root, str | Path):
+        raise ConfigurationError(f"default_root_dir={root!r} must be the path of a folder.")
     if not isinstance(name, str) or not all(is_file_name(part) for part in name.split("/")):
         raise ConfigurationError(
             f"name={name!r} must be the name of a folder below default_root_dir, such as 'fedprox' or 'study/fedprox'. To "
@@ -63,7 +63,7 @@ def check_place(name: Any, version: Any) -> None:
         raise ConfigurationError(
             f"version={version!r} must be the name of one folder, such as 'seed_1', without separators."
         )
-    for what, place in (("name", name), ("version", version or "")):
+    for what, place in (("name", name), ("version", version or ""), ("default_root_dir", str(root))):
         if not place.isprintable() or any(len(part.encode()) > LONGEST for part in place.split("/")):
             raise ConfigurationError(
                 f"{what}={place!r:.80} cannot name a folder: it is longer than {LONGEST} bytes or holds characters that "

@@ -113,10 +113,8 @@ def _runs(folder: Path, status: ServerStatus | OwnStatus, days: float | None, as
         return 0
     say(console(), _line("Runs", f"{len(found)}{'' if days is None else ' removed'} in {shown(folder)}"))
     for run in found:
-        say(
-            console(),
-            f"{run.name}  {run.models} models, {run.num_bytes / 1e6:.1f} MB, last used {duration(now - run.used)} ago",
-        )
+        age, size = duration(now - run.used), run.num_bytes / 1e6
+        say(console(), f"{run.name}  {run.models} models, {size:.1f} MB, last used {age} ago")
     return 0
 
 

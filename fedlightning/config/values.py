@@ -26,11 +26,13 @@ WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", 
 
 
 _OF_YAML = re.compile(
-    r"[-+]?(0[0-7_]+|[1-9][0-9_]*(:[0-5]?[0-9])+|[0-9][0-9_]*(:[0-5]?[0-9])+\.[0-9_]*|[1-9][0-9]*_[0-9_]*|(?=.*_)[0-9_]+\.[0-9_]*)"
+    r"[-+]?(0[0-7]+|[1-9][0-9_]*(:[0-5]?[0-9])+|[0-9][0-9_]*(:[0-5]?[0-9])+\.[0-9_]*"
+    r"|(?=.*_)((?=\.?[0-9])[0-9_]*\.?[0-9_]*(e[-+]?[0-9]+)?|0[xb][0-9a-f_]+))",
+    re.IGNORECASE,
 )
 """Numbers of YAML 1.1 that nobody else reads so: `010` is 8, `1:30` is 90, `1_0` is 10."""
-_OF_A_SHELL = re.compile(r"\$\{\w+\}|^\$\w+(?=/|$)|^~\w*(?=/)")
-"""What a shell would replace, and nothing does here."""
+_OF_A_SHELL = re.compile(r"\$\{[^}]*\}|\$\(|^\$[A-Z_][A-Z0-9_]*(?=/|$)|^~\w*(?=/)")
+"""What a shell or another reader of YAML would replace, and nothing does here."""
 
 
 def refuse_misread(words: Sequence[str], config: Any) -> None:
@@ -152,7 +154,11 @@ def check_values(config: Mapping[str, Any], trainer: type) -> None:
         for path, owner, key, value in _arguments(
             config.get(section), section, trainer if section == "trainer" else None
         ):
-            _refuse_shell(path, value)
+            for place, leaf in _leaves(path, value):
+                if isinstance(leaf, str) and (found := _OF_A_SHELL.search(leaf)):
+                    raise InputError(
+                        f"{place}: {leaf!r:.80} holds {found[0]}, which is not replaced here. Write it out."
+                    )
             kind = _class_of(owner) if isinstance(owner, str) else owner
             package = kind.__module__.partition(".")[0] if kind is not None else ""
             if value is None and package == "fedlightning":
@@ -163,7 +169,10 @@ def check_values(config: Mapping[str, Any], trainer: type) -> None:
                     )
             if package in CHECKED:
                 ours = package == "fedlightning" and not (kind is not None and may_be_infinite(kind, key))
-                _refuse_not_finite(path, value, infinity_too=ours or "optim" in kind.__module__)
+                for place, leaf in _leaves(path, value):
+                    is_infinite = leaf in (math.inf, -math.inf) and (ours or "optim" in kind.__module__)
+                    if leaf != leaf or is_infinite:
+                        raise InputError(f"{place}: {leaf} is not a number that it can work with; it must be finite.")
 
 
 def _arguments(value: Any, path: str, owner: Any) -> Iterator[tuple[str, Any, str, Any]]:
@@ -216,19 +225,13 @@ def _needed(kind: Any, key: str) -> str:
     return " or ".join(WORDS.get(part.strip(), part.strip()) for part in text.split("|"))
 
 
-def _refuse_shell(path: str, value: Any) -> None:
-    if isinstance(value, str) and (found := _OF_A_SHELL.search(value)):
-        raise InputError(f"{path}: {value!r:.80} holds {found[0]}, which is not replaced here. Write it out.")
-    for item in value if isinstance(value, list | tuple) else ():
-        _refuse_shell(path, item)
-
-
-def _refuse_not_finite(path: str, value: Any, infinity_too: bool) -> None:
-    if isinstance(value, float) and (math.isnan(value) or (infinity_too and math.isinf(value))):
-        raise InputError(f"{path}: {value} is not a number that it can work with; it must be finite.")
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what an argument holds that is neither a list nor a mapping, with its path; classes have their own arguments."""
     if isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            _refuse_not_finite(f"{path}[{index}]", item, infinity_too)
-    elif isinstance(value, Mapping) and "class_path" not in value:
+            yield from _leaves(f"{path}[{index}]", item)
+    elif not isinstance(value, Mapping):
+        yield path, value
+    elif "class_path" not in value:
         for key, item in value.items():
-            _refuse_not_finite(f"{path}.{key}", item, infinity_too)
+            yield from _leaves(f"{path}.{key}", item)

@@ -174,7 +174,7 @@ class TryStep(Question):
         while True:
             visitor = Client(alone, message, ClientRecord(), module)
             visitor.num_samples = count_used_samples(alone, loader)
-            before = _buffers(module)
+            before, names = _buffers(module), {*module_state(module)}
             try:
                 fit(alone, Fit(visitor, message, Phase(), alone.settings.work, loader))
             except NotInFastLoop as reason:
@@ -182,7 +182,7 @@ class TryStep(Question):
                 module = runner.blueprint.build(self.client)
             except OneBatchDone as done:
                 after = _buffers(module)
-                done.refusal = _other_shapes(module, before, after)
+                done.refusal = _other_shapes(module, names, before, after)
                 done.changed = [name for name, value in after.items() if not _is_same(value, before.get(name))]
                 raise
             else:
@@ -216,8 +216,16 @@ def _buffers(module: LightningModule) -> State:
     return clone(select(entries, names), "cpu")
 
 
-def _other_shapes(module: LightningModule, before: State, after: State) -> str | None:
-    """Return the refusal of a buffer whose shape training changes: the server's model and those of all clients have one."""
+def _other_shapes(module: LightningModule, names: set[str], before: State, after: State) -> str | None:
+    """Return the refusal of entries that training adds or removes, and of a buffer whose shape it changes.
+
+    The server's model and those of all clients have the same.
+    """
+    for name in sorted({*module_state(module)} ^ names):
+        return (
+            f"Training adds or removes '{name}' of {user_class(module).__name__}, and models have the server's entries. "
+            "Make all of them in __init__ or configure_model()."
+        )
     for name in (name for name in before if name in after and before[name].shape != after[name].shape):
         return (
             f"Training changes the shape of '{name}' of {user_class(module).__name__}, from {tuple(before[name].shape)} to "

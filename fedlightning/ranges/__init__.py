@@ -28,6 +28,7 @@ from fedlightning.ranges.annotations import (
     is_boundless,
     is_finite,
     number_in,
+    to_python,
 )
 from fedlightning.ranges.checking import (
     Init,
@@ -82,6 +83,7 @@ __all__ = [
     "may_be_infinite",
     "needs",
     "number_in",
+    "to_python",
     "ranges_of",
     "replaced",
     "shown",

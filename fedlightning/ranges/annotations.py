@@ -7,9 +7,13 @@ import os
 import types
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import numpy as np
+
+Integral = int | np.integer
+Real = Integral | float | np.floating
+"""Numbers that torch computes with: no fractions and decimals."""
 PLAIN = {int: "a whole number", float: "a number", bool: "True or False", str: "a text"}
 """Kinds of plain values, in words."""
 
@@ -244,6 +248,16 @@ def _is_word(value: Any, word: Any) -> bool:
     """Return whether a value is one of a `Literal`; True is not 1."""
     kind = Real if isinstance(word, int) else type(word)
     return isinstance(value, kind) and isinstance(value, bool) == isinstance(word, bool) and bool(value == word)
+
+
+def to_python(value: Any) -> Any:
+    """Return a number of numpy as Python's, which files and settings hold; any other value as it is.
+
+    Example:
+        >>> to_python(np.int64(3)), to_python("a")
+        (3, 'a')
+    """
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def number_in(text: str) -> float:

@@ -19,6 +19,7 @@ from fedlightning.ranges.annotations import (
     is_plain_kind,
     notes_in,
     ranges_in,
+    to_python,
 )
 from fedlightning.ranges.together import fault_of, replaced_in, shown
 
@@ -56,6 +57,7 @@ def checked(init: Init) -> Init:
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **given: Any) -> None:  # a constructor in tracebacks, too
+        args, given = tuple(map(to_python, args)), {name: to_python(value) for name, value in given.items()}
         try:
             arguments = signature.bind(self, *args, **given).arguments
         except TypeError:

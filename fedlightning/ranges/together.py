@@ -50,40 +50,44 @@ def exactly_one(*names: str, why: str) -> Callable[[Init], Init]:
     return _ruled(names, lambda given, _: _none(given, names, why) or _several(given, names, why))
 
 
-def needs(name: str, other: str, why: str, value: Any = ANY) -> Callable[[Init], Init]:
-    """Declare that an argument is given only beside another one.
+def needs(names: str | tuple[str, ...], other: str, why: str, value: Any = ANY) -> Callable[[Init], Init]:
+    """Declare that an argument, or each of several, is given only beside another one.
 
     Args:
-        name: Name of the argument.
-        other: Name of the one that it needs.
+        names: Name of the argument, or of several.
+        other: Name of the one that they need.
         why: Why, and the way out: the end of the sentence.
         value: What the other one has to be. Default: anything but its default.
     """
+    several = (names,) if isinstance(names, str) else names
 
     def rule(given: Mapping[str, Any], values: Mapping[str, Any]) -> str | None:
-        if name not in given or (other in given if value is ANY else _is_default(values[other], value)):
+        name = next((name for name in several if name in given), None)
+        if name is None or (other in given if value is ANY else _is_default(values[other], value)):
             return None
         return f"got {name}={shown(given[name])} without {other if value is ANY else f'{other}={value!r}'}: {why}"
 
-    return _ruled((name, other), rule)
+    return _ruled((*several, other), rule)
 
 
-def idle_with(name: str, other: str, value: Any, why: str) -> Callable[[Init], Init]:
-    """Declare that an argument is not given where another one has a value with which it does nothing.
+def idle_with(names: str | tuple[str, ...], other: str, value: Any, why: str) -> Callable[[Init], Init]:
+    """Declare that an argument, or any of several, is not given where another one has a value with which it does nothing.
 
     Args:
-        name: Name of the argument.
+        names: Name of the argument, or of several.
         other: Name of the one that decides.
-        value: Its value with which the first does nothing.
+        value: Its value with which the others do nothing.
         why: Why, and the way out: the end of the sentence.
     """
+    several = (names,) if isinstance(names, str) else names
 
     def rule(given: Mapping[str, Any], values: Mapping[str, Any]) -> str | None:
-        if name not in given or not _is_default(values[other], value):
+        name = next((name for name in several if name in given), None)
+        if name is None or not _is_default(values[other], value):
             return None
         return f"got {name}={shown(given[name])} with {other}={value!r}: {why}"
 
-    return _ruled((name, other), rule)
+    return _ruled((*several, other), rule)
 
 
 def replaced(**names: str) -> Callable[[Init], Init]:

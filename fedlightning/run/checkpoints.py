@@ -194,7 +194,7 @@ def load(
         FileNotFoundError: There is no checkpoint at runs/federation/version_0/checkpoints/global.ckpt. A run exports ...
     """
     path = Path(path)
-    if not path.is_file():
+    if not os.path.isfile(path):  # is_file() raises where a name is too long
         raise FileNotFoundError(f"There is no checkpoint at {path}. A run exports to <run>/checkpoints/ when it ends.")
     try:
         loaded = _opened(path, module, trust, hparams)

@@ -115,7 +115,7 @@ def stop_requests(progress: Callable[[], tuple[int, int]]) -> Iterator[StopReque
     """
     request = StopRequest()
     handlers = dict.fromkeys(SIGNALS, request.after_round) if under_slurm() else {}
-    handlers |= {number: request.at_once for number in ENDINGS if signal.getsignal(number) == signal.SIG_DFL}
+    handlers |= _to_end(request)
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         handlers[signal.SIGINT] = request.at_once
     with _answering(handlers):
@@ -144,7 +144,7 @@ def stop_requests(progress: Callable[[], tuple[int, int]]) -> Iterator[StopReque
 
 @contextmanager
 def requeued(request: StopRequest, progress: Callable[[], tuple[int, int]]) -> Iterator[None]:
-    """Within the block, which follows on the rounds, a signal of SLURM ends it at once, and the job is queued again.
+    """Within the block, which follows on the rounds, a signal ends it at once; after one of SLURM the job is queued again.
 
     Args:
         request: What came in the rounds; a signal that came after their end counts, too.
@@ -153,14 +153,20 @@ def requeued(request: StopRequest, progress: Callable[[], tuple[int, int]]) -> I
     Raises:
         Terminated: After such a signal.
     """
-    with _answering(dict.fromkeys(SIGNALS, request.at_once) if under_slurm() else {}):
+    with _answering(_to_end(request) | (dict.fromkeys(SIGNALS, request.at_once) if under_slurm() else {})):
         try:
             if request.name is not None:
                 raise Terminated(request.code)
             yield
         except Terminated:
-            if is_writer():
+            if is_writer() and request.name in [number.name for number in SIGNALS]:
                 requeue(request, *progress())
+            elif is_writer():
+                with suppress(OSError):  # the terminal may be gone
+                    warn(
+                        f"{request.name} ended the test after round {progress()[0]}, the last one; what was trained is safe. "
+                        "Test it with `fedlightning test --run FOLDER`."
+                    )
             raise
 
 
@@ -168,8 +174,13 @@ def requeued(request: StopRequest, progress: Callable[[], tuple[int, int]]) -> I
 def endings() -> Iterator[StopRequest]:
     """Within the block, SIGTERM and SIGHUP raise :class:`Terminated`, where nobody else answers them."""
     request = StopRequest()
-    with _answering({n: request.at_once for n in ENDINGS if signal.getsignal(n) == signal.SIG_DFL}):
+    with _answering(_to_end(request)):
         yield request
+
+
+def _to_end(request: StopRequest) -> dict[Any, Callable[[int, Any], None]]:
+    """Return handlers of signals that end a process, where nobody else has one."""
+    return {number: request.at_once for number in ENDINGS if signal.getsignal(number) == signal.SIG_DFL}
 
 
 @contextmanager

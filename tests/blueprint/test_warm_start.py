@@ -75,6 +75,8 @@ WRONG = {
         lambda: {"state_dict": Toy().state_dict(), "thing": Thing()},
         r"cannot be read as tensors.*could run code",
     ),
+    "a part of a file": (lambda: 2, r"cannot be read as tensors"),
+    "no bytes": (lambda: 1, r"cannot be read as tensors.*it is empty"),
     "no state": (lambda: {"loss": 1.0}, r"neither a Lightning checkpoint nor a state_dict"),
 }
 
@@ -84,6 +86,9 @@ def test_what_does_not_fit_is_refused_with_names(name, tmp_path):
     make, sentence = WRONG[name]
     content = make()
     if content is not None:
-        torch.save(content, tmp_path / "file.pt")
+        torch.save(Toy().state_dict() if isinstance(content, int) else content, tmp_path / "file.pt")
+    if isinstance(content, int):
+        whole = (tmp_path / "file.pt").read_bytes()
+        (tmp_path / "file.pt").write_bytes(whole[:-100] if content == 2 else b"")
     with pytest.raises(ConfigurationError, match=sentence):
         federate(Toy(), toy_data([8]), init_from=tmp_path / "file.pt")

@@ -39,6 +39,7 @@ from fedlightning.callbacks import (
 from fedlightning.callbacks.sample_dp_budget import room_for
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches
 from fedlightning.callbacks.shared.record_gradients import RecordGradients
+from fedlightning.errors import ConfigurationError
 from fedlightning.federation.attempts import FederationError
 from fedlightning.federation.engine import Evaluate
 from fedlightning.messages import Message
@@ -576,9 +577,18 @@ def test_a_visit_from_an_earlier_record_is_counted_beside_the_one_it_replaces(tm
     assert float(other.extras["SampleDP"]["epsilon"]) > float(first.extras["SampleDP"]["epsilon"])
 
 
-def test_a_large_epsilon_is_no_update_that_explodes():
-    trainer = federate(module(), toy_data(SIZES), [dp(noise_multiplier=5e-4)], max_rounds=2)
+@pytest.mark.parametrize("noise", [5e-4, 1e-300])
+def test_a_large_epsilon_is_no_update_that_explodes(noise):
+    trainer = federate(module(), toy_data(SIZES), [dp(noise_multiplier=noise)], max_rounds=2)
     assert not trainer.server.failures and min(trainer.server.state["SampleDP"]["epsilon"].values()) > 1e6
+
+
+@pytest.mark.parametrize("given", [{"noise_multiplier": 1e300}, {"clip": 1e-300}, {"clip": 1e300}])
+def test_noise_and_clips_that_single_precision_does_not_hold_are_refused(given):
+    """The first and last ended the run in its rounds; with the second nothing trained."""
+    for kind in (SampleDP, ClientDP):
+        with pytest.raises(ConfigurationError, match=rf"{kind.__name__} got {next(iter(given))}=.*Use a number in "):
+            kind(**{"delta": 1e-3, "noise_multiplier": 1.0} | given)
 
 
 class BringsFinder(Toy):

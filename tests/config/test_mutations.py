@@ -11,7 +11,10 @@ import yaml
 
 from fedlightning.cli import main
 from fedlightning.commands.run import Commands
+from fedlightning.config.errors import InputError
 from fedlightning.config.parsing import FederatedCLI
+from fedlightning.config.values import check_values
+from fedlightning.trainer import FederatedTrainer
 
 NAN, INF = float("nan"), float("inf")
 BASE: dict[str, Any] = {
@@ -181,9 +184,6 @@ def test_aliases_are_bounded(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_number_of_a_users_class_may_be_nan(tmp_path: Path) -> None:
-    from fedlightning.config.values import check_values
-    from fedlightning.trainer import FederatedTrainer
-
     own = {"class_path": "sklearn.impute.SimpleImputer", "init_args": {"missing_values": NAN, "fill_value": INF}}
     check_values({"trainer": {}, "model": own, "data": None}, FederatedTrainer)
     ours = {"class_path": "fedlightning.callbacks.PLayerFL", "init_args": {"threshold": INF}}
@@ -197,9 +197,14 @@ def test_a_number_of_a_users_class_may_be_nan(tmp_path: Path) -> None:
         ("trainer: {max_rounds: 1:30}", "1:30 in line 1 is another number"),
         ("trainer: {max_rounds: 1_000}", "1_000 in line 1 is another number"),
         ("trainer: {lr_decay: 1_0.5}", "1_0.5 in line 1 is another number"),
+        ("trainer: {lr_decay: 9_0e-2}", "9_0e-2 in line 1 is another number"),
+        ("trainer: {lr_decay: .9_5}", ".9_5 in line 1 is another number"),
+        ("trainer: {max_rounds: 0x1_0}", "0x1_0 in line 1 is another number"),
         ("trainer: {lr_decay: ０.5}", "０.5 in line 1 is another number"),
         ("trainer: {default_root_dir: '${HOME}/runs'}", "holds ${HOME}, which is not replaced here. Write it out."),
         ("trainer: {default_root_dir: $HOME/runs}", "holds $HOME, which is not"),
+        ("trainer: {default_root_dir: '${oc.env:HOME}/runs'}", "holds ${oc.env:HOME}, which is not"),
+        ("trainer: {default_root_dir: '$(pwd)/runs'}", "holds $(, which is not"),
         ("trainer: {default_root_dir: ~/runs}", "holds ~, which is not"),
         (
             "trainer: {callbacks: [{class_path: FedProx, init_args: {mu: 0.1}, dict_kwargs: {mu: 0.9}}]}",
@@ -216,6 +221,13 @@ def test_what_is_other_than_it_looks_is_refused(text: str, sentence: str, capsys
 def test_digits_on_the_command_line_are_plain(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     name, _, digits = option.removeprefix("--").partition("=")
     assert f"--{name}: {digits} is read as" in refusal(BASE, capsys, option)
+
+
+def test_names_may_begin_as_a_variable_of_a_shell() -> None:
+    data = {"class_path": "fedlightning.datamodules.TabularFederatedDataModule"}
+    check_values({"data": data | {"init_args": {"drop": ["$cost", "~", "US$"]}}}, FederatedTrainer)
+    with pytest.raises(InputError, match=r"data\.categories\.age\[1\]: '\$HOME' holds \$HOME"):
+        check_values({"data": data | {"init_args": {"categories": {"age": ["20", "$HOME"]}}}}, FederatedTrainer)
 
 
 def test_texts_may_look_like_such_numbers(capsys: pytest.CaptureFixture[str]) -> None:

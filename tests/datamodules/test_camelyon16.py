@@ -76,7 +76,7 @@ def twice(lines):
     ("change", "match"),
     [
         (twice, "has the slide 'normal_005.tif' on two lines"),
-        (other_label, r"line 4: slide 'normal_003.tif' has the label 1"),
+        (other_label, r"line 4: slide 'normal_003.tif', label 1"),
         (other_hospital, "line 3: .*hospital 2"),
         (half_label, "sample 2: '0.5' in column 'label' is no whole number"),
         (other_name, "line 3: slide 'slide_002.tif'"),
@@ -92,12 +92,13 @@ def test_damaged_metadata_are_named(change, match, tmp_path):
     [
         (np.zeros(5, dtype=np.float32), r"shape \(5,\)"),
         (np.zeros((5, 6), dtype=np.int64), "of int64"),
-        (np.full((5, 6), np.nan, dtype=np.float32), "NaN or a feature beyond 1e"),
+        (np.full((5, 6), np.nan, dtype=np.float32), "NaN or a feature beyond 1000"),
         (b"no numpy file", "is no numpy file"),
         (b"PK\x03\x04no archive", "is no numpy file"),
         ({"a": np.zeros((5, 6))}, "shape None of NpzFile"),
         (np.zeros((5, 7), dtype=np.float32), "has 7 features and others 6"),
-        (np.full((5, 6), 1e39), "NaN or a feature beyond 1e"),
+        (np.full((5, 6), 1e39), "NaN or a feature beyond 1000"),
+        (np.array([[17, 20224, 30464, 0.1, 0, 0.2]]), "feature beyond 1000: leave columns of places out by skip=3"),
     ],
 )
 def test_damaged_features_are_named(array, match, tmp_path):

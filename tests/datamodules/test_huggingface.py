@@ -142,13 +142,16 @@ def test_files_through_load_dataset(tmp_path, monkeypatch):
         ),
         ({"hospital": [*["Rome"] * 39, None]}, {"client": "hospital"}, r"Row 39 of the train data has no 'hospital'"),
         ({"kind": [["ill", "well"]] * 40}, {"client": "hospital"}, r"neither classes nor one number"),
+        ({"ward": [float("nan"), *[1.0, 2.0] * 19, 1.0]}, {"client": "ward"}, r"Row 0 of the train data has no 'ward'"),
+        ({}, {"client": "hospital", "inputs": ["age", "kind"]}, r"Column 'kind' is the label and among inputs="),
+        ({}, {"client": "hospital", "inputs": []}, r"got inputs=\[\]. Use a text, or a list of at least one"),
         ({}, {}, r"neither client nor partitioner"),
         ({}, {"client": "hospital", "partitioner": IIDPartitioner(2)}, r"name the column of the clients, or give"),
     ],
 )
 def test_wrong_tables_are_named(change, options, match):
     with pytest.raises(ValueError, match=match):
-        HuggingFaceDataModule(patients(**change), "values", "kind", **options).setup()
+        HuggingFaceDataModule(patients(**change), **{"inputs": "values", "label": "kind"} | options).setup()
 
 
 def test_gaps_and_objects_in_inputs_are_named():
@@ -171,7 +174,7 @@ def test_hidden_labels_and_empty_splits():
     data.setup()
     assert data.num_samples("0", "test") > 0  # cut from the training data
     gaps = datasets.Dataset.from_dict({"x": [0.5] * 20, "label": [0.5, float("nan")] * 10})
-    with pytest.raises(ValueError, match="Row 1 of the train data has NaN"):
+    with pytest.raises(ValueError, match="Row 1 of the train data has no"):
         HuggingFaceDataModule(gaps, "x", **given).setup()
 
 
@@ -205,7 +208,7 @@ def test_a_label_for_none_is_no_class():
 def test_numbers_that_no_sample_holds_are_named(value):
     with pytest.raises(ValueError, match=r"Row 3: 'x' holds no numbers .*NaN, or a number beyond single precision"):
         Rows(patients(x=[0.5] * 3 + [value] + [0.5] * 36), ["x"], torch.zeros(40))[3]
-    with pytest.raises(ValueError, match=r"column 'y' holds|has NaN as 'y'|neither classes nor one"):
+    with pytest.raises(ValueError, match=r"column 'y' holds|has no 'y'|neither classes nor one"):
         target = patients(y=[0.5] * 3 + [value] + [0.25] * 36)
         HuggingFaceDataModule(target, "values", "y", client="hospital").setup()
 

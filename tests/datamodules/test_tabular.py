@@ -239,3 +239,27 @@ def test_a_number_for_no_label_is_no_class(tmp_path, mark):
         ready(write(tmp_path, grades))
     assert ready(write(tmp_path, grades), classes=[str(mark), "0", "1"]).num_classes == 3
     assert ready(write(tmp_path, patients(lambda row: [*row[:5], (mark, 1)[row[0] % 2], row[6]]))).num_classes == 2
+
+
+@pytest.mark.parametrize("cell", ['"{},5"', '"1,{:03}"', "{}%", "\u2212{}"])
+def test_numbers_that_are_written_otherwise_are_no_categories(tmp_path, cell):
+    rows = patients(lambda row: [*row[:3], cell.format(row[0]), *row[4:]], 40)
+    with pytest.raises(ValueError, match=r"column 'dose' holds '.*', which is no number here: write it as 1234.5"):
+        ready(write(tmp_path, rows))
+    assert len(ready(write(tmp_path, rows), categorical=["dose"]).feature_names) == 43
+    with pytest.raises(ValueError, match=r"column 'dose' holds .* If it is a word, give task='classification'"):
+        ready(write(tmp_path, rows), target="dose", drop=["id", "days", "ill"])
+
+
+def test_names_that_differ_in_spelling_alone_are_asked_about(tmp_path):
+    cases = patients(lambda row: [*row[:5], ("no", "yes", "No")[row[0] % 3], row[6]])
+    with pytest.warns(UserWarning, match="'ill': 'No' and 'no' differ in spelling alone"):
+        ready(write(tmp_path, cases))
+    people = patients(lambda row: [f"{row[0] // 2}{'.0' * (row[0] % 2)}", *row[1:]])
+    with pytest.warns(UserWarning, match="column 'id': '0' and '0.0' differ in spelling alone"):
+        ready(write(tmp_path, people), group="id", drop=["days"])
+
+
+def test_a_name_that_no_file_can_have_is_no_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match="There is no file"):
+        ready("a" * 300)

@@ -307,3 +307,16 @@ def test_a_buffer_that_grows():
         torch.manual_seed(0)
         models.append(federate(make(), toy_data(), [FedProx(mu=0.1)], sanity_check=True, evaluation=1).server.model)
     same(*models)
+
+
+class Growing(Toy):
+    """A parameter that is made in training."""
+
+    def training_step(self, batch, batch_idx):
+        self.late = nn.Parameter(torch.zeros(2))
+        return super().training_step(batch, batch_idx)
+
+
+def test_an_entry_that_training_adds():
+    with pytest.raises(ConfigurationError, match=r"Training adds or removes 'late' of Growing, .*configure_model"):
+        federate(Growing(), toy_data(), [NoRounds()], sanity_check=True)

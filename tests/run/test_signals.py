@@ -85,15 +85,15 @@ def test_a_left_over_checkpoint_of_lightning_is_refused(tmp_path):
 class SignalAtTheEnd(ModelSelection):
     """SLURM's signal after the last round: in the first test, or when that round ends."""
 
-    where = "nowhere"
+    where, number = "nowhere", signal.SIGUSR1
 
     def send(self, where):
         if where == SignalAtTheEnd.where:
             SignalAtTheEnd.where = "nowhere"
-            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), SignalAtTheEnd.number)
 
     def on_client_evaluated(self, client, stage, split, metrics, module):
-        if split == "test":
+        if split == "test" and stage != "L2":  # L2 is of the rounds
             self.send("test")
 
     def on_round_end(self, server):
@@ -116,3 +116,16 @@ def test_a_signal_after_the_last_round_queues_the_job_again_too(tmp_path, slurm,
     assert not tested.search(scores.read_text())
     assert main(words) == 0 and slurm.read_text() == "requeue 77\n"
     assert tested.search(scores.read_text())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_in_the_test_after_the_last_round_is_said(tmp_path, monkeypatch, capsys, number):
+    """The process was gone without a word."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(SignalAtTheEnd, "where", "test")
+    monkeypatch.setattr(SignalAtTheEnd, "number", number)
+    config = small(tmp_path / "c.yaml", "tests.run.test_signals.SignalAtTheEnd", max_rounds=2, name="run")
+    assert main(["fit", "--config", config]) == 128 + number
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{number.name} ended the test after round 2, the last one; what was trained is safe." in said
+    assert signal.getsignal(number) is signal.SIG_DFL

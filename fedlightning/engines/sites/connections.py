@@ -262,13 +262,16 @@ class Connections:
                     self.told[answer["name"]] = session, answer["data"]
                 self.refused.pop(node, None)
                 return
-        before = self.refused.get(node)
-        self.refused[node] = f"{session} {reason or 'it does not say who it is'}"
+        self.turn_away(node, reason or "it does not say who it is")
         if "refused" not in content:  # else it knows
-            asked = {"do": "turned away", "session": session, "why": self.why(node)}
-            self._post(node, asked, "notice")
+            self._post(node, {"do": "turned away", "session": session, "why": self.why(node)}, "notice")
+
+    def turn_away(self, node: str, why: str) -> None:
+        """Let a site take no part, also one that did, until it is greeted again and mended."""
+        before, self.refused[node] = self.refused.get(node), f"{self.session()} {why}"
+        self._greeted.pop(node, None)
         if self.refused[node] != before:
-            warn(f"A site does not take part: {self.why(node)}")
+            warn(f"A site does not take part: {why}")
 
     def _compare_versions(self, name: str, theirs: Any) -> None:
         """Say where a site computes with another torch: that is no reason to refuse it, but its bits may be others."""

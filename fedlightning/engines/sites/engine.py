@@ -201,10 +201,12 @@ class SitesEngine(Engine):
         self.connections.greet()
         found = self.connections.receive(POLL)
         self.log.look(self.connections, self._doing, self._waits_for)
-        now, waits = self.attempts.clock(), len(self.connections.names) < self._wanted
+        for node in self.connections.refused:
+            self.connections.names.pop(node, None)
+        now, waits = self.attempts.clock(), len(self.connections.names) < max(self._wanted, len(self._members))
         self._refused = {node: self._refused.get(node, now) for node in self.connections.refused}
         for node, since in self._refused.items():  # others begin without it, where they are enough
-            if node in self.connections.names or (waits and now > since + MENDING):
+            if waits and now > since + MENDING:
                 why = self.connections.why(node)
                 self.connections.tell(NOTICE)
                 raise ConfigurationError(f"The run does not begin: {why}")
@@ -216,6 +218,7 @@ class SitesEngine(Engine):
         self._members = names = self._members or list(self.connections.names.values())
         answers = {name: answer for name, answer in told().items() if name in names}
         waits: dict[str, str] = {}  # name of the site by that of its reply
+        since: dict[str, float] = {}  # by name: when it first refused
         while silent := [name for name in names if name not in answers]:
             for node, name in self.connections.names.items():
                 if name in silent and name not in waits.values() and self.connections.is_ready(node):
@@ -223,10 +226,15 @@ class SitesEngine(Engine):
             for reply in self._listen():
                 name = waits.pop(reply.number, "")
                 if "refused" in reply.content:
-                    raise ConfigurationError(f"Site '{name}': {reply.content['refused']}")
+                    why, now = f"site '{name}': {reply.content['refused']}", self.attempts.clock()
+                    if now > since.setdefault(name, now) + MENDING:
+                        raise ConfigurationError(f"The run does not begin: {why}")
+                    self.connections.turn_away(reply.node, why)
                 if "answer" in reply.content:  # else it has started anew, and is asked again
                     answers[name] = reply.content["answer"]
             answers |= {name: answer for name, answer in told().items() if name in silent}
+            if self._refused and len(self.connections.names) < len(names):  # it is waited for longer
+                ended = self.attempts.clock() + PATIENCE
             if self.attempts.clock() > ended:
                 raise ConfigurationError(f"Site '{silent[0]}' has not answered within {PATIENCE:g} seconds.")
         return {name: answers[name] for name in names}

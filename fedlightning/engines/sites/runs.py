@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 import shutil
-import stat
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from fedlightning.storage.files import sync_folder, writing
 ASKED, MODELS = "asked", "models"
 PARTS = (ASKED, "records", MODELS, "configurations")
 """Folders of a site in which a run has a folder or a file of its name."""
-MOST = 20
+MOST = 100
 """Runs in a site's folder, unless the site is told otherwise."""
 DAY = 86400.0
 DAYS = 30
@@ -60,11 +60,9 @@ class Asked:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.touch()
             sync_folder(self._path.parent)
-        lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
-        self._count = Counter(lines)
-        self._round = max(
-            (int(line.partition(" ")[0]) for line in lines if line.partition(" ")[0].isdigit()), default=0
-        )
+        text = self._path.read_text(encoding="utf-8", errors="replace")
+        self._count = Counter(text.splitlines())
+        self._round = max(map(int, re.findall(r"^(\d+) ", text, re.MULTILINE | re.ASCII)), default=0)
 
     def count(self, what: str, round: int, clients: Collection[str], most: int) -> None:
         """Count a task before it is carried out.
@@ -94,37 +92,33 @@ class Asked:
         self._count.update(lines)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Kept:
     """A run on a site's disk.
 
     Attributes:
-        name: Its name.
         used: When it was last used; seconds since 1970.
+        name: Its name.
         num_bytes: Bytes of its files.
         models: Number of models of clients.
     """
 
-    name: str
     used: float
+    name: str
     num_bytes: int
     models: int
 
 
 def kept_runs(folder: Path) -> list[Kept]:
     """Return the runs in a site's folder, the one that was used last at the end."""
-    places = defaultdict[str, list[Path]](list)
+    runs = dict[str, Kept]()
     for path in (path for part in PARTS for path in (folder / part).glob("*") if is_run(path.stem)):
-        places[path.stem].append(path)
-    found = [_kept(name, [file for path in own for file in (path, *path.rglob("*"))]) for name, own in places.items()]
-    return sorted(found, key=lambda run: run.used)
-
-
-def _kept(name: str, files: Collection[Path]) -> Kept:
-    about = [file.lstat() for file in files if file.exists()]  # a site at work removes some
-    size = sum(one.st_size for one in about if stat.S_ISREG(one.st_mode))
-    used = max((one.st_mtime for one in about), default=0.0)
-    return Kept(name, used, size, sum(file.suffix == ".ckpt" for file in files))
+        for file in (path, *path.rglob("*")):
+            with suppress(FileNotFoundError):  # a site at work removes some
+                about, run = file.lstat(), runs.get(path.stem, Kept(0.0, path.stem, 0, 0))
+                size, models = run.num_bytes + about.st_size * file.is_file(), run.models + (file.suffix == ".ckpt")
+                runs[path.stem] = Kept(max(run.used, about.st_mtime), path.stem, size, models)
+    return sorted(runs.values())
 
 
 def remove_run(folder: Path, name: str) -> None:
@@ -139,16 +133,16 @@ def make_room(folder: Path, run: str, most: int) -> None:
     Raises:
         TooMuchError: If all that are there are new, or have models.
     """
-    here = kept_runs(folder)
-    if run in [one.name for one in here]:
+    runs = kept_runs(folder)
+    if run in [kept.name for kept in runs]:
         return
-    old = [one for one in here if not one.models and time.time() - one.used > DAYS * DAY]
-    surplus = len(here) + 1 - most
+    old = [kept.name for kept in runs if not kept.models and time.time() - kept.used > DAYS * DAY]
+    surplus = max(0, len(runs) + 1 - most)
     if surplus > len(old):
         raise TooMuchError(
             f"this site keeps {most} runs at most, and they are there. `fedlightning sites --folder FOLDER --runs` shows "
             f"them at the site, and with `--prune {DAYS}` removes those that were not used for so many days, models too; "
             "`fedlightning site --most_runs` lets it keep more"
         )
-    for one in old[: max(surplus, 0)]:
-        remove_run(folder, one.name)
+    for name in old[:surplus]:
+        remove_run(folder, name)

@@ -267,9 +267,14 @@ def without_a_user(found):
     found["num_samples"].pop()
 
 
+def nobody(found):
+    found.update(users=[], user_data={}, num_samples=[])
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
+        (nobody, "is no list of users, table and list"),
         (without_user_data, "no 'users' and 'user_data'"),
         (other_users, "do not name the same users, such as 'nobody'"),
         (fewer_targets, "user 'w_10' has 20 inputs x, 19 targets y"),
@@ -284,8 +289,8 @@ def without_a_user(found):
         (endless_label, "user 'w_1' has a target that is no whole number"),
         (a_number_for_a_user, "do not name the same users, such as 7"),
         (a_list_for_a_user, "user 'w_1' has None inputs x"),
-        (one_count, "is no list, table and list"),
-        (a_list_of_data, "is no list, table and list"),
+        (one_count, "is no list of users, table and list"),
+        (a_list_of_data, "is no list of users, table and list"),
         (a_digit_in_quotes, "user 'w_1' has an input that is no list of 784 numbers"),
         (other_digits, "user 'w_1' has a target that is no whole number .*'1_0'"),
         (without_a_user, "1 users have test samples and no training samples, such as 'w_1'"),

@@ -11,6 +11,7 @@ import pytest
 from fedlightning.engines.sites.engine import MENDING
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.deploy import Deploy, Deployed
+from fedlightning.testing.toys import ToyData
 from fedlightning.wire import read, write
 from tests.conformance.case import Case, collect
 from tests.engines.sites.helpers import REFUSED, SHARES, Line, _parts, a_site, at_sites, sites
@@ -123,3 +124,39 @@ def test_others_begin_without_a_refused_site_where_they_are_enough(tmp_path):
     line.sites["0 refused"] = a_site(tmp_path / "more", SHARES[1], lr=0.5).answer
     line.expected = 2
     assert at_sites(line, tmp_path / "server").rounds_done == 2
+
+
+class AgreeingData(ToyData):
+    """Data that agree on a sum, without using it."""
+
+    wanted_statistics = {"moments": ["x"], "bins": {}, "words": {}, "least": 1, "features": "f"}
+
+    def statistics_of(self, client):
+        return {"moments x": [1.0, 2.0, 3.0]}
+
+    def with_statistics(self, totals):
+        return self
+
+
+@pytest.mark.parametrize("when", ["it is asked", "it comes again"])
+@pytest.mark.parametrize("mended", [True, False])
+def test_a_site_that_refuses_after_it_was_let_in_may_come_back_mended_too(tmp_path, monkeypatch, when, mended):
+    """It ended the server for all at once."""
+    monkeypatch.setattr("tests.engines.sites.helpers.ToyData", AgreeingData)
+    clients = (("site0", "site3"), ("site1",), ("site2",))
+    line = Line({str(n): a_site(tmp_path / str(n), own) for n, own in enumerate(clients)})
+    greeted, site, full = [], line.sites["1"], write({"refused": "the disk is full"})
+
+    def answer(data):
+        do = read(data)["do"]
+        greeted.extend([do] if do == "hello" else [])
+        refuses = do == "measure" if when == "it is asked" else do == "hello" and len(greeted) > 1
+        return full if refuses and (line.now < 200 or not mended) else site(data)
+
+    line.sites["1"] = answer
+    if mended:
+        assert at_sites(line, tmp_path / "server").rounds_done == 2
+    else:
+        with pytest.raises(ConfigurationError, match=r"The run does not begin: .*the disk is full"):
+            at_sites(line, tmp_path / "server")
+        assert MENDING < line.now < MENDING + 60
