@@ -28,7 +28,7 @@ from rich.table import Table
 
 from benchmarks.engines import Data, Module
 from benchmarks.work import WORKS, Work
-from fedlightning.assembly import CLIENT_PARTS
+from fedlightning.assemble import CLIENT_PARTS
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.hooks import CallbackList

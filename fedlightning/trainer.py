@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-import copy
+import inspect
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
+from torch import Tensor
 
 from fedlightning import arguments
-from fedlightning.assembly import Assembly
+from fedlightning.arguments import TrainerOptions
+from fedlightning.assemble import assemble, make_blueprint, rehearse
+from fedlightning.blueprint.blueprint import Blueprint
+from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.errors import ConfigurationError
 from fedlightning.federation.deployed import export
+from fedlightning.federation.dry_run_report import DryRun
 from fedlightning.federation.federation import Federation
 from fedlightning.federation.loops import Loop
 from fedlightning.federation.restore import restore
 from fedlightning.federation.saving import Saving
-from fedlightning.federation.terms import optimizer_state_of
+from fedlightning.federation.server import Server
+from fedlightning.federation.store import ClientStore
 from fedlightning.fitted import ClientView as ClientView
-from fedlightning.hooks import CallbackList, FederatedCallback
+from fedlightning.fitted import FittedFederation
 from fedlightning.options import SHORT_FORMS, EngineOptions, Evaluation, FailurePolicy
 from fedlightning.options.replaced import REPLACED
 from fedlightning.ranges import (
@@ -38,13 +45,14 @@ from fedlightning.ranges import (
     at_most_one,
     checked,
     replaced,
-    to_python,
 )
 from fedlightning.run.folder import RunFolder, folder_of
 from fedlightning.run.lock import only_thread, only_writer
 from fedlightning.run.recorder import Recorder
 from fedlightning.run.resumable import AUTO, find_run, refuse_used, rounds_saved
 from fedlightning.run.signals import StopRequest, requeue, stop_requests
+from fedlightning.scoring.rows import Row
+from fedlightning.scoring.table import print_results
 from fedlightning.storage.files import is_writer, of_first_rank
 
 Clients = Annotated[float, Range("(0, 1]", "A float is a share of the clients, an int a number of them.")]
@@ -58,7 +66,7 @@ Batches = Annotated[float, Range("(0, 1]", "A float is a share of an epoch, an i
 SomeBatches = Annotated[float, Range("[0, 1]", "A float is a share of the batches, an int a number of them.")]
 
 
-class FederatedTrainer(Assembly):
+class FederatedTrainer:
     """Trains one LightningModule per client, federated; used like `lightning.pytorch.Trainer`.
 
     Args:
@@ -211,24 +219,17 @@ class FederatedTrainer(Assembly):
         log_every_n_steps: Natural | None = None,
         reload_dataloaders_every_n_epochs: Natural = 0,
     ) -> None:
-        given = {key: to_python(value) for key, value in locals().items() if key != "self"}
-        given |= {name: read(given[name]) for name, read in SHORT_FORMS.items()}
-        arguments.check(given)
-        self.arguments = given
-        everything = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
-        self.callbacks = CallbackList([item for item in everything if isinstance(item, FederatedCallback)])
-        self.ordinary_callbacks = arguments.ordinary_callbacks(everything)
-        self.optimizer_state = optimizer_state_of(self.callbacks.callbacks, optimizer_state)
-        arguments.check_keeping(self.ordinary_callbacks, self.optimizer_state)
-        self.loop = arguments.loop_of(loop)
-        self.fast_dev_run = bool(fast_dev_run)
-        self.max_rounds = 1 if fast_dev_run else given["max_rounds"]
+        self.options = TrainerOptions.read({name: value for name, value in locals().items() if name != "self"})
+        self.arguments = self.options.arguments
+        self.callbacks, self.ordinary_callbacks = self.options.callbacks, self.options.ordinary_callbacks
+        self.optimizer_state, self.loop = self.options.optimizer_state, self.options.loop
+        self.max_rounds = self.options.max_rounds
         self.recorder = Recorder()
         self.federation: Federation | None = None
+        self.given: tuple[LightningModule | None, LightningDataModule | None] = (None, None)
         self.stopped_by: StopRequest | None = None
         self.signals = StopRequest()
         self.config: str | None = None
-        self._logger_argument = logger
         self._max_time = arguments.parse_time(max_time)
 
     # -- fit -------------------------------------------------------------------------------------------------------
@@ -330,15 +331,276 @@ class FederatedTrainer(Assembly):
         self.given = (model, datamodule)
         restore(self._assemble(model, data, folder_of(run), go_on=False), go_on=False)
 
-    # -- helpers ---------------------------------------------------------------------------------------------------
+    @only_thread()
+    def dry_run(
+        self,
+        model: LightningModule | None = None,
+        datamodule: LightningDataModule | None = None,
+        *,
+        train_dataloaders: Mapping[str, Any] | None = None,
+        val_dataloaders: Mapping[str, Any] | None = None,
+        test_dataloaders: Mapping[str, Any] | None = None,
+    ) -> DryRun:
+        """Rehearse the run: check everything, try one batch of every step for clients that differ, and say what will happen.
+
+        It works on copies: no file is written, this trainer stays as it is, and so do the global random generators. The
+        data module is set up, as `fit` would.
+
+        Args:
+            model: As in :meth:`fit`; so are all that follow.
+            datamodule: As in `fit`.
+            train_dataloaders: As in `fit`.
+            val_dataloaders: As in `fit`.
+            test_dataloaders: As in `fit`.
+
+        Returns:
+            Clients and their sizes, bytes and estimated time of a round, memory, and what every callback will do.
+
+        Raises:
+            ValueError: If module, data and callbacks cannot work together; a sentence says why.
+        """
+        model = arguments.check_model(model)
+        data = arguments.federated_data(datamodule, train_dataloaders, val_dataloaders, test_dataloaders)
+        return rehearse(self.options, model, data)
+
+    def blueprint(self, model: LightningModule, run: RunFolder | None = None) -> Blueprint:
+        """Return what clients are built from: the module, the callbacks and how clients train. No data are needed.
+
+        Args:
+            model: The module.
+            run: The run's folder.
+        """
+        return make_blueprint(self.options, model, run)
+
+    # -- what there is -----------------------------------------------------------------------------------------------
+    @property
+    def run(self) -> RunFolder | None:
+        """The run's folder; ``None`` before ``fit`` and where nothing is written."""
+        return self.recorder.run
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """Every score of the run."""
+        return self.recorder.rows
+
+    @property
+    def results(self) -> list[dict[str, Any]]:
+        """Rows of `summary.json`: per model, stage, checkpoint, data, split and metric the statistics over clients."""
+        return self.recorder.results
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """All of `summary.json`."""
+        return self.recorder.summary
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """The run's Lightning loggers."""
+        return self.recorder.loggers
+
+    @property
+    def server(self) -> Server | None:
+        """The server, once there is one."""
+        return None if self.federation is None else self.federation.server
+
+    @property
+    def store(self) -> ClientStore:
+        """The clients' records."""
+        return ClientStore() if self.federation is None else self.federation.store
+
+    @property
+    def rounds_done(self) -> int:
+        """Finished rounds."""
+        return 0 if self.federation is None else self.federation.rounds_done
+
+    def close(self) -> None:
+        """End the worker processes that wait for the next call, as those of `engine="ray"` do; what was trained stays.
+
+        It is called at the end of `with FederatedTrainer(...) as trainer:`, and workers end with the program at the latest.
+        """
+        if self.federation is not None:
+            self.federation.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        """Return the arguments that differ from their defaults, and how far the federation is."""
+        parameters = inspect.signature(type(self).__init__).parameters
+        defaults = {name: parameter.default for name, parameter in parameters.items()}
+        defaults |= {name: read(defaults[name]) for name, read in SHORT_FORMS.items()}
+        shown = {
+            name: value
+            for name, value in self.arguments.items()
+            if name not in ("callbacks", "self") and name in defaults and value != defaults[name]
+        }
+        texts = [f"{name}={value!r}" for name, value in shown.items()]
+        texts += [f"callbacks={self.callbacks.callbacks + self.ordinary_callbacks!r}"]
+        done = (
+            "not fitted"
+            if self.federation is None
+            else f"{self.rounds_done} rounds done, {len(self.client_ids)} clients"
+        )
+        return f"<{type(self).__name__}({', '.join(texts)}): {done}>"
+
+    @property
+    def client_ids(self) -> list[str]:
+        """The clients' ids, in order; empty before `fit`."""
+        return [] if self.server is None else list(self.server.clients)
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """Newest scores by name (`val_loss`), each the mean over clients on their own data; empty before the first.
+
+        They are scores of the latest models as received (L1), or else after aggregation (G) or local training (L2).
+        """
+        return {} if self.federation is None else self.fitted.callback_metrics
+
+    @property
+    def fitted(self) -> FittedFederation:
+        """The federation, to be asked for scores, models and predictions.
+
+        Raises:
+            RuntimeError: If there is none yet.
+        """
+        if self.federation is None:
+            raise RuntimeError("This FederatedTrainer has no federation yet. Call fit(), or fit(resume=...), first.")
+        return FittedFederation(self.federation, self.options)
+
+    # -- what is asked of it -----------------------------------------------------------------------------------------
+    def validate(
+        self,
+        model: LightningModule | str | None = None,
+        datamodule: LightningDataModule | None = None,
+        *,
+        checkpoint: str = "latest",
+        ckpt_path: str | Path | None = None,
+        run: str | Path | None = None,
+        verbose: bool = True,
+    ) -> list[dict[str, Any]]:
+        """Score models of the federation on validation data, and print the table; takes the arguments of :meth:`test`."""
+        return self._score("val", model, datamodule, checkpoint, ckpt_path, run, verbose)
+
+    def test(
+        self,
+        model: LightningModule | str | None = None,
+        datamodule: LightningDataModule | None = None,
+        *,
+        checkpoint: str = "all",
+        ckpt_path: str | Path | None = None,
+        run: str | Path | None = None,
+        verbose: bool = True,
+    ) -> list[dict[str, Any]]:
+        """Score models of the federation on test data, local and pooled, and print the table."""
+        return self._score("test", model, datamodule, checkpoint, ckpt_path, run, verbose)
+
+    @only_thread()
+    def _score(
+        self,
+        split: str,
+        model: LightningModule | str | None,
+        datamodule: LightningDataModule | None,
+        checkpoint: str,
+        ckpt_path: str | Path | None,
+        run: str | Path | None,
+        verbose: bool,
+    ) -> list[dict[str, Any]]:
+        if isinstance(model, str):
+            checkpoint = model
+            model = None
+        if ckpt_path is not None and Path(ckpt_path).is_dir():
+            run = ckpt_path if run is None else run
+        elif ckpt_path is not None:
+            checkpoint = "all" if str(ckpt_path) == "best" else str(ckpt_path)
+        if run is not None:
+            if model is None or datamodule is None:
+                raise ValueError(
+                    "To score a run from its folder, give the model and the datamodule that it was started with: "
+                    "test(model=..., datamodule=..., run=...)."
+                )
+            self.restore(model, datamodule, run)
+        else:
+            for what, given, known in zip(("model", "datamodule"), (model, datamodule), self.given, strict=True):
+                if given is not None and given is not known:
+                    raise ValueError(
+                        f"This trainer's federation was not fitted with this {what}, and scores are those of what was "
+                        f"fitted. Leave {what} out, or restore a run: test(model=..., datamodule=..., run=FOLDER)."
+                    )
+        results = self.fitted.score(split, checkpoint)
+        if verbose and is_writer():
+            print_results(results, split)
+        return results
+
+    @only_thread()
+    def onboard(
+        self,
+        newcomers: FederatedDataModule | None = None,
+        clients: Sequence[str | int] | None = None,
+        *,
+        epochs: int = 1,
+        model: LightningModule | None = None,
+        datamodule: LightningDataModule | None = None,
+        run: str | Path | None = None,
+        verbose: bool = True,
+    ) -> list[dict[str, Any]]:
+        """Let new clients join the fitted federation: score them as unseen clients, fine-tune each, score them again.
+
+        In a method with clusters that are found by updates, each first makes the visits by which it finds its cluster.
+
+        Each new client makes one visit as the method's clients do, on its own training data, and sends nothing back: the
+        federation stays as it is. The run's folder gets `onboarding.csv`, `onboarding.json` and `checkpoints/newcomers/`,
+        in the place of those of an earlier call; no other file changes. `docs/how-to/late_clients.md` says
+        what each method does.
+        """
+        if run is not None:
+            if model is None or datamodule is None:
+                raise ConfigurationError(
+                    "To onboard clients into a run from its folder, give the model and the datamodule that it was started "
+                    "with: onboard(newcomers, model=..., datamodule=..., run=...)."
+                )
+            self.restore(model, datamodule, run)
+        return self.fitted.onboard(newcomers, clients, epochs, verbose)
+
+    @only_thread()
+    def predict(
+        self, dataloaders: Any = None, client: str | None = None, *, checkpoint: str = "latest"
+    ) -> list[Any] | None:
+        """Predict with one client's deployed model (stage L1), or with the global model.
+
+        Lightning callbacks of this trainer that have hooks of prediction, such as a `BasePredictionWriter`, are called.
+        """
+        return self.fitted.predict(dataloaders, client, checkpoint)
+
+    def client(self, client: str | int) -> ClientView:
+        """Return the client as it stands: the module it would deploy now (stage L1) and its training samples."""
+        return self.fitted.client(client)
+
+    @only_thread()
+    def module(self, client: str | None = None, checkpoint: str = "latest") -> LightningModule:
+        """Return a copy of the global model (`client=None`) or of the model that `client` deploys."""
+        return self.fitted.module(client, checkpoint)
+
+    def save_checkpoint(self, path: str | Path, client: str | None = None, *, checkpoint: str = "latest") -> None:
+        """Save the global model, or the model that a client deploys, as a Lightning checkpoint.
+
+        `fedlightning.load` reads it, and so does `load_from_checkpoint` of a module that no algorithm has wrapped.
+        """
+        self.fitted.save_checkpoint(path, client, checkpoint)
+
+    # -- helpers -----------------------------------------------------------------------------------------------------
     def _find_run(self, resume: str | Path | None) -> tuple[RunFolder | None, bool]:
         return find_run(self.arguments, resume)
+
+    def _assemble(
+        self, model: LightningModule, data: FederatedDataModule, run: RunFolder | None, go_on: bool = True
+    ) -> Federation:
+        self.federation = assemble(self.options, model, data, run, go_on)
+        self.recorder = self.federation.recorder
+        return self.federation
 
     def _saved(self, resumed: RunFolder | None) -> tuple[int, int]:
         here = 0 if self.federation is None else self.federation.parts.find(Saving).rounds_saved
         return here or (0 if resumed is None else rounds_saved(resumed)), self.max_rounds
-
-    def _copy(self, changes: Mapping[str, Any]) -> FederatedTrainer:
-        given = {**self.arguments, **changes}
-        given["callbacks"] = copy.deepcopy(given["callbacks"])
-        return FederatedTrainer(**given)

@@ -13,7 +13,6 @@ from fedlightning.arguments.local import check_callbacks
 from fedlightning.blueprint.trainer_arguments import check_forwarded
 from fedlightning.compat.pytorch_lightning import adapt
 from fedlightning.errors import ConfigurationError, warn
-from fedlightning.federation.loops import Loop, Synchronous
 from fedlightning.options import Processes, Ray
 from fedlightning.run.manifest import is_file_name
 
@@ -69,18 +68,6 @@ def check_place(name: Any, version: Any, root: Any) -> None:
                 f"{what}={place!r:.80} cannot name a folder: it is longer than {LONGEST} bytes or holds characters that "
                 "cannot be printed, such as line breaks. Choose a shorter, plain one."
             )
-
-
-def loop_of(loop: Any) -> Loop:
-    """Return the loop that is named, or refuse."""
-    if isinstance(loop, Loop):
-        return loop
-    if loop != "synchronous":
-        raise ConfigurationError(
-            f"loop={loop!r} says when clients are visited: 'synchronous', or a loop such as "
-            "fedlightning.federation.loops.Synchronous(). What trains inside a visit is local_loop."
-        )
-    return Synchronous()
 
 
 def check_engine(given: Mapping[str, Any]) -> None:

@@ -15,10 +15,10 @@ from fedlightning.commands.terminal import console, say, shown
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.config.errors import InputError
 from fedlightning.datamodules.base import FederatedDataModule
-from fedlightning.fitted import Fitted
 from fedlightning.storage.files import read_json, write_text_atomically
 from fedlightning.study.leakage import canaries as audit
 from fedlightning.study.leakage import in_words, inversion, leakage, likelihood_ratio
+from fedlightning.trainer import FederatedTrainer
 
 Attack = Literal["usual", "ratio", "canaries", "inversion"]
 NOTHING: dict[str, Any] = {"membership": [], "sites": None, "missing": []}
@@ -28,7 +28,7 @@ FILE, PICTURE = "leakage.json", "leakage_images.png"
 
 def leakage_by(
     attack: Attack,
-    trainer: Fitted,
+    trainer: FederatedTrainer,
     data: FederatedDataModule,
     folder: Path,
     samples: int,

@@ -26,7 +26,7 @@ from fedlightning.blueprint.trainer_arguments import FORWARDED
 from fedlightning.compat.hyperparameters import Maker
 from fedlightning.config.errors import InputError, constructor_sentence, root_cause
 from fedlightning.config.names import class_names
-from fedlightning.config.short_forms import CLASS_PATHS, expand_words
+from fedlightning.config.short_forms import CLASS_PATHS, expand_words, nested_options
 from fedlightning.config.values import check_values, is_plain, refuse_misread
 from fedlightning.config.yaml_form import guard_yaml
 from fedlightning.errors import ConfigurationError, users_line
@@ -111,7 +111,7 @@ class FederatedCLI(LightningCLI):
         parser = LightningArgumentParser(**cls.parser_options(command))
         cls.add_options(parser, command)
         found = [option for action in parser._actions for option in action.option_strings]
-        return ["--config", "--print_config", *(o for o in found if o.startswith("--"))]
+        return ["--config", "--print_config", *(o for o in found if o.startswith("--")), *nested_options()]
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add nothing: Lightning's `seed_everything` is `trainer.seed` here."""

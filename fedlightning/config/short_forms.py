@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
+from fedlightning.options import Evaluation, FailurePolicy
 from fedlightning.options.engines import ENGINES, EngineOptions
 
 FIELDS = {"evaluation": "every", "failures": "on_error"}
@@ -61,6 +63,20 @@ def expand_words(words: Sequence[str]) -> list[str]:
             word = CLASS_PATHS.get(word, word)
         expanded.append(word)
     return expanded
+
+
+def nested_options() -> list[str]:
+    """Return the options of the command line that are fields of the values.
+
+    Example:
+        >>> nested_options()[:2]
+        ['--trainer.engine.workers', '--trainer.engine.clients_per_stack']
+    """
+    kinds: list[tuple[str, Any]] = [("engine", kind) for kind in ENGINES.values()] + [
+        ("failures", FailurePolicy),
+        ("evaluation", Evaluation),
+    ]
+    return list(dict.fromkeys(f"--trainer.{name}.{field.name}" for name, kind in kinds for field in fields(kind)))
 
 
 def engine_of(trainer: Mapping[str, Any]) -> type[EngineOptions] | None:

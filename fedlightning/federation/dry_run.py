@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from fedlightning.federation.trial import spread
 from fedlightning.federation.trial_failure import shapes
 from fedlightning.hooks import FederatedCallback
 from fedlightning.messages import tree_bytes
+from fedlightning.options import FailurePolicy
 from fedlightning.scoring.metrics import bare
 from fedlightning.tensors import module_state
 from fedlightning.visit.description import Description, Part
@@ -54,6 +56,21 @@ SMALL: dict[str, Any] = {
 } | {f"limit_{split}_batches": 1 for split in ("train", "val", "test", "predict")}
 """Arguments of the trainer that are others in a dry run."""
 Answer = TypeVar("Answer")
+
+
+def small_arguments(given: Mapping[str, Any], held_out: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments that are others in the two rounds of a dry run.
+
+    Args:
+        given: The trainer's arguments.
+        held_out: Clients that are scored as unseen ones.
+    """
+    return SMALL | {
+        "local_steps" if given["local_steps"] is not None else "local_epochs": 1,
+        "held_out": held_out,
+        "evaluation": replace(given["evaluation"], every=1, seconds=None, clients=None),
+        "failures": FailurePolicy(update_limit=given["failures"].update_limit),
+    }
 
 
 class FewClients(FewerClients):

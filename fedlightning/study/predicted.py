@@ -10,10 +10,10 @@ import torch
 from lightning.pytorch import LightningModule
 
 from fedlightning.datamodules.base import FederatedDataModule
-from fedlightning.fitted import Fitted
 from fedlightning.study.runs import DEPLOYED
 from fedlightning.study.samples import Predicted
 from fedlightning.study.subgroups import values_of
+from fedlightning.trainer import FederatedTrainer
 from fedlightning.visit.probes import move_batch
 
 CLOSE = 1e-3
@@ -21,7 +21,7 @@ CLOSE = 1e-3
 
 
 def predict_samples(
-    trainer: Fitted,
+    trainer: FederatedTrainer,
     data: FederatedDataModule,
     clients: Sequence[str],
     columns: Iterable[str] = (),
@@ -30,7 +30,7 @@ def predict_samples(
     """Return the probabilities that clients' models give to their own test samples.
 
     Args:
-        trainer: Fitted or restored.
+        trainer: FederatedTrainer or restored.
         data: Its data module, with those clients.
         clients: Clients that trained, or that were held out: these have the model that the method gives to newcomers.
         columns: Subgroups to keep beside, as `"sex"` or `"age>=65"`.
@@ -65,14 +65,14 @@ def predict_samples(
     )
 
 
-def prepared(trainer: Fitted, data: FederatedDataModule) -> FederatedDataModule:
+def prepared(trainer: FederatedTrainer, data: FederatedDataModule) -> FederatedDataModule:
     """Return the data as the trainer's clients have them, with the statistics that these agreed on if there are any."""
     if data.wanted_statistics is None or trainer.federation is None:
         return data
     return trainer.federation.engine.runner.data
 
 
-def members_of(trainer: Fitted, data: FederatedDataModule) -> FederatedDataModule:
+def members_of(trainer: FederatedTrainer, data: FederatedDataModule) -> FederatedDataModule:
     """Return :func:`prepared` data whose training samples are all members: the run has trained with them.
 
     Raises:
@@ -118,7 +118,7 @@ def class_probabilities(module: LightningModule, loader: Iterable[Any]) -> tuple
     return np.concatenate(rows), np.concatenate(labels)
 
 
-def _module(trainer: Fitted, client: str, checkpoint: str) -> LightningModule:
+def _module(trainer: FederatedTrainer, client: str, checkpoint: str) -> LightningModule:
     """Return a client's deployed model: the selected one where there is one, else as it stands."""
     held_out = client in (trainer.server.held_out if trainer.server is not None else ())
     if checkpoint == "best_global":

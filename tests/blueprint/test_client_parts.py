@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from fedlightning.assembly import CLIENT_PARTS
+from fedlightning.assemble import CLIENT_PARTS
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.client_parts import ClientParts
 from fedlightning.blueprint.settings import LocalSettings
@@ -29,7 +29,7 @@ def test_without_any_models_and_scores_are_the_same(monkeypatch):
         return trainer, [row.cells for row in trainer.rows]
 
     whole, rows = fitted()
-    monkeypatch.setattr("fedlightning.assembly.CLIENT_PARTS", ClientParts())
+    monkeypatch.setattr("fedlightning.assemble.CLIENT_PARTS", ClientParts())
     bare, bare_rows = fitted()
     assert (whole.summary["local_loop"], bare.summary["local_loop"]) == ("fast", "trainer")
     same(bare.server.model, whole.server.model)
@@ -37,7 +37,7 @@ def test_without_any_models_and_scores_are_the_same(monkeypatch):
 
 
 def test_a_loop_that_is_not_attached_is_refused(monkeypatch):
-    monkeypatch.setattr("fedlightning.assembly.CLIENT_PARTS", ClientParts())
+    monkeypatch.setattr("fedlightning.assemble.CLIENT_PARTS", ClientParts())
     with pytest.raises(ValueError, match="local_loop='fast' cannot be used: no such loop is attached, only trainer"):
         federate(Toy(), toy_data([22]), local_loop="fast")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedlightning import FederatedTrainer
 from fedlightning.callbacks import MOON, FedAvg
 from fedlightning.engines import choice
 from fedlightning.engines.sequential import SequentialEngine
@@ -40,7 +39,7 @@ def test_small_models_are_stacked(monkeypatch):
 )
 def test_else_one_after_another_with_the_same_bits(options, why, monkeypatch):
     said = []
-    monkeypatch.setattr("fedlightning.assembly.rank_zero_info", said.append)
+    monkeypatch.setattr("fedlightning.assemble.rank_zero_info", said.append)
     found = fit(**options)
     assert type(found.federation.engine) is SequentialEngine
     assert len(said) == 1 and said[0].startswith("engine='auto' takes 'sequential': ") and why in said[0]
@@ -60,9 +59,3 @@ def test_a_run_goes_on_with_what_was_chosen(tmp_path):
     other = make_trainer(tmp_path, [FedAvg()], engine="sequential", max_rounds=4)
     with pytest.raises(ValueError, match="engine was 'vectorized'"):
         other.fit(Toy(), toy_data((16,) * 5), resume="last")
-
-
-def test_options_of_other_engines_are_refused():
-    for option in ("workers", "clients_per_stack"):
-        with pytest.raises(ValueError, match=f"{option}=2 means nothing to engine='auto'"):
-            FederatedTrainer(engine="auto", **{option: 2})

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import threading
 import warnings
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from fedlightning import FederatedCallback
 from fedlightning.algorithm import Facts
+from fedlightning.assemble import assemble
 from fedlightning.callbacks import FedAvg, LocalCheckpoint
 from fedlightning.engines import watchdog as watchdogs
 from fedlightning.errors import ConfigurationError
@@ -42,16 +44,14 @@ def run(callbacks=(), module=None, data=None, root=None, clock=None, **options):
         {"evaluation": Evaluation(stages=["G"])} | options | {"engine": one_worker(options.get("engine", "sequential"))}
     )
     trainer = make_trainer(root, [FedAvg(), *callbacks], **given)
-    if clock is not None:
-        assemble = trainer._assemble
 
-        def with_clock(*args, **kwargs):
-            federation = assemble(*args, **kwargs)
-            federation.engine.attempts.clock = clock
-            return federation
+    def with_clock(*args):
+        federation = assemble(*args)
+        federation.engine.attempts.clock = clock or federation.engine.attempts.clock
+        return federation
 
-        trainer._assemble = with_clock
-    trainer.fit(module or toy(), datamodule=data or toy_data())
+    with patch("fedlightning.trainer.assemble", with_clock):
+        trainer.fit(module or toy(), datamodule=data or toy_data())
     return trainer
 
 
@@ -225,6 +225,7 @@ def test_code_that_cannot_be_interrupted_takes_the_process_with_it(tmp_path):
 import signal, threading
 from fedlightning.engines import watchdog
 from fedlightning.federation.attempts import Attempts
+from fedlightning.assemble import assemble
 from fedlightning.options import FailurePolicy
 watchdog.GRACE = 0.0
 times = iter([0.0])

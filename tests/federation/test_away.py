@@ -60,7 +60,7 @@ RUNS: dict[str, Any] = {
 
 @pytest.fixture
 def elsewhere(monkeypatch):
-    monkeypatch.setattr("fedlightning.assembly.make_engine", away_engine)
+    monkeypatch.setattr("fedlightning.assemble.make_engine", away_engine)
 
 
 def away_engine(name: str, runner: Any, store: Any, *options: Any) -> AwayEngine:
@@ -93,7 +93,7 @@ def test_a_run_is_that_of_sequential(name, tmp_path, monkeypatch):
     here, away = [], []
     for rounds in (1, 2):
         here.append(fitted(name, tmp_path / "here", toy_data(SIZES), max_rounds=rounds))
-    monkeypatch.setattr("fedlightning.assembly.make_engine", away_engine)
+    monkeypatch.setattr("fedlightning.assemble.make_engine", away_engine)
     for rounds in (1, 2):
         away.append(fitted(name, tmp_path / "away", Sealed(toy_data(SIZES)), max_rounds=rounds))
     compare(here[-1], away[-1])
@@ -129,7 +129,7 @@ def test_the_summary_tells_of_data_what_sequential_tells(tmp_path, monkeypatch):
     here = fitted(
         "player_fl", tmp_path / "here", toy_data(SIZES), max_rounds=1, evaluation=Evaluation(every=0, test_data=[])
     )
-    monkeypatch.setattr("fedlightning.assembly.make_engine", away_engine)
+    monkeypatch.setattr("fedlightning.assemble.make_engine", away_engine)
     away = fitted(
         "player_fl",
         tmp_path / "away",
@@ -182,7 +182,7 @@ def test_new_clients_join_where_their_data_are(tmp_path, monkeypatch):
     found = []
     for place, data in (("here", toy_data(SIZES)), ("away", Sealed(toy_data(SIZES)))):
         if place == "away":
-            monkeypatch.setattr("fedlightning.assembly.make_engine", away_engine)
+            monkeypatch.setattr("fedlightning.assemble.make_engine", away_engine)
         trainer = make_trainer(
             tmp_path / place, [FedAvg()], max_rounds=1, held_out=["2"], evaluation=Evaluation(test_data=["local"])
         )

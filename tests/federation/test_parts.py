@@ -48,7 +48,7 @@ def test_the_parts_of_a_run_are_these_in_this_order():
 
 def attached(monkeypatch, *parts):
     """Let runs have these parts alone."""
-    monkeypatch.setattr("fedlightning.assembly.Parts", lambda usual: Parts(parts))
+    monkeypatch.setattr("fedlightning.assemble.Parts", lambda usual: Parts(parts))
 
 
 def test_events_come_in_the_order_of_time(monkeypatch):

@@ -13,7 +13,7 @@ import warnings
 import pytest
 import torch
 
-from fedlightning import FederatedCallback, FederatedTrainer
+from fedlightning import FederatedCallback
 from fedlightning.algorithm import Facts
 from fedlightning.callbacks import SCAFFOLD, LocalAdaptation
 from fedlightning.cli import main
@@ -245,7 +245,7 @@ def test_nothing_ends_a_process_whose_run_is_over(exits):
 
 def test_a_resumed_run_that_waits_says_that_its_state_is_safe(tmp_path, monkeypatch):
     run(tmp_path, callbacks=[SCAFFOLD()])
-    monkeypatch.setattr(FederatedTrainer, "_assemble", lambda *args, **options: send("SIGTERM", 1))
+    monkeypatch.setattr("fedlightning.trainer.assemble", lambda *args, **options: send("SIGTERM", 1))
     said = "SIGTERM ended the run of 3 rounds; its state after round 3 is saved. Go on with resume='last'."
     assert ended(tmp_path, resume="auto") == said
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedlightning.assembly import CLIENT_PARTS
+from fedlightning.assemble import CLIENT_PARTS
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.client_parts import ClientParts
 from fedlightning.blueprint.settings import LocalSettings
@@ -134,7 +134,7 @@ def _write_logs(client, update):
 )
 @pytest.mark.parametrize("parts", [CLIENT_PARTS, ClientParts()], ids=["attached", "core alone"])
 def test_what_is_written_after_everybody_has_seen_the_update_stays_too(write, reason, parts, monkeypatch):
-    monkeypatch.setattr("fedlightning.assembly.CLIENT_PARTS", parts)
+    monkeypatch.setattr("fedlightning.assemble.CLIENT_PARTS", parts)
     with pytest.raises(RuntimeError) as failed:
         run(FedPer(), others=[Late(write)], evaluate_every=1)
     assert reason in str(failed.value)

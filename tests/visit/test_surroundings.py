@@ -90,7 +90,7 @@ def test_what_cannot_be_logged_is_refused(tmp_path):
     for options, sentence in (
         ({"logger": False, "log_clients": True}, "there is no logger"),
         ({"logger": True, "log_clients": True, "engine": "vectorized"}, "one stack"),
-        ({"logger": True, "log_clients": "1"}, "true, false or a list"),
+        ({"logger": True, "log_clients": "1"}, "Use True or False, or a list"),
     ):
         with pytest.raises(ValueError, match=sentence):
             make_trainer(tmp_path, **options)

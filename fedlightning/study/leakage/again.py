@@ -16,7 +16,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.loaders import LoaderDataModule
-from fedlightning.fitted import Fitted
+from fedlightning.trainer import FederatedTrainer
 from fedlightning.visit.probes import sample_losses
 
 
@@ -81,8 +81,8 @@ def loader_like(data: FederatedDataModule, client: str, dataset: Any, positions:
 
 
 def trained_again(
-    trainer: Fitted, data: FederatedDataModule, train: Mapping[str, Any], folder: Path, seed: int
-) -> Fitted:
+    trainer: FederatedTrainer, data: FederatedDataModule, train: Mapping[str, Any], folder: Path, seed: int
+) -> FederatedTrainer:
     """Train the run's model by its configuration on other samples, in a folder of its own.
 
     What such a run spends of a privacy budget is noted in no ledger: its models are not to be given away.
@@ -118,5 +118,5 @@ def trained_again(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run itself has said what there is to say
         made.fit(copy.deepcopy(model), datamodule=OtherSamples(data, train))
-    fitted: Fitted = made
+    fitted: FederatedTrainer = made
     return fitted

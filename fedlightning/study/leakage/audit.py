@@ -14,11 +14,11 @@ from lightning.pytorch import LightningModule
 from torch.utils.data import Dataset, Subset
 
 from fedlightning.datamodules.base import FederatedDataModule
-from fedlightning.fitted import Fitted
 from fedlightning.seeding import generator
 from fedlightning.storage.files import read_json
 from fedlightning.study.leakage.again import loader_like, losses_of, pool_of, trained_again
 from fedlightning.study.predicted import members_of
+from fedlightning.trainer import FederatedTrainer
 
 TOLD = "privacy.json"
 OUTER = 2
@@ -108,7 +108,7 @@ class Mislabelled(Dataset[Any]):
 
 
 def canaries(
-    trainer: Fitted,
+    trainer: FederatedTrainer,
     data: FederatedDataModule,
     count: int = 100,
     unit: Literal["record", "client"] | None = None,
@@ -180,7 +180,7 @@ def canaries(
     return asdict(Canaries(unit, len(chosen), guesses, right, confidence, delta, bound, most, spent))
 
 
-def _accounts_for(trainer: Fitted, unit: str) -> dict[str, Any]:
+def _accounts_for(trainer: FederatedTrainer, unit: str) -> dict[str, Any]:
     """Return what a run's accountant says of a unit; nothing if it counts another one, or there is none."""
     file = None if trainer.run is None else trainer.run.path / TOLD
     told = read_json(file) if file is not None and file.exists() else {}

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from fedlightning.datamodules.base import FederatedDataModule
-from fedlightning.fitted import Fitted
 from fedlightning.seeding import generator
+from fedlightning.trainer import FederatedTrainer
 from fedlightning.visit.probes import probing, training_loss
 
 MOST = 4
@@ -57,7 +57,7 @@ class Inversion:
 
 
 def inversion(
-    trainer: Fitted,
+    trainer: FederatedTrainer,
     data: FederatedDataModule,
     batch: int = 1,
     steps: int = 1000,

@@ -14,11 +14,11 @@ from lightning.pytorch import LightningModule
 from torch.utils.data import Subset
 
 from fedlightning.datamodules.base import FederatedDataModule
-from fedlightning.fitted import Fitted
 from fedlightning.seeding import generator
 from fedlightning.study.leakage.again import loader_like, losses_of, pool_of, trained_again
 from fedlightning.study.leakage.usual import membership
 from fedlightning.study.predicted import members_of
+from fedlightning.trainer import FederatedTrainer
 
 ENOUGH = 64
 """Shadow runs without a sample from which its own variance is taken; below, one variance of all samples (the paper, 6.2)."""
@@ -88,7 +88,7 @@ def standing_out(found: np.ndarray, without: np.ndarray) -> np.ndarray:
 
 
 def likelihood_ratio(
-    trainer: Fitted,
+    trainer: FederatedTrainer,
     data: FederatedDataModule,
     shadows: int = 16,
     samples: int = 1000,

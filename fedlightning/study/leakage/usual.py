@@ -13,9 +13,9 @@ from lightning.pytorch.plugins.precision import Precision
 from torch.utils.data import DataLoader, Subset
 
 from fedlightning.datamodules.base import FederatedDataModule
-from fedlightning.fitted import Fitted
 from fedlightning.seeding import generator
 from fedlightning.study.predicted import class_probabilities, members_of
+from fedlightning.trainer import FederatedTrainer
 from fedlightning.visit.probes import NoLossError, sample_losses
 
 FALSE_ALARMS = 0.01
@@ -140,7 +140,7 @@ def site_inference(
 
 
 def leakage(
-    trainer: Fitted, data: FederatedDataModule, samples: int = 1000, checkpoint: str = "latest", seed: int = 0
+    trainer: FederatedTrainer, data: FederatedDataModule, samples: int = 1000, checkpoint: str = "latest", seed: int = 0
 ) -> dict[str, Any]:
     """Attack the models of a run that was fitted or restored.
 
@@ -209,7 +209,7 @@ def _losses(
 
 
 def _probabilities(
-    trainer: Fitted, data: FederatedDataModule, most: int, checkpoint: str, seed: int
+    trainer: FederatedTrainer, data: FederatedDataModule, most: int, checkpoint: str, seed: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the global model's probabilities of test samples, whose they are, and their classes."""
     module = trainer.module(None, checkpoint)

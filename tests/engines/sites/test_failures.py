@@ -188,7 +188,7 @@ def test_too_few_clients_end_the_run(tmp_path):
     line = Line(sites(tmp_path / "sites"))
     line.watch = lambda node, data: None if node == "1" and visits_of(data, 1) else data
     with pytest.raises(TooFewClientsError, match="min_clients"):
-        at_sites(line, tmp_path / "server", failures=FailurePolicy(min_clients=3))
+        at_sites(line, tmp_path / "server", failures=FailurePolicy(min_clients=3, timeout=30.0))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from fedlightning.engines.sites.status import FILE, OwnStatus, ServerStatus, Sta
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.attempts import ClientFailedError
 from fedlightning.messages import Update
+from fedlightning.options import FailurePolicy
 from fedlightning.storage.files import UnreadableError
 from fedlightning.wire import read as packed
 from fedlightning.wire import write
@@ -128,7 +129,7 @@ def test_the_reason_of_a_failure_names_the_site(tmp_path):
     line = Line(sites(tmp_path / "again"))
     line.reply = lambda name, data: changed(data, fails)
     with pytest.raises(ClientFailedError, match="at site 'home of site1' failed"):
-        at_sites(line, tmp_path / "stops", failures="stop")
+        at_sites(line, tmp_path / "stops", failures=FailurePolicy("stop", timeout=30.0))
 
 
 def test_two_sites_of_one_name_are_refused(tmp_path):

@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 from torchmetrics import Accuracy
 
-from fedlightning.assembly import CLIENT_PARTS
+from fedlightning.assemble import CLIENT_PARTS
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.copier import Copier
 from fedlightning.blueprint.settings import LocalSettings

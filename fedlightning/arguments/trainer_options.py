@@ -1,0 +1,64 @@
+"""What a trainer was told, read once: :class:`TrainerOptions`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning.pytorch import Callback
+
+from fedlightning.arguments.local import check_keeping, ordinary_callbacks
+from fedlightning.arguments.values import check
+from fedlightning.federation.loops import Loop, Synchronous
+from fedlightning.federation.terms import optimizer_state_of
+from fedlightning.hooks import CallbackList, FederatedCallback
+from fedlightning.options import SHORT_FORMS
+from fedlightning.ranges import to_python
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    """The trainer's arguments, checked, and what follows from them.
+
+    Attributes:
+        arguments: The arguments by name; short forms are written out.
+        callbacks: The federated callbacks.
+        ordinary_callbacks: The Lightning callbacks that run inside clients.
+        optimizer_state: What becomes of optimizers between visits.
+        loop: The loop; every run has a copy.
+        max_rounds: Rounds of the federation.
+    """
+
+    arguments: Mapping[str, Any]
+    callbacks: CallbackList
+    ordinary_callbacks: list[Callback]
+    optimizer_state: Literal["reset", "keep"]
+    loop: Loop
+    max_rounds: int
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> TrainerOptions:
+        """Check arguments and return the options.
+
+        Raises:
+            ConfigurationError: If two contradict each other, or one cannot work.
+        """
+        arguments = {name: to_python(value) for name, value in given.items()}
+        arguments |= {name: read(arguments[name]) for name, read in SHORT_FORMS.items()}
+        check(arguments)
+        callbacks, loop = arguments["callbacks"], arguments["loop"]
+        everything = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
+        federated = CallbackList([item for item in everything if isinstance(item, FederatedCallback)])
+        ordinary = ordinary_callbacks(everything)
+        optimizer_state = optimizer_state_of(federated.callbacks, arguments["optimizer_state"])
+        check_keeping(ordinary, optimizer_state)
+        max_rounds = 1 if arguments["fast_dev_run"] else arguments["max_rounds"]
+        loop = loop if isinstance(loop, Loop) else Synchronous()
+        return cls(arguments, federated, ordinary, optimizer_state, loop, max_rounds)
+
+    def copied(self, **changes: Any) -> TrainerOptions:
+        """Return options with copies of the callbacks and some other arguments."""
+        given = {**self.arguments, **changes}
+        return type(self).read(given | {"callbacks": copy.deepcopy(given["callbacks"])})

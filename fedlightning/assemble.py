@@ -1,0 +1,296 @@
+"""The composition root: a trainer's options, a module and data become a federation that can begin.
+
+What attaches to a federation is made and ordered here, and nowhere else: engine, server, parts, loop.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.utilities import rank_zero_info
+
+from fedlightning import arguments
+from fedlightning.arguments import TrainerOptions
+from fedlightning.blueprint.blueprint import Blueprint
+from fedlightning.blueprint.client_parts import ClientParts
+from fedlightning.blueprint.copier import Copier
+from fedlightning.blueprint.settings import LocalSettings
+from fedlightning.blueprint.trainer_arguments import FORWARDED, OF_DEVICES, check_devices
+from fedlightning.blueprint.warm_start import read_privacy, warm_started
+from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.engines.choice import choose, make_engine
+from fedlightning.engines.watchdog import Watchdog
+from fedlightning.errors import ConfigurationError, warn
+from fedlightning.federation.dry_run import (
+    DISTINCT,
+    UNSEEN_CLIENTS,
+    FewClients,
+    distinct_clients,
+    dry_run,
+    small_arguments,
+)
+from fedlightning.federation.dry_run_report import DryRun
+from fedlightning.federation.engine import Engine
+from fedlightning.federation.explosions import Explosions, FarScores
+from fedlightning.federation.federation import Federation
+from fedlightning.federation.loops import Synchronous
+from fedlightning.federation.outgoing import OutgoingReport
+from fedlightning.federation.parts import Part, Parts
+from fedlightning.federation.population import Participation, Population
+from fedlightning.federation.progress import RichProgress
+from fedlightning.federation.rehearsal import Preflight
+from fedlightning.federation.saving import Saving
+from fedlightning.federation.server import Server
+from fedlightning.federation.statistics import agree_on_statistics
+from fedlightning.federation.store import ClientStore
+from fedlightning.federation.unseen import HeldOutScores
+from fedlightning.federation.update_checks import UpdateChecks
+from fedlightning.hooks import Protection
+from fedlightning.options import Auto, Evaluation
+from fedlightning.run.fingerprint import PARTS, fingerprint
+from fedlightning.run.folder import RunFolder
+from fedlightning.run.logs import Logs
+from fedlightning.run.recorder import Recorder
+from fedlightning.run.resumable import refuse_requeued
+from fedlightning.scoring.row_table import RowTable
+from fedlightning.seeding import preserved
+from fedlightning.storage.files import is_writer
+from fedlightning.virtual_time.timeline import Timeline
+from fedlightning.visit.description import Description
+from fedlightning.visit.fast.evaluation import FastEvaluator
+from fedlightning.visit.fast.fit import FastFitter
+from fedlightning.visit.leaving import refuse_private
+from fedlightning.visit.lost_batches import refuse_lost_batches
+from fedlightning.visit.runner import LocalRunner
+
+CLIENT_PARTS = ClientParts(
+    fitters=(FastFitter,),
+    evaluators=(FastEvaluator,),
+    loop_checks=(refuse_lost_batches,),
+    leave_checks=(refuse_private,),
+    copier=Copier,
+)
+"""What attaches to every client, in this process, in workers and at sites."""
+
+
+def assemble(
+    options: TrainerOptions,
+    model: LightningModule,
+    data: FederatedDataModule,
+    run: RunFolder | None,
+    go_on: bool = True,
+    assigned: Mapping[str, str] | None = None,
+) -> Federation:
+    """Put a federation together; it trains nothing yet.
+
+    Args:
+        options: What the trainer was told.
+        model: The module, which is copied.
+        data: The data of all clients.
+        run: The run's folder; `None`: nothing is written.
+        go_on: Whether it will be trained; else it is only scored.
+        assigned: Name of each client's model. Default: as the module says.
+    """
+    blueprint = make_blueprint(options, model, run)
+    engine = make_engine(options.arguments["engine"], LocalRunner(blueprint, data), _make_store(options))
+    engine.set_up("fit" if go_on else "test")
+    everybody = engine.describe()
+    arguments.check_clients(everybody)
+    blueprint.settings.log_clients = _logged_clients(options.arguments["log_clients"], everybody)
+    blueprint.assigned = arguments.assigned_models(model, everybody) if assigned is None else assigned
+    held_out = arguments.held_out_clients(options.arguments["held_out"], everybody)
+    engine.leave_out(held_out)
+    if (wanted := engine.runner.described.statistics) is not None:
+        agree_on_statistics(engine, wanted, blueprint.callbacks, None if run is None else run.path)
+    if isinstance(options.arguments["engine"], Auto):
+        engine, options = _choose_engine(engine, options)
+    engine.attempts.policy, engine.attempts.watch = options.arguments["failures"], Watchdog(engine.attempts)
+    evaluation: Evaluation = options.arguments["evaluation"]
+    population = _list_population(engine, held_out)
+    population.scored = arguments.evaluated_clients(evaluation.clients, population.clients, everybody.seed)
+    server = Server(
+        blueprint,
+        population,
+        max_rounds=options.max_rounds,
+        participation=options.arguments["participation"],
+        float_buffers=options.arguments["float_buffers"],
+        run_dir=run.path if run is not None and is_writer() else None,
+        parts=Parts(list_parts(options, blueprint.template, engine)),
+    )
+    loggers = _make_loggers(options.arguments["logger"], run) if is_writer() and go_on else []
+    return Federation(
+        server,
+        engine.store,
+        engine,
+        Recorder(run, loggers, Logs(loggers, None if run is None else run.path), RowTable()),
+        stages=tuple(evaluation.stages),
+        evaluate_data=tuple(evaluation.data),
+        test_data=evaluation.tested,
+        evaluate_every=evaluation.every,
+        evaluate_seconds=evaluation.seconds,
+        sanity_check=options.arguments["sanity_check"],
+        loop=copy.deepcopy(options.loop),
+    )
+
+
+def rehearse(options: TrainerOptions, model: LightningModule, data: FederatedDataModule) -> DryRun:
+    """Put two federations together, as the run will be and a small one that trains, and make a dry run of them."""
+    with preserved():
+        whole = assemble(options.copied(logger=False), model, data, None)
+        with closing(whole.engine):
+            if not whole.engine.data_here:
+                raise ConfigurationError(
+                    f"A dry run tries batches in this process, and the data of {type(whole.engine).__name__} are "
+                    "elsewhere. Try it with engine='sequential' where the data are."
+                )
+            whole.check()
+            server, trained = whole.server, whole.engine.describe(parts=DISTINCT)
+            unseen = server.held_out[:UNSEEN_CLIENTS]
+            ready = data if whole.engine.statistics is None else whole.engine.runner.data
+            few = FewClients(ready, [*distinct_clients(trained, server.blueprint.architecture_of), *unseen])
+            changes = small_arguments(options.arguments, unseen)
+            small = assemble(options.copied(**changes), model, few, None, assigned=server.blueprint.assigned)
+            return dry_run(whole, small, options.max_rounds)
+
+
+def list_parts(options: TrainerOptions, model: LightningModule, engine: Engine) -> list[Part]:
+    """Return what attaches to a federation, in the order in which it is told what happens.
+
+    Args:
+        options: What the trainer was told.
+        model: The module from which clients' modules are built.
+        engine: Carries out the visits.
+    """
+
+    def fingerprint_of(joined: Sequence[str], held_out: Sequence[str]) -> dict[str, Any]:
+        callbacks = options.callbacks.callbacks, options.ordinary_callbacks
+        return fingerprint(options.arguments, *callbacks, model, engine.describe(joined, PARTS), held_out)
+
+    return [
+        UpdateChecks(options.arguments["failures"].update_limit),
+        Explosions(),
+        FarScores(),
+        Preflight(),
+        OutgoingReport(),
+        HeldOutScores(),
+        Timeline(),
+        Saving(options.arguments["save_state"], fingerprint_of),
+        *([RichProgress(options.max_rounds)] if options.arguments["enable_progress_bar"] and is_writer() else []),
+    ]
+
+
+def make_blueprint(options: TrainerOptions, model: LightningModule, run: RunFolder | None = None) -> Blueprint:
+    """Return what clients are built from: the module, the callbacks and how clients train. No data are needed.
+
+    Args:
+        options: What the trainer was told.
+        model: The module.
+        run: The run's folder.
+    """
+    a = options.arguments
+    refuse_requeued(Path.cwd() if run is None else run.path)
+    settings = LocalSettings(
+        seed=a["seed"],
+        max_rounds=options.max_rounds,
+        local_epochs=None if a["local_steps"] is not None else (a["local_epochs"] or 1),
+        local_steps=a["local_steps"],
+        optimizer_state=options.optimizer_state,
+        lr_decay=a["lr_decay"],
+        trainer_arguments=_local_trainer(a, run),
+        callbacks=options.ordinary_callbacks,
+        log_clients=a["log_clients"] is True,
+        local_loop=a["local_loop"],
+        float_buffers=a["float_buffers"],
+    )
+    devices = {name: a[name] for name in OF_DEVICES if a[name] not in (None, "auto", 1, "cpu")}
+    if devices:
+        check_devices(devices, settings.trainer_arguments)
+    if a["init_from"] is not None:
+        model = warm_started(model, a["init_from"])
+    blueprint = Blueprint(model, options.callbacks, settings, parts=CLIENT_PARTS)
+    if a["init_from"] is not None and any(isinstance(callback, Protection) for callback in options.callbacks):
+        blueprint.privacy = spent = read_privacy(a["init_from"])
+        if spent:
+            warn(
+                f"init_from={str(a['init_from'])!r} has spent epsilon={spent['epsilon']:.4g} at "
+                f"delta={spent['delta']:g}. For data that were in it, that and what this run spends add up: privacy.json "
+                "tells both, and their sum."
+            )
+    return blueprint
+
+
+def _make_store(options: TrainerOptions) -> ClientStore:
+    memory = options.arguments["client_memory_gb"]
+    return ClientStore(limit=None if memory is None else int(memory * 1e9))
+
+
+def _list_population(engine: Engine, held_out: list[str]) -> Population:
+    """Return the clients and what is known of their data."""
+    known = engine.runner.described
+    return Population(
+        {client: known.num_samples(client) for client in known.client_ids},
+        held_out=held_out,
+        sizes=known.sizes,
+        over_rounds=known.over_rounds,
+        together=known.together,
+        sites=dict(engine.sites),
+        public_source=engine.public,
+    )
+
+
+def _choose_engine(engine: Engine, options: TrainerOptions) -> tuple[Engine, TrainerOptions]:
+    """Return the engine that `engine="auto"` chooses, and the options with it."""
+    count = Participation(options.arguments["participation"]).count(len(engine.runner.described.client_ids))
+    chosen, why = choose(engine.runner, count, type(options.loop) is Synchronous)
+    rank_zero_info(why)
+    options = replace(options, arguments={**options.arguments, "engine": chosen})
+    return make_engine(chosen, engine.runner, engine.store), options
+
+
+def _logged_clients(asked: bool | Iterable[str | int], data: Description) -> bool | list[str]:
+    """Return `log_clients` with the clients by name."""
+    if isinstance(asked, bool):
+        return asked
+    names = [str(client) for client in asked]
+    unknown = [name for name in names if name not in data.client_ids]
+    if unknown:
+        raise ConfigurationError(
+            f"log_clients holds '{unknown[0]}', which is no client. They are {list(data.client_ids)[:20]}."
+        )
+    return names
+
+
+def _local_trainer(given: Mapping[str, Any], run: RunFolder | None) -> dict[str, Any]:
+    """Return the arguments of the clients' Lightning Trainers."""
+    out = {name: given[name] for name in FORWARDED if given[name] is not None}
+    out["check_val_every_n_epoch"] = given["check_val_every_n_epoch"]
+    if given["check_val_every_n_epoch"] is None:
+        out.pop("check_val_every_n_epoch")
+    if given["fast_dev_run"]:
+        out |= {f"limit_{split}_batches": 1 for split in ("train", "val", "test", "predict")}
+    if run is not None:
+        out["default_root_dir"] = str(run.path)
+    return out
+
+
+def _make_loggers(value: Logger | Iterable[Logger] | bool | None, run: RunFolder | None) -> list[Logger]:
+    """Return the run's Lightning loggers: CSV in the run's folder by default."""
+    if isinstance(value, Logger):
+        return [value]
+    if isinstance(value, bool) or value is None:
+        if not value or run is None:
+            return []
+        return [CSVLogger(run.path, name="", version="logs")]
+    for item in value:
+        if not isinstance(item, Logger):
+            raise ConfigurationError(
+                f"logger={value!r} is no logger. Pass True, False or instances such as CSVLogger('logs')."
+            )
+    return list(value)
