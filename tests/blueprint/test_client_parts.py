@@ -25,7 +25,7 @@ from tests.helpers import NormNet, Toy, federate, same, toy_data
 def test_without_any_models_and_scores_are_the_same(monkeypatch):
     def fitted():
         torch.manual_seed(0)
-        trainer = federate(NormNet(), toy_data([22, 40], val=9), [SCAFFOLD()], max_rounds=2, evaluate_every=1)
+        trainer = federate(NormNet(), toy_data([22, 40], val=9), [SCAFFOLD()], max_rounds=2, evaluation=1)
         return trainer, [row.cells for row in trainer.rows]
 
     whole, rows = fitted()

@@ -431,6 +431,7 @@ SCRIPT = """
 import sys
 import fedlightning
 from fedlightning.callbacks import FedAvg
+from fedlightning.options import Processes
 from tests.engines.users import Sleep
 from tests.helpers import Toy, make_trainer, toy_data
 
@@ -439,7 +440,7 @@ class Mine(Toy):
 
 def main():
     callbacks = [FedAvg()] + ([Sleep(sys.argv[1])] if len(sys.argv) > 1 else [])
-    make_trainer(None, callbacks, engine="processes", workers=2).fit(Mine(), datamodule=toy_data())
+    make_trainer(None, callbacks, engine=Processes(workers=2)).fit(Mine(), datamodule=toy_data())
     print("trained")
 
 """

@@ -369,6 +369,7 @@ import os
 import sys
 import fedlightning
 from fedlightning.callbacks import FedAvg
+from fedlightning.options import Ray
 from tests.engines.users import Sleep
 from tests.helpers import Toy, make_trainer, toy_data
 
@@ -376,7 +377,7 @@ class Mine(Toy):
     pass
 
 callbacks = [FedAvg()] + ([Sleep(sys.argv[1])] if len(sys.argv) > 1 else [])
-make_trainer(None, callbacks, engine="ray", workers=2).fit(Mine(), datamodule=toy_data())
+make_trainer(None, callbacks, engine=Ray(workers=2)).fit(Mine(), datamodule=toy_data())
 print("trained", sum("RAY_AUTH" in name for name in os.environ))
 """
 

@@ -136,7 +136,7 @@ def _write_logs(client, update):
 def test_what_is_written_after_everybody_has_seen_the_update_stays_too(write, reason, parts, monkeypatch):
     monkeypatch.setattr("fedlightning.assemble.CLIENT_PARTS", parts)
     with pytest.raises(RuntimeError) as failed:
-        run(FedPer(), others=[Late(write)], evaluate_every=1)
+        run(FedPer(), others=[Late(write)], evaluation=1)
     assert reason in str(failed.value)
 
 
@@ -149,7 +149,7 @@ class Withholds(Protection):
 
 def test_what_is_logged_late_is_withheld_as_the_rest():
     with watching() as visits:
-        run(FedPer(), others=[Withholds(), Late(_write_logs)], evaluate_every=1)
+        run(FedPer(), others=[Withholds(), Late(_write_logs)], evaluation=1)
     assert visits.all and not any(update.metrics for _, update, _ in visits.all)
 
 
