@@ -102,17 +102,17 @@ $(FLOWER_STAMP): pyproject.toml constraints-flower.txt
 FLOWER_PYTEST = $(FLOWER_VENV)/bin/python -c "import flwr" && $(ONE_THREAD) $(FLOWER_VENV)/bin/python -m pytest -q
 
 test-flower: $(FLOWER_STAMP) ## run the tests of sites over a real SuperLink, in an environment of its own
-	$(FLOWER_PYTEST) tests/engines/flower $(PYTEST_ARGS)
+	$(FLOWER_PYTEST) tests/sites/flower $(PYTEST_ARGS)
 
 test-flower-all: $(FLOWER_STAMP) ## run these, the slow ones too: lost sites and programs, large messages
-	$(FLOWER_PYTEST) -m "slow or not slow" tests/engines/flower $(PYTEST_ARGS)
+	$(FLOWER_PYTEST) -m "slow or not slow" tests/sites/flower $(PYTEST_ARGS)
 
 CATALOGUE ?= .flower-catalogue
 CATALOGUE_SERVERS ?= 4
 
 test-flower-catalogue: $(FLOWER_STAMP) ## every method over a real SuperLink: some 40 minutes; goes on where it was stopped
 	FEDLIGHTNING_CATALOGUE=$(CATALOGUE) FEDLIGHTNING_CATALOGUE_SERVERS=$(CATALOGUE_SERVERS) $(ONE_THREAD) \
-		$(FLOWER_VENV)/bin/python -m pytest -q -m slow tests/engines/flower/test_catalogue.py $(PYTEST_ARGS)
+		$(FLOWER_VENV)/bin/python -m pytest -q -m slow tests/sites/flower/test_catalogue.py $(PYTEST_ARGS)
 
 $(DOCS_STAMP): $(STAMP)
 	$(PIP_INSTALL) -e ".[docs]"

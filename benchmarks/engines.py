@@ -33,8 +33,8 @@ from fedlightning import FederatedCallback, FederatedTrainer
 from fedlightning.callbacks import FedAvg
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.views import ArrayDataset
-from fedlightning.engines.pool import usable_cores
 from fedlightning.options import Processes, Ray
+from fedlightning.parallel.pool import usable_cores
 
 
 class Module(LightningModule):

@@ -26,10 +26,10 @@ import fedlightning  # noqa: F401  before lightning
 # isort: split
 from benchmarks.engines import train
 from benchmarks.work import WORKS, BareLoop, Work
-from fedlightning.federation.federation import Federation
-from fedlightning.hooks import Job
+from fedlightning.client.requests import Evaluate
+from fedlightning.contract import Job
 from fedlightning.options import EngineOptions, Vectorized
-from fedlightning.visit.requests import Evaluate
+from fedlightning.server.federation import Federation
 
 
 def digits() -> nn.Module:

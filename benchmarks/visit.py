@@ -29,15 +29,15 @@ from rich.table import Table
 from benchmarks.engines import Data, Module
 from benchmarks.work import WORKS, Work
 from fedlightning.assemble import CLIENT_PARTS
-from fedlightning.blueprint.blueprint import Blueprint
-from fedlightning.blueprint.settings import LocalSettings
-from fedlightning.hooks import CallbackList
-from fedlightning.messages import Message
+from fedlightning.client.blueprint import Blueprint
+from fedlightning.client.record import ClientRecord
+from fedlightning.client.requests import Evaluate
+from fedlightning.client.runtime import LocalRunner
+from fedlightning.client.settings import LocalSettings
+from fedlightning.client.visit import carry_out
+from fedlightning.contract import CallbackList
+from fedlightning.contract.messages import Message
 from fedlightning.tensors import clone, module_state
-from fedlightning.visit.record import ClientRecord
-from fedlightning.visit.requests import Evaluate
-from fedlightning.visit.runner import LocalRunner
-from fedlightning.visit.visit import carry_out
 
 
 @dataclass
@@ -84,7 +84,7 @@ def bare_visits(work: Work) -> Callable[[int], None]:
 
 
 def own_visits(work: Work, local_loop: str) -> Callable[[int], None]:
-    """Return a function that visits every client through :class:`~fedlightning.visit.runner.LocalRunner`, as engines do."""
+    """Return a function that visits every client through :class:`~fedlightning.client.runtime.LocalRunner`, as engines do."""
     data = Data(work)
     data.setup("fit")
     settings = LocalSettings(

@@ -11,13 +11,13 @@ from torch import Tensor
 from fedlightning.algorithm import State, address
 from fedlightning.callbacks.apfl import alpha_slope, mix, next_alpha
 from fedlightning.callbacks.apfl_mixtures import ParameterMixture
-from fedlightning.engines.stacked.hooks import StackHooks, Turn
-from fedlightning.engines.stacked.stack import Stack, column, put, side_by_side, take
-from fedlightning.engines.stacked.step import clip, gradients
+from fedlightning.stacked.hooks import StackHooks, Turn
+from fedlightning.stacked.stack import Stack, column, put, side_by_side, take
+from fedlightning.stacked.step import clip, gradients
 
 if TYPE_CHECKING:
     from fedlightning.callbacks.apfl import APFL
-    from fedlightning.engines.stacked.fit import StackedFit
+    from fedlightning.stacked.fit import StackedFit
 
 
 class StackedMixtures(StackHooks):

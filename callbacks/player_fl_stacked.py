@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from fedlightning.callbacks.diagnostics.sensitivity_terms import SensitivityAccumulator
-from fedlightning.engines.stacked.hooks import StackHooks, Turn
 from fedlightning.layers import ForwardOrder
+from fedlightning.stacked.hooks import StackHooks, Turn
 from fedlightning.tensors import widen
 
 if TYPE_CHECKING:
     from fedlightning.callbacks.player_fl import PLayerFL
-    from fedlightning.engines.stacked.fit import StackedFit
+    from fedlightning.stacked.fit import StackedFit
 
 
 class StackedSensitivities(StackHooks):

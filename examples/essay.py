@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from fedlightning.client.local_data import EPOCHS_OF_A_VISIT
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner
 from fedlightning.models import MLP, Classifier
 from fedlightning.seeding import first_of_permutation, generator, isolated, seed_all
 from fedlightning.tensors import State, WeightedMean, clone, load_state, module_state
-from fedlightning.visit.local_data import EPOCHS_OF_A_VISIT
 
 SEED, ROUNDS, EPOCHS, SHARE = 0, 3, 2, 0.5
 SHOWN = ("checkpointing", "progress_bar", "model_summary")

@@ -9,14 +9,14 @@ repair_torchvision_when_imported()
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fedlightning.hooks import FederatedCallback
-    from fedlightning.run.checkpoints import load
+    from fedlightning.contract import FederatedCallback
+    from fedlightning.deployment.checkpoints import load
     from fedlightning.trainer import FederatedTrainer
 
 _LAZY = {
     "FederatedTrainer": "fedlightning.trainer",
-    "FederatedCallback": "fedlightning.hooks",
-    "load": "fedlightning.run.checkpoints",
+    "FederatedCallback": "fedlightning.contract",
+    "load": "fedlightning.deployment.checkpoints",
 }
 __all__ = ["FederatedCallback", "FederatedTrainer", "load"]
 

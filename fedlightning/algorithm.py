@@ -2,7 +2,7 @@
 
 >>> from fedlightning.algorithm import Client, FederatedCallback, Message, Server, State, Update
 
-The contract and its words (:mod:`fedlightning.hooks`), the two roles, what travels, addressed randomness, and losses and
+The contract and its words (:mod:`fedlightning.contract`), the two roles, what travels, addressed randomness, and losses and
 gradients that leave no trace. `docs/how-to/write_an_algorithm.md` takes one method from its pseudocode to a checked callback.
 
 Beside it there are ranges of arguments (:mod:`fedlightning.ranges`), arithmetic over named tensors
@@ -10,12 +10,12 @@ Beside it there are ranges of arguments (:mod:`fedlightning.ranges`), arithmetic
 (:mod:`fedlightning.topology`) and wrapped modules (:mod:`fedlightning.wrappers`).
 """
 
+from fedlightning.client import probes
+from fedlightning.client.client import Client
 from fedlightning.compat import sheets
 from fedlightning.compat.attached import detached_copy
 from fedlightning.compat.system import file_name_of
-from fedlightning.errors import missing_package, warn
-from fedlightning.federation.server import Server
-from fedlightning.hooks import (
+from fedlightning.contract import (
     NEWCOMER,
     POOLED,
     WEIGHTINGS,
@@ -48,15 +48,15 @@ from fedlightning.hooks import (
     UpdateCodec,
     UpdateInterception,
     WeightingName,
-    facts,
 )
-from fedlightning.messages import GLOBAL, Extra, Message, Update, Wire, contributors
+from fedlightning.contract import capabilities as facts
+from fedlightning.contract.messages import GLOBAL, Extra, Message, Update, Wire, contributors
+from fedlightning.errors import missing_package, warn
 from fedlightning.seeding import address, generator, isolated
+from fedlightning.server.server import Server
 from fedlightning.storage.files import write_secret, write_text_atomically
 from fedlightning.storage.round_table import add_round
 from fedlightning.tensors import State
-from fedlightning.visit import probes
-from fedlightning.visit.client import Client
 
 __all__ = [
     # the contract

@@ -18,17 +18,23 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from fedlightning import arguments
 from fedlightning.arguments import TrainerOptions
-from fedlightning.blueprint.blueprint import Blueprint
-from fedlightning.blueprint.client_parts import ClientParts
-from fedlightning.blueprint.copier import Copier
-from fedlightning.blueprint.settings import LocalSettings
-from fedlightning.blueprint.trainer_arguments import FORWARDED, OF_DEVICES, check_devices
-from fedlightning.blueprint.warm_start import read_privacy, warm_started
+from fedlightning.client.blueprint import Blueprint
+from fedlightning.client.client_parts import ClientParts
+from fedlightning.client.data_summary import Description
+from fedlightning.client.runtime import LocalRunner
+from fedlightning.client.settings import LocalSettings
+from fedlightning.client.warm_start import read_privacy, warm_started
+from fedlightning.contract import Protection
 from fedlightning.datamodules.base import FederatedDataModule
-from fedlightning.engines.choice import choose, make_engine
-from fedlightning.engines.watchdog import Watchdog
+from fedlightning.engine_choice import choose, make_engine
+from fedlightning.engines.base import Engine
+from fedlightning.engines.records import ClientStore
 from fedlightning.errors import ConfigurationError, warn
-from fedlightning.federation.dry_run import (
+from fedlightning.fast.evaluation import FastEvaluator
+from fedlightning.fast.fit import FastFitter
+from fedlightning.fast.module_copier import Copier
+from fedlightning.fast.row_table import RowTable
+from fedlightning.guards.dry_run import (
     DISTINCT,
     UNSEEN_CLIENTS,
     FewClients,
@@ -36,39 +42,33 @@ from fedlightning.federation.dry_run import (
     dry_run,
     small_arguments,
 )
-from fedlightning.federation.dry_run_report import DryRun
-from fedlightning.federation.engine import Engine
-from fedlightning.federation.explosions import Explosions, FarScores
-from fedlightning.federation.federation import Federation
-from fedlightning.federation.loops import Synchronous
-from fedlightning.federation.outgoing import OutgoingReport
-from fedlightning.federation.parts import Part, Parts
-from fedlightning.federation.population import Participation, Population
-from fedlightning.federation.progress import RichProgress
-from fedlightning.federation.rehearsal import Preflight
-from fedlightning.federation.saving import Saving
-from fedlightning.federation.server import Server
-from fedlightning.federation.statistics import agree_on_statistics
-from fedlightning.federation.store import ClientStore
-from fedlightning.federation.unseen import HeldOutScores
-from fedlightning.federation.update_checks import UpdateChecks
-from fedlightning.hooks import Protection
+from fedlightning.guards.dry_run_report import DryRun
+from fedlightning.guards.explosions import Explosions, FarScores
+from fedlightning.guards.lost_batches import refuse_lost_batches
+from fedlightning.guards.preflight import Preflight
+from fedlightning.guards.update_checks import UpdateChecks
+from fedlightning.guards.watchdog import Watchdog
+from fedlightning.onboarding.held_out_scores import HeldOutScores
 from fedlightning.options import Auto, Evaluation
-from fedlightning.run.fingerprint import PARTS, fingerprint
+from fedlightning.options.lightning_arguments import FORWARDED, OF_DEVICES, check_devices
+from fedlightning.privacy.leaving import refuse_private
+from fedlightning.privacy.outgoing import OutgoingReport
+from fedlightning.resume.fingerprint import PARTS, fingerprint
+from fedlightning.resume.loggers import Logs
+from fedlightning.resume.resumable import refuse_requeued
+from fedlightning.resume.saving import Saving
 from fedlightning.run.folder import RunFolder
-from fedlightning.run.logs import Logs
 from fedlightning.run.recorder import Recorder
-from fedlightning.run.resumable import refuse_requeued
-from fedlightning.scoring.row_table import RowTable
 from fedlightning.seeding import preserved
+from fedlightning.server.data_statistics import agree_on_statistics
+from fedlightning.server.federation import Federation
+from fedlightning.server.loops import Synchronous
+from fedlightning.server.parts import Part, Parts
+from fedlightning.server.population import Participation, Population
+from fedlightning.server.progress import RichProgress
+from fedlightning.server.server import Server
 from fedlightning.storage.files import is_writer
 from fedlightning.virtual_time.timeline import Timeline
-from fedlightning.visit.description import Description
-from fedlightning.visit.fast.evaluation import FastEvaluator
-from fedlightning.visit.fast.fit import FastFitter
-from fedlightning.visit.leaving import refuse_private
-from fedlightning.visit.lost_batches import refuse_lost_batches
-from fedlightning.visit.runner import LocalRunner
 
 CLIENT_PARTS = ClientParts(
     fitters=(FastFitter,),

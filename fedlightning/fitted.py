@@ -14,26 +14,26 @@ from torch import Tensor
 
 from fedlightning import arguments
 from fedlightning.arguments import TrainerOptions
-from fedlightning.blueprint.blueprint import Blueprint
+from fedlightning.client.blueprint import Blueprint
+from fedlightning.client.data_summary import describe
+from fedlightning.client.runtime import LocalRunner
 from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.deployment.checkpoints import Exporter
+from fedlightning.deployment.export import deployed, deployed_module, spent_in
+from fedlightning.deployment.tasks import Deploy, Predict, predictions
+from fedlightning.engines.base import Engine
+from fedlightning.engines.server_model import ServerModel
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.deploy import Deploy, Predict, predictions
-from fedlightning.federation.deployed import deployed, deployed_module, spent_in
-from fedlightning.federation.engine import Engine
-from fedlightning.federation.federation import Federation
-from fedlightning.federation.onboarding import Onboarding, blueprint_of_placing, blueprint_of_visits, placing_callback
-from fedlightning.federation.unseen import refusal
-from fedlightning.run.checkpoints import Exporter
+from fedlightning.onboarding.held_out_scores import refusal
+from fedlightning.onboarding.onboarding import Onboarding, blueprint_of_placing, blueprint_of_visits, placing_callback
+from fedlightning.resume.lock import only_writer
 from fedlightning.run.folder import RunFolder
-from fedlightning.run.lock import only_writer
-from fedlightning.scoring.results import summarise
-from fedlightning.scoring.rows import LOCAL, UNSEEN
-from fedlightning.scoring.server_model import ServerModel
-from fedlightning.scoring.table import print_results
+from fedlightning.scores.results import summarise
+from fedlightning.scores.rows import LOCAL, UNSEEN
+from fedlightning.scores.table import print_results
 from fedlightning.seeding import preserved
+from fedlightning.server.federation import Federation
 from fedlightning.storage.files import is_writer, writing
-from fedlightning.visit.description import describe
-from fedlightning.visit.runner import LocalRunner
 
 
 @dataclass

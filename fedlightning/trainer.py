@@ -21,19 +21,14 @@ from torch import Tensor
 from fedlightning import arguments
 from fedlightning.arguments import TrainerOptions
 from fedlightning.assemble import assemble, make_blueprint, rehearse
-from fedlightning.blueprint.blueprint import Blueprint
+from fedlightning.client.blueprint import Blueprint
 from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.deployment.export import export
+from fedlightning.engines.records import ClientStore
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.deployed import export
-from fedlightning.federation.dry_run_report import DryRun
-from fedlightning.federation.federation import Federation
-from fedlightning.federation.loops import Loop
-from fedlightning.federation.restore import restore
-from fedlightning.federation.saving import Saving
-from fedlightning.federation.server import Server
-from fedlightning.federation.store import ClientStore
 from fedlightning.fitted import ClientView as ClientView
 from fedlightning.fitted import FittedFederation
+from fedlightning.guards.dry_run_report import DryRun
 from fedlightning.options import SHORT_FORMS, EngineOptions, Evaluation, FailurePolicy
 from fedlightning.options.replaced import REPLACED
 from fedlightning.ranges import (
@@ -46,13 +41,18 @@ from fedlightning.ranges import (
     checked,
     replaced,
 )
+from fedlightning.resume.lock import only_thread, only_writer
+from fedlightning.resume.restore import restore
+from fedlightning.resume.resumable import AUTO, find_run, refuse_used, rounds_saved
+from fedlightning.resume.saving import Saving
+from fedlightning.resume.stop_requests import StopRequest, requeue, stop_requests
 from fedlightning.run.folder import RunFolder, folder_of
-from fedlightning.run.lock import only_thread, only_writer
 from fedlightning.run.recorder import Recorder
-from fedlightning.run.resumable import AUTO, find_run, refuse_used, rounds_saved
-from fedlightning.run.signals import StopRequest, requeue, stop_requests
-from fedlightning.scoring.rows import Row
-from fedlightning.scoring.table import print_results
+from fedlightning.scores.rows import Row
+from fedlightning.scores.table import print_results
+from fedlightning.server.federation import Federation
+from fedlightning.server.loops import Loop
+from fedlightning.server.server import Server
 from fedlightning.storage.files import is_writer, of_first_rank
 
 Clients = Annotated[float, Range("(0, 1]", "A float is a share of the clients, an int a number of them.")]
@@ -91,7 +91,7 @@ class FederatedTrainer:
             "ray": on Ray actors of this machine or of a cluster, the same results bit for bit; "auto": "vectorized" where it
             is faster, else "sequential". With options: `Processes(workers=4)` and its like (`fedlightning.options`).
         loop: When clients are visited, and what a round is: "synchronous", or a loop with options
-            (`fedlightning.federation.loops`). What trains inside a visit is another thing: local_loop.
+            (`fedlightning.server.loops`). What trains inside a visit is another thing: local_loop.
         local_loop: What trains inside a visit. "trainer": a Lightning Trainer of the visit's own; "fast": a short loop
             that makes the same calls at a fraction of the cost per step, equal bit for bit, for one device; "auto": fast
             where it applies, else trainer, and one line says why. When clients are visited is another thing: loop.

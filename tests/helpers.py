@@ -21,13 +21,13 @@ from fedlightning.algorithm import Facts
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from fedlightning import FederatedCallback, FederatedTrainer
+from fedlightning.client.record import ClientRecord
+from fedlightning.contract import Job
+from fedlightning.contract.messages import Message, Update
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
-from fedlightning.federation.server import Server
-from fedlightning.hooks import Job
-from fedlightning.messages import Message, Update
 from fedlightning.seeding import generator, seed_all
+from fedlightning.server.server import Server
 from fedlightning.tensors import State, clone, module_state
-from fedlightning.visit.record import ClientRecord
 
 FEATURES, CLASSES = 6, 3
 

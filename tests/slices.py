@@ -75,7 +75,7 @@ def distance(nodeid: str, changed: Sequence[str]) -> int:
         >>> changed = ["callbacks/fedbuff.py", "fedlightning/wire/container.py"]
         >>> [distance(f"tests/{file}.py::test_it", changed) for file in ("callbacks/test_fedbuff", "wire/test_wire")]
         [0, 1]
-        >>> distance("tests/run/test_kills.py::test_it", changed)
+        >>> distance("tests/resume/test_kills.py::test_it", changed)
         2
     """
     path = PurePosixPath(nodeid.partition("::")[0])

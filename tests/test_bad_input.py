@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedlightning import FederatedTrainer, load
 from fedlightning.callbacks import FedAdam, FedBN, FedPer, FedProx
+from fedlightning.contract import FederatedCallback
+from fedlightning.engines.attempts import FederationError
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.attempts import FederationError
-from fedlightning.hooks import FederatedCallback
 from tests.helpers import Toy, federate, make_trainer, toy_data
 
 

@@ -14,8 +14,8 @@ import yaml
 
 import fedlightning.callbacks as callbacks
 from fedlightning.catalogue import ALGORITHMS, Algorithm, create, find, installed, list_algorithms
-from fedlightning.config.names import class_names
-from fedlightning.hooks import FederatedCallback
+from fedlightning.config.class_names import class_names
+from fedlightning.contract import FederatedCallback
 from fedlightning.testing import check_algorithm
 from tools.registry import generated
 

@@ -22,7 +22,7 @@ from fedlightning.cli import main
 from fedlightning.commands.folders import find_run
 from fedlightning.commands.run import Commands
 from fedlightning.config.errors import REPLACED, explain, parse_sentence, suggestion
-from fedlightning.scoring.table import client_table, important_metrics, print_results, results_table
+from fedlightning.scores.table import client_table, important_metrics, print_results, results_table
 
 QUICKSTART = str(Path(__file__).parents[1] / "configs/quickstart.yaml")
 SMALL = [
@@ -224,7 +224,7 @@ def test_test_and_validate_a_run(run: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_test_an_interrupted_run(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from fedlightning.hooks import FederatedCallback
+    from fedlightning.contract import FederatedCallback
 
     class Interrupt(FederatedCallback):
         facts = Facts(takes_part=False)

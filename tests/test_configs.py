@@ -13,7 +13,7 @@ from sklearn.datasets import load_diabetes
 
 from fedlightning.cli import main
 from fedlightning.commands.run import Commands
-from fedlightning.config.values import check_values
+from fedlightning.config.value_checks import check_values
 from fedlightning.trainer import FederatedTrainer
 from tests.datamodules.test_tcga_brca import files as survival_files
 from tests.helpers import mostly_slow

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedlightning.catalogue import ALGORITHMS
 from fedlightning.commands import COMMANDS
 from fedlightning.config.schema import config_schema
-from fedlightning.hooks import FederatedCallback
+from fedlightning.contract import FederatedCallback
 from fedlightning.testing.toys import ToyModule
 from tests.helpers import samples, toy_data
 from tests.processes import forked
@@ -168,7 +168,7 @@ def test_the_guide_has_the_contract_and_every_hook_has_words() -> None:
     nine = GUIDE.partition("## The contract: nine hooks")[2].partition("## ")[0]
     assert len(re.findall(r"^\| `(\w+)\(", nine, re.MULTILINE)) == 9
     for base in (FederatedCallback, *FederatedCallback.__subclasses__()):
-        for name, value in vars(base).items() if base.__module__.startswith("fedlightning.hooks") else ():
+        for name, value in vars(base).items() if base.__module__.startswith("fedlightning.contract") else ():
             if inspect.isfunction(value) and not name.startswith("_"):
                 assert value.__doc__, (
                     f"{base.__name__}.{name} has no docstring, of which its entry in the reference is made"

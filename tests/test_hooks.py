@@ -25,10 +25,10 @@ from fedlightning.callbacks import (
     LocalCheckpoint,
     pFedBayes,
 )
-from fedlightning.federation.attempts import FederationError
-from fedlightning.hooks import ROLES, CallbackList, Job, Phase
-from fedlightning.hooks.callback import FAMILIES
-from fedlightning.messages import Wire
+from fedlightning.contract import ROLES, CallbackList, Job, Phase
+from fedlightning.contract.callback import FAMILIES
+from fedlightning.contract.messages import Wire
+from fedlightning.engines.attempts import FederationError
 from fedlightning.tensors import module_state
 from tests.helpers import NormNet, Toy, federate, make_trainer, same, spied, toy_data
 
@@ -262,7 +262,7 @@ class TwoSteps(FederatedCallback):
     """A plan that first probes everybody, then trains the client with the largest loss."""
 
     def wire(self, module):
-        from fedlightning.messages import Wire
+        from fedlightning.contract.messages import Wire
 
         return Wire(up={"loss": "scalar"})
 

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 
 from fedlightning import FederatedCallback
 from fedlightning.callbacks import FLIU, SCAFFOLD, Ditto, FedAdam, FedALA, FedAMP, FedAvg, FedAvgM, FedProx, FedYogi
-from fedlightning.federation.attempts import FederationError
+from fedlightning.engines.attempts import FederationError
 from fedlightning.tensors import first_nonfinite
 from tests.helpers import NormNet, Toy, close, federate, plain_fit, same, spied, toy_data
 

@@ -18,9 +18,8 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from fedlightning import FederatedCallback, FederatedTrainer, callbacks, datamodules
+from fedlightning import FederatedCallback, FederatedTrainer, callbacks, datamodules, virtual_time
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation import loops
 from fedlightning.models import Classifier, Regressor
 from fedlightning.ranges import (
     CountOrShare,
@@ -44,6 +43,7 @@ from fedlightning.ranges import (
 )
 from fedlightning.ranges.checking import _annotations_of
 from fedlightning.ranges.together import fault_of
+from fedlightning.server import loops
 from fedlightning.virtual_time import FixedSpeed
 
 if TYPE_CHECKING:
@@ -334,7 +334,7 @@ NEEDED |= dict.fromkeys(ROOTED, lambda: {"root": "data"})
 
 
 def _classes() -> Iterator[type]:
-    for package in (callbacks, datamodules, loops):
+    for package in (callbacks, datamodules, loops, virtual_time):
         for name in package.__all__:
             kind = getattr(package, name)
             if isinstance(kind, type) and not inspect.isabstract(kind) and ranges_of(kind):

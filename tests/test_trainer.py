@@ -19,10 +19,10 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from torch.utils.data import DataLoader
 
 from fedlightning import FederatedCallback, FederatedTrainer
-from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.callbacks import FLIU, SCAFFOLD, Central, FedAdam, FedPer, FedProx, Local, LocalCheckpoint
-from fedlightning.federation.attempts import FederationError
-from fedlightning.hooks import Job
+from fedlightning.client.blueprint import Blueprint
+from fedlightning.contract import Job
+from fedlightning.engines.attempts import FederationError
 from fedlightning.options import Evaluation
 from fedlightning.tensors import module_state
 from tests.helpers import (

@@ -18,9 +18,9 @@ import fedlightning.callbacks as fl
 import fedlightning.datamodules as fd
 import fedlightning.models as fm
 from fedlightning import FederatedTrainer
-from fedlightning.federation.loops import Synchronous
 from fedlightning.options import Evaluation, FailurePolicy, Processes, Vectorized
 from fedlightning.seeding import generator
+from fedlightning.server.loops import Synchronous
 from fedlightning.testing.toys import ToyData, ToyModule
 from fedlightning.virtual_time import (
     Asynchronous,

@@ -5,7 +5,7 @@ survives these tests is a test that is missing::
 
     python -m tools.faults                    # all of them: some ten minutes
     python -m tools.faults fednova norms      # those whose name contains one of these words
-    python -m tools.faults -- tests/scoring   # all of them, with other tests
+    python -m tools.faults -- tests/scores   # all of them, with other tests
 
 The faults are planted in a copy in a temporary folder, so the working tree stays as it is.
 """

@@ -108,7 +108,7 @@ def traced_round() -> tuple[list[str], list[str]]:
 
     from fedlightning import FederatedTrainer
     from fedlightning.callbacks import FedAvg
-    from fedlightning.federation.federation import Federation
+    from fedlightning.server.federation import Federation
 
     class Model(LightningModule):
         def __init__(self) -> None:

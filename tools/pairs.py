@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import fedlightning.callbacks as callbacks
-from fedlightning.hooks import FederatedCallback
+from fedlightning.contract import FederatedCallback
 from fedlightning.options import Evaluation
 from fedlightning.virtual_time import Asynchronous, DrawnStaleness, WaitFree
 from tests.conformance.case import collect

@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from fedlightning.compat.quiet import quiet
-from fedlightning.hooks import Facts, FederatedCallback
+from fedlightning.contract import Facts, FederatedCallback
 from fedlightning.models import ClientModels
 from fedlightning.options import Evaluation
 from fedlightning.testing.toys import ToyData, ToyModule
 from fedlightning.trainer import FederatedTrainer
-from tests.engines.sites.helpers import Line, at_sites
-from tests.engines.sites.helpers import sites as two_sites
+from tests.sites.helpers import Line, at_sites
+from tests.sites.helpers import sites as two_sites
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule

@@ -84,7 +84,7 @@ class Gossip(Decentralised):
         if setup.loop != self.loop:
             raise ValueError(
                 f"{name} runs in rounds by the loop {self.loop}, and trainer.loop is {setup.loop}. Set it to "
-                f"fedlightning.federation.loops.{self.loop}."
+                f"{self.loop} (docs/explanation/no_server.md)."
             )
         final = [other for other in setup.callbacks if other.claims("final_jobs") and other.claims("on_broadcast")]
         if final and any(Change.GLOBAL_SELECTION in other.facts.changes for other in setup.callbacks):

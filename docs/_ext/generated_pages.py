@@ -21,7 +21,7 @@ from sphinx.pycode import ModuleAnalyzer
 from fedlightning import FederatedTrainer
 from fedlightning.catalogue import ALGORITHMS, FAMILIES, KINDS, Algorithm
 from fedlightning.commands import COMMANDS, json_output
-from fedlightning.hooks import ROLES, FederatedCallback, families
+from fedlightning.contract import ROLES, FederatedCallback, families
 from tools.methods_table import lines_on
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +37,7 @@ MODULES = {
     "fedlightning.layers": "A module as a list of layers.",
     "fedlightning.topology": "Graphs of clients without a server.",
     "fedlightning.virtual_time": "Virtual time: speeds, links and availability of clients.",
-    "fedlightning.federation.loops": "When clients are visited, and what a round is.",
+    "fedlightning.server.loops": "When clients are visited, and what a round is.",
     "fedlightning.catalogue": "The registry of algorithms.",
     "fedlightning.wire": "The bytes of a message.",
     "fedlightning.testing": "Checks for an algorithm of your own.",

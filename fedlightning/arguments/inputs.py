@@ -13,16 +13,16 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils.data import Dataset
 
+from fedlightning.client.data_summary import Description
 from fedlightning.compat.pytorch_lightning import adapt
 from fedlightning.compat.system import file_name_of, same_file
+from fedlightning.contract import POOLED
 from fedlightning.datamodules.base import FederatedDataModule, in_order
 from fedlightning.datamodules.held_out import draw_clients, draw_held_out
 from fedlightning.datamodules.labels import ask_about_spelling
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.errors import ConfigurationError, listed
-from fedlightning.hooks import POOLED
 from fedlightning.models.client_models import ClientModels
-from fedlightning.visit.description import Description
 
 
 def check_model(model: Any) -> LightningModule:

@@ -17,8 +17,8 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 
+from fedlightning.contract import FederatedCallback
 from fedlightning.errors import ConfigurationError, warn
-from fedlightning.hooks import FederatedCallback
 from fedlightning.options import Vectorized
 from fedlightning.ranges import is_boundless, may_be_infinite
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fedlightning.arguments.inputs import check_clients, federated_data
+from fedlightning.client.data_summary import Description, describe
 from fedlightning.compat.quiet import quiet
 from fedlightning.datamodules.base import FederatedDataModule, in_order
 from fedlightning.errors import ConfigurationError, listed
 from fedlightning.models.client_models import ClientModels
-from fedlightning.visit.description import Description, describe
 
 if TYPE_CHECKING:
-    from fedlightning.blueprint.blueprint import Blueprint
-    from fedlightning.federation.server import Server
+    from fedlightning.client.blueprint import Blueprint
+    from fedlightning.server.server import Server
 
 
 def assigned_newcomers(server: Server, own: Description, data: Description, new: list[str]) -> Blueprint:

@@ -11,11 +11,11 @@ from lightning.pytorch import Callback
 
 from fedlightning.arguments.local import check_keeping, ordinary_callbacks
 from fedlightning.arguments.values import check
-from fedlightning.federation.loops import Loop, Synchronous
-from fedlightning.federation.terms import optimizer_state_of
-from fedlightning.hooks import CallbackList, FederatedCallback
+from fedlightning.contract import CallbackList, FederatedCallback
 from fedlightning.options import SHORT_FORMS
 from fedlightning.ranges import to_python
+from fedlightning.server.comparison_terms import optimizer_state_of
+from fedlightning.server.loops import Loop, Synchronous
 
 
 @dataclass(frozen=True)

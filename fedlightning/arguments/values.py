@@ -10,11 +10,11 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 
 from fedlightning.arguments.local import check_callbacks
-from fedlightning.blueprint.trainer_arguments import check_forwarded
 from fedlightning.compat.pytorch_lightning import adapt
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.options import Processes, Ray
-from fedlightning.run.manifest import is_file_name
+from fedlightning.options.lightning_arguments import check_forwarded
+from fedlightning.resume.manifest import is_file_name
 
 
 def check(given: Mapping[str, Any]) -> None:

@@ -39,7 +39,7 @@ from fedlightning.catalogue.algorithm import FAMILIES, Algorithm, Option
 from fedlightning.catalogue.installed import installed_rows, plain
 
 if TYPE_CHECKING:
-    from fedlightning.hooks import FederatedCallback
+    from fedlightning.contract import FederatedCallback
 
 __all__ = ["ALGORITHMS", "FAMILIES", "Algorithm", "Option", "create", "find", "installed", "list_algorithms", "rows"]
 

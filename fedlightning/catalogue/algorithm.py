@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fedlightning.ranges import ranges_of
 
 if TYPE_CHECKING:
-    from fedlightning.hooks import FederatedCallback
+    from fedlightning.contract import FederatedCallback
 
 CALLBACKS = "fedlightning.callbacks"
 """The package that exports the algorithms of this repository."""

@@ -72,7 +72,7 @@ def _row(entry: EntryPoint) -> Algorithm:
 
 def _row_of_class(cls: object, class_path: str) -> Algorithm:
     """Return a row with what the docstring of a class says: its first paragraph."""
-    from fedlightning.hooks import FederatedCallback
+    from fedlightning.contract import FederatedCallback
 
     if not (isinstance(cls, type) and issubclass(cls, FederatedCallback)):
         raise TypeError(f"{class_path} is neither a FederatedCallback class nor a row of the catalogue")

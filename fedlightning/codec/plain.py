@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedlightning.codec.leaves import BY_NAME, BY_TYPE, enum_member, named_tuple
-from fedlightning.codec.names import UntrustedError, path_of
+from fedlightning.codec.class_names import UntrustedError, path_of
+from fedlightning.codec.values import BY_NAME, BY_TYPE, enum_member, named_tuple
 
 TAG = "fedlightning:kind"
 """Key of a dict that stands for something else than a dict."""

@@ -16,7 +16,7 @@ from fedlightning.commands.json_output import print_json
 from fedlightning.commands.study import Parser
 from fedlightning.commands.terminal import console, say, shown
 from fedlightning.config.errors import InputError
-from fedlightning.scoring.metrics import higher_is_better
+from fedlightning.scores.metrics import higher_is_better
 from fedlightning.storage.files import read_json
 from fedlightning.study.runs import Run, load_run
 

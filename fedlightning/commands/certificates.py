@@ -7,8 +7,8 @@ from pathlib import Path
 
 from fedlightning.commands.study import Parser
 from fedlightning.config.errors import InputError
-from fedlightning.engines.flower import certificates as files
 from fedlightning.errors import ConfigurationError, missing_package
+from fedlightning.sites.flower import certificates as files
 
 DESCRIPTION = (
     "Make certificates and keys for a server and its sites, in a folder for each machine. Give each its own only."

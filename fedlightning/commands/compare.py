@@ -32,11 +32,11 @@ from fedlightning.experiments.baselines import AUTO, notes
 from fedlightning.experiments.children import Main, call
 from fedlightning.experiments.execute import Task
 from fedlightning.experiments.first_result import FirstResult, check_known, check_metric
-from fedlightning.experiments.left_out import predict_runs
+from fedlightning.experiments.leave_one_site_out import predict_runs
 from fedlightning.experiments.plan import Plan, Request, make_plan
 from fedlightning.experiments.ray_runner import ray_options, refuse_ray_within
 from fedlightning.experiments.study_file import StudyFile, only_one
-from fedlightning.scoring.metrics import choose_metric
+from fedlightning.scores.metrics import choose_metric
 from fedlightning.study.terms import optimizer_states
 
 DESCRIPTION = """\

@@ -54,7 +54,7 @@ def script(shell: str) -> str:
     )
     from fedlightning.commands.run import Commands, cli_class
     from fedlightning.commands.study import PASSED_ON
-    from fedlightning.config.names import class_names
+    from fedlightning.config.class_names import class_names
     from fedlightning.config.parsing import FederatedCLI
 
     passed_on = [option for option in Commands.option_strings("fit") if PASSED_ON.match(option)]

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fedlightning.config.errors import InputError
-from fedlightning.run.lock import holder_of
-from fedlightning.run.logs import BEGINNING
+from fedlightning.resume.lock import holder_of
+from fedlightning.resume.loggers import BEGINNING
 from fedlightning.storage.files import is_writer
 
 

@@ -15,9 +15,9 @@ from fedlightning.commands.terminal import console, say, shown
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.config.errors import InputError
 from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.leakage import canaries as audit
+from fedlightning.leakage import in_words, inversion, leakage, likelihood_ratio
 from fedlightning.storage.files import read_json, write_text_atomically
-from fedlightning.study.leakage import canaries as audit
-from fedlightning.study.leakage import in_words, inversion, leakage, likelihood_ratio
 from fedlightning.trainer import FederatedTrainer
 
 Attack = Literal["usual", "ratio", "canaries", "inversion"]

@@ -53,7 +53,7 @@ def parser() -> Parser:
 
 def report(words: Sequence[str]) -> int:
     """Carry out the command and return its exit code."""
-    from fedlightning.study.report.build import build_report
+    from fedlightning.report.build import build_report
     from fedlightning.study.runs import STUDY_FILE, load_study, read_study_file, runs_below
     from fedlightning.study.tables import tables_of
 
@@ -92,7 +92,7 @@ def write_report(out: Path, runs: Sequence[Path], metric: str | None, checkpoint
     """Print the overview and write the report. Errors are printed but not raised, since the runs are done."""
     try:
         show_overview(runs, metric, checkpoint, screen)
-        from fedlightning.study.report.build import build_report
+        from fedlightning.report.build import build_report
 
         page = build_report(out, runs, metric=metric, checkpoint=checkpoint)
         say(screen, f"\nReport: {shown(page)}")

@@ -12,11 +12,11 @@ from rich.table import Table as Grid
 
 from fedlightning.commands.terminal import say
 from fedlightning.compat.rich_tables import print_whole
+from fedlightning.experiments.reproduce.formatting import chance, left_out, reasons, row_of, times, verdict_counts
 from fedlightning.experiments.reproduce.record import counts, read_record
 from fedlightning.experiments.reproduce.results import Line
 from fedlightning.experiments.reproduce.tables import Table
 from fedlightning.experiments.reproduce.verdicts import BAD, BY_CHANCE, GOOD
-from fedlightning.experiments.reproduce.words import chance, left_out, reasons, row_of, times, verdict_counts
 
 _COLOURS = {**dict.fromkeys(GOOD, "green"), **dict.fromkeys(BAD, "bold red"), "inconclusive": "yellow"}
 

@@ -18,9 +18,9 @@ from fedlightning.commands.terminal import console, say, shown
 from fedlightning.config.errors import InputError, explain
 from fedlightning.config.parsing import FederatedCLI
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.onboarding import SUMMARY
-from fedlightning.run.signals import requeued
-from fedlightning.scoring.table import evaluation_line, print_results
+from fedlightning.onboarding.onboarding import SUMMARY
+from fedlightning.resume.stop_requests import requeued
+from fedlightning.scores.table import evaluation_line, print_results
 from fedlightning.storage.files import is_writer, read_json, save_tensors, writing
 from fedlightning.study.failures import failures_line
 from fedlightning.trainer import FederatedTrainer

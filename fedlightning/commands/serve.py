@@ -17,14 +17,15 @@ from fedlightning.config.errors import InputError, explain
 from fedlightning.config.parsing import FederatedCLI
 from fedlightning.config.short_forms import CLASS_PATHS, engine_of
 from fedlightning.datamodules.public_only import PublicDataModule
-from fedlightning.engines.flower import certificates as files
-from fedlightning.engines.flower import programs, reach
-from fedlightning.engines.sites.elsewhere import DataElsewhere
-from fedlightning.engines.sites.link import connected
-from fedlightning.engines.sites.server_log import Run, ServerLog, showing
 from fedlightning.errors import warn
 from fedlightning.options import Flower, Sequential
-from fedlightning.run.lock import only_writer
+from fedlightning.resume.lock import only_writer
+from fedlightning.sites.flower import certificates as files
+from fedlightning.sites.flower import programs
+from fedlightning.sites.flower import reachability as reach
+from fedlightning.sites.link import connected
+from fedlightning.sites.remote_data import DataElsewhere
+from fedlightning.sites.server_log import Run, ServerLog, showing
 from fedlightning.storage.files import is_writer
 
 

@@ -13,14 +13,15 @@ from fedlightning.commands.folders import refuse_taken
 from fedlightning.config.errors import InputError
 from fedlightning.config.parsing import FederatedCLI
 from fedlightning.datamodules import FederatedDataModule, NaturalPartitioner, Partitioned
-from fedlightning.engines.flower import certificates as files
-from fedlightning.engines.flower import programs, reach
-from fedlightning.engines.sites.runs import MOST
-from fedlightning.engines.sites.site import Site
-from fedlightning.engines.sites.site_log import SiteLog
-from fedlightning.engines.sites.status import NAME, printable, stamped
-from fedlightning.run.lock import only_writer
-from fedlightning.run.signals import Terminated, endings
+from fedlightning.resume.lock import only_writer
+from fedlightning.resume.stop_requests import Terminated, endings
+from fedlightning.sites.flower import certificates as files
+from fedlightning.sites.flower import programs
+from fedlightning.sites.flower import reachability as reach
+from fedlightning.sites.runs import MOST
+from fedlightning.sites.site import Site
+from fedlightning.sites.site_log import SiteLog
+from fedlightning.sites.status import NAME, printable, stamped
 from fedlightning.trainer import FederatedTrainer
 
 AGAIN = 3.0

@@ -16,8 +16,9 @@ from fedlightning.commands.study import Parser
 from fedlightning.commands.terminal import console, say, shown
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.config.errors import InputError
-from fedlightning.engines.sites.runs import DAY, kept_runs, remove_run
-from fedlightning.engines.sites.status import (
+from fedlightning.resume.lock import holder_of, only_writer
+from fedlightning.sites.runs import DAY, kept_runs, remove_run
+from fedlightning.sites.status import (
     FILE,
     NAME,
     OwnStatus,
@@ -28,7 +29,6 @@ from fedlightning.engines.sites.status import (
     printable,
     read,
 )
-from fedlightning.run.lock import holder_of, only_writer
 
 DESCRIPTION = """\
 Show the sites of a federation: who is connected since when, and what each does now.

@@ -24,7 +24,7 @@ from fedlightning.experiments.execute import LOG, Task, Watcher, execute
 from fedlightning.experiments.progress import View
 from fedlightning.experiments.ray_runner import RayRuns
 from fedlightning.experiments.study_file import StudyFile
-from fedlightning.run.signals import ENDINGS, SIGNALS, under_slurm
+from fedlightning.resume.stop_requests import ENDINGS, SIGNALS, under_slurm
 
 if TYPE_CHECKING:
     from fedlightning.options import Ray

@@ -22,7 +22,7 @@ from fedlightning.experiments.ray_runner import ray_options
 from fedlightning.experiments.space import combinations, parse_grid, parse_search
 from fedlightning.experiments.study_file import StudyFile, only_one
 from fedlightning.experiments.sweep import Proposals, Trial
-from fedlightning.scoring.metrics import bare, higher_is_better
+from fedlightning.scores.metrics import bare, higher_is_better
 
 DESCRIPTION = """\
 Try values of options and choose the best on validation data.

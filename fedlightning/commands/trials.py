@@ -21,7 +21,7 @@ from fedlightning.experiments.ray_runner import refuse_ray_within
 from fedlightning.experiments.space import Values
 from fedlightning.experiments.study_file import StudyFile
 from fedlightning.experiments.sweep import NO_TEST, Trial, objective, override, ranked
-from fedlightning.scoring.metrics import bare, higher_is_better
+from fedlightning.scores.metrics import bare, higher_is_better
 from fedlightning.storage.files import write_text_atomically
 
 if TYPE_CHECKING:

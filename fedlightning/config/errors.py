@@ -210,7 +210,7 @@ def _unknown_module(where: str, found: re.Match[str], text: str) -> str:
 
 
 def _close_class(name: str, otherwise: str = "Give the full path, as in my_package.MyClass.") -> str:
-    from fedlightning.config.names import class_names
+    from fedlightning.config.class_names import class_names
 
     return suggestion(name, class_names()) or otherwise
 
@@ -245,7 +245,7 @@ def _options_hint(key: str, class_path: str) -> str:
     if class_path == "group:trainer" and key in REPLACED:
         return f"Use {REPLACED[key]}."
     if class_path == "group:trainer" or not class_path:
-        from fedlightning.config.names import trainer_options
+        from fedlightning.config.class_names import trainer_options
 
         prefix = "" if class_path else "trainer."
         return suggestion(prefix + key, [prefix + name for name in trainer_options()])
@@ -265,7 +265,7 @@ def _no_mapping(where: str, found: re.Match[str], text: str) -> str:
 
 
 def _unrecognised(where: str, found: re.Match[str], text: str) -> str:
-    from fedlightning.config.names import option_names
+    from fedlightning.config.class_names import option_names
 
     words = found[1].strip()
     option = words.split()[0].partition("=")[0]

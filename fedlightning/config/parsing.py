@@ -22,15 +22,15 @@ from lightning import seed_everything
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from fedlightning.blueprint.trainer_arguments import FORWARDED
 from fedlightning.compat.hyperparameters import Maker
+from fedlightning.config.class_names import class_names
 from fedlightning.config.errors import InputError, constructor_sentence, root_cause
-from fedlightning.config.names import class_names
 from fedlightning.config.short_forms import CLASS_PATHS, expand_words, nested_options
-from fedlightning.config.values import check_values, is_plain, refuse_misread
+from fedlightning.config.value_checks import check_values, is_plain, refuse_misread
 from fedlightning.config.yaml_form import guard_yaml
 from fedlightning.errors import ConfigurationError, users_line
 from fedlightning.options import Evaluation, FailurePolicy
+from fedlightning.options.lightning_arguments import FORWARDED
 from fedlightning.trainer import FederatedTrainer
 
 TITLES = {

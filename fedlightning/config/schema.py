@@ -8,12 +8,12 @@ from functools import cache
 from importlib import import_module
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from fedlightning import __version__
+from fedlightning import __version__, virtual_time
 from fedlightning.catalogue.algorithm import argument_texts
-from fedlightning.config.names import class_names
+from fedlightning.config.class_names import class_names
 from fedlightning.config.short_forms import CLASS_PATHS
-from fedlightning.federation import loops
 from fedlightning.options import EngineOptions, Evaluation, FailurePolicy
+from fedlightning.server import loops
 from fedlightning.trainer import FederatedTrainer
 
 PLAIN = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
@@ -52,7 +52,11 @@ def _classes() -> dict[str, type]:
     for path in class_names().values():
         module, _, name = path.rpartition(".")
         found[path] = getattr(import_module(module), name)
-    return found | {f"{loops.__name__}.{name}": getattr(loops, name) for name in loops.__all__ if name != "Loop"}
+    for package in (loops, virtual_time):
+        for name in package.__all__:
+            if name != "Loop" and issubclass(getattr(package, name), loops.Loop):
+                found[f"{package.__name__}.{name}"] = getattr(package, name)
+    return found
 
 
 def _a_class() -> dict[str, Any]:

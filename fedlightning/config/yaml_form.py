@@ -8,7 +8,7 @@ from jsonargparse import get_loader, set_loader
 from yaml import YAMLError
 
 from fedlightning.config.short_forms import expand_file
-from fedlightning.config.values import refuse_expansion, refuse_form, refuse_two_values
+from fedlightning.config.value_checks import refuse_expansion, refuse_form, refuse_two_values
 
 
 def guard_yaml() -> None:

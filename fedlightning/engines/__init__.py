@@ -1,1 +1,1 @@
-"""Engines decide where clients work. One file each; `choice.py` makes the one of a name."""
+"""Engines decide where clients work: their contract, tries, clients' records, and one client after another."""

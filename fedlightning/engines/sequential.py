@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
-from fedlightning.federation.engine import Engine, Task
-from fedlightning.federation.store import ClientStore
-from fedlightning.visit.record import ClientRecord
+from fedlightning.client.record import ClientRecord
+from fedlightning.engines.base import Engine, Task
+from fedlightning.engines.records import ClientStore
 
 __all__ = ["ClientStore", "SequentialEngine"]
 

@@ -79,7 +79,7 @@ def _kept(name: str) -> bool:
     from importlib import import_module
 
     from fedlightning.callbacks import GlobalCheckpoint, LocalCheckpoint
-    from fedlightning.hooks import FederatedCallback
+    from fedlightning.contract import FederatedCallback
 
     module, _, attribute = name.rpartition(".")
     kind = getattr(import_module(module), attribute)

@@ -35,7 +35,7 @@ class FirstResult(Watcher):
 
 def check_metric(folder: Path, metric: str) -> None:
     """Check that a finished run has test scores of `metric`, if it has any."""
-    from fedlightning.scoring.metrics import bare
+    from fedlightning.scores.metrics import bare
     from fedlightning.study.measures import RunScores
     from fedlightning.study.runs import load_run
 
@@ -50,7 +50,7 @@ def check_metric(folder: Path, metric: str) -> None:
 
 def check_known(metric: str, known: Sequence[str]) -> None:
     """Check a metric before the first run."""
-    from fedlightning.scoring.metrics import bare
+    from fedlightning.scores.metrics import bare
 
     if known and bare(metric) not in known:
         hint = suggestion(bare(metric), known)

@@ -21,7 +21,7 @@ from fedlightning.config.errors import InputError, explain
 from fedlightning.errors import ConfigurationError
 from fedlightning.experiments.baselines import AUTO, baseline_config, missing_baselines
 from fedlightning.experiments.grid import read_grid
-from fedlightning.experiments.left_out import without_each
+from fedlightning.experiments.leave_one_site_out import without_each
 from fedlightning.experiments.methods import Config, Method, labels, split_label, unique
 from fedlightning.options import Flower, Ray
 from fedlightning.study.columns import LOCAL, POOLED
@@ -213,7 +213,7 @@ class _Reader:
                 raise InputError(str(error).replace(f" ({path})", "")) from error
 
     def _complete(self, words: list[str], vary: list[str]) -> tuple[Config, int, list[str]]:
-        from fedlightning.blueprint.optimizers import have_memory
+        from fedlightning.client.optimizers import have_memory
 
         module, _, name = self.request.cli.partition(":")
         cli = getattr(import_module(module), name)("fit", words)

@@ -7,10 +7,10 @@ It starts no thread and asks nothing about GPUs: a forked process could use neit
 
 import fedlightning.config.parsing
 import fedlightning.engines.sequential
-import fedlightning.engines.watchdog
 import fedlightning.experiments.plan
-import fedlightning.federation.progress
-import fedlightning.study.report.build
+import fedlightning.guards.watchdog
+import fedlightning.report.build
+import fedlightning.server.progress
 import fedlightning.study.runs
 import fedlightning.trainer
 

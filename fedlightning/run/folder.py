@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fedlightning.run.metrics import MetricsFile
-from fedlightning.scoring.rows import Row
+from fedlightning.scores.rows import Row
 from fedlightning.storage.files import is_writer, of_first_rank, readable_json, write_text_atomically, writing
 
 RUN_FOLDER = "FEDLIGHTNING_RUN_FOLDER"

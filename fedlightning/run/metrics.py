@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from fedlightning.compat import sheets
-from fedlightning.scoring.row_files import DamagedMetricsError, read_rows
-from fedlightning.scoring.rows import CELLS, COLUMNS, Row
+from fedlightning.scores.row_files import DamagedMetricsError, read_rows
+from fedlightning.scores.rows import CELLS, COLUMNS, Row
+from fedlightning.storage.append_only import Growing, Mark, is_the_one
 from fedlightning.storage.files import sync, writing
-from fedlightning.storage.growing import Growing, Mark, is_the_one
 
 METRICS_MARK = "metrics_csv"
 """Entry of `summary.json`: length and checksum of the `metrics.csv` beside which it was written."""

@@ -10,12 +10,12 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
-from fedlightning.messages import Update
+from fedlightning.contract.messages import Update
 from fedlightning.run.folder import RunFolder
 from fedlightning.run.metrics import METRICS_MARK
-from fedlightning.scoring.results import summarise
-from fedlightning.scoring.row_files import read_part
-from fedlightning.scoring.rows import ADDRESS, LATEST, UNSEEN, Row, RowList, Rows, of_clients
+from fedlightning.scores.results import summarise
+from fedlightning.scores.row_files import read_part
+from fedlightning.scores.rows import ADDRESS, LATEST, UNSEEN, Row, RowList, Rows, of_clients
 from fedlightning.storage.files import is_writer, writing
 
 

@@ -1,4 +1,4 @@
-"""Words in the columns of `metrics.csv` and `summary.json`; see :class:`fedlightning.scoring.rows.Row`."""
+"""Words in the columns of `metrics.csv` and `summary.json`; see :class:`fedlightning.scores.rows.Row`."""
 
 LOCAL, POOLED = "local", "pooled"
 """Column `data`: a client's own samples, or the union of all clients' samples."""

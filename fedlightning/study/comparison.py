@@ -31,8 +31,8 @@ class Comparison:
         split: `"test"` or `"val"`.
 
     Example:
-        >>> from fedlightning.scoring.results import summarise
-        >>> from fedlightning.scoring.rows import Row
+        >>> from fedlightning.scores.results import summarise
+        >>> from fedlightning.scores.rows import Row
         >>> comparison = Comparison()
         >>> for name, accuracies in {"Local": (0.5, 0.7), "APFL": (0.7, 0.9)}.items():
         ...     rows = [Row(5, "L1", "personal", "latest", "local", "test", f"client{i}", "test_accuracy", value, 10)

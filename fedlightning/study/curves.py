@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fedlightning.scoring.metrics import bare, higher_is_better
+from fedlightning.scores.metrics import bare, higher_is_better
 from fedlightning.study.columns import STAGES, UNSEEN
 from fedlightning.study.data import StudyData, Table
 from fedlightning.study.measures import mean_of

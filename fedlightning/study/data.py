@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fedlightning.scoring.metrics import bare, higher_is_better
+from fedlightning.scores.metrics import bare, higher_is_better
 from fedlightning.study import roles
 from fedlightning.study.baselines import fingerprint, odd_splits, why_not
 from fedlightning.study.columns import GLOBAL, PERSONAL

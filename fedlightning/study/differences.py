@@ -6,7 +6,7 @@ from typing import Any
 
 from fedlightning.study.data import StudyData, Table
 from fedlightning.study.measures import mean_of
-from fedlightning.study.statistics import holm, paired_difference, wilcoxon
+from fedlightning.study.significance import holm, paired_difference, wilcoxon
 
 
 def differences(study: StudyData, reference: str | None = None) -> Table:

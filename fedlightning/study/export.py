@@ -20,7 +20,7 @@ from fedlightning.study.problems import find_problems
 from fedlightning.study.ranks import ranks
 from fedlightning.study.scores import results
 from fedlightning.study.timeline import timeline
-from fedlightning.study.tokens import ledgers, tokens
+from fedlightning.study.token_tables import ledgers, tokens
 from fedlightning.study.unseen import unseen
 
 TABLES = ("results", "overview", "problems")

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from fedlightning.scoring.metrics import bare, choose_metric, higher_is_better
+from fedlightning.scores.metrics import bare, choose_metric, higher_is_better
 from fedlightning.study.columns import LOCAL, PERSONAL
 from fedlightning.study.fairness import Spread, spread
 from fedlightning.study.runs import DEPLOYED, Run
-from fedlightning.study.statistics import mean_interval
+from fedlightning.study.significance import mean_interval
 
 Address = tuple[str, str, str, str, str, str]
 """Model, stage, checkpoint, data, split and metric (without its split) of a row of `summary.json`."""
@@ -129,7 +129,7 @@ def address(row: Mapping[str, Any]) -> Address:
 
 
 def common_metric(runs: Iterable[Run], split: str = "test") -> str:
-    """Return the metric to compare runs by if nobody says: see :func:`fedlightning.scoring.metrics.choose_metric`."""
+    """Return the metric to compare runs by if nobody says: see :func:`fedlightning.scores.metrics.choose_metric`."""
     known = [RunScores(run).metrics(split) for run in runs if run.error is None]
     return choose_metric([metrics for metrics in known if metrics])
 

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 
+from fedlightning.client.probes import move_batch
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.study.runs import DEPLOYED
 from fedlightning.study.samples import Predicted
 from fedlightning.study.subgroups import values_of
 from fedlightning.trainer import FederatedTrainer
-from fedlightning.visit.probes import move_batch
 
 CLOSE = 1e-3
 """Probabilities of a sample add up to 1 but for rounding in half precision."""

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fedlightning.scoring.metrics import bare
+from fedlightning.scores.metrics import bare
 from fedlightning.study.baselines import odd_splits, why_not
 from fedlightning.study.columns import LOCAL, UNSEEN
 from fedlightning.study.data import StudyData
 from fedlightning.study.roles import NEEDED
 from fedlightning.study.terms import unequal
-from fedlightning.study.tokens import CONSERVED, missing
+from fedlightning.study.token_tables import CONSERVED, missing
 
 NOTES = ("single_seed", "different_budget", "unequal_terms", "undefined", "identical_seeds", "uncomparable_baseline")
 """Kinds of problems that leave every score as it is, and that a reader must know."""

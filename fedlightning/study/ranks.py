@@ -7,15 +7,15 @@ from typing import Any
 
 from fedlightning.study.data import StudyData
 from fedlightning.study.measures import mean_of
-from fedlightning.study.statistics import friedman, nemenyi
+from fedlightning.study.significance import friedman, nemenyi
 
 
 def ranks(studies: Mapping[str, StudyData], alpha: float = 0.05) -> dict[str, Any]:
     """Rank the methods that every data set has by their deployed mean (1 is best, ties share a rank).
 
     Example:
-        >>> from fedlightning.scoring.results import summarise
-        >>> from fedlightning.scoring.rows import Row
+        >>> from fedlightning.scores.results import summarise
+        >>> from fedlightning.scores.rows import Row
         >>> from fedlightning.study.runs import Run
         >>> from fedlightning.study.study import Study
         >>> def run(method, accuracy):

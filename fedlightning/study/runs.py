@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
-from fedlightning.run.manifest import is_file_name
-from fedlightning.scoring.metrics import bare
-from fedlightning.scoring.row_files import read_rows
-from fedlightning.scoring.rows import Row
+from fedlightning.resume.manifest import is_file_name
+from fedlightning.scores.metrics import bare
+from fedlightning.scores.row_files import read_rows
+from fedlightning.scores.rows import Row
 from fedlightning.storage.files import UnreadableError, read_json
 from fedlightning.study.columns import GLOBAL, LOCAL, PERSONAL, UNSEEN
 

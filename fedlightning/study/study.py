@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from fedlightning.study import architectures as _architectures
-from fedlightning.study import clients as _clients
+from fedlightning.study import client_tables as _clients
 from fedlightning.study import clusters as _clusters
 from fedlightning.study import costs as _costs
 from fedlightning.study import curves as _curves
@@ -19,7 +19,7 @@ from fedlightning.study import overview as _overview
 from fedlightning.study import scores as _scores
 from fedlightning.study import terms as _terms
 from fedlightning.study import timeline as _timeline
-from fedlightning.study import tokens as _tokens
+from fedlightning.study import token_tables as _tokens
 from fedlightning.study import unseen as _unseen
 from fedlightning.study.data import StudyData, Table
 from fedlightning.study.export import write_comparison
@@ -57,8 +57,8 @@ class Study(StudyData):
         ValueError: If there is no run, or no run has the metric or the checkpoint.
 
     Example:
-        >>> from fedlightning.scoring.results import summarise
-        >>> from fedlightning.scoring.rows import Row
+        >>> from fedlightning.scores.results import summarise
+        >>> from fedlightning.scores.rows import Row
         >>> from fedlightning.study.runs import Run
         >>> def run(method, seed, *accuracies):
         ...     rows = [Row(5, "L1", "personal", "latest", "local", "test", f"client{i}", "test_accuracy", value, 10)

@@ -10,7 +10,7 @@ from typing import Any
 
 from fedlightning.catalogue import create
 from fedlightning.compat.quiet import quiet
-from fedlightning.hooks import FederatedCallback
+from fedlightning.contract import FederatedCallback
 from fedlightning.testing.checks import CHECKS
 
 

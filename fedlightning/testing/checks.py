@@ -17,12 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fedlightning.federation.attempts import TooFewClientsError
-from fedlightning.federation.server import Server
-from fedlightning.hooks import Change, FederatedCallback
-from fedlightning.hooks.composition import changes_of
+from fedlightning.client.record import ClientRecord
+from fedlightning.contract import Change, FederatedCallback
+from fedlightning.engines.attempts import TooFewClientsError
+from fedlightning.guards.composition import changes_of
 from fedlightning.options import FailurePolicy
-from fedlightning.scoring.rows import UNSEEN
+from fedlightning.privacy.leaving import leaving_of
+from fedlightning.scores.rows import UNSEEN
+from fedlightning.server.server import Server
 from fedlightning.tensors import State, entry_kinds, first_nonfinite, module_state
 from fedlightning.testing.runs import (
     StopAfter,
@@ -38,8 +40,6 @@ from fedlightning.testing.runs import (
 )
 from fedlightning.testing.toys import SIZES, ToyData, federate
 from fedlightning.trainer import FederatedTrainer
-from fedlightning.visit.leaving import leaving_of
-from fedlightning.visit.record import ClientRecord
 
 Check = Callable[..., None]
 """Function of an algorithm, a folder and arguments of the trainer that raises AssertionError."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedlightning.compat.quiet import quiet
-from fedlightning.hooks import FederatedCallback
+from fedlightning.contract import FederatedCallback
 from fedlightning.tensors import module_state, widen
 from fedlightning.testing.runs import deployed, server_of
 from fedlightning.testing.toys import ToyData, federate

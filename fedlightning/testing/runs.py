@@ -11,13 +11,13 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedlightning.federation.server import Server
-from fedlightning.hooks import Facts, FederatedCallback
-from fedlightning.messages import Message, Update
+from fedlightning.client import visit
+from fedlightning.client.runtime import LocalRunner
+from fedlightning.contract import Facts, FederatedCallback
+from fedlightning.contract.messages import Message, Update
+from fedlightning.server.server import Server
 from fedlightning.tensors import module_state
 from fedlightning.trainer import FederatedTrainer
-from fedlightning.visit import visit
-from fedlightning.visit.runner import LocalRunner
 
 
 class Stopped(BaseException):

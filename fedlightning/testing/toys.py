@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from fedlightning.contract import POOLED, FederatedCallback
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.sampling import AddressedSampler
-from fedlightning.hooks import POOLED, FederatedCallback
 from fedlightning.trainer import FederatedTrainer
 
 FEATURES, CLASSES, WIDTH = 6, 3, 8

@@ -10,20 +10,20 @@ from typing import Annotated, Any, Literal
 
 import torch
 
+from fedlightning.client.requests import Evaluate
+from fedlightning.contract import Arrivals, AsynchronousMethod
+from fedlightning.contract.messages import Outcome, Update
+from fedlightning.engines.attempts import FederationError
+from fedlightning.engines.base import Engine
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.attempts import FederationError
-from fedlightning.federation.engine import Engine
-from fedlightning.federation.intake import Intake
-from fedlightning.federation.loops.base import Loop, allowed, last_scores, left_behind
-from fedlightning.federation.server import Server
-from fedlightning.hooks import Arrivals, AsynchronousMethod
-from fedlightning.messages import Outcome, Update
 from fedlightning.ranges import Counts, PositiveShare, Range
 from fedlightning.seeding import generator
+from fedlightning.server.loop import Loop, allowed, last_scores, left_behind
+from fedlightning.server.server import Server
+from fedlightning.server.update_collector import Intake
 from fedlightning.virtual_time.clock import VirtualClock
 from fedlightning.virtual_time.in_flight import HeldRecords, InFlight, Planned
 from fedlightning.virtual_time.synchrony import refuse_synchronous
-from fedlightning.visit.requests import Evaluate
 
 
 class Asynchronous(Loop):

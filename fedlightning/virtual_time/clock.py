@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fedlightning.errors import ConfigurationError, warn
-from fedlightning.federation.round_clock import Clock
 from fedlightning.ranges import checked
+from fedlightning.server.round_clock import Clock
 from fedlightning.virtual_time.availability import AlwaysAvailable, Availability
 from fedlightning.virtual_time.link import FixedLink, Link
 from fedlightning.virtual_time.settings import Described
@@ -16,8 +16,8 @@ from fedlightning.virtual_time.speed import SampleSpeed, Speed
 from fedlightning.virtual_time.timing import RoundTimes
 
 if TYPE_CHECKING:
-    from fedlightning.federation.engine import Engine
-    from fedlightning.federation.server import Server
+    from fedlightning.engines.base import Engine
+    from fedlightning.server.server import Server
 
 
 class VirtualClock(Described, Clock):

@@ -7,8 +7,8 @@ import math
 import torch
 
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.server import Server
 from fedlightning.seeding import generator
+from fedlightning.server.server import Server
 from fedlightning.virtual_time.asynchronous import Asynchronous
 from fedlightning.virtual_time.clock import VirtualClock
 from fedlightning.virtual_time.in_flight import Planned

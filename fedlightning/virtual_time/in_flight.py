@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from fedlightning.client.record import ClientRecord
+from fedlightning.contract.messages import ClientLog, Message, Outcome, Trip, Update
+from fedlightning.engines.base import Engine
+from fedlightning.engines.records import ClientStore
 from fedlightning.errors import DamagedStateError
-from fedlightning.federation.engine import Engine
-from fedlightning.federation.store import ClientStore
-from fedlightning.messages import ClientLog, Message, Outcome, Trip, Update
-from fedlightning.visit.record import ClientRecord
 
 if TYPE_CHECKING:
     from fedlightning.virtual_time.clock import VirtualClock

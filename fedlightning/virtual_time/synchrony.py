@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from fedlightning.contract import FederatedCallback
 from fedlightning.errors import ConfigurationError
-from fedlightning.hooks import FederatedCallback
 
 AT_THE_SERVER = (
     "participants",

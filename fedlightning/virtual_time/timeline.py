@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedlightning.compat import sheets
-from fedlightning.federation.parts import Part
-from fedlightning.messages import Trip, Update
-from fedlightning.scoring.rows import Row
+from fedlightning.contract.messages import Trip, Update
+from fedlightning.scores.rows import Row
+from fedlightning.server.parts import Part
 from fedlightning.storage.files import writing
 from fedlightning.storage.round_table import add_round
 
 if TYPE_CHECKING:
-    from fedlightning.federation.federation import Federation
+    from fedlightning.server.federation import Federation
 
 FILE = "timeline.csv"
 MOST = 40

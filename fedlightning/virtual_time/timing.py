@@ -7,16 +7,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from fedlightning.client.record import ClientRecord
+from fedlightning.contract import POOLED, Change, Job
+from fedlightning.contract.messages import Message, Trip, Update, tree_bytes
+from fedlightning.engines.attempts import FederationError
+from fedlightning.engines.base import Engine
 from fedlightning.errors import ConfigurationError, warn
-from fedlightning.federation.attempts import FederationError
-from fedlightning.federation.engine import Engine
-from fedlightning.federation.loops.base import left_behind
-from fedlightning.federation.round_clock import RoundClock
-from fedlightning.federation.server import Server
-from fedlightning.hooks import POOLED, Change, Job
-from fedlightning.messages import Message, Trip, Update, tree_bytes
+from fedlightning.server.loop import left_behind
+from fedlightning.server.round_clock import RoundClock
+from fedlightning.server.server import Server
 from fedlightning.virtual_time.in_flight import Planned
-from fedlightning.visit.record import ClientRecord
 
 if TYPE_CHECKING:
     from fedlightning.virtual_time.clock import VirtualClock

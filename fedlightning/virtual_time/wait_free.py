@@ -6,20 +6,20 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
+from fedlightning.client.requests import Evaluate
+from fedlightning.contract import Decentralised
+from fedlightning.contract.messages import Message, Outcome, Trip, Update
+from fedlightning.engines.attempts import FederationError
+from fedlightning.engines.base import Engine
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.attempts import FederationError
-from fedlightning.federation.engine import Engine
-from fedlightning.federation.intake import Intake
-from fedlightning.federation.loops.base import Loop, last_scores
-from fedlightning.federation.round_clock import NO_CLOCK, RoundClock
-from fedlightning.federation.server import Server
-from fedlightning.hooks import Decentralised
-from fedlightning.messages import Message, Outcome, Trip, Update
 from fedlightning.ranges import Range, at_most_one
+from fedlightning.server.loop import Loop, last_scores
+from fedlightning.server.round_clock import NO_CLOCK, RoundClock
+from fedlightning.server.server import Server
+from fedlightning.server.update_collector import Intake
 from fedlightning.tensors import State
 from fedlightning.virtual_time.clock import VirtualClock
 from fedlightning.virtual_time.in_flight import Planned
-from fedlightning.visit.requests import Evaluate
 
 Step = tuple[int, float, float]
 """A step that a client is taking: how many it has taken before, when it began, when it ends."""

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_type_hints
 
-from fedlightning.federation.checks import CheckThere
-from fedlightning.federation.deploy import Deploy, Deployed
-from fedlightning.federation.engine import Visit
-from fedlightning.federation.trial import Tried, TryStep
-from fedlightning.messages import ClientLog, Message, Update
-from fedlightning.scoring.rows import Gap, Row
-from fedlightning.scoring.server_model import ServerModel
-from fedlightning.scoring.tasks import Lost, ScoreClient, ScoredModel, ScoreModel
+from fedlightning.client.data_summary import Description
+from fedlightning.client.requests import Evaluate
+from fedlightning.contract.messages import ClientLog, Message, Update
+from fedlightning.deployment.tasks import Deploy, Deployed
+from fedlightning.engines.base import Visit
+from fedlightning.engines.score_tasks import Lost, ScoreClient, ScoredModel, ScoreModel
+from fedlightning.engines.server_model import ServerModel
+from fedlightning.guards.preflight_task import CheckThere
+from fedlightning.guards.step_trials import Tried, TryStep
+from fedlightning.scores.rows import Gap, Row
 from fedlightning.tensors import State
-from fedlightning.visit.description import Description
-from fedlightning.visit.requests import Evaluate
 from fedlightning.wire.container import WireError
 from fedlightning.wire.fields import Check, Whole, check_of
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedlightning import FederatedTrainer
-from fedlightning.hooks import FederatedCallback
+from fedlightning.client.client import Client
+from fedlightning.contract import FederatedCallback
 from fedlightning.seeding import address
 from fedlightning.tensors import State, module_state
-from fedlightning.visit.client import Client
 from tests.helpers import CLASSES, NormNet, Spy, Toy, ToyData, federate, make_trainer, toy_data
 
 SIZES = {"0": 24, "1": 40, "2": 16}

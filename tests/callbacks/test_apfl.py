@@ -16,7 +16,7 @@ from fedlightning.algorithm import Facts, ModelSelection
 from fedlightning.callbacks import APFL, FedAvg, FedProx, Local
 from fedlightning.callbacks.apfl import alpha_slope, mix, next_alpha
 from fedlightning.commands.run import Commands
-from fedlightning.hooks import FederatedCallback
+from fedlightning.contract import FederatedCallback
 from fedlightning.tensors import module_state
 from tests.callbacks.common import SIZES, batches
 from tests.conformance.case import Case, Kept

@@ -12,7 +12,7 @@ from scipy.stats import norm
 from fedlightning.algorithm import UpdateInterception
 from fedlightning.callbacks import SCAFFOLD, FedAdam, FedAvg, FedAvgM, FedBuff, FedLP, FedProto, HeteroFL, TopK
 from fedlightning.callbacks.attacks import ALIE, InnerProductManipulation, ModelReplacement, SignFlip
-from fedlightning.hooks import FederatedCallback
+from fedlightning.contract import FederatedCallback
 from fedlightning.options import FailurePolicy
 from fedlightning.virtual_time import Asynchronous
 from tests.helpers import Toy, differs, federate, global_state, make_trainer, same, toy_data

@@ -23,12 +23,12 @@ from fedlightning.callbacks import (
     GlobalCheckpoint,
     LocalCheckpoint,
 )
-from fedlightning.federation.stages import ScoringError
-from fedlightning.hooks.callback_list import CallbackList
-from fedlightning.run.checkpoints import load
+from fedlightning.contract.callback_list import CallbackList
+from fedlightning.deployment.checkpoints import load
+from fedlightning.server.evaluation import ScoringError
 from fedlightning.tensors import module_state
-from tests.federation.faulty import FailingHook, Fault
 from tests.helpers import NormNet, Toy, differs, federate, global_state, same, spied, toy_data
+from tests.server.faulty import FailingHook, Fault
 
 SIZES = {"0": 24, "1": 40, "2": 16}
 

@@ -25,7 +25,7 @@ from fedlightning.callbacks.client_dp_budget import MODEL, RoundBudget
 from fedlightning.callbacks.shared.fixed_point import FixedPoint
 from fedlightning.callbacks.shared.ledger import Ledger
 from fedlightning.callbacks.shared.spending import spent_by
-from fedlightning.federation.attempts import FederationError
+from fedlightning.engines.attempts import FederationError
 from fedlightning.options import Processes
 from tests.callbacks.test_client_dp import module
 from tests.callbacks.test_secure_aggregation import Fails

@@ -17,8 +17,8 @@ from fedlightning.algorithm import FederatedCallback, Outgoing
 from fedlightning.callbacks import FedAvg, client_dp
 from fedlightning.callbacks.client_dp_clipping import next_clip, noise_of_changes, noise_of_count
 from fedlightning.callbacks.shared.secret_noise import with_noise
-from fedlightning.federation.attempts import FederationError
-from fedlightning.messages import Update
+from fedlightning.contract.messages import Update
+from fedlightning.engines.attempts import FederationError
 from fedlightning.testing.toys import ToyData, ToyModule
 from tests.callbacks.test_client_dp import SIZES, dp, module
 from tests.conformance.case import collect

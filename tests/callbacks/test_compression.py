@@ -34,9 +34,9 @@ from fedlightning.callbacks import (
     TopK,
     TrimmedMean,
 )
-from fedlightning.federation.attempts import FederationError
-from fedlightning.federation.server import Server
-from fedlightning.messages import Message, Update
+from fedlightning.contract.messages import Message, Update
+from fedlightning.engines.attempts import FederationError
+from fedlightning.server.server import Server
 from tests.conformance.case import Case
 from tests.helpers import CLASSES, NormNet, Spy, Toy, close, federate, global_state, make_trainer, same, toy_data
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from fedlightning.callbacks import Dapper, FedAvg, LocalAdaptation
-from fedlightning.hooks import FederatedCallback
+from fedlightning.contract import FederatedCallback
 from fedlightning.seeding import generator
 from fedlightning.tensors import module_state
 from tests.callbacks.common import MAKES, SIZES, batches, cut_and_resumed, deployed

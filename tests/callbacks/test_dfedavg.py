@@ -19,8 +19,8 @@ from fedlightning.callbacks import (
     Local,
     LocalAdaptation,
 )
-from fedlightning.federation.loops import Synchronous
-from fedlightning.messages import Update
+from fedlightning.contract.messages import Update
+from fedlightning.server.loops import Synchronous
 from fedlightning.tensors import module_state, select
 from fedlightning.topology import contraction
 from fedlightning.virtual_time import FixedLink, FixedSpeed, VirtualClock

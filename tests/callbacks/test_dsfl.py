@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fedlightning.callbacks import DSFL, FedAdam, FedMD, FedPer, FedProx, GlobalCheckpoint, Local, LocalCheckpoint
 from fedlightning.callbacks.dsfl import sharpened
-from fedlightning.federation.attempts import FederationError
+from fedlightning.engines.attempts import FederationError
 from fedlightning.options import Processes
 from fedlightning.tensors import module_state
 from tests.callbacks.public import own_models, public_data, resumed, two_models

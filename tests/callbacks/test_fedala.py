@@ -7,9 +7,9 @@ import torch
 from torch.nn import functional as F
 
 from fedlightning.callbacks import FedALA, FedAvg, FedPer, FedProx, PLayerFL
-from fedlightning.hooks import Job
+from fedlightning.client.session import open_client
+from fedlightning.contract import Job
 from fedlightning.tensors import module_state, select
-from fedlightning.visit.session import open_client
 from tests.callbacks.common import HEAD, MAKES, SIZES, deployed
 from tests.conformance.case import Case, Kept
 from tests.helpers import (

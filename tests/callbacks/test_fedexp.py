@@ -19,7 +19,7 @@ from fedlightning.callbacks import (
     TrimmedMean,
 )
 from fedlightning.callbacks.client_dp import ClientDP
-from fedlightning.messages import Update
+from fedlightning.contract.messages import Update
 from fedlightning.tensors import module_state
 from fedlightning.testing.pairs import check_pair
 from tests.callbacks.common import cut_and_resumed

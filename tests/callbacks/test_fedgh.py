@@ -17,9 +17,9 @@ from fedlightning.options import Processes
 from fedlightning.tensors import module_state
 from tests.callbacks.test_fedproto import class_data
 from tests.conformance.case import Case, Kept
-from tests.federation.test_architectures import Deep, seeded
-from tests.federation.test_architectures import same as same_trees
 from tests.helpers import CLASSES, FEATURES, NormNet, Toy, close, differs, federate, make_trainer, same, spied, toy_data
+from tests.server.test_architectures import Deep, seeded
+from tests.server.test_architectures import same as same_trees
 
 CASES = {
     "FedGH": Case(FedGH(head="head"), neutral=FedGH(head="head", warmup=9)),

@@ -10,7 +10,7 @@ from fedlightning import FederatedCallback
 from fedlightning.algorithm import Change, Facts
 from fedlightning.callbacks import FLIU, FedAvg, FedAvgM, FedNova, FedPer, FedProx
 from fedlightning.callbacks.fednova import count_step
-from fedlightning.hooks import Phase
+from fedlightning.contract import Phase
 from fedlightning.tensors import module_state
 from tests.conformance.case import Case, Kept
 from tests.helpers import (

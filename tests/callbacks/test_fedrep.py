@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedlightning.callbacks import FedAvg, FedBABU, FedPer, FedProx, FedRep, FedType
-from fedlightning.hooks import FederatedCallback
+from fedlightning.contract import FederatedCallback
 from fedlightning.tensors import clone, module_state, select
 from tests.callbacks.common import HEAD, MAKES, SIZES, MomentumDecay, absent_clients_rest, batches, deployed, descend
 from tests.conformance.case import Case, Kept

@@ -8,11 +8,10 @@ import torch
 from fedlightning.algorithm import Facts
 from fedlightning.callbacks import FedAvg, FedLP, FedPer, FeSEM, FeSEMMA
 from fedlightning.callbacks.fesem import first_groups, nearest
-from fedlightning.hooks import FederatedCallback
+from fedlightning.contract import FederatedCallback
 from fedlightning.tensors import module_state
 from tests.callbacks.common import Breaks, Plain, best_partition, fixed_data, mean_state, start_of
 from tests.conformance.case import Case, Kept
-from tests.federation.test_placing import planted
 from tests.helpers import (
     NormNet,
     Quadratic,
@@ -27,6 +26,7 @@ from tests.helpers import (
     spied,
     toy_data,
 )
+from tests.onboarding.test_placing import planted
 
 CASES = {
     "FeSEM": Case(FeSEM(), neutral=FeSEM(num_clusters=1)),

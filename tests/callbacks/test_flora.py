@@ -23,7 +23,7 @@ from fedlightning.callbacks import (
     GlobalCheckpoint,
     LocalAdaptation,
 )
-from fedlightning.hooks import FederatedCallback
+from fedlightning.contract import FederatedCallback
 from fedlightning.seeding import generator
 from fedlightning.tensors import clone, module_state
 from fedlightning.wrappers import unmix

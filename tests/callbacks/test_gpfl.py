@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fedlightning.callbacks import GPFL, FedPer
 from fedlightning.callbacks.gpfl import Conditions, contexts
-from fedlightning.federation.attempts import FederationError
+from fedlightning.engines.attempts import FederationError
 from fedlightning.models import MLP, Classifier
 from fedlightning.tensors import module_state
 from tests.callbacks.common import SIZES, batches, deployed

@@ -8,7 +8,7 @@ import torch
 from fedlightning.callbacks import FedAdam, FedAvg, FedProx, Harmony
 from fedlightning.callbacks.shared.grouping import clusters_of
 from fedlightning.callbacks.shared.modalities import bias
-from fedlightning.hooks import FederatedCallback
+from fedlightning.contract import FederatedCallback
 from fedlightning.tensors import module_state
 from tests.conformance.case import Case, Kept
 from tests.helpers import NormNet, Toy, close, differs, federate, global_state, mean_of, same, spied, toy_data

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import fedlightning
 from fedlightning.callbacks import SCAFFOLD, Ditto, FedAdam, FedALA, FedIT, FedLP, FedPer, FedProx, HetLoRA
 from fedlightning.callbacks.hetlora import norm_of_change, padded
-from fedlightning.messages import Update
+from fedlightning.contract.messages import Update
 from fedlightning.tensors import clone, module_state
 from tests.conformance.case import Case, Kept
 from tests.helpers import FEATURES, NormNet, Toy, close, differs, federate, global_state, same, spied, toy_data

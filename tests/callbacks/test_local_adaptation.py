@@ -7,7 +7,7 @@ import copy
 import pytest
 
 from fedlightning.callbacks import FLIU, FedProx, GlobalCheckpoint, LocalAdaptation
-from fedlightning.hooks import FederatedCallback
+from fedlightning.contract import FederatedCallback
 from fedlightning.tensors import module_state, select
 from tests.callbacks.common import HEAD, MAKES, SIZES, MomentumDecay, batches, cut_and_resumed, deployed, descend
 from tests.conformance.case import Case, Kept

@@ -21,7 +21,7 @@ from fedlightning.callbacks import (
     LocalCheckpoint,
     PLayerFL,
 )
-from fedlightning.messages import Update
+from fedlightning.contract.messages import Update
 from fedlightning.tensors import clone, module_state
 from fedlightning.wrappers.slices import ElementMean, take
 from tests.helpers import NormNet, Toy, close, differs, federate, global_state, same, spied, toy_data

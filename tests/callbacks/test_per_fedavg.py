@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from fedlightning import FederatedCallback
 from fedlightning.callbacks import FedAvg, FedProx, PerFedAvg
 from fedlightning.callbacks.per_fedavg import hessian_times
-from fedlightning.hooks import Phase
+from fedlightning.contract import Phase
 from fedlightning.tensors import clone, module_state
 from tests.conformance.case import Case, Kept
 from tests.helpers import NormNet, Quadratic, Toy, close, differs, federate, global_state, same, spied, toy_data

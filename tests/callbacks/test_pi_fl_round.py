@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from fedlightning.callbacks import PIFL
 from fedlightning.callbacks.shared.tokens import Ledger
-from fedlightning.federation.attempts import TooFewClientsError
-from fedlightning.messages import Update
+from fedlightning.contract.messages import Update
+from fedlightning.engines.attempts import TooFewClientsError
 from fedlightning.options import FailurePolicy
 from fedlightning.tensors import module_state
 from tests.callbacks.common import Breaks, Plain, fixed_data, mean_state, start_of

@@ -24,7 +24,7 @@ from fedlightning.callbacks import (
     PLayerFL,
     PLayerFLRandom,
 )
-from fedlightning.hooks import FederatedCallback
+from fedlightning.contract import FederatedCallback
 from fedlightning.tensors import module_state, select
 from tests.callbacks.common import SIZES, batches
 from tests.conformance.case import Case, Kept

@@ -11,7 +11,7 @@ from fedlightning import FederatedCallback
 from fedlightning.algorithm import Change, Facts
 from fedlightning.callbacks import IFCA, FedAdam, FedAvg, FedPer, FedProx, MaxFL, QFedAvg
 from fedlightning.callbacks.qfedavg import relative_power
-from fedlightning.federation.attempts import FederationError
+from fedlightning.engines.attempts import FederationError
 from fedlightning.tensors import module_state
 from tests.callbacks.common import FailsOnce, Plain, absent_clients_rest, cut_and_resumed, fixed_data, start_of
 from tests.conformance.case import Case, Kept

@@ -19,7 +19,7 @@ from fedlightning.callbacks.robust import (
     TrimmedMean,
 )
 from fedlightning.callbacks.shared.robust import capped
-from fedlightning.hooks import Change, Facts, FederatedCallback
+from fedlightning.contract import Change, Facts, FederatedCallback
 from fedlightning.options import FailurePolicy
 from fedlightning.virtual_time import Asynchronous
 from tests.helpers import NormNet, Toy, federate, global_state, make_trainer, same, toy_data

@@ -39,11 +39,11 @@ from fedlightning.callbacks import (
 from fedlightning.callbacks.sample_dp_budget import room_for
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches
 from fedlightning.callbacks.shared.record_gradients import RecordGradients
+from fedlightning.client.visit import carry_out
+from fedlightning.contract.messages import Message
+from fedlightning.engines.attempts import FederationError
+from fedlightning.engines.base import Evaluate
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.attempts import FederationError
-from fedlightning.federation.engine import Evaluate
-from fedlightning.messages import Message
-from fedlightning.visit.visit import carry_out
 from tests.conformance.case import collect
 from tests.helpers import NormNet, Toy, federate, global_state, make_trainer, same, toy_data
 

@@ -13,7 +13,7 @@ pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install o
 from lightning.pytorch.callbacks import EarlyStopping
 
 from fedlightning.callbacks import FedAvg
-from fedlightning.federation.attempts import FederationError
+from fedlightning.engines.attempts import FederationError
 from tests.callbacks.test_sample_dp import SIZES, Plain, dp, module, plain_trainer, records
 from tests.helpers import Toy, federate, make_trainer, toy_data
 

@@ -11,10 +11,10 @@ import torch
 
 from fedlightning.callbacks import SampleDP
 from fedlightning.callbacks.sample_dp_fit import add_to, patients_of, planned_steps
-from fedlightning.hooks import CallbackList
-from fedlightning.messages import Message
-from fedlightning.visit.client import Client
-from fedlightning.visit.record import ClientRecord
+from fedlightning.client.client import Client
+from fedlightning.client.record import ClientRecord
+from fedlightning.contract import CallbackList
+from fedlightning.contract.messages import Message
 
 
 def fit(**options):

@@ -14,7 +14,7 @@ from fedlightning.algorithm import FederatedCallback, Wire
 from fedlightning.callbacks import FedAvg, FedPer, FedProto, SampleDP, SecureAggregation
 from fedlightning.callbacks.shared import masking
 from fedlightning.callbacks.shared.fixed_point import FixedPoint
-from fedlightning.federation.attempts import FederationError
+from fedlightning.engines.attempts import FederationError
 from fedlightning.options import Processes
 from tests.callbacks.test_secure_aggregation import Fails
 from tests.helpers import Toy, close, federate, global_state, make_trainer, same, toy_data

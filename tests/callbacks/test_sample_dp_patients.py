@@ -16,7 +16,7 @@ from fedlightning.callbacks import FedAvg, SampleDP
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches
 from fedlightning.callbacks.shared.record_gradients import RecordGradients
 from fedlightning.datamodules import IIDPartitioner, Partitioned
-from fedlightning.federation.attempts import FederationError
+from fedlightning.engines.attempts import FederationError
 from tests.callbacks.test_sample_dp import SIZES, TINY, Plain, dp, module, plain_trainer
 from tests.helpers import Toy, make_trainer, samples, toy_data
 

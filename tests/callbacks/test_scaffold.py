@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fedlightning import FederatedCallback
 from fedlightning.callbacks import FLIU, SCAFFOLD, FedAdam, FedAvg, FedPer
-from fedlightning.federation.attempts import FederationError
+from fedlightning.engines.attempts import FederationError
 from fedlightning.tensors import module_state, select
 from tests.callbacks.common import batches
 from tests.conformance.case import Case, Kept

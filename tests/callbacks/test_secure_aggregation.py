@@ -32,12 +32,12 @@ from fedlightning.callbacks import (
     TopK,
 )
 from fedlightning.callbacks.shared import fixed_point
-from fedlightning.federation.attempts import FederationError
-from fedlightning.federation.loops import Synchronous
-from fedlightning.federation.server import Server
-from fedlightning.hooks import Job
-from fedlightning.messages import Update
+from fedlightning.contract import Job
+from fedlightning.contract.messages import Update
+from fedlightning.engines.attempts import FederationError
 from fedlightning.options import FailurePolicy, Processes, Ray
+from fedlightning.server.loops import Synchronous
+from fedlightning.server.server import Server
 from fedlightning.virtual_time import Asynchronous
 from tests.conformance.case import Case
 from tests.helpers import NormNet, Toy, close, federate, global_state, make_trainer, same, toy_data

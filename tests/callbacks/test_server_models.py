@@ -29,7 +29,7 @@ from fedlightning.callbacks import (
     LocalCheckpoint,
     pFedLA,
 )
-from fedlightning.hooks.composition import refuse_combinations
+from fedlightning.guards.composition import refuse_combinations
 from tests.helpers import Toy, federate, make_trainer, toy_data
 
 

@@ -19,15 +19,15 @@ from fedlightning.callbacks import (
     LocalAdaptation,
     LocalCheckpoint,
 )
-from fedlightning.federation.costs import Costs
-from fedlightning.federation.loops import Synchronous
-from fedlightning.hooks import Facts, FederatedCallback
+from fedlightning.contract import Facts, FederatedCallback
 from fedlightning.options import Evaluation
-from fedlightning.study.report.build import build_report
+from fedlightning.report.build import build_report
+from fedlightning.server.costs import Costs
+from fedlightning.server.loops import Synchronous
 from fedlightning.virtual_time import Asynchronous, FixedSpeed, VirtualClock, WaitFree
 from tests.callbacks.test_checkpoints import SIZES, Scripted
-from tests.engines.sites.helpers import Line, at_sites, sites, together
 from tests.helpers import Toy, make_trainer, same, toy_data
+from tests.sites.helpers import Line, at_sites, sites, together
 
 
 def module():

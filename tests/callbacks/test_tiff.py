@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fedlightning.callbacks import TIFF, FedAvg, FedPer, GlobalCheckpoint
-from fedlightning.hooks import POOLED
+from fedlightning.contract import POOLED
 from fedlightning.tensors import load_state, module_state
 from tests.callbacks.common import FailsOnce, Plain, fixed_data, mean_state, start_of
 from tests.callbacks.test_pi_fl import STATE

@@ -22,9 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fedlightning.codec.leaves import BY_NAME
-from fedlightning.codec.names import UntrustedError
+from fedlightning.codec.class_names import UntrustedError
 from fedlightning.codec.plain import TAG, NotPlainError, decode, encode, native
+from fedlightning.codec.values import BY_NAME
 
 
 class Pair(NamedTuple):

@@ -24,7 +24,7 @@ import fedlightning
 from fedlightning import FederatedTrainer
 from fedlightning.callbacks import GlobalCheckpoint, LocalCheckpoint, RandomK, TopK
 from fedlightning.datamodules.sampling import AddressedSampler
-from fedlightning.federation.attempts import FederationError
+from fedlightning.engines.attempts import FederationError
 from fedlightning.tensors import as_reals, module_state
 from fedlightning.testing.runs import StopAfter, Stopped, deployed, server_of
 from fedlightning.testing.toys import FEATURES, WIDTH, ToyData, ToyModule

@@ -37,9 +37,9 @@ from fedlightning.callbacks import (
     pFedKnow,
 )
 from fedlightning.callbacks.attacks import ModelReplacement
+from fedlightning.contract import FederatedCallback
+from fedlightning.engines.attempts import FederationError
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.attempts import FederationError
-from fedlightning.hooks import FederatedCallback
 from fedlightning.ranges.annotations import ranges_in
 from fedlightning.ranges.checking import _annotations as annotations_of
 from fedlightning.testing.pairs import difference

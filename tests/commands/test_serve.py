@@ -1,4 +1,4 @@
-"""`serve`, `site` and `certificates` at the door; what they do over Flower is in tests/engines/flower."""
+"""`serve`, `site` and `certificates` at the door; what they do over Flower is in tests/sites/flower."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from fedlightning.cli import main
 from fedlightning.commands import site as command
 from fedlightning.commands.serve import Serve
 from fedlightning.commands.site import one_client
-from fedlightning.engines.flower import programs, reach
-from fedlightning.engines.flower.programs import Log, free_port
-from fedlightning.engines.sites.status import read
 from fedlightning.errors import ConfigurationError
-from fedlightning.run.lock import RunLock
+from fedlightning.resume.lock import RunLock
+from fedlightning.sites.flower import programs
+from fedlightning.sites.flower import reachability as reach
+from fedlightning.sites.flower.programs import Log, free_port
+from fedlightning.sites.status import read
 
 ROW = "63.0,1.0,1.0,145.0,233.0,1.0,2.0,150.0,0.0,2.3,3.0,0.0,6.0"
 """A patient of Heart Disease, but for the diagnosis."""

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from fedlightning.cli import main
 from fedlightning.commands import sites as command
-from fedlightning.engines.sites.status import FILE, OwnStatus, ServerStatus, SiteStatus, StatusFile
-from fedlightning.run.lock import RunLock
+from fedlightning.resume.lock import RunLock
+from fedlightning.sites.status import FILE, OwnStatus, ServerStatus, SiteStatus, StatusFile
 
 SITES = [
     SiteStatus(

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from fedlightning.arguments.inputs import _check_ids
 from fedlightning.compat import system
 from fedlightning.errors import ConfigurationError
-from fedlightning.run.lock import LOCK, RunInUseError, RunLock, holder_of
+from fedlightning.resume.lock import LOCK, RunInUseError, RunLock, holder_of
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["--config", str(ROOT / "configs" / "quickstart.yaml"), "--trainer.enable_progress_bar=false"]

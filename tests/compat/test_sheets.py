@@ -13,8 +13,8 @@ import fedlightning
 from fedlightning.callbacks.shared.memberships import read_memberships
 from fedlightning.compat import sheets
 from fedlightning.run.metrics import MetricsFile
-from fedlightning.scoring.row_files import read_part, read_rows, write_rows
-from fedlightning.scoring.rows import Row
+from fedlightning.scores.row_files import read_part, read_rows, write_rows
+from fedlightning.scores.rows import Row
 from fedlightning.storage.round_table import add_round
 from fedlightning.study.export import as_csv
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fedlightning.cli import main
 from tests.config.test_mutations import BASE, PLACES
-from tests.run.test_fuzz import mutated, mutations
+from tests.resume.test_fuzz import mutated, mutations
 
 KEYS = {
     "trainer": (

@@ -13,7 +13,7 @@ from fedlightning.cli import main
 from fedlightning.commands.run import Commands
 from fedlightning.config.errors import InputError
 from fedlightning.config.parsing import FederatedCLI
-from fedlightning.config.values import check_values
+from fedlightning.config.value_checks import check_values
 from fedlightning.trainer import FederatedTrainer
 
 NAN, INF = float("nan"), float("inf")

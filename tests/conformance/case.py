@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedlightning.hooks import FederatedCallback
+from fedlightning.contract import FederatedCallback
 
 TESTS = Path(__file__).parents[1] / "callbacks"
 NO_PLAIN_FORM = {"one_client": "its deployed model is another one by definition"}

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("cryptography", reason="keys and masks: pip install opacus cryptography")
 
 from fedlightning.callbacks import SecureAggregation
-from fedlightning.hooks import Facts, FederatedCallback
+from fedlightning.contract import Facts, FederatedCallback
 from fedlightning.tensors import module_state
 from fedlightning.testing.runs import deployed
 from fedlightning.testing.toys import ToyData, federate

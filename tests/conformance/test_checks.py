@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fedlightning.algorithm import Facts, FederatedCallback, ModelSelection, Newcomers, Wire
-from fedlightning.federation.attempts import FederationError
+from fedlightning.engines.attempts import FederationError
 from fedlightning.testing import check_algorithm
 from fedlightning.testing.checks import CHECKS
 

@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 
+from fedlightning.contract import Facts, FederatedCallback
 from fedlightning.datamodules import DriftingDataModule, ShiftedDataModule
-from fedlightning.hooks import Facts, FederatedCallback
 from fedlightning.tensors import module_state
 from fedlightning.testing.runs import deployed
 from fedlightning.testing.toys import ToyData, federate

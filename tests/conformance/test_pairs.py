@@ -9,7 +9,7 @@ import pytest
 
 from fedlightning.callbacks import FedPer, FedProx
 from fedlightning.catalogue import ALGORITHMS, create
-from fedlightning.hooks import FederatedCallback
+from fedlightning.contract import FederatedCallback
 from fedlightning.testing.pairs import check_both_act, check_pair
 
 GIVEN = {

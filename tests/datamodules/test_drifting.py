@@ -11,6 +11,7 @@ import torch
 from fedlightning import FederatedTrainer
 from fedlightning.algorithm import FederatedCallback
 from fedlightning.callbacks import Central, FedBuff, FedGKT, FedType, FeSEM, SampleDP
+from fedlightning.client.data_summary import describe
 from fedlightning.datamodules import (
     DriftingDataModule,
     IIDPartitioner,
@@ -21,19 +22,18 @@ from fedlightning.datamodules import (
 )
 from fedlightning.datamodules.drifting import in_time
 from fedlightning.datamodules.held_out import without
-from fedlightning.engines.sites.elsewhere import DataElsewhere
-from fedlightning.engines.sites.link import connected
-from fedlightning.engines.sites.site import Site
-from fedlightning.federation.loops.synchronous import Synchronous
-from fedlightning.federation.onboarding import Onboarding
 from fedlightning.models import MLP, Classifier
+from fedlightning.onboarding.onboarding import Onboarding
 from fedlightning.options import Evaluation, FailurePolicy, Processes
+from fedlightning.server.synchronous import Synchronous
+from fedlightning.sites.link import connected
+from fedlightning.sites.remote_data import DataElsewhere
+from fedlightning.sites.site import Site
 from fedlightning.testing.runs import same_tree
 from fedlightning.virtual_time import SampleSpeed, VirtualClock
 from fedlightning.virtual_time.asynchronous import Asynchronous
-from fedlightning.visit.description import describe
-from tests.engines.sites.helpers import Line
 from tests.helpers import Spy, Toy, ToyData, global_state, make_trainer, mean_of, same, toy_data
+from tests.sites.helpers import Line
 
 SIZES = (24, 40, 17)
 ROWS = 30
@@ -414,7 +414,9 @@ def test_a_copy_of_a_round_leaves_the_data_alone():
 
 @pytest.mark.parametrize("attack", ["leakage", "likelihood_ratio", "canaries"])
 def test_samples_of_later_windows_are_no_members(tmp_path, attack):
-    from fedlightning.study.leakage import audit, ratio, usual
+    from fedlightning.leakage import audit
+    from fedlightning.leakage import basic_attacks as usual
+    from fedlightning.leakage import likelihood_ratio as ratio
 
     data = drifting()
     trainer, _ = fit(data, tmp_path)

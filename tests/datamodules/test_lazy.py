@@ -15,10 +15,10 @@ from fedlightning import FederatedTrainer
 from fedlightning.callbacks import Central, FedAvg, FedPer, GlobalCheckpoint
 from fedlightning.datamodules import AddressedSampler, LazyClients, LoaderDataModule, SyntheticDataModule
 from fedlightning.datamodules.held_out import without
+from fedlightning.deployment import export as deployed
 from fedlightning.errors import DamagedStateError
-from fedlightning.federation import deployed
 from fedlightning.options import Evaluation
-from fedlightning.run import persistence
+from fedlightning.resume import state_files as persistence
 from fedlightning.tensors import equal
 from tests.helpers import Toy
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from fedlightning.client.data_summary import describe
 from fedlightning.datamodules import DigitsDataModule, MixtureDataModule
 from fedlightning.datamodules.held_out import without
-from fedlightning.federation.summary import describe_data
-from fedlightning.visit.description import describe
+from fedlightning.server.summary import describe_data
 
 HALVES = [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
 

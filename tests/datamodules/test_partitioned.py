@@ -390,7 +390,7 @@ def test_it_goes_by_the_name_of_what_it_divides():
     class Clinic(BoringDataModule):
         pass
 
-    from fedlightning.visit.description import describe
+    from fedlightning.client.data_summary import describe
 
     divided = Partitioned(Clinic(), IIDPartitioner(2), labels=False)
     own = Partitioned.from_datasets(

@@ -4,6 +4,7 @@ import torch
 
 from fedlightning.algorithm import FederatedCallback
 from fedlightning.callbacks import Central
+from fedlightning.contract import Facts
 from fedlightning.datamodules import (
     ArrayDataset,
     ArrayFederatedDataModule,
@@ -13,7 +14,6 @@ from fedlightning.datamodules import (
     ShiftedDataModule,
 )
 from fedlightning.datamodules.shifted import rotated
-from fedlightning.hooks import Facts
 from fedlightning.models import MLP, Classifier
 from tests.helpers import make_trainer
 

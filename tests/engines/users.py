@@ -18,9 +18,9 @@ from fedlightning.algorithm import Facts
 from lightning.pytorch import Callback
 
 from fedlightning import FederatedCallback
-from fedlightning.hooks import Job
-from fedlightning.visit.record import ClientRecord
-from fedlightning.visit.runner import LocalRunner
+from fedlightning.client.record import ClientRecord
+from fedlightning.client.runtime import LocalRunner
+from fedlightning.contract import Job
 from tests.helpers import Toy
 
 

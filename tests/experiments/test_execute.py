@@ -20,7 +20,7 @@ from fedlightning.experiments.children import Outcome
 from fedlightning.experiments.execute import Task, execute
 from fedlightning.experiments.progress import Estimate, View, duration, rounds_begun
 from fedlightning.experiments.study_file import StudyFile, only_one
-from fedlightning.scoring.row_files import read_rows
+from fedlightning.scores.row_files import read_rows
 from tests.experiments.tiny import HERE, small
 
 COMMON = ["--baselines", "none", "--no-report"]
@@ -118,7 +118,7 @@ def test_the_overview_and_a_report_that_fails(study, monkeypatch, capsys):
     def broken(*_: object, **__: object) -> Path:
         raise ValueError("no ink")
 
-    monkeypatch.setattr("fedlightning.study.report.build.build_report", broken)
+    monkeypatch.setattr("fedlightning.report.build.build_report", broken)
     screen = Console(width=100)
     write_report(out, [out], "accuracy", "deployed", screen)
     shown = capsys.readouterr().out

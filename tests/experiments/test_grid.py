@@ -15,12 +15,12 @@ from fedlightning.config.errors import InputError
 from fedlightning.config.parsing import refuse_grids
 from fedlightning.experiments.grid import read_grid
 from fedlightning.experiments.plan import make_plan
-from fedlightning.study.report.context import Context
-from fedlightning.study.report.sections.grid import grid
+from fedlightning.report.context import Context
+from fedlightning.report.sections.grid import grid
 from fedlightning.study.runs import load_study
 from fedlightning.study.study import Study
 from tests.experiments.tiny import request, small
-from tests.study.report.made_up import make_study
+from tests.report.made_up import make_study
 
 ROOT = Path(__file__).parents[2]
 GRIDS = {"robust/attacks": (8, 5), "private/budgets": (4, 3)}

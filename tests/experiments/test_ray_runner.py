@@ -14,9 +14,9 @@ import fedlightning  # noqa: F401  before lightning
 # isort: split
 from fedlightning.cli import main
 from fedlightning.config.errors import InputError
-from fedlightning.engines import ray_cluster
 from fedlightning.experiments.methods import Method
 from fedlightning.experiments.ray_runner import ray_options, refuse_ray_within
+from fedlightning.parallel import ray_cluster
 from tests.experiments.tiny import HERE, small
 
 RAY = ["--runner=ray"]

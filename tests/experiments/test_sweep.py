@@ -15,8 +15,8 @@ from fedlightning.experiments.methods import without_place
 from fedlightning.experiments.plan import make_plan
 from fedlightning.experiments.space import combinations, parse_grid, parse_search, split_values
 from fedlightning.experiments.sweep import Proposals, Trial, objective, override, ranked
-from fedlightning.scoring.row_files import read_rows
-from fedlightning.scoring.rows import Row
+from fedlightning.scores.row_files import read_rows
+from fedlightning.scores.rows import Row
 from tests.experiments.tiny import HERE, request, small
 
 
@@ -91,7 +91,7 @@ def test_proposals_are_the_same_for_the_same_seed_and_answers():
 # -- the choice --------------------------------------------------------------------------------------------------------
 def write_run(folder: Path, rows: list[tuple[str, str, str, str, float | None, int]], validating: list[str]) -> Path:
     """A finished run's summary of (model, stage, checkpoint, client, value, samples)."""
-    from fedlightning.scoring.results import summarise
+    from fedlightning.scores.results import summarise
 
     made = [
         Row(1, s, m, c, "local", "val", client, "val_loss", math.nan if v is None else v, n)

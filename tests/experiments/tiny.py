@@ -68,7 +68,7 @@ def surroundings() -> dict[str, Any]:
     import torch
 
     return {
-        "imported": {"fedlightning.trainer", "fedlightning.study.report.build", "torch._dynamo"} <= set(sys.modules),
+        "imported": {"fedlightning.trainer", "fedlightning.report.build", "torch._dynamo"} <= set(sys.modules),
         "frozen": gc.get_freeze_count() > 100_000,
         "threads of the server": len(os.listdir(f"/proc/{os.getppid()}/task")),
         "cuda": torch.cuda.is_initialized(),

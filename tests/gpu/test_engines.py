@@ -9,10 +9,10 @@ import torch
 
 from fedlightning.callbacks import APFL, FENDA, SCAFFOLD, Ditto, FedAvg, FedProx
 from fedlightning.options import Processes
-from tests.engines.test_vectorized import ADAM, SGD, assert_equal, pair
 from tests.gpu.on import HERE, near
 from tests.gpu.test_loops import digits
 from tests.helpers import NormNet, Toy, differs, federate, same, toy_data
+from tests.stacked.test_engine import ADAM, SGD, assert_equal, pair
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fedlightning.federation.federation import Federation
+from fedlightning.resume.lock import RunLock
 from fedlightning.run.folder import RunFolder
-from fedlightning.run.lock import RunLock
+from fedlightning.server.federation import Federation
 from tests.helpers import Toy, make_trainer, toy_data
 
 

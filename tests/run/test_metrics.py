@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedlightning.run.metrics import MetricsFile
-from fedlightning.scoring.rows import Row
+from fedlightning.scores.rows import Row
 
 
 def row(round):

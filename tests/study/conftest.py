@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fedlightning.study.report import context, drawing
+from fedlightning.report import context, drawing
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -13,9 +13,9 @@ import numpy as np
 import fedlightning  # noqa: F401  before lightning
 
 # isort: split
-from fedlightning.scoring.results import summarise
-from fedlightning.scoring.row_files import write_rows
-from fedlightning.scoring.rows import Row
+from fedlightning.scores.results import summarise
+from fedlightning.scores.row_files import write_rows
+from fedlightning.scores.rows import Row
 from fedlightning.study.runs import Run, load_run
 
 CLIENTS = ("a", "b", "c", "d")

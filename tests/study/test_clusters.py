@@ -6,16 +6,16 @@ import json
 
 import pytest
 
+from fedlightning.report.build import PARTS
+from fedlightning.report.context import Context
+from fedlightning.report.html import Page, render
+from fedlightning.report.sections.clusters import clusters
+from fedlightning.report.styles import styles
 from fedlightning.study.export import write_comparison
-from fedlightning.study.report.build import PARTS
-from fedlightning.study.report.context import Context
-from fedlightning.study.report.html import Page, render
-from fedlightning.study.report.sections.clusters import clusters
-from fedlightning.study.report.styles import styles
 from fedlightning.study.runs import Run, load_study
 from fedlightning.study.study import Study
-from tests.study.report.made_up import add_clusters, make_study
-from tests.study.report.reader import Reader
+from tests.report.made_up import add_clusters, make_study
+from tests.report.reader import Reader
 
 HALVES = ["cluster 1", "cluster 1", "cluster 2", "cluster 2"]
 

@@ -9,13 +9,13 @@ import torch
 from fedlightning import FederatedTrainer
 from fedlightning.datamodules import TabularFederatedDataModule
 from fedlightning.models import Classifier, LogisticRegression
-from fedlightning.scoring.results import summarise
-from fedlightning.scoring.rows import Row
+from fedlightning.report.build import make_page
+from fedlightning.report.html import render
+from fedlightning.scores.results import summarise
+from fedlightning.scores.rows import Row
 from fedlightning.study import predicted, samples
 from fedlightning.study.external import NEVER, SEEN, curves_of, sites_of
 from fedlightning.study.left_out import leave_one_site_out
-from fedlightning.study.report.build import make_page
-from fedlightning.study.report.html import render
 from fedlightning.study.runs import Run
 from fedlightning.study.samples import Predicted
 from fedlightning.study.study import Study
@@ -200,8 +200,8 @@ def test_where_data_are_elsewhere_it_is_refused():
 
 
 def test_a_long_name_of_a_site_does_not_reach_the_next_panel(study):
-    from fedlightning.study.report.figures.external import calibration_curves
-    from fedlightning.study.report.styles import styles
+    from fedlightning.report.figures.external import calibration_curves
+    from fedlightning.report.styles import styles
 
     long = "University Hospital of Somewhere, Department of Medicine"
     curves = curves_of(study, 1)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 
+from fedlightning.report.context import Context
+from fedlightning.report.sections.failures import failures
 from fedlightning.study.failures import failure_rows, failures_line, first_sentence
-from fedlightning.study.report.context import Context
-from fedlightning.study.report.sections.failures import failures
 from fedlightning.study.runs import load_study
 from fedlightning.study.study import Study
-from tests.study.report.made_up import make_study
+from tests.report.made_up import make_study
 
 SEEN = [
     {

@@ -12,10 +12,10 @@ import pytest
 import fedlightning  # noqa: F401  before lightning
 
 # isort: split
-from fedlightning.scoring.rows import Row
+from fedlightning.report.context import Context
+from fedlightning.report.sections.scores import _defined
+from fedlightning.scores.rows import Row
 from fedlightning.study.export import comparison
-from fedlightning.study.report.context import Context
-from fedlightning.study.report.sections.scores import _defined
 from fedlightning.study.study import Study, ranks, seed_ranks
 from tests.study.folders import METHODS, deployed, write_study
 

@@ -13,14 +13,14 @@ from fedlightning import FederatedTrainer
 # isort: split
 from fedlightning.callbacks import FedAvg, Local, LocalCheckpoint
 from fedlightning.cli import main
+from fedlightning.client.data_summary import describe
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner, IIDPartitioner
-from fedlightning.federation.summary import describe_data
 from fedlightning.options import Evaluation
 from fedlightning.run.metrics import METRICS_MARK, MetricsFile
-from fedlightning.scoring.metrics import bare, higher_is_better
+from fedlightning.scores.metrics import bare, higher_is_better
+from fedlightning.server.summary import describe_data
 from fedlightning.study.runs import load_run, load_study
 from fedlightning.study.tables import tables_of
-from fedlightning.visit.description import describe
 from tests.helpers import Toy, toy_data
 from tests.study.folders import write_study
 

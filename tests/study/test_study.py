@@ -14,7 +14,7 @@ import fedlightning  # noqa: F401  before lightning
 
 # isort: split
 from fedlightning.study.comparison import Comparison
-from fedlightning.study.statistics import mean_interval
+from fedlightning.study.significance import mean_interval
 from fedlightning.study.study import Study, write_comparison
 from tests.study.folders import CLIENTS, METHODS, ROUNDS, TEST_SIZES, deployed, raw, write_study
 

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from fedlightning.messages import Trip
+from fedlightning.contract.messages import Trip
+from fedlightning.report.build import PARTS
+from fedlightning.report.context import Context
+from fedlightning.report.html import Page, render
+from fedlightning.report.sections.time import time
+from fedlightning.report.styles import styles
 from fedlightning.study.export import write_comparison
-from fedlightning.study.report.build import PARTS
-from fedlightning.study.report.context import Context
-from fedlightning.study.report.html import Page, render
-from fedlightning.study.report.sections.time import time
-from fedlightning.study.report.styles import styles
 from fedlightning.study.runs import load_study
 from fedlightning.study.study import Study
 from fedlightning.virtual_time.timeline import COLUMNS, FILE, draw_timeline, note_trips, read_trips, timeline_figure
-from tests.study.report.made_up import make_study
-from tests.study.report.reader import Reader
+from tests.report.made_up import make_study
+from tests.report.reader import Reader
 
 TRIPS = [
     [Trip(1, "a", 0.0, 2.0, 3.0, 0), Trip(1, "b", 0.0, 4.0, 5.0, 0, 1)],

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from fedlightning.scoring.results import summarise
-from fedlightning.scoring.rows import Row
+from fedlightning.report.build import make_page
+from fedlightning.report.html import render
+from fedlightning.scores.results import summarise
+from fedlightning.scores.rows import Row
 from fedlightning.study.export import write_comparison
-from fedlightning.study.report.build import make_page
-from fedlightning.study.report.html import render
 from fedlightning.study.runs import Run
 from fedlightning.study.study import Study
 

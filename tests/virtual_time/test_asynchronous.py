@@ -25,8 +25,8 @@ from fedlightning.callbacks import (
     GlobalCheckpoint,
     LocalCheckpoint,
 )
+from fedlightning.engines.attempts import FederationError
 from fedlightning.errors import DamagedStateError
-from fedlightning.federation.attempts import FederationError
 from fedlightning.options import Evaluation, Processes
 from fedlightning.virtual_time import (
     Asynchronous,

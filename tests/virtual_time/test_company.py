@@ -10,8 +10,8 @@ import pytest
 from fedlightning.callbacks import DFedAvg, FedAvg, FedBuff, Local
 from fedlightning.models import ClientModels
 from fedlightning.virtual_time import Asynchronous, FixedSpeed, VirtualClock
-from tests.federation.faulty import FailingHook, Fault
 from tests.helpers import Toy, federate, global_state, make_trainer, same, toy_data
+from tests.server.faulty import FailingHook, Fault
 
 SIZES = (24, 40, 16, 24)
 SLOW = VirtualClock(FixedSpeed(1.0, slowdown={"2": 5}))

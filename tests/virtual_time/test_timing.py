@@ -13,10 +13,10 @@ from fedlightning.algorithm import Facts, FederatedCallback, Job, Plan, Server, 
 from fedlightning.callbacks import CFL, SCAFFOLD, FedAvg, FedPer, FedProx, GlobalCheckpoint, HeteroFL, PLayerFL
 from fedlightning.callbacks.poisson import PoissonSampling
 from fedlightning.callbacks.stragglers import Stragglers
+from fedlightning.engines.attempts import FederationError
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.attempts import FederationError
-from fedlightning.federation.loops import Synchronous
 from fedlightning.options import Evaluation
+from fedlightning.server.loops import Synchronous
 from fedlightning.virtual_time import (
     Asynchronous,
     BernoulliAvailability,
@@ -27,8 +27,8 @@ from fedlightning.virtual_time import (
     VirtualClock,
 )
 from fedlightning.virtual_time.timeline import read_trips
-from tests.federation.loops.test_synchronous import Chosen
 from tests.helpers import Toy, close, federate, global_state, make_trainer, same, spied, toy_data
+from tests.server.test_synchronous import Chosen
 
 SLOW = VirtualClock(FixedSpeed(1.0, slowdown={"2": 10}))
 

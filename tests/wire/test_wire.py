@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from fedlightning.federation.engine import Visit
-from fedlightning.messages import ClientLog, Message, Update
-from fedlightning.scoring.rows import Gap, Row
-from fedlightning.scoring.tasks import Lost, ScoreClient, ScoredModel
-from fedlightning.visit.requests import Evaluate
+from fedlightning.client.requests import Evaluate
+from fedlightning.contract.messages import ClientLog, Message, Update
+from fedlightning.engines.base import Visit
+from fedlightning.engines.score_tasks import Lost, ScoreClient, ScoredModel
+from fedlightning.scores.rows import Gap, Row
 from fedlightning.wire import KINDS, Limits, WireError, read, write
 from fedlightning.wire.container import DTYPES, pack
 from fedlightning.wire.fields import Whole, check_of

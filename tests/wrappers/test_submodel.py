@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fedlightning.client.probes import training_loss
 from fedlightning.models import DigitsCNN
 from fedlightning.tensors import load_state, module_state
-from fedlightning.visit.probes import training_loss
 from fedlightning.wrappers.slices import ElementMean, take
 from fedlightning.wrappers.submodel import entry_slices, first_units, plan_cuts, shrink
 from fedlightning.wrappers.submodel_check import verify

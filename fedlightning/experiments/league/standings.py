@@ -9,7 +9,7 @@ from typing import Any
 from fedlightning.experiments.league.reading import League, LeagueTask
 from fedlightning.experiments.league.rows import Row
 from fedlightning.study.measures import mean_of
-from fedlightning.study.statistics import Interval, holm, resampled_difference
+from fedlightning.study.significance import Interval, holm, resampled_difference
 
 BUDGET, ALONE = "FedAvg", "Local"
 """The method whose costs are the equal budget, and the one that a gain is measured from."""

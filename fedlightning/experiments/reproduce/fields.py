@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from fedlightning.config.errors import InputError, suggestion
-from fedlightning.config.values import refuse_form
+from fedlightning.config.value_checks import refuse_form
 
 _MISSING: Any = object()
 

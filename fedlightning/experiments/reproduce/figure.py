@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 
 from fedlightning.experiments.reproduce.results import Line
 from fedlightning.experiments.reproduce.verdicts import BAD, GOOD
-from fedlightning.study.report.drawing import panel, rows_of
-from fedlightning.study.report.styles import BAD as RED
-from fedlightning.study.report.styles import COLOURS, INK, MUTED, shorten
+from fedlightning.report.drawing import panel, rows_of
+from fedlightning.report.styles import BAD as RED
+from fedlightning.report.styles import COLOURS, INK, MUTED, shorten
 
 _ONE_AXIS = 5.0
 """Up to this quotient of the largest and the smallest published value, values share an axis."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedlightning.compat.system import file_name_of
-from fedlightning.scoring.metrics import bare, higher_is_better
-from fedlightning.scoring.rows import Row
+from fedlightning.scores.metrics import bare, higher_is_better
+from fedlightning.scores.rows import Row
 from fedlightning.study.columns import GLOBAL, LOCAL, PERSONAL
 from fedlightning.study.fairness import spread
 from fedlightning.study.measures import RunScores

@@ -9,15 +9,15 @@ from typing import Any
 from markupsafe import Markup
 
 from fedlightning.experiments.reproduce.figure import published_against_ours
+from fedlightning.experiments.reproduce.formatting import chance, left_out, ours, reasons, row_of, verdict_counts
 from fedlightning.experiments.reproduce.results import Line
 from fedlightning.experiments.reproduce.summary import Told
 from fedlightning.experiments.reproduce.tables import Table
 from fedlightning.experiments.reproduce.verdicts import BY_CHANCE, expected_by_chance
-from fedlightning.experiments.reproduce.words import chance, left_out, ours, reasons, row_of, verdict_counts
-from fedlightning.study.report import html
-from fedlightning.study.report.cells import Column
-from fedlightning.study.report.drawing import inline, look, save, settle, svg
-from fedlightning.study.report.html import Gallery, Page, Picture, Prose, Section, Trouble, render
+from fedlightning.report import html
+from fedlightning.report.cells import Column
+from fedlightning.report.drawing import inline, look, save, settle, svg
+from fedlightning.report.html import Gallery, Page, Picture, Prose, Section, Trouble, render
 
 FILE = "report.html"
 _LEGEND = (

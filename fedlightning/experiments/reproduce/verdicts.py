@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fedlightning.study.statistics import mean_interval
+from fedlightning.study.significance import mean_interval
 
 AGREES, DISAGREES, INCONCLUSIVE = "agrees", "disagrees", "inconclusive"
 ORDER_AGREES, ORDER_DISAGREES = "order agrees", "order disagrees"

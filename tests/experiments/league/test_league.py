@@ -17,7 +17,7 @@ from fedlightning.experiments.league.reading import RATE, read_league
 from fedlightning.experiments.league.rows import read_rows, write_row
 from fedlightning.experiments.league.standings import missing_rows, standings
 from fedlightning.experiments.league.trials import propose
-from fedlightning.study.statistics import resampled_difference
+from fedlightning.study.significance import resampled_difference
 from tests.experiments.league.tiny_league import league, row
 
 

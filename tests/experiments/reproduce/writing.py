@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from fedlightning.experiments.reproduce.measures import Runs
-from fedlightning.scoring.rows import COLUMNS
+from fedlightning.scores.rows import COLUMNS
 from fedlightning.study.runs import load_run
 
 

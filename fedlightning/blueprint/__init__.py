@@ -1,1 +1,0 @@
-"""What every model of a federation is built from: template, callbacks and settings; no data."""

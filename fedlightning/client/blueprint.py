@@ -1,0 +1,190 @@
+"""What every model of a federation is built from: :class:`Blueprint`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from fedlightning.client.client_parts import ClientParts
+from fedlightning.client.deep_copier import ModuleCopier
+from fedlightning.client.evaluator import StepLosses, make_evaluator
+from fedlightning.client.settings import LocalSettings
+from fedlightning.compat.attached import configure, detached
+from fedlightning.contract import CallbackList, FederatedCallback
+from fedlightning.errors import ConfigurationError
+from fedlightning.models.client_models import ClientModels
+from fedlightning.seeding import isolated
+from fedlightning.tensors import State, module_state
+from fedlightning.tensors.parametrized import keeps_vectors
+
+BUILDERS = ("wrap_module", "on_build", "on_receive")
+"""Events in which callbacks take part in building a client's module."""
+
+
+class _Made:
+    """How copies of one template are made.
+
+    Attributes:
+        copier: Makes copies of the template.
+        is_wrapped: Whether a client's module is more than a copy of it.
+        is_plain: Whether it is a copy, and no callback takes part in building it.
+        entries: The template's entries.
+    """
+
+    def __init__(self, template: LightningModule, blueprint: Blueprint) -> None:
+        self.copier: ModuleCopier = blueprint.parts.copier(template)
+        claimed = {name for name in BUILDERS for callback in blueprint.callbacks if callback.claims(name)}
+        self.is_wrapped = "wrap_module" in claimed or is_overridden("configure_model", template)
+        self.is_plain = self.copier.is_complete and not (self.is_wrapped or claimed or blueprint.converts)
+        self.is_plain = self.is_plain and not keeps_vectors(module_state(template))
+        self.entries = module_state(template)
+        self.reference: LightningModule | None = None
+
+
+@dataclass
+class Blueprint:
+    """The template, the callbacks and the settings of a federation, and the modules built from them. It holds no data,
+    so a server that never sees data can have one.
+
+    Attributes:
+        template: The user's module; it is copied, never trained. :class:`~fedlightning.models.ClientModels`: several.
+        callbacks: The federated callbacks.
+        settings: How every client trains.
+        assigned: Name of each client's architecture, where there are several; the server has the default one.
+        privacy: Epsilon and delta that were spent on the model that the federation begins with; empty: none is known.
+        parts: What attaches to its clients.
+        tools: What a process makes once for its models, by name; it is sent to nobody.
+    """
+
+    template: LightningModule
+    callbacks: CallbackList
+    settings: LocalSettings
+    assigned: Mapping[str, str] = field(default_factory=dict)
+    privacy: Mapping[str, Any] = field(default_factory=dict)
+    parts: ClientParts = field(default_factory=ClientParts)
+    tools: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
+    losses: StepLosses = field(init=False, repr=False, default_factory=StepLosses)
+    _trainer: Trainer | None = field(init=False, default=None, repr=False)
+    _made: dict[str, _Made] = field(init=False, default_factory=dict, repr=False)  # by architecture
+
+    # -- device and precision ----------------------------------------------------------------------------------------
+    @property
+    def trainer(self) -> Trainer:
+        """A quiet Trainer with the run's arguments for evaluation on one device, made on first access.
+
+        It scores every model, and the run's device and precision are read from it.
+        """
+        if self._trainer is None:
+            self._trainer = make_evaluator(self.settings.trainer_arguments, self.losses)
+        return self._trainer
+
+    @property
+    def precision(self) -> Any:
+        """Lightning's precision plugin (autocast contexts)."""
+        return self.trainer.precision_plugin
+
+    @property
+    def device(self) -> torch.device:
+        """Device on which scores and gradients outside a fit are computed."""
+        return self.trainer.strategy.root_device
+
+    @property
+    def converts(self) -> bool:
+        """Whether :meth:`convert` changes anything."""
+        return isinstance(self.precision, DoublePrecision | HalfPrecision)
+
+    def convert(self, module: LightningModule) -> LightningModule:
+        """Convert a module to the run's "true" precision, as Lightning does for a fit; states keep it between visits."""
+        if self.converts:
+            self.precision.convert_module(module)
+        return module
+
+    def without_callbacks(self, ordinary: list[Callback], **settings: Any) -> Blueprint:
+        """Return a blueprint of the same template whose fits only have the given Lightning callbacks, and other settings."""
+        given = replace(self.settings, callbacks=ordinary, **settings)
+        made = replace(self, callbacks=CallbackList([]), settings=given)
+        if getattr(self.precision, "scaler", None) is None:  # a gradient scaler's state must not move
+            made._trainer = self.trainer
+        return made
+
+    # -- architectures -----------------------------------------------------------------------------------------------
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Names of the architectures; ``("",)`` where everybody has the template's."""
+        return tuple(self.template.models) if isinstance(self.template, ClientModels) else ("",)
+
+    def architecture_of(self, owner: str) -> str:
+        """Return the name of the architecture that a client's module has, or the server's global model."""
+        default = self.template.default if isinstance(self.template, ClientModels) else ""
+        return self.assigned.get(owner, default)
+
+    def template_of(self, architecture: str) -> LightningModule:
+        """Return the module of which clients with an architecture get copies."""
+        return self.template.model(architecture) if isinstance(self.template, ClientModels) else self.template
+
+    # -- modules -----------------------------------------------------------------------------------------------------
+    def _making(self, architecture: str) -> _Made:
+        template, made = self.template_of(architecture), self._made.get(architecture)
+        if made is None or made.copier.module is not template:  # a resumed run has its own template
+            made = self._made[architecture] = _Made(template, self)
+        return made
+
+    def build(self, owner: str, architecture: str | None = None) -> LightningModule:
+        """Build a fresh copy of the template, wrapped by every callback. Equal owners get equal bits."""
+        made = self._making(self.architecture_of(owner) if architecture is None else architecture)
+        with isolated(self.settings.seed, "build") if made.is_wrapped else nullcontext():
+            module: LightningModule = detached(made.copier.copy())
+            if made.is_wrapped:
+                self._configure(module)
+                for callback in self.callbacks:
+                    module = self._wrapped(module, callback, owner)
+        return self.convert(module)
+
+    def _configure(self, module: LightningModule) -> None:
+        """Let a module make its layers; it sees a trainer with the run's arguments, and no data."""
+        try:
+            configure(module, lambda: self.trainer)
+        except Exception as error:
+            raise ConfigurationError(
+                f"{type(module).__name__}.configure_model fails where models are made, before there are data or a fit: "
+                f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}. Give what it needs to __init__."
+            ) from error
+
+    def reference(self, architecture: str) -> LightningModule:
+        """Return the server's module of an architecture, built once, to look at; it is not to be changed."""
+        made = self._making(architecture)
+        if made.reference is None:
+            made.reference = self.build("server", architecture)
+        return made.reference
+
+    def _wrapped(self, module: LightningModule, callback: FederatedCallback, owner: str) -> LightningModule:
+        """Let a callback wrap a module; name those that had wrapped it before if that fails."""
+        try:
+            return callback.wrap_module(module, owner)
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+            wrapping = [other.key for other in self.callbacks if other.claims("wrap_module")]
+            before = wrapping[: wrapping.index(callback.key)] if callback.key in wrapping else []
+            if isinstance(error, ValueError) and (not before or callback.key in str(error)):
+                raise  # a sentence of its own
+            after = f" after {' and '.join(before)}, which changed its layers" if before else ""
+            way = f" Remove one of {', '.join(wrapping)}." if before else ""
+            raise ConfigurationError(
+                f"{callback.key} cannot wrap {type(self.template).__name__}{after}: {type(error).__name__}: "
+                f"{' '.join(str(error).split()).rstrip('.')}.{way}"
+            ) from error
+
+    def build_around(self, entries: State, owner: str) -> LightningModule:
+        """Build an owner's module around given entries in one go; where no callback takes part in building it."""
+        return detached(self._making(self.architecture_of(owner)).copier.copy(entries))
+
+    def plain_entries(self, merged: State, owner: str) -> State | None:
+        """Return all entries of an owner's module that holds `merged`, not copied."""
+        made = self._making(self.architecture_of(owner))
+        return made.entries | merged if made.is_plain and made.copier.holds(merged) else None

@@ -1,0 +1,233 @@
+"""What is known of the clients' data without seeing a sample: :class:`Description`, in plain values.
+
+It is found where the data are (:func:`describe`), and it is all that the server ever gets to know of them. Where every client
+is a site of its own, the sites' descriptions are put together by :meth:`Description.merged`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from fedlightning.client.settings import limited
+from fedlightning.datamodules.base import SPLITS, FederatedDataModule, in_order
+from fedlightning.datamodules.held_out import without
+from fedlightning.datamodules.overlap import look
+from fedlightning.datamodules.public_only import public_content
+
+Part = Literal["classes", "splits", "loaders", "batches", "pooled", "public", "public content"]
+"""What is looked up only where it is asked for: it may take time where clients or samples are many."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What is known of the data of a federation; all values are plain. It reads like a data module that has no samples.
+
+    Attributes:
+        module: Class of the data module, or of the user's that it divides among clients.
+        client_ids: The clients that take part in training, in the order of the data module.
+        sizes: Samples in `"train"`, `"val"` and `"test"` of each client, of those left out of training too.
+        partition_name: The way the data were divided, in a few words.
+        planted_groups: The group of each client, where the clients were made so.
+        seed: Seed of the data, 0 if they have none: it draws who is held out.
+        together: Whether all clients' data are in one place. Else nothing can be trained or scored on their union, and no
+            client's model on another client's data.
+        classes: Training samples of each class by client, `None` for a client whose data have no labels.
+        splits: A short hash of who holds which samples, by split: equal for two runs on the same split.
+        loaders: `batch_size`, `drop_last` and `shuffle` of each client's training loader; clients without one are missing.
+        batches: Training batches in an epoch of each client, as far as they are used.
+        pooled: Splits whose union over the clients can be had in one place.
+        public: What is known of public data, for reports; `None`: there are none.
+        public_print: Number and batch size of the public samples, and which they are where they are held by index.
+        public_content: A hash of what the public data hold; `None` if nothing of it stays the same.
+        content: A hash of a few training samples of some clients, where these are in memory; else `None`.
+        over_rounds: Training samples of a client in rounds 0, 1, ..., the last number from then on, where the training
+            data change from round to round. `sizes` are then of all rounds.
+        statistics: What the clients are to agree on before round 1: columns and words, no values; `None`: nothing.
+    """
+
+    module: str
+    client_ids: list[str]
+    sizes: Mapping[str, tuple[int, int, int]]
+    partition_name: str = "natural"
+    planted_groups: dict[str, int] | None = None
+    seed: int = 0
+    together: bool = True
+    classes: Mapping[str, list[int] | None] = field(default_factory=dict)
+    splits: Mapping[str, str] = field(default_factory=dict)
+    loaders: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    batches: Mapping[str, int] = field(default_factory=dict)
+    pooled: tuple[str, ...] = ()
+    public: dict[str, Any] | None = None
+    public_print: str | None = None
+    public_content: str | None = None
+    content: str | None = None
+    statistics: dict[str, Any] | None = None
+    over_rounds: Mapping[str, list[int]] = field(default_factory=dict)
+
+    def num_samples(self, client: str, split: str = "train", round: int | None = None) -> int:
+        """Return the number of samples that a client holds in a split; for training in a round, if one is given."""
+        if round is not None and split == "train" and client in self.over_rounds:
+            counts = self.over_rounds[client]
+            return counts[min(round, len(counts) - 1)]
+        return self.sizes[client][SPLITS.index(split)]
+
+    def without(self, clients: Collection[str]) -> Description:
+        """Return the description in which some clients do not take part in training; they keep their sizes.
+
+        Example:
+            >>> few = Description("Mine", ["a", "b"], {"a": (3, 1, 1), "b": (5, 1, 1)}).without(["b"])
+            >>> few.client_ids, few.num_samples("b")
+            (['a'], 5)
+        """
+        out = set(clients)
+        return replace(self, client_ids=[client for client in self.client_ids if client not in out])
+
+    @classmethod
+    def merged(cls, sites: Sequence[Description]) -> Description:
+        """Put together what sites tell of their own clients, in the order of the sites. Their data are not in one place.
+
+        Example:
+            >>> a, b = (Description("Mine", [name], {name: (3, 1, 0)}, splits={"train": name}) for name in "ab")
+            >>> both = Description.merged([a, b])
+            >>> both.client_ids, both.together, both.splits["train"]
+            (['a', 'b'], False, '3554d2b8a1e3')
+        """
+        ids = [client for site in sites for client in site.client_ids]
+        twice = next((client for client, count in Counter(ids).items() if count > 1), None)
+        if twice is not None:
+            raise ValueError(f"Two sites have a client '{twice}'. Give every client a name of its own.")
+        first = sites[0]
+        for site in sites[1:]:
+            if (site.public_print, site.public_content) != (first.public_print, first.public_content):
+                raise ValueError(
+                    f"The sites of '{first.client_ids[0]}' and '{site.client_ids[0]}' have different public data "
+                    f"({first.public_print or 'none'}; {site.public_print or 'none'}). Give every site the same."
+                )
+            if site.statistics != first.statistics:
+                raise ValueError(
+                    f"The sites of '{first.client_ids[0]}' and '{site.client_ids[0]}' are to agree on different statistics "
+                    f"({first.statistics or 'none'}; {site.statistics or 'none'}). Give every site the same scale, columns, "
+                    "categories, ranges and least."
+                )
+        groups = [site.planted_groups for site in sites]
+        known = all(group is not None for group in groups)
+        return replace(
+            first,
+            client_ids=ids,
+            sizes=_joined(site.sizes for site in sites),
+            planted_groups=_joined(group or {} for group in groups) if known else None,
+            together=False,
+            content=None if None in (looks := [site.content for site in sites]) else _hash(looks),
+            classes=_joined(site.classes for site in sites),
+            splits={split: _hash([site.splits[split] for site in sites if site.client_ids]) for split in first.splits},
+            loaders=_joined(site.loaders for site in sites),
+            batches=_joined(site.batches for site in sites),
+            over_rounds=_joined(site.over_rounds for site in sites),
+            pooled=(),
+        )
+
+
+def describe(
+    data: FederatedDataModule,
+    leave_out: Collection[str] = (),
+    parts: Collection[Part] = (),
+    *,
+    left_out: Iterable[str] = (),
+    limit: int | float | None = None,
+    together: bool = True,
+) -> Description:
+    """Describe data that are here and set up. No sample is read, except for the hash of public data if that is asked for."""
+    few = without(data, leave_out) if leave_out else data
+    ids = list(few.client_ids)
+    everybody = [*ids, *left_out, *leave_out]
+    found: dict[str, Any] = {}
+    if "classes" in parts:
+        found["classes"] = {client: few.class_counts(client, "train") for client in everybody}
+    if "splits" in parts:
+        found["splits"] = {split: few.fingerprint(split) for split in SPLITS}
+    if "loaders" in parts:
+        found["loaders"], found["content"] = _loaders(few)
+    if "batches" in parts:
+        found["batches"] = {client: limited(count, limit) if count else 0 for client, count in _batches(few, ids)}
+    if "pooled" in parts and together:
+        found["pooled"] = tuple(split for split in SPLITS if few.pooled_dataloader(split) is not None)
+    if "public" in parts:
+        found["public"] = few.public_report()
+    if "public content" in parts:
+        public = few.public_dataloader()
+        if public is not None:
+            found["public_print"], found["public_content"] = _public_print(public), public_content(public)
+    seed = getattr(data, "seed", 0)
+    return Description(
+        type(data.original).__name__,
+        ids,
+        few.sizes_of(everybody),
+        few.partition_name,
+        few.planted_groups,
+        seed if isinstance(seed, int) else 0,
+        together,
+        statistics=few.wanted_statistics,
+        over_rounds={client: few.sizes_by_round(client) for client in everybody} if few.drifts else {},
+        **found,
+    )
+
+
+def _batches(data: FederatedDataModule, clients: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Yield the training batches of clients; their loaders are made only where it takes that to know."""
+    alike = data.common_batches
+    if alike is None:
+        for client in clients:
+            loader = data.client_dataloader(client, "train")
+            yield client, 0 if loader is None else len(loader)
+        return
+    size, whole = alike["batch_size"], bool(alike["drop_last"])
+    for client, (count, _, _) in data.sizes_of(clients).items():
+        yield client, count // size if whole else -(-count // size)
+
+
+LOOKED_AT = 16
+"""Clients of whose training data some samples are looked at."""
+
+
+def _loaders(data: FederatedDataModule) -> tuple[dict[str, Mapping[str, Any]], str | None]:
+    """Return what is known of the training loaders, and a hash of a few samples that they give."""
+    if data.common_batches is not None:
+        alike: Mapping[str, Any] = dict(data.common_batches)
+        return dict(zip(data.client_ids, itertools.repeat(alike), strict=False)), None
+    held: dict[str, Mapping[str, Any]] = {}
+    ordered = in_order(data.client_ids)
+    looks: dict[str, str | None] = dict.fromkeys(ordered[:: -(-len(ordered) // LOOKED_AT) or 1])
+    for client in data.client_ids:
+        loader = data.client_dataloader(client, "train")
+        if loader is not None:
+            batches = getattr(loader, "batch_sampler", None)
+            own: dict[str, Any] = {}
+            for name, has in (("batch_size", batches), ("drop_last", batches), ("shuffle", loader.sampler)):
+                value = getattr(loader, name, None)
+                own[name] = value if value is not None else getattr(has, name, None)
+            held[client] = own
+            if client in looks:
+                looks[client] = look(getattr(loader, "dataset", None))
+    return held, _hash(looks) if any(looks.values()) else None
+
+
+def _public_print(loader: Any) -> str:
+    dataset: Any = getattr(loader, "dataset", loader)
+    size = len(dataset) if hasattr(dataset, "__len__") else "unknown number of"
+    held = getattr(dataset, "indices", None)
+    which = "" if held is None else f" ({_hash([int(index) for index in held])})"
+    return f"{size} samples{which} in batches of {getattr(loader, 'batch_size', None)}"
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
+
+
+def _joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {client: value for part in parts for client, value in part.items()}

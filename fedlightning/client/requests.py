@@ -1,0 +1,228 @@
+"""Requests of visits and scoring tasks to the engine: fit a client, or score models.
+
+Visits and scoring tasks are generators. They yield a request, wait for its result, and end with their answer. So one
+engine serves one request after another, and another serves the requests of many clients at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader
+
+from fedlightning.client.client import Client
+from fedlightning.client.client_errors import client_failure, in_words
+from fedlightning.client.record import ClientRecord
+from fedlightning.contract import Phase
+from fedlightning.contract.messages import Message, Update
+from fedlightning.datamodules.views import IndexView
+from fedlightning.seeding import isolated, seed_all
+
+if TYPE_CHECKING:
+    from fedlightning.client.runtime import LocalRunner
+
+Scores = dict[str, float]
+"""Value of each metric that a module logged, by name."""
+Answer = TypeVar("Answer")
+Answer_co = TypeVar("Answer_co", covariant=True)
+
+
+# -- of a visit --------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Evaluate:
+    """Evaluation during a visit: of the trained model (stage L2).
+
+    Attributes:
+        splits: Splits to evaluate on: `"val"`, `"test"`.
+        data: Data to evaluate on: `"local"`, `"pooled"`; for scoring tasks also `"clients"`.
+        clients: Clients whose models are scored; `None`: all.
+    """
+
+    splits: tuple[str, ...] = ()
+    data: tuple[str, ...] = ("local",)
+    clients: Collection[str] | None = None
+
+    def of(self, client: str) -> Evaluate:
+        """Return the evaluation in one client's visit.
+
+        Example:
+            >>> Evaluate(("val",), clients={"a"}).of("a").splits, Evaluate(("val",), clients={"a"}).of("b").splits
+            (('val',), ())
+        """
+        if self.clients is None:
+            return self
+        return Evaluate(self.splits, self.data) if client in self.clients else Evaluate()
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Request for one fit of a client's module.
+
+    Attributes:
+        client: The client.
+        message: The message from the server.
+        phase: Part that trains, and for how long.
+        work: Epochs or optimizer steps.
+        loader: Training batches, not iterated yet. `None`: make a loader.
+    """
+
+    client: Client
+    message: Message
+    phase: Phase
+    work: int
+    loader: DataLoader[Any] | None = None
+
+
+@dataclass(frozen=True)
+class Score:
+    """Request for scores of a client's trained model.
+
+    Attributes:
+        client: The client.
+        requests: Modules and loaders, in the order of the scores.
+    """
+
+    client: Client
+    requests: Sequence[ScoreRequest]
+
+
+VisitSteps = Generator[Fit | Score, Any, tuple[Update, ClientRecord]]
+"""A visit in progress: yields a :class:`Fit` and waits for a :class:`~fedlightning.client.work.FitResult`, yields a
+:class:`Score` and waits for a list of :data:`Scores`, and ends with the update and the client's new record."""
+
+
+# -- of scoring --------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class ScoreRequest:
+    """Request for the scores of one module on one loader.
+
+    Attributes:
+        module: Module to score; it is not changed.
+        loader: Batches to score it on.
+        split: `"val"` or `"test"`.
+        seed: Address of the randomness that loader and module may draw.
+        client: Client whose loaders the module finds in its data module; `"pooled"`: those of the union.
+    """
+
+    module: LightningModule
+    loader: DataLoader[Any]
+    split: str
+    seed: tuple[object, ...]
+    client: str = ""
+
+
+Scoring = Generator[Iterable[ScoreRequest], list[Scores], Answer]
+"""A scoring task in progress. It yields all its requests at once (they may be drawn lazily), waits for their scores in
+that order, and ends with its answer.
+"""
+
+
+class ScoringTask(Protocol[Answer_co]):
+    """A task that only waits for scores, so that an engine may score several tasks together."""
+
+    @property
+    def client(self) -> str | None:
+        """Client whose record the task needs, or `None`."""
+
+    def scoring(
+        self, runner: LocalRunner, record: ClientRecord
+    ) -> Generator[Iterable[ScoreRequest], list[Scores], tuple[Answer_co, ClientRecord | None]]:
+        """Yield the requests; end with the answer and the client's new record (`None`: unchanged)."""
+
+
+class MissingScores(Scores):
+    """No scores, because scoring raised.
+
+    Attributes:
+        reason: The error in words.
+        cause: The error.
+    """
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__()
+        self.cause = cause
+        self.reason = in_words(cause)
+
+
+def score_one(runner: LocalRunner, request: ScoreRequest) -> Scores:
+    """Score one module alone. Every global random generator is left as it was."""
+    with isolated(*request.seed):
+        return score_or_miss(runner, request)
+
+
+def score_or_miss(runner: LocalRunner, request: ScoreRequest) -> Scores:
+    """Score one module; an error in its code or data is a gap in the scores, not the end of the run."""
+    runner.scorer.client = request.client
+    try:
+        return runner.scorer.score(request.module, request.loader, request.split)
+    except BaseException as error:
+        return MissingScores(client_failure(error))
+
+
+def score_in_turn(runner: LocalRunner, scoring: Scoring[Answer]) -> Answer:
+    """Carry out one scoring task, one request after another."""
+    try:
+        found = [scores for series in _series(next(scoring)) for scores in _score_series(runner, series)]
+    except BaseException as error:  # the task may have a client open
+        scoring.throw(error)
+        raise
+    return finish(scoring, found)
+
+
+LONGEST = 128
+"""Requests of one model that wait for one another: their loaders are in memory together."""
+
+
+def _series(requests: Iterable[ScoreRequest]) -> Iterator[list[ScoreRequest]]:
+    """Yield requests in a row of one model; a loader that is more than indices into data in memory comes alone."""
+    series: list[ScoreRequest] = []
+    for one in requests:
+        light = type(one.loader) is DataLoader and type(one.loader.dataset) is IndexView
+        if series and not (light and one.module is series[0].module and one.split == series[0].split):
+            yield series
+            series = []
+        series.append(one)
+        if not light or len(series) == LONGEST:
+            yield series
+            series = []
+    if series:
+        yield series
+
+
+def _score_series(runner: LocalRunner, series: list[ScoreRequest]) -> Iterator[Scores]:
+    """Yield the scores of requests for one model."""
+    rest = series
+    while rest:
+        found: list[Scores] = []
+        failed: Exception | None = None
+        if len(rest) > 1:
+            first, loaders = rest[0], [one.loader for one in rest]
+            with isolated():
+                try:
+                    runner.scorer.score_each(first.module, loaders, first.split, partial(_start, runner, rest), found)
+                except Exception as error:
+                    failed = error
+            yield from found
+        rest = rest[len(found) :]
+        if rest:
+            yield score_one(runner, rest[0]) if failed is None else MissingScores(failed)
+            rest = rest[1:]
+
+
+def _start(runner: LocalRunner, requests: Sequence[ScoreRequest], place: int) -> None:
+    runner.scorer.client = requests[place].client
+    seed_all(*requests[place].seed)
+
+
+def finish(scoring: Scoring[Answer], scores: list[Scores]) -> Answer:
+    """Send a scoring task its scores and return its answer."""
+    try:
+        scoring.send(scores)
+    except StopIteration as end:
+        answer: Answer = end.value
+        return answer
+    raise RuntimeError("A scoring task asked for scores twice; it has to ask for all at once.")

@@ -1,0 +1,153 @@
+"""The client side of a federation: :class:`LocalRunner`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_info
+from torch.utils.data import DataLoader
+
+from fedlightning.client.blueprint import Blueprint
+from fedlightning.client.data_summary import Description, Part, describe
+from fedlightning.client.fitters import FitterChoice
+from fedlightning.client.lightning_fit import LightningFitter
+from fedlightning.client.monitored_metrics import Monitor
+from fedlightning.client.scorer import Scorer
+from fedlightning.client.settings import LocalSettings
+from fedlightning.compat.loader_workers import preload_fork_server
+from fedlightning.compat.quiet import quiet
+from fedlightning.contract import POOLED, CallbackList
+from fedlightning.contract.messages import Message
+from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.held_out import FewerClients, without
+from fedlightning.datamodules.loaders import LoaderDataModule
+
+
+@dataclass
+class LocalRunner:
+    """The client side of a federation: blueprint and data. An engine decides where it runs.
+
+    :mod:`fedlightning.client.visit` describes one visit on it.
+
+    Attributes:
+        blueprint: Builds the clients' modules.
+        data: Samples of each client.
+        left_out: Clients of these data that take no part in training.
+        together: Whether these are the data of all clients. A site that has its own clients only says False: the union of
+            its data is not everybody's, so nothing is trained or scored on it.
+        folder: Where the clients' models are written, where the run's own folder is on another machine.
+        scorer: Scores modules.
+        loop: Choice of who fits.
+        monitor: What visits validate for; `None` if nothing asks for it.
+        source: The data module that the user wrote; `None` if there are loaders only.
+    """
+
+    blueprint: Blueprint
+    data: FederatedDataModule
+    left_out: list[str] = field(default_factory=list)
+    together: bool = True
+    folder: Path | None = None
+    scorer: Scorer = field(init=False)
+    loop: FitterChoice = field(init=False)
+    monitor: Monitor | None = field(init=False, default=None)
+    source: Any = field(init=False, repr=False)
+    _described: Description | None = field(init=False, default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        preload_fork_server()
+        self._make_scorer()
+        parts = self.blueprint.parts
+        fitters = [make(self.blueprint) for make in parts.fitters]
+        self.loop = FitterChoice(self.settings.local_loop, [*fitters, LightningFitter(parts.loop_checks)])
+        if self.settings.log_clients is True:
+            self.loop.give_up("log_clients=True keeps what Lightning's own loop logs")
+
+    @property
+    def callbacks(self) -> CallbackList:
+        """The federated callbacks."""
+        return self.blueprint.callbacks
+
+    @property
+    def settings(self) -> LocalSettings:
+        """Settings of local training."""
+        return self.blueprint.settings
+
+    # -- data --------------------------------------------------------------------------------------------------------
+    def set_up(self, stage: str) -> None:
+        """Prepare the data and set them up, as Lightning does."""
+        with quiet():
+            self.data.prepare_data()
+            self.data.setup(stage)
+
+    def leave_out(self, clients: Collection[str]) -> None:
+        """Keep clients out of training from now on: they are in no list and in no union of the data any more."""
+        if clients:
+            self.data = without(self.data, clients)
+            self.left_out = [*self.left_out, *clients]
+            self._described = None
+            self._make_scorer()
+
+    def measure(self) -> dict[str, dict[str, Any]]:
+        """Return what each client that trains here gives for the statistics before round 1."""
+        return {client: self.data.statistics_of(client) for client in self.data.client_ids}
+
+    def agree(self, totals: Mapping[str, Any]) -> None:
+        """Prepare the data with the totals of all clients, from now on."""
+        self.data = self.data.with_statistics(totals)
+        self._described = None
+        self._make_scorer()
+
+    def describe(self, leave_out: Collection[str] = (), parts: Collection[Part] = ()) -> Description:
+        """Describe the data; see :func:`~fedlightning.client.data_summary.describe`."""
+        limit = self.settings.trainer_arguments.get("limit_train_batches")
+        return describe(self.data, leave_out, parts, left_out=self.left_out, limit=limit, together=self.together)
+
+    def beside(self, blueprint: Blueprint) -> LocalRunner:
+        """Return a runner of another blueprint on the same data."""
+        made = LocalRunner(blueprint, self.data, self.left_out, self.together, self.folder)
+        made._described = self._described
+        return made
+
+    @property
+    def described(self) -> Description:
+        """Ids and sizes of the clients. Where the data are not here, whoever knows them has said so (:meth:`know`)."""
+        if self._described is None:
+            self._described = self.describe()
+        return self._described
+
+    def know(self, description: Description) -> None:
+        """Take ids and sizes from a description, in a process that has no data."""
+        self._described = description
+
+    def pooled_dataloader(self, split: str, round: int | None = None) -> DataLoader[Any] | None:
+        """Return the loader over the union of all clients' data of a split; for training in a round, if one is given."""
+        if not self.together:
+            raise ValueError("the union of all clients' data is asked for, and here are only those of some clients")
+        return (self.data if round is None else self.data.at_round(round)).pooled_dataloader(split)
+
+    def loader(self, message: Message, split: str) -> DataLoader[Any] | None:
+        """Return the loader of a job for a split: the client's own, or the pooled one."""
+        if message.data == POOLED or message.client == POOLED:
+            return self.pooled_dataloader(split, message.round)
+        return self.data.at_round(message.round).client_dataloader(message.client, split)
+
+    def validate_visits(self, monitor: Monitor) -> None:
+        """Validate inside local training from now on, because something monitors a metric of the validation."""
+        self.monitor = monitor
+        self.loop.give_up(f"{monitor}, so visits validate")
+        rank_zero_info(f"{monitor}: each visit validates on the client's own validation data.")
+
+    def _make_scorer(self) -> None:
+        data = self.data.whole if isinstance(self.data, FewerClients) else self.data
+        source = None if isinstance(data, LoaderDataModule) else getattr(data, "datamodule", data)
+        self.source = source
+        self.scorer = Scorer(self.blueprint, source, self._loader_of)
+
+    def _loader_of(self, client: str, split: str) -> DataLoader[Any] | None:
+        """Return the loader that a module finds while it is scored; of the first client where nobody is meant."""
+        if client == POOLED:
+            return self.pooled_dataloader(split)
+        return self.data.client_dataloader(client or self.data.client_ids[0], split)

@@ -1,0 +1,228 @@
+"""Values that are no code but that `torch.load(weights_only=True)` does not open: their parts, and the way back."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import types
+import uuid
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from enum import Enum, Flag
+from fractions import Fraction
+from pathlib import Path, PurePath
+from typing import Any, cast
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.data import AttributeDict
+
+from fedlightning.codec.class_names import plain_kind
+from fedlightning.codec.collisions import checked_keys
+
+FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)}
+BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A kind of value.
+
+    Attributes:
+        name: Its name in files.
+        parts: Takes a value apart into plain ones; raises ValueError for one that cannot be saved.
+        whole: Puts it together again.
+    """
+
+    name: str
+    parts: Callable[[Any], Any]
+    whole: Callable[[Any], Any]
+
+
+def enum_member(path: str, value: Any) -> Enum:
+    """Return the member of an enum that is imported already. Enums are not called: `_missing_` may be anybody's code."""
+    found = plain_kind(path, Enum)
+    if issubclass(found, Flag) and type(value) is int and found._missing_.__func__ is Flag._missing_.__func__:  # type: ignore[attr-defined]
+        return found(value)  # a combination of flags
+    for member in found.__members__.values():
+        if type(member.value) is type(value) and member.value == value:
+            return cast(Enum, member)
+    raise ValueError(f"{value!r:.60} is no {found.__name__}")
+
+
+def named_tuple(path: str, values: list[Any]) -> Any:
+    """Return a named tuple, of a class that is imported already."""
+    found = plain_kind(path, tuple)
+    if not hasattr(found, "_fields") or len(found._fields) != len(values):
+        raise ValueError(f"{path} is no named tuple of {len(values)} fields")
+    return tuple.__new__(found, values)
+
+
+def listed(value: Any) -> list[Any] | tuple[Any, ...]:
+    """Return a value where values one by one are wanted; a range or a text could stand for any number of them."""
+    if type(value) not in (list, tuple):
+        raise ValueError(f"a {type(value).__name__} is no list")
+    return value
+
+
+def _bytes(value: bytes | bytearray) -> torch.Tensor:
+    return torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
+
+
+def _from_bytes(value: torch.Tensor) -> bytes:
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8 or not value.is_contiguous():
+        raise ValueError("bytes are not stored as bytes")
+    return value.numpy().tobytes()
+
+
+def _array(value: np.ndarray) -> list[Any]:
+    if value.dtype.kind not in "biufcmMSU" or value.dtype.fields is not None:
+        raise ValueError(f"is an array of dtype {value.dtype}")
+    order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
+    return [value.dtype.str, list(value.shape), order, _bytes(value.tobytes(order))]  # type: ignore[arg-type]
+
+
+def _from_array(value: list[Any]) -> np.ndarray:
+    kind, shape, order, content = value
+    dtype = np.dtype(str(kind))
+    if dtype.hasobject or dtype.kind not in "biufcmMSU":
+        raise ValueError(f"an array of dtype {dtype} has no place here")
+    return np.frombuffer(bytearray(_from_bytes(content)), dtype=dtype).reshape(tuple(listed(shape)), order=str(order))  # type: ignore[call-overload]
+
+
+def _factory(value: defaultdict[Any, Any]) -> list[Any]:
+    made = value.default_factory
+    if made is not None and FACTORIES.get(getattr(made, "__name__", "")) is not made:
+        raise ValueError(f"is a defaultdict with the factory {made!r}")
+    return [None if made is None else made.__name__, list(value.items())]
+
+
+def _zoned(value: Any) -> str:
+    if value.tzinfo is not None and not isinstance(value.tzinfo, timezone):
+        raise ValueError(f"is a time in the zone {value.tzinfo}, which is code; use a fixed offset")
+    return f"{value.fold}{value.isoformat()}"
+
+
+def _generator(value: np.random.Generator) -> dict[str, Any]:
+    name = type(value.bit_generator).__name__
+    if name not in BIT_GENERATORS:
+        raise ValueError(f"is a generator over {name}")
+    return dict(value.bit_generator.state)
+
+
+def _from_generator(state: dict[str, Any]) -> np.random.Generator:
+    if state["bit_generator"] not in BIT_GENERATORS:
+        raise ValueError(f"there is no generator {state['bit_generator']!r}")
+    made = getattr(np.random, state["bit_generator"])()
+    made.state = _within_bounds(state)
+    return np.random.Generator(made)
+
+
+def _within_bounds(state: dict[str, Any]) -> dict[str, Any]:
+    """Refuse a place outside a generator's buffer, which numpy takes, and reads memory that is not its own."""
+    for place, most in ((state["state"].get("pos", 0), 624), (state.get("buffer_pos", 0), 4)):
+        if type(place) is not int or not 0 <= place <= most:
+            raise ValueError(f"a generator's place is {place!r:.40}")
+    return state
+
+
+def _from_random_state(state: Any) -> np.random.RandomState:
+    made = np.random.RandomState()
+    made.set_state(_within_bounds(state))
+    return made
+
+
+def _from_random(state: Any) -> random.Random:
+    made = random.Random()
+    made.setstate(state)
+    return made
+
+
+def _from_torch_generator(parts: list[Any]) -> torch.Generator:
+    return torch.Generator(device=parts[0]).set_state(parts[1])
+
+
+def _sorted(value: set[Any] | frozenset[Any]) -> list[Any]:
+    """List a set; texts and numbers in an order that does not differ between processes, as hashes of texts do."""
+    if not all(type(entry) in (str, int, float, bool, bytes) for entry in value):
+        return list(value)
+    return sorted(value, key=lambda entry: (type(entry).__name__, repr(entry)))
+
+
+def _keyed(make: Callable[[Any], Any], pairs: bool = True) -> Callable[[Any], Any]:
+    """Return `make`, which is given keys or pairs of key and value, behind a look at the hashes of the keys."""
+
+    def made(value: Any) -> Any:
+        checked_keys(pair[0] for pair in listed(value)) if pairs else checked_keys(listed(value))
+        return make(value)
+
+    return made
+
+
+def _from_fraction(parts: list[Any]) -> Fraction:
+    if [type(part) for part in listed(parts)] != [int, int]:  # a text may stand for a number of any length
+        raise ValueError("a fraction is of two integers")
+    return Fraction(*parts)
+
+
+def _from_deque(parts: list[Any]) -> deque[Any]:
+    return deque(listed(parts[0]), maxlen=parts[1])
+
+
+def _from_factory(parts: list[Any]) -> defaultdict[Any, Any]:
+    return defaultdict(None if parts[0] is None else FACTORIES[parts[0]], _keyed(dict)(parts[1]))
+
+
+def _named(kinds: tuple[Any, ...]) -> dict[str, Any]:
+    return {str(kind): kind for kind in kinds}
+
+
+FORMATS = _named((torch.contiguous_format, torch.channels_last, torch.channels_last_3d, torch.preserve_format))
+LAYOUTS = _named((torch.strided, torch.sparse_coo, torch.sparse_csr))
+
+_LEAVES: dict[type, Leaf] = {
+    bytes: Leaf("bytes", _bytes, _from_bytes),
+    bytearray: Leaf("bytearray", _bytes, lambda value: bytearray(_from_bytes(value))),
+    int: Leaf("int", hex, lambda text: int(text, 16)),  # a long one
+    dict: Leaf("dict", lambda value: list(value.items()), _keyed(dict)),  # with keys that are no texts or numbers
+    OrderedDict: Leaf("OrderedDict", lambda value: list(value.items()), _keyed(OrderedDict)),
+    set: Leaf("set", _sorted, _keyed(set, pairs=False)),
+    frozenset: Leaf("frozenset", _sorted, _keyed(frozenset, pairs=False)),
+    deque: Leaf("deque", lambda value: [list(value), value.maxlen], _from_deque),
+    defaultdict: Leaf("defaultdict", _factory, _from_factory),
+    Counter: Leaf("Counter", lambda value: list(value.items()), _keyed(lambda pairs: Counter(dict(pairs)))),
+    types.MappingProxyType: Leaf("mappingproxy", dict, types.MappingProxyType),
+    AttributeDict: Leaf("AttributeDict", dict, AttributeDict),
+    types.SimpleNamespace: Leaf("SimpleNamespace", vars, lambda value: types.SimpleNamespace(**value)),
+    argparse.Namespace: Leaf("Namespace", vars, lambda value: argparse.Namespace(**value)),
+    range: Leaf("range", lambda value: [value.start, value.stop, value.step], lambda parts: range(*listed(parts))),
+    slice: Leaf("slice", lambda value: [value.start, value.stop, value.step], lambda parts: slice(*listed(parts))),
+    type(...): Leaf("ellipsis", lambda value: None, lambda value: ...),
+    Decimal: Leaf("Decimal", str, Decimal),
+    Fraction: Leaf("Fraction", lambda value: [value.numerator, value.denominator], _from_fraction),
+    uuid.UUID: Leaf("UUID", str, uuid.UUID),
+    datetime: Leaf("datetime", _zoned, lambda text: datetime.fromisoformat(text[1:]).replace(fold=int(text[0]))),
+    date: Leaf("date", date.isoformat, date.fromisoformat),
+    time: Leaf("time", _zoned, lambda text: time.fromisoformat(text[1:]).replace(fold=int(text[0]))),
+    timedelta: Leaf(
+        "timedelta",
+        lambda value: [value.days, value.seconds, value.microseconds],
+        lambda parts: timedelta(*listed(parts)),
+    ),
+    type(Path()): Leaf("path", str, Path),
+    type(PurePath()): Leaf("purepath", str, PurePath),
+    np.ndarray: Leaf("array", _array, _from_array),
+    np.random.Generator: Leaf("numpy.Generator", _generator, _from_generator),
+    np.random.RandomState: Leaf("numpy.RandomState", lambda value: value.get_state(legacy=False), _from_random_state),
+    random.Random: Leaf("Random", random.Random.getstate, _from_random),
+    torch.Generator: Leaf("Generator", lambda value: [value.device, value.get_state()], _from_torch_generator),
+    torch.memory_format: Leaf("memory_format", str, FORMATS.__getitem__),
+    torch.layout: Leaf("layout", str, LAYOUTS.__getitem__),
+}
+BY_TYPE: dict[type, Leaf] = {kind: leaf for kind, leaf in _LEAVES.items() if kind not in (dict, OrderedDict)}
+"""Kinds by the exact type of a value."""
+BY_NAME: dict[str, Leaf] = {leaf.name: leaf for leaf in _LEAVES.values()}
+"""Kinds by their name in files."""

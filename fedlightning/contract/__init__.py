@@ -1,0 +1,82 @@
+"""The contract between the core and every algorithm.
+
+`callback.py` is the contract itself, :class:`FederatedCallback`, and `families.py` its kinds with methods of their own;
+`capabilities.py` is what a callback says of itself; `jobs.py` holds what
+methods are given and give back; `callback_list.py` runs events and finds who answers a role.
+"""
+
+from fedlightning.contract import capabilities as facts
+from fedlightning.contract.callback import FederatedCallback
+from fedlightning.contract.callback_list import ROLES, CallbackList
+from fedlightning.contract.capabilities import Change, Facts, Need, Newcomers
+from fedlightning.contract.families import (
+    AsynchronousMethod,
+    ClientSelection,
+    Decentralised,
+    ModelSelection,
+    Protection,
+    ServerModels,
+    Stackable,
+    SubModels,
+    SumCodec,
+    TrainingData,
+    UpdateCodec,
+    UpdateInterception,
+)
+from fedlightning.contract.jobs import (
+    NEWCOMER,
+    POOLED,
+    WEIGHTINGS,
+    Arrivals,
+    FirstStep,
+    GradientContext,
+    Job,
+    Owner,
+    Phase,
+    Placing,
+    Plan,
+    Setup,
+    Stage,
+    WeightingName,
+)
+from fedlightning.contract.outgoing import Cover, Kind, Outgoing
+
+__all__ = [
+    "facts",
+    "NEWCOMER",
+    "POOLED",
+    "ROLES",
+    "WEIGHTINGS",
+    "Arrivals",
+    "AsynchronousMethod",
+    "Change",
+    "ClientSelection",
+    "Cover",
+    "Decentralised",
+    "Facts",
+    "ModelSelection",
+    "Need",
+    "Newcomers",
+    "Kind",
+    "Outgoing",
+    "Protection",
+    "ServerModels",
+    "Stackable",
+    "SubModels",
+    "TrainingData",
+    "SumCodec",
+    "UpdateCodec",
+    "UpdateInterception",
+    "CallbackList",
+    "FederatedCallback",
+    "FirstStep",
+    "GradientContext",
+    "Job",
+    "Owner",
+    "Phase",
+    "Placing",
+    "Plan",
+    "Setup",
+    "Stage",
+    "WeightingName",
+]

@@ -1,0 +1,253 @@
+"""What a callback says of itself: :class:`Facts`, what it changes in a run and what it needs of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from fedlightning.contract.jobs import Placing, Setup
+    from fedlightning.server.server import Server
+
+
+class Change(StrEnum):
+    """What a callback changes in a run, as the end of a sentence after its name.
+
+    Most changes follow from the methods that a callback overrides (:data:`FOLLOWS`). The others are declared in
+    :attr:`~fedlightning.contract.FederatedCallback.facts`.
+    """
+
+    PLAN = "plans rounds of its own (plan_round)"
+    PARTICIPANTS = "says who takes part in a round (participants)"
+    JOBS = "changes jobs or leaves them out (on_job)"
+    SHARED = "chooses what travels (shared_names)"
+    BROADCAST = "changes or adds to what is sent to clients (on_broadcast)"
+    RECEIVED = "edits what came before training starts (on_receive)"
+    MODULE = "adds or replaces parts of the module (wrap_module)"
+    SHAPE = "gives a client's module a shape of its own (on_build)"
+    GRADIENT = "corrects gradients (correct_gradient)"
+    LOSS = "adds a term to the loss (training_loss)"
+    TAPS = "reads features inside the model (feature_taps)"
+    MIXES = "adds a term to the loss that may couple the records of a batch (training_loss)"
+    PHASES = "fits several times in a visit (local_phases)"
+    BATCHES = "draws the batches of local training (training_batches)"
+    SENT = "changes or adds to what a client sends (on_send)"
+    REDUCE = "combines updates in a way of its own (reduce)"
+    REDUCED = "changes the mean of the updates (on_reduced)"
+    DENOMINATOR = "names the number that a sum of updates is divided by (denominator)"
+    STEP = "makes the step of the server's model (server_step)"
+    MODEL_OF = "keeps several models at the server (model_of)"
+    NEIGHBOURS = "lets clients talk to their neighbours (neighbours)"
+    PLACES = "places newcomers by a visit (Newcomers.place)"
+    GLOBAL = "has a model of its own for stage G (global_module)"
+    PERSONAL = "deploys another model at each client (personal_module)"
+    FINAL = "adapts models after the last round (final_jobs)"
+    WEIGHTING = "weighs the clients in the mean (weighting)"
+    EXTRAS = "sends clients or the server something beside the model (wire)"
+    VALUES = "sends values shaped as the model's entries (wire)"
+    # what a callback declares
+    START = "makes the model that training starts from out of what came and what the client kept"
+    KEEPS = "keeps something of its own at each client, which every visit trains or replaces"
+    OWN = "trains or keeps something of each client's own beside the model that travels"
+    BESIDE = "trains a model of each client's own beside the steps of the module"
+    PARTS = "leaves entries out of what is sent"
+    ONE_WAY = "does not send clients the entries of the model that it asks back"
+    SMALLER = "cuts entries of what is sent"
+    PRIVATE = "sends entries that never leave a client, in the place of its own"
+    IN_STEP = "keeps at a client what has to agree with what the server has taken in"
+    READS = "reads a client's samples beside the batches of its training"
+    ELSEWHERE = "takes the gradient of a step elsewhere than at the parameters that step"
+    LOSSY = "sends a code in the place of what a client sends (encode)"
+    CALIBRATES = "calibrates the logits of the loss by a client's classes"
+    WORK = "decides how much a client trains in a visit"
+    ABSENCE = "leaves clients out of rounds"
+    SELECTION = "selects models by their scores"
+    GLOBAL_SELECTION = "selects one global model by its scores"
+    LOCAL_SELECTION = "keeps the best model of each client"
+
+
+FOLLOWS = {
+    "plan_round": Change.PLAN,
+    "participants": Change.PARTICIPANTS,
+    "on_job": Change.JOBS,
+    "shared_names": Change.SHARED,
+    "on_broadcast": Change.BROADCAST,
+    "on_receive": Change.RECEIVED,
+    "wrap_module": Change.MODULE,
+    "wire": Change.EXTRAS,
+    "on_build": Change.SHAPE,
+    "correct_gradient": Change.GRADIENT,
+    "training_loss": Change.LOSS,
+    "feature_taps": Change.TAPS,
+    "local_phases": Change.PHASES,
+    "training_batches": Change.BATCHES,
+    "on_send": Change.SENT,
+    "reduce": Change.REDUCE,
+    "on_reduced": Change.REDUCED,
+    "denominator": Change.DENOMINATOR,
+    "server_step": Change.STEP,
+    "model_of": Change.MODEL_OF,
+    "neighbours": Change.NEIGHBOURS,
+    "global_module": Change.GLOBAL,
+    "personal_module": Change.PERSONAL,
+    "final_jobs": Change.FINAL,
+}
+"""The change that follows from a method that a callback claims."""
+
+
+def refuse_other_words(owner: str, changes: object) -> None:
+    """Refuse what is no collection of changes: nothing would ever be found in it.
+
+    Raises:
+        TypeError: With what to write.
+    """
+    other = isinstance(changes, str) or not isinstance(changes, Collection)
+    wrong = [changes] if other else [one for one in changes if not isinstance(one, Change)]  # type: ignore[attr-defined]
+    if wrong:
+        raise TypeError(
+            f"{owner} got {wrong[0]!r} for changes. Give a list of members of Change, such as [Change.REDUCE]."
+        )
+
+
+def always(setup: Setup) -> bool:
+    """Return True: a need that holds in every federation."""
+    return True
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a callback cannot do without: that no other callback of the run makes some changes.
+
+    Attributes:
+        what: What it needs, as the end of a sentence after its name.
+        without: Changes that break it.
+        instead: Another way out than to remove one of the two, as the end of a sentence.
+        when: Whether it holds in a federation, such as one in which not everybody takes part.
+
+    Example:
+        >>> Need("compares whole models", [Change.PARTS]).broken_by([Change.PARTS, Change.SHARED])
+        <Change.PARTS: 'leaves entries out of what is sent'>
+    """
+
+    what: str
+    without: Collection[Change] = ()
+    instead: str = ""
+    when: Callable[[Setup], bool] = always
+
+    def __post_init__(self) -> None:
+        refuse_other_words("Need", self.without)
+
+    def broken_by(self, changes: Collection[Change]) -> Change | None:
+        """Return the first of another callback's changes that breaks it; `None` if it holds."""
+        return next((change for change in self.without if change in changes), None)
+
+
+WHOLE_UPDATES = Need("compares or mixes whole models of clients", (Change.PARTS,))
+"""What clients send is compared, or mixed, as a whole."""
+WHOLE_MODELS_OF_CLIENTS = Need(
+    "gives clients parts of the model, and has a mean of its own for every element",
+    (Change.VALUES, Change.PLAN, Change.REDUCED),
+)
+"""Clients hold parts of the server's model, which nothing may take for the whole."""
+EVERY_SCORE = Need("goes by the scores of every client")
+"""Scores of some clients (`evaluation.clients`) are not enough."""
+WORKS_ON_THE_MODEL = (
+    *(Change.PLAN, Change.RECEIVED, Change.GRADIENT, Change.REDUCED, Change.REDUCE, Change.STEP, Change.GLOBAL),
+    *(Change.FINAL, Change.START, Change.PARTS, Change.WEIGHTING),
+)
+"""Changes that work on a model that travels: they make it, weigh clients in it, or put it together at a client."""
+
+
+@dataclass(frozen=True)
+class Newcomers:
+    """What a method does for clients that have not taken part in training from its beginning.
+
+    Attributes:
+        no_model: Why it has no model for a client that never trained, as the end of a sentence after its name: held-out
+            clients are not scored then. Empty: such a client deploys what it holds after a message whose tag is
+            `NEWCOMER`, with an empty state, in a module as the federation began.
+        join: What becomes of the method's state at the server when clients join a run that is resumed: called with the
+            server and their ids, it may raise ValueError. True: it may stay as it is. False: a method that has state there
+            refuses them.
+        place: Plan of the visits by which clients that are onboarded find their place, such as their cluster: called with
+            the server (a copy that serves nobody else, of whose `clients` they are not) and their ids, before they are
+            scored. A generator of job lists as `plan_round`; it is sent the updates of those that trained, with all that
+            they sent, and returns where each belongs, in a word or two. It raises ValueError if there are no places yet.
+    """
+
+    no_model: str = ""
+    join: bool | Callable[[Server, Sequence[str]], None] = False
+    place: Callable[[Server, Sequence[str]], Placing] | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a callback changes in a run, and what it needs of the others; its options may decide.
+
+    Attributes:
+        changes: Changes that do not follow from the methods that it overrides.
+        needs: What no other callback may break.
+        keeps: Whether a client keeps something of its own that every visit trains or replaces (`Change.KEEPS`). `None`: it
+            does if the callback makes the start of training out of what a client kept, or chooses what travels, so that the
+            rest trains at the client.
+        mixes_architectures: Right where clients' models have different architectures
+            (:class:`~fedlightning.models.ClientModels`) and the server several models; else refused there.
+        asynchronous: Right where updates arrive one by one, and late; False: refused there. `None`: right if the callback
+            does nothing at the server.
+        takes_part: False for a callback that only watches: a resumed run may go on with or without it.
+        most_work: Gives, of the trainer's local epochs or steps, the most that a job of this method may ask for; a site
+            refuses more. `None`: the trainer's. Work of phases does not count.
+        newcomers: What it does for clients that come later.
+        by_record: Whether its term of the loss is the mean over a batch's records of what each gives by itself, as with
+            clipped gradients of single records it has to be.
+        optimizer_state: Whether optimizers begin anew in every visit (`"reset"`) or go on (`"keep"`) where the user does not
+            say; `None`: no opinion.
+        counts_steps: Whether it goes by the steps that optimizers took or by their learning rates (`client.steps`, `lr_sums`,
+            `gradient_weights`): refused where a module moves its entries past them.
+        beside_sums: Whether what it takes from single updates (its extras, `on_update`) holds nothing of the model, so that
+            it is right where the server sees only a sum of updates (:class:`~fedlightning.contract.SumCodec`).
+        real_only: Whether what it does to entries is right for real numbers only: complex parameters are refused.
+        no_statistics: Why statistics of the data before round 1 are refused, as the end of a sentence that begins with the
+            callback's name; empty: they are not.
+
+    Example:
+        >>> facts = Facts(changes={Change.START}).extend(changes={Change.PARTS}, takes_part=False)
+        >>> sorted(change.name for change in facts.changes), facts.takes_part
+        (['PARTS', 'START'], False)
+    """
+
+    changes: Collection[Change] = field(default=frozenset())
+    needs: Sequence[Need] = ()
+    keeps: bool | None = None
+    mixes_architectures: bool = False
+    asynchronous: bool | None = None
+    takes_part: bool = True
+    most_work: Callable[[int], int] | None = None
+    newcomers: Newcomers = Newcomers()
+    by_record: bool = False
+    optimizer_state: Literal["reset", "keep"] | None = None
+    counts_steps: bool = False
+    beside_sums: bool = False
+    real_only: bool = False
+    no_statistics: str = ""
+
+    def __post_init__(self) -> None:
+        refuse_other_words("Facts", self.changes)
+        if isinstance(self.needs, Need) or any(not isinstance(need, Need) for need in self.needs):
+            raise TypeError(f"Facts got needs={self.needs!r}. Give a list of Need(...).")
+        if not isinstance(self.newcomers, Newcomers):
+            raise TypeError(f"Facts got newcomers={self.newcomers!r}. Give Newcomers(...).")
+        if self.optimizer_state not in (None, "reset", "keep"):
+            raise ValueError(f"Facts got optimizer_state={self.optimizer_state!r}. Use 'reset' or 'keep', or None.")
+
+    def extend(self, changes: Iterable[Change] = (), needs: Iterable[Need] = (), **others: Any) -> Facts:
+        """Return these facts with more changes and needs, and other answers to the rest.
+
+        Args:
+            changes: Further changes.
+            needs: Further needs.
+            others: What replaces the other attributes.
+        """
+        return replace(self, changes=frozenset(self.changes) | set(changes), needs=(*self.needs, *needs), **others)

@@ -1,0 +1,1 @@
+"""Models of a finished run: exported, loaded, uploaded."""

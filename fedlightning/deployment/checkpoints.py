@@ -1,0 +1,308 @@
+"""Checkpoints that a run exports: native Lightning checkpoints, wrapped or not; writing and opening them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.io import CheckpointIO
+from torch import Tensor
+
+from fedlightning.codec.allowed import ROOMS, within
+from fedlightning.codec.class_names import Trust, UntrustedError, is_trusted, look_up, refuse_untrusted_names
+from fedlightning.codec.collisions import slow_keys
+from fedlightning.codec.modules import from_tree, to_tree
+from fedlightning.codec.plain import NotPlainError, native
+from fedlightning.compat.attached import configure, detached_copy
+from fedlightning.compat.quiet import quiet
+from fedlightning.storage.files import UnreadableError, check_seal, read_tensors, replacing, save_tensors, seal
+from fedlightning.tensors import load_state, module_state
+
+
+class _Writer(CheckpointIO):
+    """Writes Lightning's checkpoint with an entry of our own, without what would need code to be read."""
+
+    def __init__(self) -> None:
+        self.own: dict[str, Any] = {}
+        self.left_out: list[str] = []
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        self.left_out = []
+        found = self._plain(checkpoint) | {"fedlightning": self.own}
+        if "wrapped" in self.own:  # the one place whose names load_from_checkpoint shows where they do not fit
+            found["state_dict"] = {OPEN_WITH_LOAD: torch.empty(0), **found["state_dict"]}
+        save_tensors(found, Path(path))
+        seal(Path(path))
+
+    def _plain(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        found = {}
+        for name, value in checkpoint.items():
+            if name in ("state_dict", LightningModule.CHECKPOINT_HYPER_PARAMS_KEY):
+                kept = {key: self._entry(f"{name}['{key}']", entry) for key, entry in value.items()}
+                found[name] = {key: entry for key, entry in kept.items() if entry is not _LEFT_OUT}
+            else:
+                found[name] = self._entry(f"['{name}']", value)
+        return {name: value for name, value in found.items() if value is not _LEFT_OUT}
+
+    def _entry(self, name: str, value: Any) -> Any:
+        try:
+            return native(value)
+        except NotPlainError:
+            self.left_out.append(name)
+            return _LEFT_OUT
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        loaded: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=True)
+        return loaded
+
+    def remove_checkpoint(self, path: Any) -> None:
+        Path(path).unlink()
+
+
+_LEFT_OUT = object()
+OPEN_WITH_LOAD = "(this file holds a module that a federated method has wrapped: open it with fedlightning.load(path))"
+"""Name of an empty entry in the `state_dict` of a wrapped module, for who opens the file with `load_from_checkpoint`."""
+
+
+class Exporter:
+    """Saves modules as Lightning saves them, so that ``MyModule.load_from_checkpoint`` opens the files.
+
+    A wrapped module is another class than the user's (a dual extractor) or holds other entries (adapters put into
+    it); it is written down along, as a plain tree under ``"fedlightning"``, and :func:`load` opens it;
+    ``load_from_checkpoint`` says so, in the list of names that do not fit. So is a module with
+    hyper-parameters that are no plain values, which the file must not hold: a file with code in it is a file that runs code.
+
+    Args:
+        template_of: Gives the user's module of an architecture, unwrapped.
+    """
+
+    def __init__(self, template_of: Callable[[str], LightningModule]) -> None:
+        self._template_of = template_of
+        self._known: dict[str, tuple[type[LightningModule], dict[str, torch.Size]]] = {}
+        self._writer = _Writer()
+        with quiet():
+            self._trainer = Trainer(
+                accelerator="cpu",
+                devices=1,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                plugins=[self._writer],
+            )
+
+    def _of(self, architecture: str) -> tuple[type[LightningModule], dict[str, torch.Size]]:
+        """Return the class of the user's module and its entries' shapes."""
+        if architecture not in self._known:
+            complete = detached_copy(self._template_of(architecture))
+            configure(complete, lambda: self._trainer)
+            shapes = {name: value.shape for name, value in module_state(complete).items()}
+            self._known[architecture] = type(complete), shapes
+        return self._known[architecture]
+
+    def save(self, path: Path, module: LightningModule, extra: dict[str, Any], architecture: str = "") -> None:
+        """Save a module."""
+        kind, known = self._of(architecture)
+        own = {"class": f"{kind.__module__}:{kind.__qualname__}", **extra}
+        shapes = {name: value.shape for name, value in module_state(module).items()}
+        self._writer.own = own
+        if type(module) is not kind or shapes != known:
+            self._write_down("wrapped", module, f"{path.name} holds the weights of a wrapped {kind.__name__}")
+        else:
+            describe(own, module)
+        with replacing(path) as temporary:
+            self._write(temporary, module)
+            if self._writer.left_out and not own.keys() & {"wrapped", "module"}:
+                left = ", ".join(self._writer.left_out)
+                self._write_down("module", module, f"{path.name} is without {left}, which are no plain values")
+                self._write(temporary, module)
+
+    def _write(self, temporary: Path, module: LightningModule) -> None:
+        temporary.unlink(missing_ok=True)  # a link that a killed run left would be written through
+        with quiet():
+            self._trainer.strategy.connect(module)
+            self._trainer.save_checkpoint(temporary, weights_only=True)
+        module.trainer = None
+
+    def _write_down(self, entry: str, module: LightningModule, what: str) -> None:
+        """Add the module as a plain tree, or warn of what then is missing."""
+        try:
+            self._writer.own[entry] = to_tree(module, "it")
+        except NotPlainError as error:
+            reason = str(error).partition(", which cannot be saved")[0]
+            warnings.warn(
+                f"{what}, and the module cannot be written down ({reason[:1].lower()}{reason[1:]}); fedlightning.load needs "
+                "a module to load the weights into. Use importable classes and functions, and plain hyper-parameters.",
+                UserWarning,
+                stacklevel=3,
+            )
+
+
+def describe(own: dict[str, Any], module: LightningModule) -> None:
+    """Write a module of ours down as a plain tree, which opens without trust: nothing is called with what a file says."""
+    if is_ours(module):
+        with suppress(NotPlainError):
+            own["module"] = to_tree(module, "it")
+
+
+def is_ours(module: LightningModule) -> bool:
+    """Return True if the class of a module is of this package."""
+    return within(type(module).__module__, ROOMS)
+
+
+def link(path: Path, same: Path) -> None:
+    """Make `path` a hard link to `same` (a copy where the file system has no links)."""
+    with replacing(path) as temporary:
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(same, temporary)
+        except OSError:
+            shutil.copyfile(same, temporary)
+
+
+def load(
+    path: str | Path, module: LightningModule | None = None, *, trust: Trust = False, **hparams: Any
+) -> LightningModule:
+    """Open a checkpoint that a run exported, wrapped or not, in eval mode.
+
+    Reading the file runs no code of its own. Of the classes that it names FedLightning's own and layers of torch,
+    torchvision, timm and peft are made, by setting their attributes; your own need `trust` or a `module`.
+
+    Args:
+        path: `checkpoints/global.ckpt` or `checkpoints/clients/<id>.ckpt`.
+        module: An instance to load into, where the class cannot be made from the saved hyper-parameters. Its
+            `configure_model` is called.
+        trust: Packages and modules that may be imported and whose classes and functions may be named and called, as in
+            `["my_package"]`; or True: whatever the file names.
+        hparams: Hyper-parameters that override the saved ones, as in `load_from_checkpoint`. The class has to be trusted.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        UntrustedError: If the file names something else that is not trusted.
+        UnreadableError: If it is no such file.
+
+    Example:
+        >>> load("runs/federation/version_0/checkpoints/global.ckpt")
+        Traceback (most recent call last):
+        FileNotFoundError: There is no checkpoint at runs/federation/version_0/checkpoints/global.ckpt. A run exports ...
+    """
+    path = Path(path)
+    if not os.path.isfile(path):  # is_file() raises where a name is too long
+        raise FileNotFoundError(f"There is no checkpoint at {path}. A run exports to <run>/checkpoints/ when it ends.")
+    try:
+        loaded = _opened(path, module, trust, hparams)
+    except UntrustedError as error:
+        raise UntrustedError(f"{path} is not opened: {error} (trust=True: whatever it names).") from None
+    except (UnreadableError, NotPlainError) as error:
+        raise UnreadableError(f"{path} is no checkpoint that a run exported: {error}.") from None
+    return loaded
+
+
+def _opened(path: Path, module: LightningModule | None, trust: Trust, hparams: dict[str, Any]) -> LightningModule:
+    checkpoint = _read(path)
+    checkpoint["state_dict"].pop(OPEN_WITH_LOAD, None)
+    own = checkpoint["fedlightning"]
+    wrapped = own.get("wrapped")
+    if wrapped is not None:
+        loaded = from_tree(wrapped, trust)
+    elif module is not None:
+        loaded = _filled(module, checkpoint)
+    elif "module" in own and not hparams:
+        loaded = from_tree(own["module"], trust)
+    else:
+        loaded = _from_class(path, checkpoint, trust, hparams)
+    if not isinstance(loaded, LightningModule):
+        raise UnreadableError(f"it holds a {type(loaded).__name__}, not a LightningModule")
+    try:
+        return loaded.eval()
+    except (RecursionError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise UnreadableError(f"what it holds is no whole module ({error})") from None
+
+
+def _filled(module: LightningModule, checkpoint: dict[str, Any]) -> LightningModule:
+    """Return the module with the weights of the file, as `load_from_checkpoint` would fill one.
+
+    One that builds its layers in `configure_model` builds them, and what the file lacks stays as it is where the module says
+    `strict_loading = False`.
+    """
+    kind = type(module).__name__
+    configure(module, _reader)
+    try:
+        module.on_load_checkpoint(checkpoint)
+    except Exception as error:  # of the user's code
+        raise UnreadableError(f"{kind}.on_load_checkpoint fails: {type(error).__name__}: {error}") from error
+    own, saved = module_state(module), checkpoint["state_dict"]
+    extra = {
+        name: saved[name] for name in module.state_dict() if name in saved and name not in own
+    }  # of get_extra_state
+    state = {name: value for name, value in saved.items() if name not in extra}
+    more = next((name for name in state if name not in own), None)
+    if more is not None:
+        raise UnreadableError(f"it has '{more}', which {kind} does not have")
+    for name, value in own.items():
+        found = state.get(name)
+        if found is None and not module.strict_loading:
+            continue
+        if not isinstance(found, Tensor) or found.shape != value.shape:
+            has = f"has shape {tuple(found.shape)}" if isinstance(found, Tensor) else "is missing"
+            way = "" if isinstance(found, Tensor) else " (a module that has it anyway says so: strict_loading = False)"
+            raise UnreadableError(f"'{name}' of {kind}, of shape {tuple(value.shape)}, {has} in it{way}")
+    load_state(module, state)
+    module.load_state_dict(extra, strict=False)
+    return module
+
+
+def _reader() -> Trainer:
+    with quiet():
+        return Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the content of a file."""
+    check_seal(path)
+    slow = slow_keys(path)
+    if slow is not None:
+        raise UnreadableError(slow)
+    checkpoint = read_tensors(path)
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
+        raise UnreadableError("it has no state_dict")
+    if not isinstance(checkpoint.setdefault("fedlightning", {}), dict):
+        raise UnreadableError("its entry 'fedlightning' holds no named values")
+    return checkpoint
+
+
+def _from_class(path: Path, checkpoint: dict[str, Any], trust: Trust, hparams: dict[str, Any]) -> LightningModule:
+    name = checkpoint["fedlightning"].get("class")
+    if name is None:
+        raise UnreadableError(
+            "it does not say of which class it is. Open it with MyModule.load_from_checkpoint, or pass a module"
+        )
+    home = str(name).partition(":")[0]
+    if not is_trusted(home, trust):
+        raise UntrustedError(
+            f"it names the class {name}, which would be called with what the file says. If it is yours and you trust the "
+            f"file, say so with trust=['{home}'], or pass an instance as module"
+        )
+    try:
+        cls = look_up(name, trust)
+    except ValueError as error:
+        if isinstance(error, UntrustedError):
+            raise
+        raise UnreadableError(str(error)) from None
+    if not isinstance(cls, type) or not issubclass(cls, LightningModule):
+        raise UnreadableError(f"{name} is no LightningModule")
+    if trust is not True:
+        refuse_untrusted_names(checkpoint, trust)
+    try:
+        loaded: LightningModule = cls.load_from_checkpoint(path, map_location="cpu", weights_only=True, **hparams)
+    except Exception as error:  # whatever its constructor makes of the file's values
+        reason = " ".join(str(error).split())
+        raise UnreadableError(f"a {cls.__name__} cannot be made from it, pass one as module: {reason[:300]}") from error
+    return loaded

@@ -1,0 +1,256 @@
+"""The contract of engines: an engine carries out tasks, somewhere, and returns their answers in the order of the tasks.
+
+A task and the client's record go in; an answer and, where it changed, a new record come out. Nothing else is shared, so
+an engine on another machine is one more file. One whose clients are in this process, or in processes that are sent this one's
+data, has one method of its own, :meth:`Engine.map`. One whose clients' data are elsewhere (`data_here` is False) also says
+how these are set up, described and asked: :meth:`~Engine.set_up`, :meth:`~Engine.leave_out`, :meth:`~Engine.describe`,
+:meth:`~Engine.ask`, :meth:`~Engine.beside`. The server knows of data what `describe` tells, and nothing else.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, Self, TypeVar
+
+from fedlightning.client.data_summary import Description, Part
+from fedlightning.client.record import ClientRecord
+from fedlightning.client.requests import Evaluate
+from fedlightning.client.runtime import LocalRunner
+from fedlightning.client.visit import carry_out
+from fedlightning.contract import POOLED
+from fedlightning.contract.messages import Message, Update
+from fedlightning.engines.attempts import Attempts
+from fedlightning.engines.records import ClientStore
+from fedlightning.scores.rows import not_scored
+
+Answer = TypeVar("Answer")
+Answer_co = TypeVar("Answer_co", covariant=True)
+
+
+class AcceptsUpdates(Protocol):
+    """Decodes and checks updates as they arrive: the server."""
+
+    def accept(self, message: Message, update: Update) -> Update:
+        """Return an update as it may be folded in, or one that says by its `error` why it was refused."""
+
+
+class Task(Protocol[Answer_co]):
+    """A piece of work that a process with a :class:`~fedlightning.client.runtime.LocalRunner` can do. It can be pickled.
+
+    One with a method ``accept(server, answer)`` has its answers accepted by the server on arrival, or refused.
+    """
+
+    @property
+    def client(self) -> str | None:
+        """The client whose record goes in; `None`: no record. Tasks of one client are carried out one after another."""
+
+    @property
+    def address(self) -> tuple[int, str, str]:
+        """The round from 1, what is done (`"training"`, a stage ...), and for whom."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors it carries; the answer is taken to be as large."""
+
+    def cost(self, runner: LocalRunner) -> float:
+        """Return how long it takes, in any unit that tasks of one kind share."""
+
+    def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[Answer_co, ClientRecord | None]:
+        """Return the answer and the client's new record (`None`: unchanged)."""
+
+    def lost(self, reason: str) -> Answer_co:
+        """Return the answer of a task that was given up: its workers have died again and again, or took too long."""
+
+    def failure(self, answer: Any) -> tuple[str, str] | None:
+        """Return the client that failed and the reason, or `None` if the answer is a good one."""
+
+
+class Question:
+    """A task that carries no tensors, costs the same for every client, and has no bad answer: base of such tasks."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors that it carries."""
+        return 0
+
+    def cost(self, runner: LocalRunner) -> float:
+        """Return the same for every client."""
+        return 1.0
+
+    def failure(self, answer: Any) -> tuple[str, str] | None:
+        """Return nothing: a refusal is an answer."""
+        return None
+
+
+@dataclass(frozen=True)
+class Visit:
+    """The task of a round: one client's visit (:meth:`fedlightning.client.visit.carry_out`)."""
+
+    message: Message
+    evaluate: Evaluate
+    round: int | None = None
+    """The round in which it is carried out, if that is not the message's."""
+
+    @property
+    def client(self) -> str:
+        return self.message.client
+
+    @property
+    def address(self) -> tuple[int, str, str]:
+        return (self.message.round if self.round is None else self.round) + 1, "training", self.client
+
+    @property
+    def num_bytes(self) -> int:
+        return self.message.size
+
+    def cost(self, runner: LocalRunner) -> float:
+        """Return the training samples seen; a visit counted in steps costs the same for every client."""
+        work = runner.settings.work if self.message.work is None else self.message.work
+        if runner.settings.local_steps is not None and work:
+            return work
+        samples = [runner.described.num_samples(client) for client in self._sources(runner)]
+        return sum(samples) * max(work, 1)
+
+    def _sources(self, runner: LocalRunner) -> Iterable[str]:
+        own = self.client != POOLED and self.message.data == "train"
+        return [self.client] if own else runner.described.client_ids
+
+    def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[Update, ClientRecord | None]:
+        update, after = carry_out(runner, self.message, record, self.evaluate)
+        return update, None if after is record else after
+
+    def lost(self, reason: str) -> Update:
+        """An update that says why this client contributes nothing."""
+        message = self.message
+        update = Update(message.round, message.client, model=message.model, tag=message.tag)
+        update.error = f"client '{message.client}' failed: {reason}"
+        return update
+
+    def accept(self, server: AcceptsUpdates, answer: Update) -> Update:
+        """Return the update decoded and checked."""
+        return server.accept(self.message, answer)
+
+    def failure(self, answer: Update) -> tuple[str, str] | None:
+        """Return why the client contributes nothing, or where the model that it trained could not be scored."""
+        if answer.error is not None:
+            return self.client, answer.error
+        for stage, data, split, reason in answer.gaps:
+            return self.client, not_scored(self.client, stage, data, split, reason)
+        return None
+
+
+class Engine(ABC):
+    """Carries out tasks on the clients of one federation.
+
+    Args:
+        runner: The client side: opens, fits and scores clients.
+        store: The clients' records, read and replaced by the engine.
+
+    Attributes:
+        data_here: Whether the clients' data are in this process. Else nothing here may ask the data module for a client.
+        shares_disk: Whether tasks can write into the run's folder.
+        brings_models: Whether clients' models are sent here when a run ends, where tasks cannot write into its folder.
+        no_public: What is said, after its name, of a method that needs public data and has none; empty: it says so itself.
+        statistics: What clients agreed on before round 1, as it is kept in the run's folder; `None`: nothing.
+        attempts: What becomes of tasks that fail. An engine carries out each task by way of them: it leaves out what
+            they say is left out, and settles every answer with them before it keeps the record.
+    """
+
+    data_here: ClassVar[bool] = True
+    shares_disk: ClassVar[bool] = True
+    no_public: ClassVar[str] = ""
+    brings_models: bool = False
+
+    def __init__(self, runner: LocalRunner, store: ClientStore) -> None:
+        self.runner = runner
+        self.store = store
+        self.attempts = Attempts()
+        self.statistics: dict[str, Any] | None = None
+
+    @property
+    def sites(self) -> dict[str, str]:
+        """Name of each client's site, where clients are at sites."""
+        return {}
+
+    @property
+    def width(self) -> int:
+        """How many tasks it carries out at a time."""
+        return 1
+
+    # -- the data ----------------------------------------------------------------------------------------------------
+    def set_up(self, stage: str) -> None:
+        """Prepare the clients' data and set them up, where they are."""
+        self.runner.set_up(stage)
+
+    def leave_out(self, clients: Collection[str]) -> None:
+        """Keep clients out of training: they are in no union of the data, and asked for by name they are still there."""
+        self.runner.leave_out(clients)
+
+    def measure(self) -> dict[str, dict[str, Any]]:
+        """Return what each client gives for the statistics before round 1."""
+        return self.runner.measure()
+
+    def agree(self, totals: Mapping[str, Any]) -> None:
+        """Let all data be prepared with the totals, where they are."""
+        self.runner.agree(totals)
+
+    def describe(self, leave_out: Collection[str] = (), parts: Collection[Part] = ()) -> Description:
+        """Describe the clients' data."""
+        return self.runner.describe(leave_out, parts)
+
+    def public(self) -> tuple[Any, str]:
+        """Return the server's loader of public data, or `None`, and the name of the data module."""
+        return self.runner.data.public_dataloader(), type(self.runner.data).__name__
+
+    # -- work --------------------------------------------------------------------------------------------------------
+    def check(self) -> None:  # noqa: B027 - most engines take everything
+        """Before round 1: refuse, with ``ValueError`` and a sentence, what this engine cannot carry out."""
+
+    @abstractmethod
+    def map(self, tasks: Iterable[Task[Answer]]) -> Iterator[Answer]:
+        """Carry out tasks and yield their answers in the order of the tasks.
+
+        Results are the same in every engine: bit for bit, unless its documentation says what it rounds otherwise. Tasks
+        may be drawn ahead of the answers. What a task raises is raised here.
+        """
+
+    def beside(self, runner: LocalRunner) -> Engine:
+        """Return another engine of this kind, with an empty store."""
+        return type(self)(runner, ClientStore())
+
+    def ask(self, task: Task[Answer]) -> Answer:
+        """Carry out one task at once, where it costs least; it is not tried again, and what it raises is raised here.
+
+        For what a user asks between rounds: here if the data are here, so that no process is started for it.
+        """
+        answer, after = task.run(self.runner, ClientRecord() if task.client is None else self.store.get(task.client))
+        if after is not None and task.client is not None:
+            self.store.put(task.client, after)
+        return answer
+
+    def run(
+        self,
+        messages: Iterable[Message],
+        evaluate: Evaluate,
+        round: int | None = None,
+    ) -> Iterator[Update]:
+        """Visit clients and yield their updates in the order of the messages, so sums over them have one order."""
+        yield from self.map(Visit(message, evaluate.of(message.client), round) for message in messages)
+
+    def rest(self) -> None:
+        """After `fit` or `test`: release what the next of them can do without. Default: everything."""
+        self.close()
+
+    @contextmanager
+    def at_work(self) -> Iterator[Self]:
+        """Within the block the engine is used, and afterwards it rests."""
+        try:
+            yield self
+        finally:
+            self.rest()
+
+    def close(self) -> None:  # noqa: B027 - one without processes has nothing to close
+        """Release processes and memory. An engine can be used again afterwards."""

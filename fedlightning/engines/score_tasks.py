@@ -1,0 +1,301 @@
+"""Scoring tasks for engines: one model of the server on many clients' data, or the model that one client deploys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader
+
+from fedlightning.client.client import Client
+from fedlightning.client.client_errors import client_failure
+from fedlightning.client.record import ClientRecord
+from fedlightning.client.requests import Evaluate, MissingScores, ScoreRequest, Scores, Scoring, score_in_turn
+from fedlightning.client.runtime import LocalRunner
+from fedlightning.client.session import bind, find_personal_module, find_scored_splits, open_client
+from fedlightning.contract import POOLED, Stage
+from fedlightning.contract.messages import Message, tree_bytes
+from fedlightning.datamodules.ready_batches import samples_in
+from fedlightning.engines.server_model import ServerModel
+from fedlightning.scores.rows import EVERYBODY, LOCAL, OTHERS, UNSEEN, Gap, Row
+from fedlightning.tensors import State, equal, load_state, module_state
+
+
+@dataclass(frozen=True)
+class ScoredModel:
+    """The model that a task scores: what all rows of the task have in common.
+
+    Attributes:
+        round: Counted from 1, as in rows.
+        stage: `"G"`, `"L1"` or `"L2"`.
+        model: `"global"`, `"personal"` or `"unseen"`.
+        checkpoint: `"latest"`, or the name of a checkpoint callback.
+    """
+
+    round: int
+    stage: str
+    model: str
+    checkpoint: str = "latest"
+
+
+@dataclass(frozen=True)
+class ScoreModel:
+    """Score one model of the server on the data of several clients, or on the union (:data:`EVERYBODY`).
+
+    Attributes:
+        model: Scored as it is, on the CPU; not changed.
+        clients: Whose data.
+        evaluate: Splits and data.
+        scored: What the rows have in common.
+        others: All clients' ids, for `evaluate.data` with `"clients"`.
+    """
+
+    model: ServerModel
+    clients: tuple[str, ...]
+    evaluate: Evaluate
+    scored: ScoredModel
+    others: Sequence[str] = ()
+    client: None = None
+
+    @property
+    def address(self) -> tuple[int, str, str]:
+        return self.scored.round, f"{self.scored.stage} {self.scored.checkpoint}", ",".join(self.clients)
+
+    @property
+    def num_bytes(self) -> int:
+        return tree_bytes(self.model.state)
+
+    def cost(self, runner: LocalRunner) -> float:
+        """Return the number of samples of the first split."""
+        known = runner.described
+        sources = known.client_ids if EVERYBODY in self.clients else self.clients
+        return sum(known.num_samples(client, self.evaluate.splits[0]) for client in sources)
+
+    def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[list[Row], ClientRecord | None]:
+        return score_in_turn(runner, self.scoring(runner, record))
+
+    def scoring(self, runner: LocalRunner, record: ClientRecord) -> Scoring[tuple[list[Row], ClientRecord | None]]:
+        """Yield the requests, then end with the rows."""
+        places: list[tuple[Place, Scores | None]] = []
+        module = self.model.built(runner.blueprint)
+
+        def requests() -> Iterator[ScoreRequest]:
+            for client in self.clients:
+                for source in _sources(runner, client, self.evaluate, self.others):
+                    yield from _requests(runner, client, source, module, self.scored, places)
+
+        found = iter((yield requests()))
+        rows = []
+        for place, known in places:
+            rows += place.rows(self.scored, next(found) if known is None else known)
+        return rows, None
+
+    def lost(self, reason: str) -> list[Row]:
+        """A gap for each client: which of several it was nobody knows, see :class:`Lost`."""
+        data = POOLED if self.clients == (EVERYBODY,) else LOCAL
+        return Lost(gap for client in self.clients for gap in gaps(client, data, self.evaluate, self.scored, reason))
+
+    def failure(self, answer: list[Row]) -> tuple[str, str] | None:
+        """Return the first gap in the scores. What was lost with several clients is scored again one by one anyway."""
+        return None if isinstance(answer, Lost) and len(self.clients) > 1 else _first_gap(answer)
+
+
+@dataclass(frozen=True)
+class ScoreClient:
+    """Score the model that a client deploys now (stage L1), or that a checkpoint callback kept for it.
+
+    It works on a copy of the client's record; the one thing that may change is the record's ``checkpoints``.
+
+    Attributes:
+        message: What the server would send next.
+        evaluate: Splits and data.
+        scored: What the rows have in common.
+        others: All clients' ids, for `evaluate.data` with `"clients"`.
+        kept: Key of a model in the record's `checkpoints`, loaded over the deployed one; callbacks do not see its scores, nor
+            those of a client that takes no part in training.
+        shared: State of the global model.
+        known: The global model's scores and number of samples, by split and data; taken over where the client holds
+            exactly that model.
+    """
+
+    message: Message
+    evaluate: Evaluate
+    scored: ScoredModel
+    others: Sequence[str] = ()
+    kept: str = ""
+    shared: State | None = None
+    known: Mapping[tuple[str, str], tuple[Scores, int]] = field(default_factory=dict)
+
+    @property
+    def client(self) -> str:
+        return self.message.client
+
+    @property
+    def address(self) -> tuple[int, str, str]:
+        kept = " kept" if self.kept else ""
+        return self.scored.round, f"{self.scored.stage} {self.scored.checkpoint}{kept}", self.client
+
+    @property
+    def num_bytes(self) -> int:
+        return self.message.size
+
+    def cost(self, runner: LocalRunner) -> float:
+        """Return the number of samples of the first split."""
+        return runner.described.num_samples(self.client, self.evaluate.splits[0])
+
+    def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[list[Row], ClientRecord | None]:
+        return score_in_turn(runner, self.scoring(runner, record))
+
+    def scoring(self, runner: LocalRunner, record: ClientRecord) -> Scoring[tuple[list[Row], ClientRecord | None]]:
+        """Yield the requests, then end with the rows."""
+        stage = cast(Stage, self.scored.stage)
+        with ExitStack() as stack:
+            try:
+                client = stack.enter_context(open_client(runner, self.message, record, evaluating=True))
+                module = None if self._is_known(runner, client) else find_personal_module(runner, client, stage)
+                if module is not None and self.kept:
+                    load_state(module, record.checkpoints[self.kept]["model"])
+            except BaseException as error:
+                reason = MissingScores(client_failure(error)).reason
+                yield ()
+                return list(gaps(self.client, LOCAL, self.evaluate, self.scored, reason)), None
+            is_global = module is None or (self.shared is not None and equal(module_state(module), self.shared))
+            places: list[tuple[Place, Scores | None]] = []
+
+            def requests() -> Iterator[ScoreRequest]:
+                for split, data, make in _sources(runner, self.client, self.evaluate, self.others):
+                    known, size = self.known.get((split, data), ({}, 0)) if is_global else ({}, 0)
+                    if known:
+                        places.append((Place(self.client, split, data, size), dict(known)))
+                        continue
+                    assert module is not None
+                    yield from _requests(runner, self.client, (split, data, make), module, self.scored, places)
+
+            found = iter((yield requests()))
+            bind(runner, client)  # others may have been opened meanwhile
+            rows = []
+            for place, known in places:
+                scores = next(found) if known is None else known
+                own = place.data == LOCAL and not self.kept and self.scored.model != UNSEEN
+                if own and module is not None and not isinstance(scores, MissingScores):
+                    try:
+                        runner.callbacks.event("on_client_evaluated", client, stage, place.split, scores, module)
+                    except BaseException as error:
+                        scores = MissingScores(client_failure(error))
+                rows += place.rows(self.scored, scores)
+            if client.record.checkpoints == record.checkpoints:
+                return rows, None
+            changed = record.copy()
+            changed.checkpoints = client.record.checkpoints
+            return rows, changed
+
+    def _is_known(self, runner: LocalRunner, client: Client) -> bool:
+        """Whether all scores are known and nobody asks for the module, so that it need not be built."""
+        if not self.known or self.kept or self.shared is None or not client.is_unbuilt:
+            return False
+        wanted = {(split, data) for split, data, _ in _sources(runner, self.client, self.evaluate, self.others)}
+        known = {place for place, (scores, _) in self.known.items() if scores}
+        asked = ("personal_module", *(("on_client_evaluated",) if self.scored.model != UNSEEN else ()))
+        claimed = any(callback.claims(name) for callback in runner.callbacks for name in asked)
+        return not claimed and wanted <= known and equal(client.entries, self.shared)
+
+    def lost(self, reason: str) -> list[Row]:
+        """A gap for each split."""
+        return Lost(gaps(self.client, LOCAL, self.evaluate, self.scored, reason))
+
+    def failure(self, answer: list[Row]) -> tuple[str, str] | None:
+        """Return the first gap in the scores."""
+        return _first_gap(answer)
+
+
+class Lost(list[Row]):
+    """The answer of a scoring task that was given up: gaps only."""
+
+
+def gaps(client: str, data: str, evaluate: Evaluate, scored: ScoredModel, reason: str) -> Iterator[Row]:
+    """Yield a gap for each split."""
+    for split in evaluate.splits:
+        one = (scored.round, scored.stage, scored.model, scored.checkpoint, data, split, client)
+        yield Gap(*one, "", math.nan, 0, reason)
+
+
+def _first_gap(rows: Iterable[Row]) -> tuple[str, str] | None:
+    return next(((row.client, row.sentence) for row in rows if isinstance(row, Gap)), None)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A loader that exists, as rows name it.
+
+    Attributes:
+        client: The client whose model is scored, or on whose data.
+        split: `"val"` or `"test"`.
+        data: `"local"`, `"pooled"`, or `"client:ID"` for another client's data.
+        size: Samples.
+    """
+
+    client: str
+    split: str
+    data: str
+    size: int
+
+    def request(
+        self, runner: LocalRunner, module: LightningModule, loader: DataLoader[Any], scored: ScoredModel
+    ) -> ScoreRequest:
+        """Request the scores of `module` here."""
+        seed = (runner.settings.seed, scored.round, self.client, "score", scored.stage, self.split, self.data)
+        whose = POOLED if self.client == EVERYBODY else self.client
+        return ScoreRequest(module, loader, self.split, seed, whose)
+
+    def rows(self, scored: ScoredModel, scores: Scores) -> list[Row]:
+        """Return the scores as rows."""
+        one = (scored.round, scored.stage, scored.model, scored.checkpoint, self.data, self.split, self.client)
+        if isinstance(scores, MissingScores):
+            return [Gap(*one, "", math.nan, self.size, scores.reason)]
+        return [Row(*one, metric, value, self.size) for metric, value in scores.items()]
+
+
+Make = Callable[[], DataLoader[Any] | None]
+
+
+def _sources(
+    runner: LocalRunner, client: str, evaluate: Evaluate, others: Sequence[str]
+) -> Iterator[tuple[str, str, Make]]:
+    """Yield the data that a client's model is scored on: split, data as in rows, and what makes the loader."""
+    data = runner.data
+    for split in find_scored_splits(runner, evaluate.splits):
+        if LOCAL in evaluate.data:
+            yield split, LOCAL, partial(data.client_dataloader, client, split)
+        if POOLED in evaluate.data:
+            yield split, POOLED, partial(runner.pooled_dataloader, split)
+        if "clients" in evaluate.data:
+            for other in others:
+                if other != client:
+                    yield split, f"{OTHERS}{other}", partial(data.client_dataloader, other, split)
+
+
+def _requests(
+    runner: LocalRunner,
+    client: str,
+    source: tuple[str, str, Make],
+    module: LightningModule,
+    scored: ScoredModel,
+    places: list[tuple[Place, Scores | None]],
+) -> Iterator[ScoreRequest]:
+    """Yield the request for the data of a source, if there are any; note the place, and why there is no request."""
+    split, data, make = source
+    try:
+        loader = make()
+        size = 0 if loader is None or len(loader) == 0 else samples_in(loader)
+    except BaseException as error:
+        places.append((Place(client, split, data, 0), MissingScores(client_failure(error))))
+        return
+    if loader is not None and size:
+        place = Place(client, split, data, size)
+        places.append((place, None))
+        yield place.request(runner, module, loader, scored)

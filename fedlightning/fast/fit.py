@@ -1,0 +1,300 @@
+"""The local loop `fast`: what `lightning.pytorch.Trainer.fit` does on one device, and nothing else.
+
+It calls the hooks of the module and of the callbacks in the Trainer's order with the same arguments, under the same
+precision plugin. So the result is the same bit for bit, at a fraction of the cost of a step. `refusals.py` says where
+it does not apply. The order within a batch:
+
+fetch, to device > on_train_batch_start > training_step > on_before_zero_grad, zero_grad > on_before_backward > backward
+> on_after_backward > on_before_optimizer_step > clipping > step > schedulers > on_train_batch_end
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerStatus
+from torch.optim import Optimizer
+
+from fedlightning.client.blueprint import Blueprint
+from fedlightning.client.fitters import FitJob
+from fedlightning.client.probes import TRANSFERS
+from fedlightning.compat.quiet import without_warnings
+from fedlightning.datamodules.resident import ResidentBatches, resident_batches
+from fedlightning.datamodules.sampling import AddressedSampler
+from fedlightning.fast import eligibility as refusals
+from fedlightning.fast.errors import NotInFastLoop
+from fedlightning.fast.hooks import Hooks
+from fedlightning.fast.log_sheet import LogCollector
+from fedlightning.fast.step import FastStep
+from fedlightning.fast.trainer import FastTrainer
+
+
+class FastFitter:
+    """Trains by the fast loop.
+
+    Args:
+        blueprint: Settings and callbacks of the run, and a Trainer made with its arguments.
+    """
+
+    name = "fast"
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        self._blueprint = blueprint
+
+    @cached_property
+    def _of_run(self) -> str | None:
+        blueprint, settings = self._blueprint, self._blueprint.settings
+        return refusals.of_run(
+            settings.trainer_arguments, [*blueprint.callbacks, *settings.callbacks], blueprint.trainer
+        )
+
+    def refusal(self, module: LightningModule, loader: Any) -> str | None:
+        """Return why only Lightning's Trainer can train a module on a loader; `None`: this loop can."""
+        settings = self._blueprint.settings
+        limit, keeps = settings.trainer_arguments.get("limit_train_batches"), settings.optimizer_state == "keep"
+        return self._of_run or refusals.of_visit(module, loader, limit, keeps)
+
+    def fit(self, job: FitJob) -> FastTrainer:
+        """Train the client's module in place."""
+        job.start_sampler(0, 0, 1)
+        module, base, visit, loader = job.client.module, self._blueprint.trainer, job.visit, job.loader
+        precision = base.precision_plugin
+        if getattr(precision, "scaler", None) is not None:
+            precision = copy.deepcopy(precision)  # a scaler adapts, so each fit starts with a new one
+        collector = LogCollector(module, training=True)
+        in_epochs = visit.unit == "epochs"
+        trainer = FastTrainer(
+            base,
+            module,
+            job.callbacks,
+            precision,
+            collector,
+            loader=loader,
+            num_batches=refusals.num_batches(loader, base.limit_train_batches),
+            max_epochs=visit.work if in_epochs else -1,
+            max_steps=-1 if in_epochs else visit.work,
+        )
+        trainer.show(job.inside)
+        job.client.scratch["trainer"] = trainer
+        with without_warnings():
+            FastFit(trainer, collector, bool(job.settings.trainer_arguments.get("detect_anomaly"))).run()
+        return trainer
+
+    def release(self, trainer: FastTrainer) -> None:
+        """Let go of the module."""
+        trainer.release()
+
+
+class FastFit:
+    """One fit of one module.
+
+    Args:
+        trainer: Stand-in for the Trainer, with its loader and limits.
+        collector: Collects what the module logs.
+        detect_anomaly: Look for the backward function that makes a NaN.
+    """
+
+    def __init__(self, trainer: FastTrainer, collector: LogCollector, detect_anomaly: bool = False) -> None:
+        self.trainer, self.collector, self.module = trainer, collector, trainer.lightning_module
+        self.clock = vars(trainer)  # the counters are written here: as attributes, the stand-in refuses them
+        self.detect_anomaly = detect_anomaly
+        self.precision = trainer.precision_plugin
+        self.scaler = getattr(self.precision, "scaler", None)
+        self.limits = (trainer.max_steps, trainer.max_epochs)
+        self.window_done = False
+
+    # -- the fit ---------------------------------------------------------------------------------------------------
+    def run(self) -> None:
+        """Train. As in Lightning, an exception goes to `on_exception` and then to the caller."""
+        module, trainer = self.module, self.trainer
+        module.trainer = trainer
+        self.hooks = hooks = Hooks(trainer, self.collector)
+        self.collector.attach()
+        for callback in trainer.callbacks:
+            vars(callback).update(log=module.log, log_dict=module.log_dict)
+        try:
+            self._set_up()
+            with self._anomalies():
+                torch.set_grad_enabled(True)
+                self._epochs()
+            if self.device.type != "cpu":
+                module.cpu()
+            hooks.run("on_fit_end")
+            hooks.run("teardown", stage="fit")
+            trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None
+        except BaseException as error:
+            for hook in hooks.callbacks("on_exception"):
+                hook(error)
+            if isinstance(error, KeyboardInterrupt):
+                raise SystemExit(1) from error  # as Lightning's Trainer does
+            raise
+        finally:
+            self.collector.detach()
+
+    def _anomalies(self) -> AbstractContextManager[None]:
+        if torch.is_anomaly_enabled() == self.detect_anomaly:
+            return nullcontext()
+        return torch.autograd.set_detect_anomaly(self.detect_anomaly)
+
+    def _set_up(self) -> None:
+        module, hooks, base = self.module, self.hooks, self.trainer._base.strategy
+        self.device = base.root_device
+        hooks.run("setup", stage="fit")
+        if hooks.overridden("configure_model"):
+            with base.tensor_init_context(), self.precision.module_init_context():
+                module.configure_model()
+        self.precision.convert_module(module)
+        if self.device.type != "cpu":
+            module.to(self.device)
+        self._make_optimizers()
+        hooks.run("on_fit_start")
+        module.zero_grad()
+        self.trainer.set_up_data()
+        self.batches = resident_batches(self.trainer.train_dataloader, self.device) or self.trainer.train_dataloader
+        self.is_resident = self.batches is not self.trainer.train_dataloader
+        self.is_addressed = isinstance(self.batches, ResidentBatches)
+        self._bind()
+
+    def _make_optimizers(self) -> None:
+        """Call `configure_optimizers`. Lightning reads its result, unless that is a single optimizer."""
+        trainer, module = self.trainer, self.module
+        self.collector.enter("configure_optimizers")
+        configured = module.configure_optimizers()
+        self.collector.enter(None)
+        if isinstance(configured, Optimizer) and self.clock["_strategy"] is None:
+            self.clock["optimizers"] = [configured]
+            return
+        attributes = vars(module)
+        own = attributes.get("configure_optimizers")
+        attributes["configure_optimizers"] = lambda: configured  # it has been called; Lightning would call it again
+        try:
+            trainer.strategy.setup_optimizers(trainer)  # type: ignore[arg-type]
+        finally:
+            del attributes["configure_optimizers"]
+            if own is not None:
+                attributes["configure_optimizers"] = own
+        self.clock["optimizers"] = trainer.strategy.optimizers
+        self.clock["lr_scheduler_configs"] = trainer.strategy.lr_scheduler_configs
+
+    def _bind(self) -> None:
+        """Look up once what every batch needs."""
+        module, hooks, trainer = self.module, self.hooks, self.trainer
+        self.batch_start, self.batch_end = hooks.find("on_train_batch_start"), hooks.find("on_train_batch_end")
+        self.moves = not self.is_resident or any(map(hooks.overridden, TRANSFERS))
+        self.converts = type(self.precision).convert_input is not Precision.convert_input
+        self.schedules = bool(trainer.lr_scheduler_configs) and module.automatic_optimization
+        self.one_step = FastStep(trainer, self.collector, hooks, reports=self.batch_end is not None)
+
+    # -- epochs ----------------------------------------------------------------------------------------------------
+    @property
+    def _done(self) -> bool:
+        steps, epochs = self.limits
+        clock = self.clock
+        return 0 <= steps <= clock["global_step"] or 0 <= epochs <= clock["current_epoch"] or bool(clock["should_stop"])
+
+    def _epochs(self) -> None:
+        hooks, clock, collector = self.hooks, self.clock, self.collector
+        loader = self.trainer.train_dataloader
+        epoch_start, epoch_end = hooks.find("on_train_epoch_start"), hooks.epoch_end()
+        batches: Iterator[Any] = iter(self.batches)  # Lightning makes the first epoch's before on_train_start
+        hooks.run("on_train_start")
+        while not self._done:
+            epoch = clock["current_epoch"]
+            if self.is_addressed and type(loader.sampler) is AddressedSampler:
+                loader.sampler.go_to(epoch)
+            else:
+                set_epoch(loader, epoch)
+            if epoch_start is not None:
+                epoch_start()
+            if epoch > 0 or self.is_addressed:
+                batches = iter(self.batches)
+            whole = self._epoch(batches)
+            collector.end_batches()
+            if epoch_end is not None:
+                epoch_end()
+            collector.end_epoch()
+            if whole and self.schedules:
+                self._schedule("epoch", plateau=True)
+            collector.clear()
+            clock["current_epoch"] = epoch + 1
+        hooks.run("on_train_end")
+
+    def _epoch(self, batches: Iterator[Any]) -> bool:
+        """Run one epoch; return True if it reached its last batch."""
+        clock, collector, module = self.clock, self.collector, self.module
+        last, max_steps = clock["num_training_batches"] - 1, self.limits[0]
+        one_step = self.one_step.automatic if module.automatic_optimization else self.one_step.manual
+        clock["is_last_batch"] = False
+        index = -1
+        while index < last and not (0 <= max_steps <= clock["global_step"]) and not clock["should_stop"]:
+            batch = next(batches)
+            index += 1
+            self.index = index
+            clock["is_last_batch"] = index == last
+            if self.converts or self.moves:
+                batch = self._to_device(batch)
+            collector.begin_batch(batch)
+            if self.batch_start is not None and self.batch_start(batch, index) == -1:
+                clock["is_last_batch"] = True
+                self._after_skipped()
+                break
+            window = clock["accumulate_grad_batches"]
+            self.window_done = (index + 1) % window == 0 or index == last
+            outputs = one_step(batch, index, self.window_done)
+            if self.schedules:
+                if self.window_done:
+                    self._schedule("step", plateau=False)
+                if index == last:
+                    self._schedule("epoch", plateau=False)
+            if self.batch_end is not None:
+                self.batch_end(outputs, batch, index)
+            collector.end_batch()
+            if self.schedules and self.window_done:
+                self._schedule("step", plateau=True)
+        return bool(clock["is_last_batch"])
+
+    def _after_skipped(self) -> None:
+        """Skip the rest of the epoch, which counts as finished, because `on_train_batch_start` returned -1."""
+        if self.schedules:
+            self._schedule("step", plateau=False)
+            self._schedule("epoch", plateau=False)
+
+    def _to_device(self, batch: Any) -> Any:
+        if batch is None:
+            raise NotInFastLoop("a training loader yields None")
+        batch = self.precision.convert_input(batch)
+        if not self.moves:
+            return batch
+        batch = self.module.on_before_batch_transfer(batch, 0)
+        batch = self.module.transfer_batch_to_device(batch, self.device, 0)
+        return self.module.on_after_batch_transfer(batch, 0)
+
+    # -- schedulers ------------------------------------------------------------------------------------------------
+    def _schedule(self, interval: str, plateau: bool) -> None:
+        for config in self.trainer.lr_scheduler_configs:
+            if bool(config.reduce_on_plateau) != plateau or config.interval != interval:
+                continue
+            count = 1 + (self.index if interval == "step" else self.clock["current_epoch"])
+            if count % config.frequency != 0:
+                continue
+            metric = self.trainer.callback_metrics.get(config.monitor) if config.reduce_on_plateau else None
+            if config.reduce_on_plateau and metric is None:
+                raise NotInFastLoop(f"a scheduler monitors {config.monitor!r}, which is not logged")
+            self.collector.enter("lr_scheduler_step")
+            self.module.lr_scheduler_step(config.scheduler, metric)
+            self.collector.enter(None)
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell the samplers of a loader the number of the epoch, if they have `set_epoch`."""
+    samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
+    for sampler in {id(sampler): sampler for sampler in samplers}.values():
+        if callable(getattr(sampler, "set_epoch", None)):
+            sampler.set_epoch(epoch)  # type: ignore[union-attr]

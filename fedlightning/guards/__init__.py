@@ -1,0 +1,1 @@
+"""Checks before round 1 and of what arrives: a run that succeeds does without them."""

@@ -1,0 +1,64 @@
+"""Which callbacks cannot work together: :func:`refuse_combinations` derives it from what each says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from fedlightning.contract.callback import FederatedCallback
+from fedlightning.contract.capabilities import FOLLOWS, Change
+from fedlightning.contract.jobs import Setup
+from fedlightning.contract.messages import Extra
+from fedlightning.errors import ConfigurationError
+
+
+def changes_of(callback: FederatedCallback) -> set[Change]:
+    """Return what a callback changes: as its methods tell, and as it declares."""
+    facts = callback.facts
+    found = set(facts.changes) | {change for name, change in FOLLOWS.items() if callback.claims(name)}
+    found |= {Change.MIXES} if found & {Change.LOSS, Change.TAPS} and not facts.by_record else set()
+    found |= {Change.PLACES} if facts.newcomers.place is not None else set()
+    keeps = bool(found & {Change.START, Change.SHARED}) if facts.keeps is None else facts.keeps
+    found |= ({Change.KEEPS} if keeps else set()) | ({Change.OWN} if facts.keeps else set())
+    return found | ({Change.WEIGHTING} if callback.weighting is not None else set())
+
+
+def changes_in(callback: FederatedCallback, module: nn.Module) -> set[Change]:
+    """Return what a callback changes in a federation of `module`; one that only watches changes nothing."""
+    if not callback.facts.takes_part:
+        return set()
+    wire = callback.wire(module)
+    forms = {Extra.of(spec).form for spec in (*wire.down.values(), *wire.up.values())}
+    whole = any(form in forms for form in ("parameters", "state", "states"))
+    return changes_of(callback) | ({Change.VALUES} if whole else set())
+
+
+def refuse_combinations(callbacks: Sequence[FederatedCallback], setup: Setup) -> None:
+    """Refuse a callback that breaks what another one needs, or that is for real numbers where parameters are complex.
+
+    Args:
+        callbacks: All of the run.
+        setup: The federation before round 1.
+
+    Raises:
+        ConfigurationError: Naming both, the need and the change.
+    """
+    odd = next((name for name, parameter in setup.module.named_parameters() if parameter.is_complex()), "")
+    for callback in callbacks:
+        if odd and callback.facts.real_only:
+            raise ConfigurationError(
+                f"'{odd}' is complex, and {callback.key} is for real numbers. Hold it as two real ones (torch.view_as_real), "
+                "or take another method."
+            )
+    changes = {callback.key: changes_in(callback, setup.module) for callback in callbacks}
+    for callback in callbacks:
+        for need in callback.facts.needs:
+            for other in callbacks if need.when(setup) else ():
+                broken = None if other is callback else need.broken_by(changes[other.key])
+                if broken is not None:
+                    instead = f", or {need.instead}" if need.instead else ""
+                    raise ConfigurationError(
+                        f"{callback.key} {need.what}, and {other.key} {broken}. Remove {callback.key} or {other.key}"
+                        f"{instead}."
+                    )

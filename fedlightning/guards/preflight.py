@@ -1,0 +1,420 @@
+"""The rehearsal before round 1: :meth:`Rehearsal.ask` is the one list of questions, in the order in which they are asked.
+
+What cannot work is refused in a sentence. The modules that questions look at are built once. What takes a client's batch is
+asked where the batch is: the checks of callbacks (:mod:`~fedlightning.guards.preflight_task`) and one batch of every step
+(:mod:`~fedlightning.guards.step_trials`); where that is another machine, all of it travels together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import LightningModule
+
+from fedlightning.client.local_data import knows_groups, take_first_batch, train_loaders
+from fedlightning.contract import POOLED, Change, FederatedCallback, Setup
+from fedlightning.contract.capabilities import EVERY_SCORE
+from fedlightning.datamodules.base import SPLITS
+from fedlightning.engines.attempts import at_site
+from fedlightning.engines.base import Task
+from fedlightning.errors import ConfigurationError, listed, warn
+from fedlightning.guards.composition import changes_of, refuse_combinations
+from fedlightning.guards.preflight_task import CheckThere, Public, setup_of
+from fedlightning.guards.step_trials import StepTrials, Tried, TryStep
+from fedlightning.privacy.leaving import leaving_of
+from fedlightning.privacy.outgoing import outgoing_of
+from fedlightning.ranges import counts_of
+from fedlightning.server.architectures import refuse_mixed, refuse_uncommon
+from fedlightning.server.parts import Part
+from fedlightning.server.synchronous import Synchronous
+from fedlightning.wrappers import user_class
+
+if TYPE_CHECKING:
+    from fedlightning.server.federation import Federation
+
+FAR = 100
+"""Times the median of the others' samples from which a claim is told of."""
+WORDS = {POOLED: "pooled data", "clients": "other clients' data"}
+
+
+class BatchElsewhere(BaseException):
+    """A check asks for a client's batch, and the clients' data are elsewhere. No `except Exception` of a check catches it."""
+
+
+class Preflight(Part):
+    """Asks before round 1 what cannot work."""
+
+    def check(self, federation: Federation) -> None:
+        Rehearsal(federation).ask()
+
+
+class Rehearsal:
+    """A federation before round 1, and what is known of it.
+
+    Args:
+        federation: The federation.
+
+    Attributes:
+        tried: Steps that were tried already, together with the checks of callbacks.
+    """
+
+    def __init__(self, federation: Federation) -> None:
+        self.federation, self.server, self.engine = federation, federation.server, federation.engine
+        self.blueprint, self.is_mixed = self.server.blueprint, self.server.is_mixed
+        self.tried: dict[TryStep, Tried] = {}
+
+    def ask(self) -> None:
+        """Ask everything. What costs little comes first, and a callback's own check before what knows less.
+
+        Raises:
+            ValueError: With a sentence, if something cannot work.
+        """
+        for question in (
+            self.counts,
+            self.participation,
+            self.scored_clients,
+            self.data_elsewhere,
+            self.claimed_sizes,
+            self.models,
+            self.callbacks,
+            partial(refuse_uncommon, self.server),
+            self.loop,
+            self.engine.check,
+            self.steps,
+        ):
+            question()
+
+    # -- what is known -------------------------------------------------------------------------------------------------
+    @cached_property
+    def modules(self) -> dict[str, LightningModule]:
+        """A module of every architecture, built once for all who look at it."""
+        return {name: self.blueprint.build("server", name) for name in self.server.models.architectures}
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """What callbacks are told in plain values: the attributes :data:`~fedlightning.guards.preflight_task.PLAIN`."""
+        server, settings, loop = self.server, self.blueprint.settings, self.federation.loop
+        return {
+            "clients": server.clients,
+            "num_samples": server.num_samples,
+            "max_rounds": server.max_rounds,
+            "local_epochs": settings.local_epochs,
+            "local_steps": settings.local_steps,
+            "optimizer_state": settings.optimizer_state,
+            "trainer_arguments": settings.trainer_arguments,
+            "evaluate_every": self.federation.evaluate_every,
+            "participation": server.participation.share,
+            "loop": type(loop).__name__,
+            "absent": self._absent or loop.absent(),
+            "has_clock": loop.clock is not None,
+            "drifts": bool(server.population.over_rounds),
+        }
+
+    @property
+    def _absent(self) -> str:
+        """What keeps clients out of rounds, the loop apart; empty: nothing."""
+        participation, clients = self.server.participation, len(self.server.clients)
+        if not participation.is_everybody and participation.share != clients:
+            return f"participation={participation.share}"
+        away = {Change.ABSENCE, Change.PARTICIPANTS}
+        return next((callback.key for callback in self.server.callbacks if away & changes_of(callback)), "")
+
+    @cached_property
+    def batches(self) -> Mapping[str, int]:
+        """Training batches in an epoch of each client."""
+        return self.engine.describe(parts=["batches"]).batches
+
+    @cached_property
+    def pooled(self) -> tuple[str, ...]:
+        """Splits whose union over the clients can be had in one place."""
+        return self.engine.describe(parts=["pooled"]).pooled
+
+    @cached_property
+    def splits(self) -> tuple[str, ...]:
+        """Splits of which any client has samples."""
+        known = self.engine.runner.described
+        return tuple(split for split in SPLITS if any(known.num_samples(client, split) for client in known.client_ids))
+
+    @cached_property
+    def first_client(self) -> str | None:
+        """The first client that has a training batch; `None`: nobody has."""
+        return next((client for client in self.engine.runner.described.client_ids if self.batches[client]), None)
+
+    @property
+    def scored_splits(self) -> Mapping[str, Sequence[str]]:
+        """The splits that models will be scored on, each with whose data."""
+        run = self.federation
+        due = {"val": run.evaluate_data} if run.evaluate_every > 0 and run.stages else {}
+        return due | ({"test": run.test_data} if run.test_data else {})
+
+    def first_batch(self) -> Any:
+        """Return a training batch of the first client that has one; `None` if nobody has. Every call reads it anew."""
+        if self.engine.data_here:
+            return take_first_batch(self.engine.runner)
+        if self.first_client is None:
+            return None
+        raise BatchElsewhere
+
+    def class_counts(self, client: str) -> Sequence[int] | None:
+        """Return a client's training samples by class, where that is known here."""
+        return self.engine.describe(parts=["classes"]).classes.get(client) if self.engine.data_here else None
+
+    def knows_groups(self) -> bool:
+        """Return whether the group of every training sample is known, where the clients' data are."""
+        if self.engine.data_here:
+            return knows_groups(self.engine.runner)
+        raise BatchElsewhere
+
+    def train_loaders(self) -> Iterator[Any]:
+        """Return the clients' training loaders, where the clients' data are."""
+        if self.engine.data_here:
+            return train_loaders(self.engine.runner)
+        raise BatchElsewhere
+
+    # -- the configuration ---------------------------------------------------------------------------------------------
+    def counts(self) -> None:
+        """Refuse numbers of clients above how many there are; tell of numbers of rounds that the run does not reach."""
+        server, there = self.server, len(self.server.clients)
+        asked = [("The trainer", "participation", "clients", server.participation.share)]
+        owners = (*server.callbacks, self.federation.loop)
+        asked += [(type(owner).__name__, *counted) for owner in owners for counted in counts_of(owner)]
+        for owner, name, things, count in asked:
+            if things == "clients" and isinstance(count, int) and count > there:
+                raise ConfigurationError(
+                    f"{owner} got {name}={count}, and the federation has {self._clients}. Use {there} at most."
+                )
+            if things == "rounds" and count > server.max_rounds > 1:
+                warn(
+                    f"{owner} got {name}={count}, and the run has {server.max_rounds} rounds: what comes then never does."
+                )
+
+    @property
+    def _clients(self) -> str:
+        count, held_out = len(self.server.clients), len(self.server.held_out)
+        return f"{count} client{'s' * (count != 1)}{f', {held_out} held out apart' * bool(held_out)}"
+
+    def participation(self) -> None:
+        """Refuse rounds that nobody, or two, could plan or finish."""
+        server, needed = self.server, self.engine.attempts.policy.min_clients
+        visited = len(server.participants())
+        chooser = server.callbacks.role("participants")
+        if chooser is not None and server.participation.share != 1.0:
+            raise ConfigurationError(
+                f"participation={server.participation.share} and {chooser.key} both say who takes part in a round. Remove "
+                "one of them."
+            )
+        reducer, divisor = server.callbacks.role("reduce"), server.callbacks.role("denominator")
+        if reducer is not None and divisor is not None:
+            raise ConfigurationError(
+                f"{divisor.key} names the number that a sum of updates is divided by, and {reducer.key} combines updates in "
+                "a way of its own. Remove one of them."
+            )
+        if chooser is None and isinstance(needed, int) and needed > visited:
+            raise ConfigurationError(
+                f"failures.min_clients={needed}, but a round visits {visited} of the {len(server.clients)} clients: no round "
+                "could be finished. Lower it, or raise participation."
+            )
+        if sum(server.num_samples.values()) == 0:
+            raise ValueError(f"None of the {len(server.clients)} clients has a training sample. Check the partition.")
+
+    def scored_clients(self) -> None:
+        """Refuse `evaluation.clients` where every client's scores are needed, or where those that it drew have none."""
+        server, known = self.server, self.engine.runner.described
+        if server.population.all_are_scored:
+            return
+        for callback in server.callbacks:
+            if EVERY_SCORE in callback.facts.needs:
+                raise ConfigurationError(
+                    f"{callback.key} goes by the scores of every client, and evaluation.clients scores "
+                    f"{len(server.population.scored)} of {len(server.clients)}. Leave evaluation.clients out, or "
+                    f"{callback.key}."
+                )
+        for split in (split for split, data in self.scored_splits.items() if "local" in data):
+            drawn, having = (
+                [client for client in clients if known.num_samples(client, split)]
+                for clients in (server.population.scored, server.clients)
+            )
+            if having and not drawn:
+                raise ConfigurationError(
+                    f"evaluation.clients drew {listed(server.population.scored)}, and "
+                    f"none of them has {split} samples, so that nobody would be scored on them; {len(having)} of the "
+                    f"{len(server.clients)} clients have some. Raise it, or give every client a {split} split."
+                )
+
+    def data_elsewhere(self) -> None:
+        """Warn of scores on data that are not in one place; refuse a run that would have no others."""
+        if not self.federation.left_out:
+            return
+        words = " and ".join(WORDS[data] for data in self.federation.left_out)
+        if not self.federation.evaluate_data:
+            raise ConfigurationError(
+                f"Models are to be scored on {words} only, and the clients' data are not in one place. Add 'local' to "
+                "evaluation.data."
+            )
+        warn(f"Scores on {words} are left out: the clients' data are not in one place.")
+
+    def claimed_sizes(self) -> None:
+        """Say where a client that is elsewhere claims many more samples than all others: nobody here can check that."""
+        sizes = {} if self.engine.data_here else self.server.num_samples
+        client = max(sizes, key=lambda name: sizes[name], default="")
+        others = sorted(size for name, size in sizes.items() if name != client and size)
+        if len(others) > 1 and sizes[client] > FAR * (usual := others[len(others) // 2]):
+            share = sizes[client] / sum(sizes.values())
+            said = f"client '{client}' says that it has {sizes[client]} training samples, {share:.1%} of all"
+            warn(
+                f"{at_site(said, client, self.engine.sites.get(client))}; the median of the others is {usual}. It is "
+                "weighted by them in a mean, and nobody here can check it: if you do not believe it, leave it out, or "
+                "weight uniformly."
+            )
+
+    def models(self) -> None:
+        """Refuse callbacks that several models are too many for, or that cannot say what leaves; list all that does."""
+        refuse_mixed(self.server)
+        for client in {self.blueprint.architecture_of(client): client for client in self.server.clients}.values():
+            leaving_of(self.blueprint, client)
+        self.server.outgoing = outgoing_of(self.federation)
+
+    def loop(self) -> None:
+        """Refuse a loop that cannot run these callbacks, or not here."""
+        loop, seconds = self.federation.loop, self.federation.evaluate_seconds
+        if seconds is not None and loop.clock is None:
+            raise ConfigurationError(
+                f"evaluation.seconds={seconds} counts virtual seconds, and the loop {loop!r} has no clock. "
+                "Give it one (docs/explanation/time.md), or use evaluation.every, which counts rounds."
+            )
+        loop.check(self.server)
+        if self.server.population.over_rounds and not isinstance(loop, Synchronous):
+            raise ConfigurationError(
+                f"The clients' training data change from round to round, and {type(loop).__name__} has no rounds in which "
+                "all clients train. Leave out trainer.loop, or the drift (data)."
+            )
+        if loop.holds_records and not self.federation.store.is_here:
+            raise ConfigurationError(
+                f"The loop {type(loop).__name__} carries out visits before they count, and holds back what clients "
+                "keep until then; here their records are at their sites. Leave out trainer.loop (with a method that runs in "
+                "rounds), or use an engine that has the clients here (engine='sequential')."
+            )
+
+    def steps(self) -> None:
+        """Run one batch of every step that the run will use, on copies."""
+        if self.federation.sanity_check:
+            self._trials.check(self.modules)
+            for architecture, names in self._trials.changed.items():
+                self._tell_of_buffers(architecture, names)
+
+    def _tell_of_buffers(self, architecture: str, changed: Sequence[str]) -> None:
+        """Say how buffers are combined that training changes: counts, or weights that each client takes from its data."""
+        server = self.server
+        if self.blueprint.settings.float_buffers != "average" or len(server.clients) < 2:
+            return
+        module, kinds = self.modules[architecture], server.models.architectures[architecture].kinds
+        names = [name for name in server.shared_in(architecture) if name in changed]
+        ways = {
+            "averaged over the clients": [name for name in names if kinds[name] == "float_buffer"],
+            "taken from the first client": [name for name in names if kinds[name] == "int_buffer"],
+        }
+        said = [
+            f"{listed(map(repr, found))} {'is' if len(found) == 1 else 'are'} {how}"
+            for how, found in ways.items()
+            if found
+        ]
+        if said:
+            warn(
+                f"Training changes buffers of {user_class(module).__name__}: after each round {' and '.join(said)}, and sent "
+                "to all. That is no sum over the clients, and nobody's own value. If that is not meant: "
+                f"FedPer(personal={names[:5]}) or float_buffers='local' keep them with each client, and "
+                "register_buffer(..., persistent=False) makes them new in every visit."
+            )
+
+    @cached_property
+    def _trials(self) -> StepTrials:
+        return StepTrials(self.engine, list(self.scored_splits), self.tried)
+
+    # -- callbacks -----------------------------------------------------------------------------------------------------
+    def callbacks(self) -> None:
+        """Let callbacks refuse what cannot work: each alone, and one beside another.
+
+        A check that needs a batch from elsewhere is made there, together with the steps that :meth:`steps` will try.
+        Refusals and warnings come in the order of the callbacks all the same.
+        """
+        done: list[tuple[list[str], CheckThere | None]] = []  # what each has said, or the task that is to say it
+        refused: ValueError | None = None
+        for callback, name, setup in self._checks():
+            said: list[str] = []
+            setup.warn, there = said.append, None
+            try:
+                if callback.claims("training_loss"):
+                    setup.refuse_manual(callback.key, "adds a term to the loss that training_step returns")
+                callback.check(setup)
+            except BatchElsewhere:
+                there = self._there(callback, name, setup)
+            except ValueError as error:  # it counts if none of those before refuses
+                refused = self._without_public(callback.key, str(error)) or error
+                break
+            done.append((said, there))
+        checks = [there for _, there in done if there is not None]
+        trials = refused is None and self.federation.sanity_check and not self.engine.data_here
+        steps = list(self._trials.first()) if trials else []
+        tasks: list[Task[Tried]] = [*checks, *steps]
+        answers = list(self.engine.map(tasks)) if tasks else []
+        self.tried.update(zip(steps, answers[len(checks) :], strict=True))
+        found = iter(answers)
+        for said, there in done:
+            if there is not None:
+                answer = next(found)
+                said = answer.said
+                if answer.refusal is not None:
+                    raise self._without_public(there.callback, answer.refusal) or ConfigurationError(answer.refusal)
+            for text in said:
+                warn(text)
+        if refused is not None:
+            raise refused
+
+    def _checks(self) -> list[tuple[FederatedCallback, str, Setup]]:
+        """Return every callback, for every architecture; callbacks that cannot stand together are refused."""
+        public = Public(self.engine.public, self.blueprint)
+        found = []
+        for name in self.modules:
+            setup = setup_of(
+                self,
+                self.blueprint,
+                self.modules,
+                name,
+                public,
+                first_batch=self.first_batch,
+                knows_groups=self.knows_groups,
+                train_loaders=self.train_loaders,
+                shared_names=partial(self.server.shared_in, name),
+                class_counts=self.class_counts,
+            )
+            refuse_combinations(setup.callbacks, setup)
+            found += [(callback, name, setup) for callback in self.server.callbacks]
+        return found
+
+    def _there(self, callback: FederatedCallback, architecture: str, setup: Setup) -> CheckThere:
+        shared = {"": tuple(setup.shared_names())}
+        shared |= {other.key: tuple(setup.shared_names(without=other)) for other in setup.callbacks}
+        return CheckThere(
+            callback.key,
+            architecture,
+            str(self.first_client),
+            self.facts,
+            shared,
+            self.batches,
+            self.pooled,
+            self.splits,
+            is_mixed=self.is_mixed,
+            has_public=not self._no_public,
+        )
+
+    @cached_property
+    def _no_public(self) -> str:
+        """What is said of a method that needs public data, where they are missing and the clients are elsewhere."""
+        return self.engine.no_public if self.engine.no_public and self.engine.public()[0] is None else ""
+
+    def _without_public(self, callback: str, refusal: str) -> ConfigurationError | None:
+        """Return the refusal of a callback that misses public data, with the way out of where the clients are elsewhere."""
+        missing = "public data" in refusal and self._no_public
+        return ConfigurationError(f"{callback} {missing}") if missing else None

@@ -1,0 +1,415 @@
+"""One batch of every step that a run will use, before round 1 (:class:`StepTrials`): what a later step would raise shows now.
+
+A step is tried on a copy of the client's module, built as in a visit (`wrap_module`). No callback's hooks run, nothing is
+logged, and every global random generator is left as it was. A loader of the user is not iterated; its dataset is read through
+a loader made here.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm  # no public name for all of them
+from torch.utils.data import DataLoader, IterableDataset
+
+from fedlightning.client.client import Client
+from fedlightning.client.client_errors import client_failure
+from fedlightning.client.evaluator import StepLosses
+from fedlightning.client.fit import fit
+from fedlightning.client.kept import UNCOPIED
+from fedlightning.client.local_data import count_used_samples
+from fedlightning.client.logged_numbers import NotOneNumberError
+from fedlightning.client.record import ClientRecord
+from fedlightning.client.requests import Fit
+from fedlightning.client.runtime import LocalRunner
+from fedlightning.client.visit_callback import UnseenStepsError, VisitCallback, refuse_unseen
+from fedlightning.compat.quiet import quiet
+from fedlightning.contract import Phase
+from fedlightning.contract.messages import Message
+from fedlightning.datamodules.own_generators import kept
+from fedlightning.datamodules.ready_batches import gives_batches
+from fedlightning.engines.base import Engine, Question
+from fedlightning.errors import ConfigurationError, ControlFlow
+from fedlightning.fast.errors import NotInFastLoop
+from fedlightning.guards.first_step import ask_first_step, corrects, tell_of_batches_of_one
+from fedlightning.guards.trial_failure import step_failure
+from fedlightning.seeding import isolated
+from fedlightning.tensors import State, clone, module_state, select
+from fedlightning.wrappers import user_class
+
+MOST_CLIENTS = 3
+"""Clients that are tried before a step counts as one that fails for everybody."""
+USUAL = {"running_mean", "running_var", "num_batches_tracked", "_u", "_v"}
+"""Last names of buffers that are known to be right as they are combined: statistics of normalisation, spectral norms."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """The answer to a question that was asked where a client's batch is.
+
+    Attributes:
+        has_batches: `False`: this client has no batch; `None`: loaders of this kind cannot be tried.
+        refusal: Why the run cannot work, as a sentence; `None` if nothing was found.
+        names: Of a step: metrics that schedulers follow; or those that the module logs, where it was listened to.
+        said: Of a check: what it warns of; of a training step: buffers that it changes, but for :data:`USUAL` ones.
+        cause: What the step raised, where that is in this process.
+    """
+
+    has_batches: bool | None = True
+    refusal: str | None = None
+    names: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    cause: BaseException | None = None
+
+    def __reduce__(self) -> Any:
+        return Tried, (self.has_batches, self.refusal, self.names, self.said)
+
+
+# -- a step ------------------------------------------------------------------------------------------------------------
+class OneBatchDone(ControlFlow):
+    """Ends a fit or an evaluation after its first batch.
+
+    Args:
+        monitors: Metrics that the fit's learning-rate schedulers follow.
+        visit: What the fit did.
+    """
+
+    def __init__(self, monitors: Sequence[str] = (), visit: VisitCallback | None = None) -> None:
+        super().__init__()
+        self.monitors, self.visit = list(monitors), visit
+        self.changed: list[str] = []
+        self.refusal: str | None = None
+
+
+class StopAfterOne(Callback):
+    """Ends a fit after its first batch, of which the module sees the end."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        pl_module.on_train_batch_end(*args)
+        following = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau and config.strict]
+        visit = next(one for one in trainer.callbacks if isinstance(one, VisitCallback))  # type: ignore[attr-defined]
+        visit.look()
+        raise OneBatchDone([config.monitor for config in following if config.monitor is not None], visit)
+
+
+@dataclass(frozen=True)
+class TryStep(Question):
+    """One batch of a step of one client, as a task.
+
+    Attributes:
+        client: The client's id.
+        split: `"train"`: the training step; `"val"` or `"test"`: that evaluation.
+        listen: Only find out what the module logs for a batch; of validation, for a batch as a whole epoch.
+    """
+
+    client: str
+    split: str
+    listen: bool = False
+
+    @property
+    def address(self) -> tuple[int, str, str]:
+        return 0, f"a step of {self.split}", self.client
+
+    def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[Tried, None]:
+        """Try the step on a copy."""
+        with isolated(runner.settings.seed, "sanity"), quiet(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.filterwarnings("default", f".*{UNCOPIED}")  # said once, which is here
+            made = runner.data.at_round(0).client_dataloader(self.client, self.split)
+            loader = None if made is None else spread(made, whole=self.split == "train")
+            if loader is None or len(loader) == 0:
+                return Tried(None if loader is None else False), None
+            module = runner.blueprint.build(self.client)
+            with kept(loader.dataset):
+                try:
+                    return self._try(runner, module, loader), None
+                except UnseenStepsError as error:
+                    return Tried(refusal=str(error)), None
+                except NotOneNumberError as error:
+                    return Tried(refusal=f"{error}.", cause=error), None
+                except BaseException as error:  # whatever the user's code may raise
+                    client_failure(error)
+                    if self.listen:
+                        raise
+                    text = step_failure(error, module, self.split, self.client, loader, runner.callbacks)
+                    return Tried(refusal=text, cause=error), None
+
+    def _try(self, runner: LocalRunner, module: LightningModule, loader: DataLoader[Any]) -> Tried:
+        """Run the step, and return what it shows."""
+        names: set[str] = set()
+        try:
+            if self.split == "train":
+                if self.listen:
+                    module.log = partial(_listen, names, module.log)  # type: ignore[method-assign]
+                self._train(runner, module, loader)
+            else:
+                runner.scorer.client = self.client
+                with _noting(runner.blueprint.losses) as stepped:
+                    try:
+                        names |= runner.scorer.score(module, loader, self.split).keys()
+                    except NotOneNumberError:
+                        raise
+                    except Exception:  # what an epoch's end makes of one batch tells nothing of a whole epoch
+                        if self.listen or not stepped:
+                            raise
+        except OneBatchDone as done:
+            if done.visit is not None and done.visit.unseen:
+                refuse_unseen(runner.callbacks, module, done.visit, runner.settings.unit)
+            return Tried(True, done.refusal, sorted(names) if self.listen else done.monitors, done.changed)
+        return Tried(names=sorted(names))
+
+    def _train(self, runner: LocalRunner, module: LightningModule, loader: DataLoader[Any]) -> None:
+        alone = runner.beside(runner.blueprint.without_callbacks([StopAfterOne()]))
+        message = Message(0, self.client, {}, ())
+        while True:
+            visitor = Client(alone, message, ClientRecord(), module)
+            visitor.num_samples = count_used_samples(alone, loader)
+            before, names = _buffers(module), {*module_state(module)}
+            try:
+                fit(alone, Fit(visitor, message, Phase(), alone.settings.work, loader))
+            except NotInFastLoop as reason:
+                alone.loop.give_up(str(reason))
+                module = runner.blueprint.build(self.client)
+            except OneBatchDone as done:
+                after = _buffers(module)
+                done.refusal = _other_shapes(module, names, before, after)
+                done.changed = [name for name, value in after.items() if not _is_same(value, before.get(name))]
+                raise
+            else:
+                return
+
+    def lost(self, reason: str) -> Tried:
+        """An answer that says why the step could not be tried."""
+        return Tried(refusal=f"A step of {self.split} data could not be tried for client '{self.client}': {reason}.")
+
+
+@contextmanager
+def _noting(losses: StepLosses) -> Iterator[list[bool]]:
+    """Within the block, each batch of an evaluation that is through is noted in a list."""
+    add, stepped = losses.add, list[bool]()
+
+    def note(outputs: Any, batch: Any) -> None:
+        stepped.append(True)
+        add(outputs, batch)
+
+    losses.add = note  # type: ignore[method-assign]
+    try:
+        yield stepped
+    finally:
+        del losses.add
+
+
+def _buffers(module: LightningModule) -> State:
+    """Return copies of the buffers of a module's state whose meaning is not known by their names."""
+    entries = module_state(module)
+    names = [name for name, _ in module.named_buffers() if name in entries and name.rpartition(".")[2] not in USUAL]
+    return clone(select(entries, names), "cpu")
+
+
+def _other_shapes(module: LightningModule, names: set[str], before: State, after: State) -> str | None:
+    """Return the refusal of entries that training adds or removes, and of a buffer whose shape it changes.
+
+    The server's model and those of all clients have the same.
+    """
+    for name in sorted({*module_state(module)} ^ names):
+        return (
+            f"Training adds or removes '{name}' of {user_class(module).__name__}, and models have the server's entries. "
+            "Make all of them in __init__ or configure_model()."
+        )
+    for name in (name for name in before if name in after and before[name].shape != after[name].shape):
+        return (
+            f"Training changes the shape of '{name}' of {user_class(module).__name__}, from {tuple(before[name].shape)} to "
+            f"{tuple(after[name].shape)}, and entries of models have the shapes of the server's. Give it its full size from "
+            "the start, or register it with persistent=False: it is no entry of the model then, and begins anew in every "
+            "visit."
+        )
+    return None
+
+
+def _is_same(value: Tensor, before: Tensor | None) -> bool:
+    return before is not None and torch.equal(torch.nan_to_num(value), torch.nan_to_num(before))
+
+
+def _listen(names: set[str], log: Callable[..., None], name: str, *args: Any, **kwargs: Any) -> None:
+    names.add(name)
+    log(name, *args, **kwargs)
+
+
+def spread(loader: Any, whole: bool = True) -> DataLoader[Any] | None:
+    """Return a loader of the same batches' shape over the same dataset, without a random order or a state of its own.
+
+    `None` if the loader is of a kind for which there is none.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    ready = gives_batches(loader)
+    if loader.batch_size is None and not ready:
+        return None
+    samples, size = len(loader.dataset), loader.batch_size or 1  # type: ignore[arg-type]
+    batches = max(samples // size, 1)
+    order = [index for start in range(batches) for index in range(start, samples, batches)]
+    return DataLoader(
+        loader.dataset,
+        batch_size=None if ready else size,
+        sampler=order if whole else order[:size],
+        drop_last=loader.drop_last and whole,
+        collate_fn=loader.collate_fn,
+        num_workers=min(loader.num_workers, 1),
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context if loader.num_workers else None,
+        generator=torch.Generator(),
+    )
+
+
+# -- every step --------------------------------------------------------------------------------------------------------
+class StepTrials:
+    """Tries the steps that a run will use.
+
+    Args:
+        engine: Carries out tries.
+        splits: Splits that models will be scored on.
+        tried: Tries that were carried out already.
+    """
+
+    def __init__(self, engine: Engine, splits: Sequence[str], tried: Mapping[TryStep, Tried]) -> None:
+        self.engine, self.splits, self.tried = engine, splits, tried
+        self.blueprint = engine.runner.blueprint
+        self.changed: dict[str, list[str]] = {}  # by architecture: buffers that a training step changes
+
+    def check(self, modules: Mapping[str, LightningModule]) -> None:
+        """Run one batch of every step on copies; refuse layers that come late, and metrics that nobody logs.
+
+        A step is refused only if it fails for every client that is tried: one client's data may be bad.
+
+        Args:
+            modules: By architecture, a module of which `setup` may be called.
+        """
+        with isolated(self.blueprint.settings.seed, "sanity"), quiet(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for module in modules.values():
+                _refuse_late_layers(module)
+            for architecture in modules:
+                if self._trains_here:
+                    monitors = self._step("train", architecture)
+                    followed = [("A learning-rate scheduler", name) for name in monitors]
+                    self._refuse_unknown_monitors(followed + self._watching(architecture), architecture)
+                for split in self.splits:
+                    self._step(split, architecture)
+        if self.engine.data_here and len(modules) == 1 and _normalises(self.blueprint.template):
+            tell_of_batches_of_one(self.engine.runner)
+        if any(one.claims("check_step") or corrects(one) for one in self.blueprint.callbacks):
+            for architecture in modules:
+                ask_first_step(self.engine, architecture, partial(self._logged, architecture), "val" in self.splits)
+
+    def _logged(self, architecture: str) -> Iterator[list[str]]:
+        """Yield what the module logs in validation, for some clients."""
+        with isolated(self.blueprint.settings.seed, "sanity"), quiet(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = list(islice(self._tries("val", architecture, listen=True), MOST_CLIENTS))
+        yield from (tried.names for tried in found if tried.refusal is None)
+
+    def _step(self, split: str, architecture: str) -> list[str]:
+        """Try a step; return the metrics that learning-rate schedulers follow."""
+        first: Tried | None = None
+        for tried in islice(self._tries(split, architecture), MOST_CLIENTS):
+            if tried.refusal is None:
+                self.changed |= {architecture: tried.said} if split == "train" else {}
+                return tried.names
+            first = first or tried
+        if first is not None:
+            raise ConfigurationError(first.refusal) from first.cause
+        return []
+
+    def _tries(self, split: str, architecture: str, listen: bool = False) -> Iterator[Tried]:
+        """Try clients of an architecture with samples of a split, one after another, as long as there are batches to try."""
+        for client in self._clients(split, architecture):
+            task = TryStep(client, split, listen)
+            tried = self.tried[task] if task in self.tried else self.engine.ask(task)
+            if tried.has_batches is None:
+                return
+            if tried.has_batches:
+                yield tried
+
+    def _clients(self, split: str, architecture: str) -> Iterator[str]:
+        known = self.engine.runner.described
+        for client in known.client_ids:
+            if known.num_samples(client, split) and self.blueprint.architecture_of(client) == architecture:
+                yield client
+
+    def first(self) -> Iterator[TryStep]:
+        """Yield the tries that :meth:`check` needs, for a server that asks for all of them at once."""
+        for architecture in self.blueprint.architectures:
+            trained = ["train"] if self._trains_here else []
+            tried = [(split, False) for split in (*trained, *self.splits)]
+            tried += [("train", True), ("val", True)] if trained and self._watching(architecture) else []
+            for split, listen in tried:
+                for client in islice(self._clients(split, architecture), 1):
+                    yield TryStep(client, split, listen)
+
+    @property
+    def _trains_here(self) -> bool:
+        """Whether a fit starts no other process."""
+        arguments = self.blueprint.settings.trainer_arguments
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return False
+        one = arguments.get("devices", 1) in (1, "1") and arguments.get("num_nodes", 1) == 1
+        return one and arguments.get("strategy", "auto") in ("auto", "single_device")
+
+    # -- monitors ------------------------------------------------------------------------------------------------------
+    def _watching(self, architecture: str) -> list[tuple[str, str]]:
+        """Return callbacks and what they monitor; none where it may be logged at an epoch's end, which no try reaches."""
+        if is_overridden("on_train_epoch_end", self.blueprint.template_of(architecture)):
+            return []
+        strict = [one for one in self.blueprint.settings.callbacks if getattr(one, "strict", True)]
+        watching = [(type(one).__name__, getattr(one, "monitor", None)) for one in strict]
+        return [(owner, monitor) for owner, monitor in watching if isinstance(monitor, str)]
+
+    def _refuse_unknown_monitors(self, monitors: Sequence[tuple[str, str]], architecture: str) -> None:
+        """Refuse callbacks and schedulers that monitor what the module logs neither in training nor in validation."""
+        template = self.blueprint.template_of(architecture)
+        if not monitors or is_overridden("on_train_epoch_end", template):
+            return
+        try:
+            found = [one for split in ("train", "val") for one in islice(self._tries(split, architecture, True), 1)]
+        except Exception:  # the step that fails is found by the checks
+            return
+        if any(one.refusal is not None for one in found):  # elsewhere, where it cannot raise here
+            return
+        known = {name for one in found for name in one.names}
+        for owner, monitor in monitors:
+            if not {monitor, monitor.removesuffix("_step"), monitor.removesuffix("_epoch")} & known:
+                raise ConfigurationError(
+                    f"{owner} monitors '{monitor}', which {type(template).__name__} does not log. It logs "
+                    f"{', '.join(sorted(known)) or 'nothing'}."
+                )
+
+
+def _normalises(module: LightningModule) -> bool:
+    return any(isinstance(child, _BatchNorm) for child in module.modules())
+
+
+def _refuse_late_layers(module: LightningModule) -> None:
+    """Refuse layers that `setup` adds, which the server's model does not have. It is called on the module."""
+    if not is_overridden("setup", module):
+        return
+    before = set(module_state(module))
+    try:
+        module.setup("fit")
+    except Exception:  # it needs a trainer
+        return
+    late = [name for name in module_state(module) if name not in before]
+    if late:
+        raise ConfigurationError(
+            f"{user_class(module).__name__}.setup makes '{late[0]}', which the server's model does not have "
+            "before a fit starts. Make layers in __init__ or configure_model."
+        )

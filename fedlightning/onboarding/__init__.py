@@ -1,0 +1,1 @@
+"""Clients that come when the others have trained: scored, placed, fine-tuned."""

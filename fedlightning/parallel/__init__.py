@@ -1,0 +1,1 @@
+"""Clients in worker processes, on this machine or on others with Ray."""

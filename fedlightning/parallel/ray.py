@@ -1,0 +1,287 @@
+"""The engine `ray`: the same tasks on Ray actors, of this machine or of a cluster, each with one torch thread.
+
+Ray starts the actors, moves messages and finds out that one is gone. Which actor gets which task, and what becomes of a task
+whose actor is gone, is as in `processes` (:mod:`fedlightning.parallel.scheduling`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from hashlib import blake2b
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any, cast
+
+from fedlightning.client.record import ClientRecord
+from fedlightning.client.runtime import LocalRunner
+from fedlightning.engines.attempts import FederationError
+from fedlightning.engines.base import Task
+from fedlightning.engines.records import ClientStore
+from fedlightning.errors import ConfigurationError
+from fedlightning.options import Ray
+from fedlightning.parallel import ray_cluster
+from fedlightning.parallel.arena import Broadcast
+from fedlightning.parallel.pool import Setup, UnpicklableError, usable_cores, warn_again
+from fedlightning.parallel.ray_cluster import Kept
+from fedlightning.parallel.ray_start import load_now
+from fedlightning.parallel.ray_worker import Pieces, Source, environment_for, packed, packer, unpacked
+from fedlightning.parallel.scheduling import WorkersEngine
+from fedlightning.parallel.worker import READY, Reply
+
+PATIENCE = 60.0
+"""Seconds without any worker after which the user is told what Ray waits for."""
+LIMIT = 600.0
+"""Seconds without any worker after which the run ends, where nobody else uses the Ray."""
+STARTS = 3
+"""Workers that may end one after another while they start."""
+
+
+class Parts:
+    """The federation's parts, laid out once for all actors.
+
+    Args:
+        runner: The client side of the federation.
+
+    Attributes:
+        setup: The parts in an anonymous file, which actors on this machine map, copy on write.
+        copies: A reference to a copy in Ray's object store, once an actor is on another machine.
+        digest: Tells these parts from others.
+        folder: The run's folder.
+    """
+
+    def __init__(self, runner: LocalRunner) -> None:
+        self.setup = Setup(runner, packer())
+        self.copies: tuple[Any, ...] = ()
+        root = runner.settings.trainer_arguments.get("default_root_dir")
+        self.folder = None if root is None else Path(root).absolute()
+        arena = self.setup.arena
+        self.digest = blake2b(arena.view((0, arena.end)), key=blake2b(self.setup.header).digest()).digest()
+
+    def marker(self) -> Any:
+        """Return a file in the run's folder, which is gone with the object; `None` where there is no folder."""
+        return None if self.folder is None or not self.folder.is_dir() else NamedTemporaryFile(dir=self.folder)
+
+    def source(self, elsewhere: bool) -> Source:
+        """Return where an actor finds them."""
+        arena = self.setup.arena
+        if not elsewhere:
+            found = os.fstat(arena.descriptor)
+            return Source(self.setup.header, os.getpid(), arena.descriptor, (found.st_ino, found.st_size))
+        if not self.copies:
+            import numpy as np
+            import ray
+
+            self.copies = (ray.put(np.frombuffer(arena.view((0, arena.end)), np.uint8)),)
+        return Source(self.setup.header, content=self.copies)
+
+
+class RayWorker:
+    """One actor as the driver sees it: it says where it is, takes the federation over, and then does its tasks.
+
+    Args:
+        kept: The actor.
+        parts: The federation's parts.
+        mark: Mark of the engine.
+        broadcast: Memory for objects that several workers are sent.
+
+    Attributes:
+        ready: Whether it has taken the federation over.
+        pending: The answer to what it was asked for last, if that is still awaited.
+    """
+
+    def __init__(self, kept: Kept, parts: Parts, mark: object, broadcast: Broadcast[Pieces]) -> None:
+        self.kept, self.parts, self.mark, self.broadcast = kept, parts, mark, broadcast
+        self.pending: Future[Any] | None = None  # a Future, for Ray's own waiting ends the program at a signal
+        self._marker: Any = None
+        self.ready = kept.holds is mark
+        if kept.about is None:
+            self.pending = kept.handle.hello.remote().future()
+        elif not self.ready:
+            self._hand_over(elsewhere=False)
+
+    def _hand_over(self, elsewhere: bool) -> None:
+        import ray
+
+        assert self.kept.about is not None
+        here = self.kept.about[1] == ray.get_runtime_context().get_node_id()
+        self.kept.holds = None
+        source = self.parts.source(elsewhere or not here)
+        self._marker = None if here else self.parts.marker()
+        given = source, environment_for(here), os.getcwd(), sys.path, self._marker and self._marker.name
+        self.pending = self.kept.handle.take_over.remote(*given).future()
+
+    def give(self, task: Task[Any], record: ClientRecord) -> None:
+        """Send a task and the record of its client. The worker must be idle."""
+        try:
+            message = packed((task, record), self.broadcast)
+        except Exception as error:
+            raise UnpicklableError(str(error)) from error
+        self.pending = self.kept.handle.work.remote(message, self.broadcast.arena.put()).future()
+
+    def take(self) -> Reply | None:
+        """Return the worker's reply; `None` while it starts. Its warnings are issued again here."""
+        import ray
+
+        assert self.pending is not None
+        try:
+            answer = self.pending.result()
+        except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, ray.exceptions.NodeDiedError) as error:
+            raise EOFError(str(error)) from error
+        self.pending = self._marker = None
+        if self.ready:
+            reply: Reply = unpacked(answer)
+            warn_again(reply)
+            return reply
+        if self.kept.about is None:
+            self.kept.about = answer
+            self._hand_over(elsewhere=False)
+        elif answer is None:  # on this machine, but in a container of its own
+            self._hand_over(elsewhere=True)
+        elif answer[0] != READY:
+            return cast(Reply, unpacked(answer))
+        else:
+            self.ready, self.kept.holds = True, self.mark
+        return None
+
+    def has_answered(self) -> bool:
+        """Return whether :meth:`take` would not wait."""
+        return self.pending is not None and self.pending.done()
+
+    def end(self, grace: float) -> str:
+        """End the worker at once. Return which one it was, for a message."""
+        self.kept.end()
+        return "it had not started" if self.kept.about is None else "process {0} on {2}".format(*self.kept.about)
+
+
+class RayEngine(WorkersEngine):
+    """Carries out tasks on Ray actors, with the results of `sequential` bit for bit.
+
+    The actors hold template, callbacks and data. They start at the first task, wait between `fit` and `test`, and end with
+    :meth:`close` or with the program; what waits is handed to the next federation of the program. Records stay here, so an
+    actor or a machine that is lost takes nothing with it: its clients are visited again.
+
+    Args:
+        runner: The client side of the federation.
+        store: The clients' records.
+        options: Number of actors, cluster and resources.
+    """
+
+    out_of_reach = (
+        "Every machine of the cluster needs the same packages, and the modules that the federation is made of: install them "
+        "there, or send them with Ray(init={'runtime_env': {'working_dir': '.'}})."
+    )
+
+    def __init__(self, runner: LocalRunner, store: ClientStore, options: Ray | None = None) -> None:
+        self.options = options or Ray()
+        super().__init__(runner, store, self.options.workers or usable_cores())
+        self._needs = (self.options.num_cpus, self.options.num_gpus or 0.0)
+        self._parts: Parts | None = None
+        self._broadcast = Broadcast(Pieces())
+        self._owner, self._mark, self._held = object(), object(), b""
+        self._starts = 0
+        self._since, self._told = 0.0, False
+
+    def beside(self, runner: LocalRunner) -> RayEngine:
+        return RayEngine(runner, ClientStore(), self.options)
+
+    def check(self) -> None:
+        """Refuse a machine without Ray."""
+        if not ray_cluster.installed():
+            raise ConfigurationError(ray_cluster.MISSING)
+
+    def _start(self) -> None:
+        if self._parts is None:
+            ray_cluster.load(self.options)
+            parts = Parts(self.runner)  # before Ray starts: what cannot be sent is refused at once
+            ray_cluster.connect(self.options, self.width)
+            self._place()
+            if parts.digest != self._held:  # else what the actors hold is what it was before a rest
+                self._mark, self._held = object(), parts.digest
+            self._parts = parts
+        self._since, self._starts, self._told = time.monotonic(), 0, False
+
+    def _place(self) -> None:
+        """Find out how many actors there is room for, and what each needs."""
+        own = ray_cluster.is_own()
+        on_gpu = self.runner.blueprint.device.type == "cuda"
+        workers = self.width if own or self.options.workers is not None else None
+        self._needs = ray_cluster.needs_of(self.options, workers, on_gpu)
+        if workers is None:
+            self._most = ray_cluster.workers_in(self._needs)
+
+    def _idle(self, needed: int) -> list[int]:
+        assert self._parts is not None
+        for index in range(self.width):
+            if index not in self._workers and sum(number not in self._busy for number in self._workers) < needed:
+                kept = ray_cluster.lease(self._needs, self._mark, self._owner)
+                self._workers[index] = RayWorker(kept, self._parts, self._mark, self._broadcast)
+        return [index for index in sorted(self._workers) if index not in self._busy and self._worker(index).ready]
+
+    def _worker(self, index: int) -> RayWorker:
+        return cast(RayWorker, self._workers[index])
+
+    def _wait(self, timeout: float | None) -> Sequence[int]:
+        import ray
+
+        waited = {pending: i for i in self._workers if (pending := self._worker(i).pending) is not None}
+        nobody = not any(worker.ready for worker in self._workers.values())
+        found, _ = wait(waited, PATIENCE if nobody and timeout is None else timeout, FIRST_COMPLETED)
+        waited_for = time.monotonic() - self._since
+        if nobody and not found and waited_for > LIMIT and ray_cluster.is_own():
+            raise FederationError(
+                f"Ray has started no worker in {LIMIT:g} seconds, at a load of {load_now()}. The state of the "
+                "rounds before is intact: resume when the machine is less busy, or with engine='processes'."
+            )
+        if nobody and not found and not self._told and waited_for > PATIENCE:
+            self._told = True
+            free = ray.available_resources()
+            warnings.warn(
+                f"Ray has started no worker in {PATIENCE:g} seconds; the run waits. Each is to have {self._needs[0]:g} CPUs "
+                f"and {self._needs[1]:g} GPUs; {free.get('CPU', 0):g} and {free.get('GPU', 0):g} are free beside what Ray "
+                "has set aside for them and for other programs.",
+                stacklevel=2,
+            )
+        return [waited[pending] for pending in found]
+
+    def _lost_at_start(self, how: str) -> Exception | None:
+        self._starts += 1
+        if self._starts < STARTS:
+            return None
+        return FederationError(
+            f"{self._starts} Ray workers ended while they started (the last: {how}). Ray's logs are in the folder that "
+            "/tmp/ray/session_latest leads to."
+        )
+
+    def _lost_at_work(self, who: str, how: str) -> str:
+        return f"A Ray worker ended ({how}) at work on {who}, which is done again."
+
+    def _too_many(self, tries: int, how: str) -> str:
+        return (
+            f"{tries} Ray workers ended while they worked on it, the last: {how} (Ray ends a worker when the memory of its "
+            "machine runs out: try fewer workers, or more num_cpus for each)"
+        )
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._broadcast.clear()
+        for index in list(self._workers):  # another engine of this program may need them before this one does
+            ray_cluster.keep(self._worker(index).kept)
+            del self._workers[index]
+
+    def rest(self) -> None:
+        """Let the actors wait: for the next task of this federation, or for another one of this program."""
+        self._turn += 1
+        self._forget()
+        if self._parts is not None:
+            self._parts.setup.arena.close()
+        self._parts = None
+
+    def close(self) -> None:
+        """End the actors. The engine starts new ones if it is used again."""
+        self.rest()
+        ray_cluster.end_kept(self._owner)

@@ -1,0 +1,34 @@
+"""Figure of images beside what an attacker made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from fedlightning.report.drawing import panel
+
+
+def side_by_side(images: Sequence[Any]) -> Figure:
+    """Draw true images above those that were found.
+
+    Args:
+        images: `(2, count, channels, height, width)`, from 0 to 1.
+    """
+    values = np.asarray(images, dtype=float)
+    framed = np.pad(values, ((0, 0), (0, 0), (0, 0), (1, 1), (1, 1)), constant_values=1.0)
+    rows = [np.concatenate(list(row), axis=2) for row in framed]
+    both = np.concatenate(rows, axis=1)
+    figure, axes = panel(height=min(4.0, 5.0 * both.shape[1] / both.shape[2]))
+    shown = both[:3].transpose(1, 2, 0) if len(both) >= 3 else both[0]
+    axes.imshow(shown, cmap="gray", vmin=0.0, vmax=1.0, interpolation="nearest")
+    height = framed.shape[3]
+    axes.set_yticks([height / 2 - 0.5, 1.5 * height - 0.5], ["true", "found"])
+    axes.set_xticks([])
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    return figure

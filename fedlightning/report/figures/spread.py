@@ -1,0 +1,48 @@
+"""Figures of one number of each method against another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from fedlightning.report.cells import is_number
+from fedlightning.report.drawing import legend_below, panel
+from fedlightning.report.styles import INK, Style, short_names
+
+
+def against(
+    points: Mapping[str, tuple[float | None, float | None]], styles: Mapping[str, Style], xlabel: str, ylabel: str,
+    log: bool = False, equal: bool = False,
+) -> Figure:  # fmt: skip
+    """Draw a marker for each method at (x, y), named in the legend."""
+    figure, axes = panel()
+    names = short_names(points, 20)
+    known = {m: (float(x or 0), float(y or 0)) for m, (x, y) in points.items() if is_number(x) and is_number(y)}
+    for method, (x, y) in known.items():
+        style = styles[method]
+        axes.plot(
+            [x], [y], linestyle="", marker=style.marker, color=style.colour, markersize=8.5, markeredgecolor="white",
+            mew=0.6, label=names[method],
+        )  # fmt: skip
+    if log and known and all(x > 0 for x, _ in known.values()):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(_only_of_short_axes)
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.margins(0.1)
+    if equal and known:
+        low, high = axes.get_xlim()
+        axes.plot([low, high], [low, high], color=INK, linewidth=0.9, zorder=0, label="all clients alike")
+        axes.set_xlim(low, high)
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    legend_below(figure, axes)
+    return figure
+
+
+def _only_of_short_axes(value: float, place: float = 0) -> str:
+    """Label minor ticks at 2 and 5 times a power of ten only, which are few enough for any axis."""
+    return f"{value:g}" if f"{value:e}"[0] in "25" else ""

@@ -1,0 +1,65 @@
+"""Section about what runs have promised: the budget of differential privacy that they have spent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fedlightning.report.cells import Column, is_number
+from fedlightning.report.context import METHOD, Context
+from fedlightning.report.html import Prose, Section
+
+FILE = "privacy.json"
+
+
+def privacy(context: Context) -> Section | None:
+    """Show epsilon and delta of each run, for whom they hold, and what epsilon does not count."""
+    found = {key: told for key, told in context.read_of_runs(FILE).items() if isinstance(told, dict)}
+    if not found:
+        return None
+    rows = [_row(method, seed, told) for (method, seed), told in found.items()]
+    columns = [
+        METHOD,
+        Column("seed", "seed", "text"),
+        Column("unit", "hides", "text", help="whose part in the training the guarantee is about"),
+        Column("epsilon", "epsilon", decimals=3, help="the largest of all clients where each has its own; none: the noise "
+               "came from a fixed seed, and nothing is private"),
+        Column("delta", "delta", "text", help="probability with which the guarantee may fail"),
+        Column("noise", "noise multiplier", decimals=3),
+        Column("clip", "clip", decimals=3, help="the most that one of them may change a sum"),
+        Column("releases", "releases", "count"),
+    ]  # fmt: skip
+    table = context.table("privacy", "Differential privacy: what runs have spent", columns, rows, seeds=False)
+    notes = []
+    for told in found.values():
+        clear = ", ".join(map(str, told.get("in_the_clear") or [])) or "nothing"
+        also = "".join(f" Also: {promise}." for promise in map(str, told.get("also") or []))
+        notes.append(
+            f"{told.get('unit', 'unit')}: against {told.get('against', 'whom is not known')}. Not counted: {clear}.{also}"
+        )
+    return context.section(
+        "privacy",
+        "What was promised",
+        "Privacy",
+        [table, Prose(list(dict.fromkeys(notes)), title="In words")],
+        "Each run counts alone, unless it has a ledger: who sees the models of several runs on the same data has the sum of "
+        "them. Scores in this report are of test data, and are not counted.",
+    )
+
+
+def _row(method: str, seed: str, told: Mapping[str, Any]) -> dict[str, Any]:
+    def number(name: str) -> float | None:
+        value = told.get(name)
+        return value if is_number(value) else None
+
+    delta = number("delta")
+    return {
+        "method": method,
+        "seed": seed,
+        "unit": str(told.get("unit", "")),
+        "epsilon": number("epsilon"),
+        "delta": "" if delta is None else f"{delta:g}",
+        "noise": number("noise_multiplier"),
+        "clip": number("clip"),
+        "releases": number("releases"),
+    }

@@ -1,0 +1,140 @@
+"""Sections about the setting: samples of each client, and how everything was made."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from typing import Any
+
+import numpy as np
+
+from fedlightning.datamodules.report import PartitionReport
+from fedlightning.report.cells import Column, number
+from fedlightning.report.context import Context
+from fedlightning.report.figures.partition import partition_bars
+from fedlightning.report.html import Prose, Section
+from fedlightning.study.runs import Run
+
+_FILE = resources.files("fedlightning.report") / "definitions.toml"
+DEFINITIONS = tuple(tomllib.loads(_FILE.read_text("utf-8")).items())
+"""Terms of the report and what they mean, in one line each."""
+
+
+def partition(context: Context) -> Section | None:
+    """Show the training samples of each class at each client."""
+    held = context.study.partition()
+    rows = [row for row in held if row["split"] == "train"]
+    if not rows:
+        return None
+    sizes = {(row["client"], row["split"]): row["samples"] for row in held}
+    count = len(rows[0]["classes"] or ())
+    by_class = count > 1 and all(len(row["classes"] or ()) == count for row in rows)
+    names = [str(index) for index in range(count)] if by_class else ["samples"]
+    counts = np.array([row["classes"] if by_class else [row["samples"]] for row in rows], dtype=np.int64)
+    clients = [str(row["client"]) for row in rows]
+    found = PartitionReport(clients, names, counts)
+    lines = [
+        {
+            "client": client,
+            "train": int(of.sum()),
+            "val": sizes.get((client, "val")),
+            "test": sizes.get((client, "test")),
+        }
+        | ({"tv": float(tv)} | {f"class {name}": int(n) for name, n in zip(names, of, strict=True)} if by_class else {})
+        for client, of, tv in zip(clients, counts, found.total_variation, strict=True)
+    ]
+    columns = [Column("client", "client", "text")]
+    columns += [Column(split, split, "count", group="samples") for split in ("train", "val", "test")]
+    columns += [Column("tv", "distance", decimals=2, help="total variation distance to the labels of all clients")]
+    columns += [Column(f"class {name}", name, "count", group="training samples of class") for name in names if by_class]
+    told = f"{len(clients)} clients with {found.sizes.min()} to {found.sizes.max()} training samples"
+    if by_class:
+        told += (
+            f" of {count} classes; mean total variation distance to the labels of all {found.mean_total_variation:.2f}"
+        )
+    picture = context.picture(
+        "partition",
+        "Training samples by client",
+        f"Bars: {told}.",
+        lambda: partition_bars(clients, counts.tolist(), names),
+    )
+    table = context.table("partition", "Samples of each client", columns, lines, seeds=False)
+    return context.section("partition", "Who holds what", "Data", [context.gallery([picture], table, f"{told}.")])
+
+
+def made(context: Context, about: Mapping[str, Any]) -> Section | None:
+    """Show command, versions, seeds, step budgets, and the meaning of each number."""
+    done = [run for run in context.study.runs if run.summary]
+    options: dict[str, str] = {}
+    for run in done:
+        options.setdefault(run.name, _callbacks(run.summary.get("callbacks", {})))
+    parts = [
+        Prose(terms=[(term, text) for term, text in _facts(context, about, done) if text], title="The runs"),
+        Prose(terms=[(name, text) for name, text in options.items() if text], title="The methods’ options"),
+        Prose(terms=DEFINITIONS, title="The numbers"),
+    ]
+    return context.section(
+        "made", "How this was made, and what each number means", "Method", [p for p in parts if p.terms]
+    )
+
+
+def _facts(context: Context, about: Mapping[str, Any], done: Sequence[Run]) -> list[tuple[str, str]]:
+    data = [run.summary["data"] for run in done if "data" in run.summary]
+    budgets = {run.name: run.summary.get("local_steps_total") for run in done}
+    steps = {name: number(count, 0) for name, count in budgets.items() if count is not None}
+    same = set(steps.values())
+    varies = f" Set by the seed: {', '.join(about['vary'])}." if about.get("vary") else ""
+    return [
+        ("command", str(about.get("command") or "")),
+        ("data", _distinct(f"{of.get('module', '')}, {of.get('partition', '')}" for of in data)),
+        ("seeds", context.study.seed_text + varies),
+        ("scored", _distinct(_scored(run.summary.get("evaluation", {})) for run in done)),
+        ("time", "; ".join(f"{run.name}, seed {run.seed}: {text}" for run in done if (text := _time(run.summary)))),
+        ("checkpoint rule", context.study.checkpoint),
+        ("rounds", _distinct(str(run.summary["rounds"]) for run in done if "rounds" in run.summary)),
+        ("ended early", "; ".join(_stopped(run) for run in done if run.summary.get("stopped"))),
+        (
+            "step budget",
+            f"{same.pop()} local steps in a run of every method"
+            if len(same) == 1
+            else "local steps in a run: " + ", ".join(f"{name} {count}" for name, count in steps.items())
+            if steps
+            else "",
+        ),
+        ("model", _distinct(str(run.summary.get("model", "")) for run in done)),
+        (
+            "versions",
+            _distinct(", ".join(f"{k} {v}" for k, v in run.summary.get("versions", {}).items()) for run in done),
+        ),
+    ]
+
+
+def _stopped(run: Run) -> str:
+    found = run.summary["stopped"]
+    return f"{run.name}, seed {run.seed}: after round {found['round']}, by {found['by']}: {found['reason']}"
+
+
+def _scored(found: Mapping[str, Any]) -> str:
+    """Return how many clients were scored, where that is not all."""
+    count, of = found.get("clients"), found.get("of")
+    if (before := found.get("in_training")) is not None:
+        return f"{count} of {of} clients on test data, {before['clients']} in training and at stage L2 (evaluation.clients)"
+    return "" if count == of else f"{count} of {of} clients, the same in every round (evaluation.clients)"
+
+
+def _time(summary: Mapping[str, Any]) -> str:
+    """Return how much of a run's time its evaluation took."""
+    spent, whole = summary.get("evaluation_seconds"), summary.get("seconds")
+    return "" if not spent or not whole else f"{whole:.0f} s, of which evaluation took {spent:.0f} s"
+
+
+def _callbacks(given: Mapping[str, Mapping[str, Any]]) -> str:
+    return "; ".join(
+        f"{name}({', '.join(f'{key}={value!r}' for key, value in options.items() if value is not None)})"
+        for name, options in given.items()
+    )
+
+
+def _distinct(texts: Iterable[str]) -> str:
+    return " / ".join(dict.fromkeys(text for text in texts if text))

@@ -1,0 +1,144 @@
+"""Section about tokens: what clients paid and earned, and who profits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from fedlightning.report.cells import Column, Missing, counted, is_number, number
+from fedlightning.report.context import METHOD, SEEDS, Context, Row
+from fedlightning.report.figures.clients import MANY
+from fedlightning.report.figures.partition import CLASSES
+from fedlightning.report.figures.tokens import Profit, balance_lines, profit_plot
+from fedlightning.report.html import Gallery, Picture, Section, Table
+from fedlightning.study.token_tables import balances, by_seed
+
+
+def tokens(context: Context) -> Section | None:
+    """Show balances over rounds, every client's account, and contribution against gain."""
+    totals = context.in_order(context.study.ledgers())
+    if not totals:
+        return None
+    rows = context.study.tokens()
+    return context.section(
+        "tokens",
+        "Who pays, who earns, who profits",
+        "Tokens",
+        [_totals(context, totals), _accounts(context, totals, rows)],
+        "Clients pay tokens to take part, get some back where the model did not improve, and earn the rest by what they "
+        "contribute.",
+    )
+
+
+def _totals(context: Context, totals: Sequence[Row]) -> Table:
+    rows = [
+        dict(row) | {"won": f"{row['earners']} of {row['clients']}"}
+        | ({"gained": f"{row['gainers']} of {row['compared']}"} if row["compared"] else {})
+        for row in totals
+    ]  # fmt: skip
+    columns = [
+        METHOD,
+        *(Column(name, name, "amount", group="tokens of all clients") for name in ("paid", "refunded", "rewarded")),
+        Column("won", "won tokens", "text", group="clients that"),
+        Column("gained", "gain over FedAvg", "text", group="clients that"),
+        Column("contribution_gain", "contribution, gain", "difference", decimals=2, group="rank correlation of"),
+        Column("contribution_balance", "contribution, balance", "difference", decimals=2, group="rank correlation of"),
+        Column("balance_gain", "balance, gain", "difference", decimals=2, group="rank correlation of"),
+        SEEDS,
+    ]
+    notes = [
+        f"{row['method']}: in every round and cluster, paid = refunded + rewarded (to {_tiny(row['missing'])})."
+        if row["conserved"]
+        else f"{row['method']}: tokens were made or lost, up to {row['missing']:.3g} in a round of a cluster."
+        for row in totals
+    ]
+    notes.append("Rank correlation: Spearman’s ρ over clients; +1: who contributes most profits most, −1: least.")
+    if not any(row["compared"] for row in totals):
+        notes.append("Gains are empty: they need a FedAvg run on the same splits, seeds and rounds.")
+    return context.table("ledgers", "Tokens, and whether contributing pays", columns, rows, notes, _missing(context))
+
+
+def _accounts(context: Context, totals: Sequence[Row], rows: Sequence[Row]) -> Gallery | None:
+    pictures: list[Picture] = []
+    for total in totals:
+        of = [row for row in rows if row["method"] == total["method"]]
+        pictures += [_balances(context, total, of), *_profits(context, total, of)]
+    columns = [
+        *([METHOD] if len(totals) > 1 else []),
+        Column("client", "client", "text"),
+        *(Column(name, name, decimals=2, group="tokens") for name in ("paid", "refunded", "rewarded")),
+        Column("balance", "balance", "difference", decimals=2, group="tokens", help="refunded + rewarded − paid"),
+        counted("rounds", "rounds", rows, help="in which it trained"),
+        Column("contribution", "mean", "difference", decimals=4, radius="contribution_se", group="contribution",
+               help="over the rounds and clusters in which it trained, ± standard error of this mean"),
+        *_sampled(rows),
+        Column("pma", "gain over FedAvg", "difference", help=f"{context.over('FedAvg')} (PMA), mean over seeds"),
+    ]  # fmt: skip
+    several = len(context.study.seeds) > 1
+    whose = "" if len(totals) > 1 else f" with {totals[0]['method']}"
+    caption = f"What each client paid, earned, contributed and gained{whose}" + (
+        ", means over seeds" if several else ""
+    )
+    notes = [
+        "± is the standard error of a mean over rounds; the contributions of a round are those of who trained in it."
+    ]
+    table = context.table("tokens", caption, columns, rows, notes, _missing(context))
+    reading = "Balances are counted from the start of the run."
+    if any(len([row for row in rows if row["method"] == total["method"]]) > len(CLASSES) for total in totals):
+        reading += f" More than {len(CLASSES)} clients are not named."
+    if several:
+        reading += " Pictures of balances are of the first seed; the rest are means over seeds."
+    return context.gallery(pictures, table, reading, open=len(rows) <= MANY)
+
+
+def _balances(context: Context, total: Row, rows: Sequence[Row]) -> Picture:
+    method = total["method"]
+    seed, entries = next(iter(by_seed(context.study, method).items()))
+    found = balances(entries, [row["client"] for row in rows])
+    ends = sorted(((of[-1], client) for client, of in found.items()), reverse=True)
+    (most, winner), (least, loser) = ends[0], ends[-1]
+    return context.picture(
+        f"balances-{context.slugs[method]}",
+        f"{method}: tokens over rounds" + (f", seed {seed}" if len(context.study.seeds) > 1 else ""),
+        f"Lines: tokens of each of {len(found)} clients since the start; at the end client {winner} has "
+        f"{number(most, 2, sign=True)}, client {loser} {number(least, 2, sign=True)}.",
+        partial(balance_lines, found, context.styles[method]),
+    )
+
+
+def _profits(context: Context, total: Row, rows: Sequence[Row]) -> list[Picture]:
+    """Return the picture of contribution against gain, if both are known of two clients or more."""
+    found = [
+        Profit(row["client"], row["contribution"], row["contribution_se"], row["pma"], row["balance"])
+        for row in rows
+        if is_number(row["contribution"]) and is_number(row["pma"])
+    ]
+    if len(found) < 2:
+        return []
+    method, rho = total["method"], total["contribution_gain"]
+    told = "" if rho is None else f"; rank correlation {number(rho, 2, sign=True)}"
+    return [
+        context.picture(
+            f"profits-{context.slugs[method]}",
+            f"{method}: who profits",
+            f"Marks: mean contribution and gain over FedAvg of {len(found)} clients; {total['gainers']} gain{told}.",
+            partial(profit_plot, found, context.styles[method], context.over("FedAvg")),
+        )
+    ]
+
+
+def _sampled(rows: Sequence[Row]) -> list[Column]:
+    """Return the column of the errors of sampling, if any contribution was sampled."""
+    if not any(row["sampling_error"] for row in rows):
+        return []
+    return [Column("sampling_error", "sampling", decimals=4, group="contribution",
+                   help="standard error of the mean from sampling coalitions, at most")]  # fmt: skip
+
+
+def _missing(context: Context) -> Missing:
+    """Return the function that says why a gain is empty; a client that never trained has no contribution."""
+    return lambda row, column: context.missing(row, column) if column.key == "pma" else None
+
+
+def _tiny(value: float) -> str:
+    return "the last digit" if value == 0 else f"{value:.0e}".replace("-", "−")

@@ -1,0 +1,169 @@
+"""The sentences at the top of a report, made from the numbers. They claim no more than the numbers support."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedlightning.report.cells import is_number, number, p_value, pair
+from fedlightning.report.context import Context
+from fedlightning.report.html import Answer
+
+ALPHA = 0.05
+"""Level of significance."""
+FEW = 5
+"""Below this many seeds, only large differences can be significant."""
+YARDSTICKS = {"siloed": "Siloed training", "central": "Central training, which moves all data,"}
+"""Baseline roles that methods are compared with, and that cannot be the best method."""
+Row = Mapping[str, Any]
+
+
+def answers(context: Context) -> list[Answer]:
+    """Answer which method is best, whether the difference is real, for whom, and at what cost.
+
+    The list is empty if no method has a number.
+    """
+    ranked = [row for row in context.overview if _complete(row)]
+    methods = [row for row in ranked if row["role"] not in YARDSTICKS] or ranked
+    if not methods:
+        return []
+    first = methods[0]
+    found = [_best(context, first, ranked), _real(context, first, methods), _whom(context, first, methods)]
+    return [answer for answer in (*found, _price(methods, first)) if answer is not None]
+
+
+def _complete(row: Row) -> bool:
+    """Return True if the mean covers all seeds and the same test data as the other methods. Only such means are ranked."""
+    return is_number(row["mean"]) and bool(row["comparable"]) and row["n_seeds"] == row["seeds"]
+
+
+def _best(context: Context, first: Row, ranked: Sequence[Row]) -> Answer:
+    end = "highest" if context.higher else "lowest"
+    among = "Among the federated methods, " if any(row["role"] in YARDSTICKS for row in ranked) else ""
+    sentence = f"{among}{first['method']} has the {end} mean test {context.metric} over clients: {_score(first)}."
+    ahead_of_it = ""
+    for row in ranked:
+        if row["role"] in YARDSTICKS and row is not first:
+            ahead = row["mean"] != first["mean"] and (row["mean"] > first["mean"]) == context.higher
+            where = "ahead of it" if ahead else "behind"
+            ahead_of_it = row["method"] if ahead and row["role"] == "siloed" else ahead_of_it
+            sentence += f" {YARDSTICKS[row['role']]} is {where} with {number(row['mean'])} ({row['method']})."
+    unranked = [row["method"] for row in context.overview if not _complete(row)]
+    if unranked:
+        sentence += f" Not ranked, for the problems below: {', '.join(unranked)}."
+    short = first["method"] + (f", behind {ahead_of_it}" if ahead_of_it else "")
+    return Answer("Which method is best on average?", short, sentence, first["method"])
+
+
+def _real(context: Context, first: Row, methods: Sequence[Row]) -> Answer:
+    question = "Is the difference real?"
+    best = first["method"]
+    if len(methods) < 2:
+        text = f"No method but {best} has all seeds on the same data, so there is no second to compare it with."
+        return Answer(question, "Nothing to compare", text)
+    second = methods[1]["method"]
+    lines = context.study.differences(best)
+    line = next(line for line in lines if line["method"] == second)
+    if not is_number(line["mean"]):
+        text = f"{best} and the second, {second}, have no seed in common, so nothing is paired."
+        return Answer(question, "Not known", text)
+    size = number(abs(line["mean"]))
+    if line["p"] is None:
+        return Answer(
+            question,
+            "One seed: cannot be said",
+            f"{best} is {size} ahead of the second, {second}, in one run of each. Whether that is more than chance needs "
+            "more seeds.",
+        )
+    if line["ci95"][0] == line["ci95"][1]:
+        return Answer(
+            question,
+            "Cannot be said",
+            f"{best} is {size} ahead of the second, {second}, by exactly the same at each of {line['n']} seeds: seeds that "
+            "change nothing say nothing about chance.",
+        )
+    low, high = sorted(abs(end) if (end > 0) == (line["mean"] > 0) else -abs(end) for end in line["ci95"])
+    p, adjusted, n = line["p"], line["p_holm"], line["n"]
+    compared = sum(other["p"] is not None for other in lines)
+    holm = f", adjusted for {compared} comparisons {p_value(adjusted)}" if compared > 1 else ""
+    sentence = (
+        f"{best} is {size} ahead of the second, {second} (95\u00a0% interval {pair((low, high))}, paired over {n} seeds, "
+        f"p {_equals(p)}{holm}). "
+    )
+    if adjusted < ALPHA:
+        short, verdict = "Yes, over these seeds", "That is more than the variation between seeds."
+    elif p < ALPHA:
+        short, verdict = (
+            "Not after adjustment",
+            "Taken alone it is more than the variation between seeds; among so many comparisons it may be chance.",
+        )
+    else:
+        short, verdict = "Not distinguishable", "That is within the variation between seeds: their order may be chance."
+    few = " With so few seeds only large differences can show." if n < FEW and adjusted >= ALPHA else ""
+    return Answer(question, short, sentence + verdict + few)
+
+
+def _whom(context: Context, first: Row, methods: Sequence[Row]) -> Answer | None:
+    gains = _gains(context, str(first["method"]))
+    worst = [row for row in methods if is_number(row.get("worst"))]
+    kindest = (max if context.higher else min)(worst, key=lambda row: row["worst"]) if worst else None
+    whose = "The" if first["role"] in YARDSTICKS else "Among the federated methods, the"
+    said = (
+        f" {whose} worst-served client fares best with {kindest['method']} ({number(kindest['worst'])})."
+        if kindest
+        else ""
+    )
+    if gains is not None:
+        better, total, reference = gains
+        return Answer(
+            "For whom?",
+            f"{better} of {total} clients gain",
+            f"With {first['method']}, {better} of {total} clients score better than with their own model alone "
+            f"({reference}), by their means over seeds.{said}",
+        )
+    if kindest is None:
+        return None
+    return Answer("For whom?", f"Worst client: {number(kindest['worst'])}", said.strip(), kindest["method"])
+
+
+def _gains(context: Context, method: str) -> tuple[int, int, str] | None:
+    """Return how many clients are better off with `method` than siloed, of how many, and the name of the siloed run."""
+    siloed = context.siloed
+    if siloed is None or siloed == method:
+        return None
+    gains = [gain for gain in context.by_client("gain").get(method, {}).values() if is_number(gain)]
+    return (sum(gain > 0 for gain in gains), len(gains), siloed) if gains else None
+
+
+def _price(methods: Sequence[Row], first: Row) -> Answer | None:
+    if not is_number(first.get("mb_up")) or not is_number(first.get("mb_down")):
+        return None
+    sent = {row["method"]: row["mb_up"] + row["mb_down"] for row in methods if is_number(row.get("mb_up"))}
+    own = sent[first["method"]]
+    least = min(sent, key=lambda name: sent[name])
+    steps = first.get("local_steps")
+    sentence = f"{first['method']} sends {_megabytes(own)} up and down in a whole run"
+    if is_number(steps):
+        sentence += f" and takes {number(steps, 0)} local steps"
+    sentence += "."
+    if sent[least] < own:
+        other = next(row for row in methods if row["method"] == least)
+        sentence += f" The least is sent by {least}: {_megabytes(sent[least])}, for a mean of {number(other['mean'])}."
+    elif len(sent) > 1:
+        sentence += " No other federated method sends less."
+    return Answer("At what price?", _megabytes(own), sentence)
+
+
+def _score(row: Row) -> str:
+    seeds, interval = row["n_seeds"], row.get("ci95")
+    if seeds < 2 or interval is None:
+        return f"{number(row['mean'])} (one seed, so no interval)"
+    return f"{number(row['mean'])} (95\u00a0% interval {pair(interval)} over {seeds} seeds)"
+
+
+def _equals(p: float) -> str:
+    return p_value(p) if p < 0.001 else f"= {p_value(p)}"
+
+
+def _megabytes(amount: float) -> str:
+    return f"{number(amount, 0 if amount >= 100 else 1 if amount >= 10 else 2 if amount >= 1 else 3)} MB"

@@ -1,0 +1,1 @@
+"""Going on from where a run stopped: saved states, locks, signals, loggers."""

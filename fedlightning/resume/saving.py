@@ -1,0 +1,177 @@
+"""The state of a run, saved at round boundaries: :class:`Saving`, and what the machine forces on it, :class:`LeftOutLog`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedlightning.engines.attempts import Address, LeftOut
+from fedlightning.resume.config_changes import Fingerprint, refuse_mixed_validation
+from fedlightning.resume.server_state import save_state
+from fedlightning.resume.state_files import FLUSHED, set_aside
+from fedlightning.server.parts import Part
+from fedlightning.server.summary import evaluation_of
+from fedlightning.storage.files import is_writer
+
+if TYPE_CHECKING:
+    from fedlightning.server.federation import Federation
+
+MARKS = {"metrics": "metrics_of_rounds", "loggers": "loggers_of_rounds"}
+"""What a saved state knows of the recorder: its marks, and those from before the visits after the last round."""
+
+
+class Saving(Part):
+    """Writes the complete state of a federation after rounds, to go on from: :func:`fedlightning.resume.restore.restore`.
+
+    Args:
+        every: Rounds between saved states; 0: none is saved.
+        fingerprint: Gives what must not change when the run is resumed.
+
+    Attributes:
+        changes: What has changed all the same, because the user allowed it.
+        rounds_saved: Rounds of the newest saved state.
+        scored: Clients that the newest scored round has scored, if it is of a restored run.
+    """
+
+    def __init__(self, every: int, fingerprint: Fingerprint) -> None:
+        self.every, self.fingerprint = every, fingerprint
+        self.changes: list[str] = []
+        self.rounds_saved = 0
+        self.scored: list[str] | None = None
+        self._marks_of_rounds: dict[str, Any] | None = None  # the recorder's before the visits after the last round
+        self._lasting: dict[str, Any] | None = None
+        self._clients: dict[str, Any] | None = None
+
+    def lasting(self, federation: Federation) -> dict[str, Any]:
+        """Return what must not change when the run is resumed."""
+        if self._lasting is None:
+            self._lasting = self.fingerprint((), federation.server.held_out)
+        return self._lasting
+
+    def on_begin(self, federation: Federation) -> None:
+        self.remember_left_out(federation)
+        if self._saves(federation):
+            self.lasting(federation)  # before round 1, not in its time
+
+    def on_round_failed(self, federation: Federation) -> None:
+        federation.engine.attempts.left_out.undo(
+            federation.rounds_done + 1
+        )  # who resumes wants its clients tried again
+
+    def on_rounds_over(self, federation: Federation) -> None:
+        if federation.recorder.writes:
+            self._marks_of_rounds = federation.recorder.mark()
+
+    def on_round_end(self, federation: Federation) -> None:
+        if federation.is_evaluated(federation.server.round) and not federation.final_done:
+            self.scored = None
+        if self._saves(federation) and (federation.rounds_done % self.every == 0 or federation.is_over):
+            self._save(federation)
+
+    def on_evaluate(self, federation: Federation, split: str) -> None:
+        if split == "val" and self.scored is not None:
+            refuse_mixed_validation(self.scored, federation.server)
+
+    def summary(self, federation: Federation) -> Mapping[str, Any]:
+        evaluation = {} if self.scored is None else {"evaluation": evaluation_of(federation.server, self.scored)}
+        return evaluation | ({"config_changes": self.changes} if self.changes else {})
+
+    def _saves(self, federation: Federation) -> bool:
+        """Return whether this process saves states."""
+        return federation.recorder.writes and self.every > 0
+
+    def remember_left_out(self, federation: Federation) -> None:
+        """Keep in the run's folder which clients the machine forces the run to leave out, and read those that are there."""
+        run = federation.recorder.run
+        if run is not None and is_writer():
+            federation.engine.attempts.left_out = LeftOutLog(run.decisions)
+        federation.engine.attempts.left_out.load(federation.rounds_done)
+
+    def _who(self, federation: Federation, folder: Path) -> dict[str, Any]:
+        """Return the clients; who they are does not change from the first saved state on."""
+        if self._clients is None:
+            server = federation.server
+            assigned = dict(server.blueprint.assigned)
+            clients = {"clients": server.clients, "held_out": server.held_out}
+            self._clients = set_aside(folder, clients | ({"assigned": assigned} if assigned else {}))
+        return self._clients
+
+    def _save(self, federation: Federation) -> None:
+        server, run = federation.server, federation.recorder.run
+        assert run is not None
+        extra = {
+            **federation.costs.state(),
+            "final": federation.final_done,
+            "lasting": self.lasting(federation),
+            **self._who(federation, run.last),
+            **federation.recorder.mark(),
+            **{MARKS[name]: mark for name, mark in (self._marks_of_rounds or {}).items()},
+            "failures": server.failures,
+            "stopped": server.stopped,
+            **federation.parts.state(),
+            "local_loop": federation.engine.runner.loop.reason,
+        } | ({"changes": self.changes} if self.changes else {})
+        extra |= {FLUSHED: True} if federation.loop.flushes and federation.rounds_done == server.max_rounds else {}
+        save_state(run.last, server, federation.store, federation.rounds_done, extra, federation.loop.state())
+        self.rounds_saved = federation.rounds_done
+        federation.recorder.logs.begun()
+
+
+class LeftOutLog(LeftOut):
+    """Clients that were left out because of the machine, as a file that is only appended to.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def load(self, rounds_done: int) -> None:
+        """Read what was decided of the rounds after `rounds_done`. A line that was cut off while written is ignored."""
+        self.reasons.clear()
+        if not self.path.exists():
+            return
+        for line in self.path.read_bytes().splitlines():
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                if line.startswith(b"{") or not line.strip():
+                    continue  # cut off
+                entry = None
+            try:
+                if entry.get("undone"):
+                    super().undo(entry["round"])
+                else:
+                    address = (entry["round"], entry["where"], entry["client"], entry["number"])
+                    self.reasons[address] = str(entry["reason"])
+            except (AttributeError, KeyError, TypeError):
+                raise ValueError(
+                    f"{self.path} is damaged: {line[:80]!r} says of no client that it was left out. Put the file back from "
+                    "a copy; or remove it, and clients that time or the machine has left out are tried again."
+                ) from None
+        self.reasons = {address: reason for address, reason in self.reasons.items() if address[0] > rounds_done}
+
+    def add(self, address: Address, reason: str) -> None:
+        """Note a decision; it is on the disk when this returns."""
+        round, where, client, number = address
+        self._write({"round": round, "client": client, "where": where, "number": number, "reason": reason})
+
+    def undo(self, round: int) -> None:
+        """Forget what was decided in a round that has ended the run: resuming is to try its clients again."""
+        super().undo(round)
+        if self.path.exists():
+            self._write({"round": round, "undone": True})
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        before = self.path.read_bytes() if self.path.exists() else b""
+        start = "\n" if before and not before.endswith(b"\n") else ""  # after a line that was cut off
+        with self.path.open("a") as file:
+            file.write(start + json.dumps(entry) + "\n")
+            file.flush()
+            os.fsync(file.fileno())

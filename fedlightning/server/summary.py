@@ -1,0 +1,116 @@
+"""What a run says in the end: the contents of `summary.json`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedlightning.client.data_summary import Description
+from fedlightning.compat.system import peak_memory_mb
+from fedlightning.datamodules.base import SPLITS
+from fedlightning.engines.base import Engine
+from fedlightning.run.environment import versions
+from fedlightning.server.architectures import describe
+from fedlightning.server.server import Server
+from fedlightning.storage.config_hash import config_hash
+
+
+def summary_of(
+    server: Server,
+    engine: Engine,
+    results: Sequence[Mapping[str, Any]],
+    rounds: int,
+    seconds: float,
+    arguments: Mapping[str, Any],
+    history: Sequence[Mapping[str, float]] = (),
+) -> dict[str, Any]:
+    """Return the contents of `summary.json`."""
+    config = {key: value for key, value in arguments.items() if key not in ("default_root_dir", "version")}
+    callbacks = {callback.key: callback.hyperparameters() for callback in server.callbacks}
+    listed = listed_clients(server, engine)
+    return {
+        "results": results,
+        "rounds": rounds,
+        "num_clients": len(server.clients),
+        "num_samples": {client: server.population.sizes[client][0] for client in listed},
+        "data": describe_data(
+            engine.describe(parts=("classes", "splits", "public")), None if listed is server.clients else listed
+        ),
+        **({"sites": by_site(server.sites, [*server.clients, *server.held_out])} if server.sites else {}),
+        "callbacks": callbacks,
+        "model": type(server.blueprint.template).__name__,
+        **({"architectures": describe(server)} if server.is_mixed else {}),
+        "seed": arguments["seed"],
+        "bytes_up": server.costs.bytes_up,
+        "bytes_down": server.costs.bytes_down,
+        "local_loop": engine.runner.loop.used,
+        "local_steps_total": server.costs.steps,
+        "seconds": round(seconds, 3),
+        "per_round": [dict(entry) for entry in history],
+        "peak_memory_mb": peak_memory_mb(),
+        "versions": versions(),
+        "config_hash": config_hash({**config, "callbacks": callbacks}),
+    }
+
+
+def by_site(sites: Mapping[str, str], clients: Sequence[str]) -> dict[str, list[str]]:
+    """Return the clients of each site, both in the order of the clients.
+
+    Example:
+        >>> by_site({"b": "x", "a": "y", "c": "y"}, ["a", "b", "c"])
+        {'y': ['a', 'c'], 'x': ['b']}
+    """
+    found: dict[str, list[str]] = {}
+    for client in clients:
+        if client in sites:
+            found.setdefault(sites[client], []).append(client)
+    return found
+
+
+LISTED = 10_000
+"""Clients up to which a summary tells of each what it holds. Of more, it tells of those that took part or were scored."""
+
+
+def evaluation_of(server: Server, in_training: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return how many clients are scored, of how many; if not all, with a short hash of who."""
+    found = _scored(server.population.scored, server.clients)
+    if in_training is None or list(in_training) == server.population.scored:
+        return found
+    return found | {"in_training": _scored(in_training, server.clients)}
+
+
+def _scored(some: Sequence[str], of: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {"clients": len(some), "of": len(of)}
+    if len(some) == len(of):
+        return found
+    return found | {"who": hashlib.sha256(json.dumps(list(some)).encode()).hexdigest()[:12]}
+
+
+def listed_clients(server: Server, engine: Engine) -> list[str]:
+    """Return the clients of which a summary tells what they hold: all, or of very many those that were visited."""
+    if len(server.clients) <= LISTED:
+        return server.clients
+    scored = set() if server.population.scored is server.clients else set(server.population.scored)
+    return [client for client in server.clients if client in engine.store or client in scored]
+
+
+def describe_data(data: Description, clients: Sequence[str] | None = None) -> dict[str, Any]:
+    """Describe who holds what; two runs are on the same split where `splits` agree."""
+    return {
+        "module": data.module,
+        "partition": data.partition_name,
+        "splits": {split: data.splits[split] for split in SPLITS if split in data.splits},
+        "clients": describe_clients(data, data.client_ids if clients is None else clients),
+        **({} if data.planted_groups is None else {"groups": data.planted_groups}),
+        **({} if data.public is None else {"public": data.public}),
+    }
+
+
+def describe_clients(data: Description, clients: Sequence[str]) -> dict[str, Any]:
+    """Describe what each of some clients holds: samples in each split, and training samples by class."""
+    return {
+        client: {split: data.num_samples(client, split) for split in SPLITS} | {"classes": data.classes[client]}
+        for client in clients
+    }

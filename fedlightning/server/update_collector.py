@@ -1,0 +1,142 @@
+"""What becomes of updates as they come, in every loop: counted, folded into the next models, told of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from fedlightning.contract import SumCodec
+from fedlightning.contract.messages import Update, contributors
+from fedlightning.engines.attempts import FederationError, TooFewClientsError, stop_at
+from fedlightning.errors import warn
+from fedlightning.options import FailurePolicy
+from fedlightning.scores.rows import not_scored
+from fedlightning.server.aggregation import Aggregation
+from fedlightning.server.evaluation import ScoringError
+from fedlightning.server.server import Server
+from fedlightning.tensors import State
+
+
+class Intake:
+    """Takes in the updates of a round, each of which has been checked on arrival.
+
+    Args:
+        server: Holds the models before, and after :meth:`step`.
+        policy: Says when a failed client ends the run.
+        report: Called with each update as it comes, without its entries.
+
+    Attributes:
+        done: The updates so far, without their entries.
+    """
+
+    def __init__(self, server: Server, policy: FailurePolicy, report: Callable[[Update], None]) -> None:
+        self.server, self.policy, self.report = server, policy, report
+        self.aggregation = Aggregation(server)
+        self.done: list[Update] = []
+        self.cause: BaseException | None = None  # of the first failure; each holds its client's model by its traceback
+
+    def count(self, update: Update, trained: bool = True) -> None:
+        """Count bytes and work of an update, whether or not it is used. Steps of a job without training are earlier ones."""
+        server = self.server
+        if update.error is not None:
+            stop_at(self.policy, update.error, f"Round {server.round + 1}")
+        server.costs.bytes_up += update.num_bytes
+        server.costs.steps += update.steps if trained else 0
+        server.costs.add_work(update)
+
+    def fold(
+        self, update: Update, sent: State | None = None, base: Mapping[str, Tensor] | None = None, trained: bool = True
+    ) -> None:
+        """Fold an update without error into the next models, and watch its size.
+
+        Args:
+            update: The update.
+            sent: Entries that the client was sent in the place of the server's.
+            base: Entries of which the client's change counts; `None`: the model that came is taken.
+            trained: Whether the job trained.
+        """
+        server = self.server
+        if trained:
+            before = server.models[update.model] if sent is None else {**server.models[update.model], **sent}
+            server.parts.tell("on_update", server, update, before)
+        if update.state or (trained and server.callbacks.find(SumCodec) is not None):
+            self.aggregation.fold(update, base)
+        else:
+            server.callbacks.event("on_update", server, update)
+
+    def close(self, update: Update, extras: bool = False) -> Update:
+        """Tell of an update, and return it without its entries; with its extras if a plan is to see them."""
+        self.cause = self.cause or update.cause
+        light = replace(update, state={}, extras=update.extras if extras else {}, cause=None)
+        self.done.append(light)
+        self.report(light)
+        return light
+
+    def step(self, nobody: bool = False) -> None:
+        """Make the next models out of what has come, and begin anew."""
+        self.aggregation.finish(nobody=nobody)
+        self.aggregation = Aggregation(self.server)
+
+    def refuse_if_all_failed(self, since: int = 0) -> None:
+        """End the run where every visit has failed.
+
+        Args:
+            since: The first update that counts.
+        """
+        updates = [update for update in self.done[since:] if not update.left_out]
+        failed = [update for update in updates if update.error is not None]
+        if not updates or len(failed) < len(updates):
+            return
+        reasons = {str(update.error).replace(f"client '{update.client}' failed: ", "") for update in failed}
+        if self.server.round == 0 and len(failed) > 1 and len(reasons) == 1:
+            raise FederationError(
+                f"{reasons.pop().rstrip('.')}. All {len(failed)} clients failed with this error in round 1: no client could "
+                "contribute."
+            ) from self.cause
+        raise FederationError(
+            f"Round {self.server.round + 1}: no client could contribute; {str(failed[0].error).rstrip('.')}"
+            + (f" ({len(failed) - 1} more failed)." if len(failed) > 1 else ".")
+        ) from self.cause
+
+    def refuse_if_too_few(self) -> None:
+        """End the run where fewer clients than needed contributed; of one it is enough that it came."""
+        server = self.server
+        clients = [one for one in self.done if one.client in server.num_samples and not one.left_out]
+        visited = dict.fromkeys(update.client for update in clients)
+        counted = {update.client for update in contributors(clients)}
+        idle = {one.client for one in clients if one.contributed is False} - counted
+        failed = {client: f"client '{client}' took no real step" for client in visited if client in idle}
+        failed |= {update.client: update.error for update in clients if update.error is not None}
+        needed, there = self.policy.needed(len(visited)), len(visited) - len(failed)
+        if there < needed and not (needed == 1 and idle):
+            raise TooFewClientsError(
+                f"Round {server.round + 1}: {there} of {len(visited)} clients contributed, and failures.min_clients="
+                f"{self.policy.min_clients} asks for {needed}; {str(next(iter(failed.values()))).rstrip('.')}"
+                + (f" ({len(failed) - 1} more failed)" if len(failed) > 1 else "")
+                + ". The state of the rounds before is intact, and resume goes on from there."
+            ) from self.cause
+
+
+def tell_of_misses(server: Server, updates: list[Update], policy: FailurePolicy) -> None:
+    """Warn of clients that contributed nothing, or could not be evaluated, with the reason."""
+    for update in updates:
+        if update.left_out:
+            continue
+        if update.error is not None:
+            server.note_failure(update.client, update.error)
+        elif update.contributed is False:
+            skipped = f": {update.skipped} had no gradient, or were skipped by the gradient scaler"
+            warn(
+                f"Round {server.round + 1}: client '{update.client}' took no real step, so its weight is 0"
+                f"{skipped if update.skipped else ', and none of its entries moved'}."
+            )
+        for stage, data, split, reason in update.gaps:
+            missed = not_scored(update.client, stage, data, split, reason)
+            stop_at(policy, missed, f"Round {server.round + 1}")
+            server.note_failure(update.client, missed, stage)
+    gaps = [(update.client, gap) for update in updates for gap in update.gaps if gap[2] != "train"]
+    if gaps and not any(update.evaluations for update in updates):
+        client, (stage, _, _, reason) = gaps[0]
+        raise ScoringError(f"No model could be scored at stage {stage}; client '{client}': {reason}")

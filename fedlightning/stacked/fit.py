@@ -1,0 +1,283 @@
+"""One phase of local training for a stack of clients: every client takes exactly the steps it would take alone.
+
+Clients are independent, so only the order of a client's own steps matters. In each turn those whose next batches have
+the same shape step together, the smaller batches first: after the ragged last batches, the full batches of all clients
+meet again. A client that is done leaves. The stack is ordered by work, so the clients that continue are a slice of it.
+Nothing is padded. The group of clients that step together is determined for as many turns as it stays the same.
+
+On a CPU no more clients step together than a core's cache has room for: one part of them takes all its turns, then the
+next. A model so large that this is one client is stepped without a map, by the kernels of a single model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from fedlightning.client.client_errors import client_failure
+from fedlightning.client.runtime import LocalRunner
+from fedlightning.client.visit_callback import acting
+from fedlightning.compat.attached import takes_index
+from fedlightning.contract import Phase, Stackable
+from fedlightning.stacked.batches import Gatherer
+from fedlightning.stacked.corrections import Correction
+from fedlightning.stacked.hooks import StackHooks, Turn
+from fedlightning.stacked.logs import StackedLogs
+from fedlightning.stacked.optimizers import RULES, Settings, StackedOptimizer
+from fedlightning.stacked.random import ClientDraws
+from fedlightning.stacked.stack import Rows, Stack, named_tensors, put, side_by_side
+from fedlightning.stacked.step import NoLossError, StackedStep, StepResult, clip, gradients
+from fedlightning.stacked.trainees import Trainee
+from fedlightning.stacked.vectorizable import Finding
+
+CACHE = 2**24
+"""Bytes that a step on a CPU may touch.
+
+With many more they come from memory, and a model that needs as much alone gains nothing from a stack. With fewer, the
+calls of a step cost more than caches save.
+"""
+
+
+class StackedFit:
+    """Trains the clients of a stack through one phase, in place.
+
+    Args:
+        runner: The client side of the federation: its settings and callbacks, some of which work inside a fit.
+        phase: The phase.
+        found: What the check has found out about a step.
+        module: Module of one of the clients; its code runs.
+        stack: The clients' tensors.
+        trainees: The clients, in the order of the rows.
+        optimizer: Optimizer that `configure_optimizers` made for `module`: the parameters that it moves, in their
+            groups.
+        gatherer: Stacks batches.
+        watching: Watches what is done for one client alone.
+    """
+
+    def __init__(
+        self,
+        runner: LocalRunner,
+        phase: Phase,
+        found: Finding,
+        module: LightningModule,
+        stack: Stack,
+        trainees: Sequence[Trainee],
+        optimizer: torch.optim.Optimizer,
+        gatherer: Gatherer,
+        watching: Callable[[list[str]], AbstractContextManager[None]],
+    ) -> None:
+        arguments, callbacks = runner.settings.trainer_arguments, runner.callbacks
+        self.module, self.stack, self.trainees = module, stack, trainees
+        self.gatherer, self.watching = gatherer, watching
+        self.clip_value = arguments.get("gradient_clip_val")
+        self.clip_algorithm = arguments.get("gradient_clip_algorithm") or "norm"
+        context, draws = runner.blueprint.precision.train_step_context, ClientDraws() if found.draws else None
+        self.step = StackedStep(module, context, takes_index(module.training_step), draws)
+        self.step.watch.looked = found.uses_index
+        self.logs = StackedLogs(stack.size)
+        parameters, _ = named_tensors(module)
+        by_id = {id(parameter): name for name, parameter in parameters.items()}
+        self.group_of: dict[str, int] = {}
+        for index, group in enumerate(optimizer.param_groups):
+            self.group_of |= {by_id[id(p)]: index for p in group["params"] if p.requires_grad and id(p) in by_id}
+        self.names = [name for name in stack.parameters if name in self.group_of]
+        self.optimizer: StackedOptimizer = RULES[type(optimizer)](
+            {name: stack.tensors[name] for name in self.names}, stack.size
+        )
+        self.shared_recipe = all(trainee.recipe is trainees[0].recipe for trainee in trainees)
+        clients = [trainee.client for trainee in trainees]
+        self.device = stack.tensors[stack.parameters[0]].device
+        limited = found.bytes_of_step and self.device.type == "cpu"
+        self._most = max(1, CACHE // found.bytes_of_step) if limited else stack.size
+        self.corrections = [
+            Correction(callback, clients, self.names, phase.name, self.device)
+            for callback in acting(callbacks.correctors(), phase)
+        ]
+        brought = [callback for callback in callbacks if isinstance(callback, Stackable) and callback.is_stackable]
+        self.hooks: list[StackHooks] = [callback.stack_hooks(self) for callback in brought]
+        self._failed = False
+        self._steps = np.zeros(stack.size, dtype=np.int64)
+        self._rates: dict[tuple[str, ...], np.ndarray] = {}
+
+    def run(self) -> None:
+        """Train all clients to the end of the phase. The results are in the trainees."""
+        for row, trainee in enumerate(self.trainees):
+            self._guarded_start(row, trainee)
+        with self.step.attached():
+            while (alike := self._next()) is not None:
+                self._run(*alike)
+        for hooks in self.hooks:
+            hooks.finish()
+        for row, (trainee, metrics) in enumerate(zip(self.trainees, self.logs.metrics(), strict=True)):
+            trainee.metrics, trainee.steps = metrics, int(self._steps[row])
+            for names, totals in self._rates.items():
+                total = float(totals[row])
+                for name in names if total else ():
+                    trainee.lr_sums[name] = trainee.lr_sums.get(name, 0.0) + total
+            trainee.gradient_weights = self.optimizer.gradient_weights(row, trainee.lr_sums)
+
+    def _guarded_start(self, row: int, trainee: Trainee) -> None:
+        try:
+            self.logs.start_epoch(row)
+            with self.watching([trainee.client.id]):
+                trainee.start_epoch()
+        except BaseException as error:
+            self._fail(trainee, client_failure(error))
+
+    def _fail(self, trainee: Trainee, error: BaseException) -> None:
+        trainee.error, trainee.done = error, True
+        self._failed = True
+
+    def _next(self) -> tuple[list[int], int, int] | None:
+        """Return the clients that step next, the samples in their batches, and their turns; `None` if all are done."""
+        groups: dict[Any, list[int]] = {}
+        for row, trainee in enumerate(self.trainees):
+            if trainee.done:
+                continue
+            try:
+                with self.watching([trainee.client.id]):
+                    shape = trainee.source.peek()
+            except BaseException as error:  # of this client's data
+                self._fail(trainee, client_failure(error))
+                continue
+            place = trainee.place() if self.step.watch.looked else None
+            groups.setdefault((shape, place), []).append(row)
+        if not groups:
+            return None
+        key = min(groups, key=lambda key: key[0][0])
+        numbers = groups[key]
+        parts = -(-len(numbers) // self._most)
+        numbers = numbers[: -(-len(numbers) // parts)]
+        turns = min(self.trainees[number].ahead for number in numbers) if self.shared_recipe else 1
+        return numbers, key[0][0], turns
+
+    def _run(self, numbers: list[int], size: int, turns: int) -> None:
+        """Take clients through turns of the same shape; stop where one fails or a step first reads its position."""
+        trainees = [self.trainees[number] for number in numbers]
+        looked, taken = self.step.watch.looked, 0
+        with closing(self.gatherer.batches([trainee.source for trainee in trainees], turns)) as batches:
+            for batch in batches:
+                self._try(numbers, batch, size, taken)
+                taken += 1
+                if self._failed or self.step.watch.looked != looked:
+                    break
+        self._failed = False
+        for number in numbers:
+            self._advance(number, taken)
+
+    def _advance(self, number: int, turns: int) -> None:
+        trainee = self.trainees[number]
+        trainee.attempts += turns
+        trainee.batch += turns
+        if not self.shared_recipe:
+            trainee.recipe.tick("step", trainee.batch)
+        if trainee.batch == trainee.batches or trainee.attempts >= trainee.expected:
+            trainee.epoch += 1
+            if not self.shared_recipe:
+                trainee.recipe.tick("epoch", trainee.epoch)
+            if trainee.attempts >= trainee.expected or trainee.error is not None:
+                trainee.done = True
+            else:
+                self._guarded_start(number, trainee)
+
+    def _try(self, numbers: list[int], batch: Any, size: int, turn: int) -> None:
+        """Take a step. If it raises, repeat it client by client, so that only the one whose data are bad fails."""
+        kept = {name: self.stack.tensors[name][numbers] for name in self.stack.buffers}
+        try:
+            self._take_step(numbers, batch, size, turn)
+        except NoLossError:
+            return
+        except BaseException as caught:
+            error = client_failure(caught)
+            for name, value in kept.items():
+                self.stack.tensors[name][numbers] = value
+            if len(numbers) == 1:
+                self._fail(self.trainees[numbers[0]], error)
+                return
+            for place, number in enumerate(numbers):
+                self._try([number], self.gatherer.one(batch, place), size, turn)
+
+    def _take_step(self, numbers: list[int], batch: Any, size: int, turn: int) -> None:
+        rows = side_by_side(numbers)
+        tensors, training = self._tensors(rows)
+        place = self.trainees[numbers[0]].place(turn)
+        draws = [self.trainees[number].source.generator for number in numbers] if self.step.draws else []
+        result: StepResult = self.step(tensors, batch, place, draws)
+        self.logs.add(numbers, result.logged, self.step.log_calls, size)
+        if not isinstance(rows, slice):
+            for name, value in zip(self.stack.buffers, tensors[len(self.stack.parameters) :], strict=True):
+                put(self.stack.tensors[name], rows, value)
+        raw = gradients(result.losses, [training[name] for name in self.names])
+        found = {name: gradient for name, gradient in zip(self.names, raw, strict=True) if gradient is not None}
+        del result, raw
+        settings = self._settings(numbers)
+        moment = Turn(numbers, batch, place, settings, training, found)
+        for hooks in self.hooks:
+            hooks.before_step(moment)
+        if self.corrections:
+            found = self._corrected(rows, numbers, training, found, settings)
+        if self.clip_value:
+            clip(found.values(), self.clip_value, self.clip_algorithm)
+        with torch.no_grad():
+            for name, gradient in found.items():
+                self.optimizer.step(name, rows, gradient, settings[self.group_of[name]])
+            for hooks in self.hooks:
+                hooks.after_step(moment)
+        if found:
+            self._count(rows, found, settings)
+
+    def _corrected(
+        self,
+        rows: Rows,
+        numbers: Sequence[int],
+        training: Mapping[str, Tensor],
+        found: dict[str, Tensor],
+        settings: Sequence[Settings],
+    ) -> dict[str, Tensor]:
+        """Return the gradients after the corrections of all callbacks."""
+        rates = {name: self._rates_of(settings[self.group_of[name]], numbers) for name in found}
+        values = {name: training[name].detach() for name in found}
+        for correction in self.corrections:
+            found = correction(rows, numbers, values, found, rates)
+        return found
+
+    def _tensors(self, rows: Rows) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Return the step's tensors, and those that train: views of the stack where the rows are a slice."""
+        tensors, training = [], {}
+        for name in (*self.stack.parameters, *self.stack.buffers):
+            value = self.stack.tensors[name][rows].detach()
+            if name in self.group_of:
+                training[name] = value.requires_grad_()
+            tensors.append(value)
+        return tensors, training
+
+    def _settings(self, numbers: Sequence[int]) -> list[Settings]:
+        """Return the optimizer's settings by parameter group: one mapping if all clients share it, else one each."""
+        if self.shared_recipe:
+            return list(self.trainees[0].recipe.optimizer.param_groups)
+        each = [self.trainees[number].recipe.optimizer.param_groups for number in numbers]
+        return [list(groups) for groups in zip(*each, strict=True)]
+
+    @staticmethod
+    def _rates_of(settings: Settings, numbers: Sequence[int]) -> list[float]:
+        """Return the learning rate of each of these clients."""
+        if isinstance(settings, Mapping):
+            return [float(settings["lr"])] * len(numbers)
+        return [float(group["lr"]) for group in settings]
+
+    def _count(self, rows: Rows, found: Mapping[str, Tensor], settings: Sequence[Settings]) -> None:
+        """Count a step and add up its learning rates."""
+        self._steps[rows] += 1
+        for index, of_group in enumerate(settings):
+            names = tuple(name for name in found if self.group_of[name] == index)
+            if names:
+                if names not in self._rates:
+                    self._rates[names] = np.zeros(self.stack.size)
+                rate = of_group["lr"] if isinstance(of_group, Mapping) else [float(group["lr"]) for group in of_group]
+                self._rates[names][rows] += rate

@@ -1,5 +1,0 @@
-"""The report of a comparison: one HTML file, figures for print, and the numbers behind them."""
-
-from fedlightning.study.report.build import build_report
-
-__all__ = ["build_report"]

@@ -1,1 +1,0 @@
-"""Work at a client: one visit (`visit.py`), and what it needs."""

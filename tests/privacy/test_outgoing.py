@@ -1,0 +1,117 @@
+"""The one list of what leaves clients: complete, told before round 1, and held to."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fedlightning.algorithm import FederatedCallback, Outgoing, Protection, Wire
+from fedlightning.callbacks import SCAFFOLD, FedAvg, FedPer, Local, TopK
+from fedlightning.client.visit import carry_out
+from fedlightning.engines.base import Evaluate
+from fedlightning.options import Evaluation
+from tests.helpers import Toy, federate, make_trainer, toy_data
+from tests.server.test_architectures import data, models
+
+KINDS = {"sizes", "entries", "counts", "logged", "scores", "tests", "texts"}
+
+
+class Quiet(Protection):
+    """Withholds what the core can withhold, and notes what it was asked."""
+
+    def __init__(self, withholds: tuple[str, ...] = ("scores", "logged")) -> None:
+        self.withholds = withholds
+
+    def covers(self, item: Outgoing) -> str:
+        return "withheld" if item.kind in self.withholds else "noised" if item.kind == "entries" else "in the clear"
+
+
+class Sends(FederatedCallback):
+    def wire(self, module):
+        return Wire(up={"mine": "scalar"})
+
+
+def run(callbacks, folder=None, **options):
+    trainer = make_trainer(folder, callbacks, **{"max_rounds": 2, "evaluation": 1} | options)
+    trainer.fit(Toy(), datamodule=toy_data([24, 16]))
+    return trainer
+
+
+def test_it_has_what_callbacks_declare_and_what_the_core_sends(tmp_path):
+    server = run([FedPer(personal=["net.3"]), SCAFFOLD(), Sends()], tmp_path).server
+    assert {item.kind for item in server.outgoing} == KINDS | {"extra", "models"}
+    assert [(item.owner, str(item)) for item in server.outgoing if item.kind == "extra"] == [
+        ("SCAFFOLD", "'delta_c' of SCAFFOLD (in each visit)"),
+        ("Sends", "'mine' of Sends (in each visit)"),
+    ]
+    assert "2 of 4 entries of the model (in each visit)" in map(str, server.outgoing)
+    silent = run([FedAvg()], evaluation=Evaluation(every=0, test_data=[])).server
+    assert {item.kind for item in silent.outgoing} == KINDS - {"scores", "tests"}
+
+
+def test_a_code_is_covered_as_the_entries_that_it_stands_for():
+    told = {one["what"]: one["cover"] for one in run([TopK(share=0.5), Quiet()]).summary["leaves"]}
+    codes = {what: cover for what, cover in told.items() if what.endswith("of TopK")}
+    assert codes and set(codes.values()) == {"noised"}
+
+
+def test_validation_scores_and_logged_values_that_are_withheld_do_not_leave():
+    open_rows, rows = (
+        {(row.stage, row.split) for row in run(callbacks).rows} for callbacks in ([FedAvg()], [FedAvg(), Quiet()])
+    )
+    assert {split for _, split in open_rows} >= {"train", "val"}
+    assert not [one for one in rows if one[1] in ("train", "val")]
+
+
+def test_the_client_holds_to_it_whoever_asks():
+    trainer = run([Quiet()])
+    engine, server = trainer.federation.engine, trainer.server
+    message = server.message(server.job("0"))
+    update, _ = carry_out(engine.runner, message, trainer.store.get("0"), Evaluate(("val", "test")))
+    assert {entry[2] for entry in update.evaluations} == {"test"} and not update.metrics
+    with pytest.raises(ValueError, match="Quiet withholds scores on validation data"):
+        trainer.validate()
+
+
+def test_a_dry_run_the_log_and_the_summary_show_how_it_is_covered(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr("fedlightning.privacy.outgoing.rank_zero_info", said.append)
+    trainer = make_trainer(tmp_path, [FedAvg(), Quiet()], max_rounds=1)
+    text = str(trainer.dry_run(Toy(), toy_data([24, 16])))
+    assert "what leaves clients" in text and "withheld      validation scores of stages G, L1, L2" in text
+    trainer.fit(Toy(), datamodule=toy_data([24, 16]))
+    assert "in the clear: numbers of samples" in said[-1]
+    leaves = json.loads((trainer.run.path / "summary.json").read_text())["leaves"]
+    assert {"what": "4 of 4 entries of the model", "when": "in each visit", "cover": "noised"} in leaves
+    assert "leaves" not in run([FedAvg()]).summary
+
+
+def test_what_a_protection_does_not_know_is_told_as_in_the_clear():
+    trainer = run([SCAFFOLD(), Quiet(withholds=())])
+    told = {one["what"]: one["cover"] for one in trainer.summary["leaves"]}
+    assert told["'delta_c' of SCAFFOLD"] == "in the clear" and Protection().covers(Outgoing("extra")) == "in the clear"
+
+
+def test_scores_of_some_rounds_are_told_as_such():
+    def told(every):
+        server = run([FedAvg()], evaluation=every).server
+        return next(item.when for item in server.outgoing if item.kind == "scores")
+
+    assert told(2) == "every 2 rounds" and told(1) == "in every round"
+
+
+class Loud(Quiet):
+    def covers(self, item: Outgoing) -> str:
+        return "in the clear"
+
+
+def test_every_protection_says_how_it_covers_an_item():
+    told = {one["what"]: one["cover"] for one in run([Quiet(()), Loud()]).summary["leaves"]}
+    assert told["4 of 4 entries of the model"] == "noised (Quiet), in the clear (Loud)"
+
+
+def test_every_architecture_is_told():
+    server = federate(models(), data(), [Local()], max_rounds=1).server
+    told = next(item.what for item in server.outgoing if item.kind == "entries")
+    assert "of model small" in told and "of model deep" in told
