@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from fractions import Fraction
+from numbers import Integral, Real
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import numpy as np
-
-Integral = int | np.integer
-Real = Integral | float | np.floating
-"""Numbers that torch computes with: no fractions and decimals."""
 PLAIN = {int: "a whole number", float: "a number", bool: "True or False", str: "a text"}
 """Kinds of plain values, in words."""
 
@@ -152,7 +150,11 @@ def allows(annotation: Any, value: Any) -> bool:
         found = [one for one in annotation.__metadata__ if isinstance(one, Range)]
         if not found or (inner[0] not in PLAIN and not allows(inner[0], value)):
             return not found
-        if not isinstance(value, Real) or isinstance(value, bool) or not all(_number(value) in one for one in found):
+        if (
+            not isinstance(value, Real)
+            or isinstance(value, bool | Fraction)
+            or not all(_number(value) in one for one in found)
+        ):
             return False
         strict = any(one.strict for one in found)
         return inner[0] is not int or isinstance(value, Integral) or (not strict and float(value).is_integer())
@@ -254,10 +256,12 @@ def to_python(value: Any) -> Any:
     """Return a number of numpy as Python's, which files and settings hold; any other value as it is.
 
     Example:
+        >>> import numpy as np
         >>> to_python(np.int64(3)), to_python("a")
         (3, 'a')
     """
-    return value.item() if isinstance(value, np.generic) else value
+    numpy = sys.modules.get("numpy")  # whoever has a number of numpy has imported it
+    return value if numpy is None or not isinstance(value, numpy.generic) else value.item()
 
 
 def number_in(text: str) -> float:

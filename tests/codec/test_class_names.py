@@ -115,7 +115,7 @@ def test_trust_is_enough(trust, monkeypatch):
         {"_instantiator": "x", "net.class_path": "GraphModule"},
         {"_instantiator": "x", "net": {"class_path": "fedlightning.models.TimmNet"}},
         {"_instantiator": "x", "net": {"class_path": "fedlightning.load"}},
-        {"_instantiator": "x", "net": str(Path(__file__).parents[1] / "run" / "planted.yaml")},
+        {"_instantiator": "x", "net": str(Path(__file__).parents[1] / "resume" / "planted.yaml")},
     ],
 )
 def test_hyper_parameters_that_lightning_would_call_are_looked_at(values):

@@ -520,7 +520,7 @@ def test_auto_steps_aside_and_says_why(kind, options, reason, capfd):
 
 
 def test_unknown_loops_are_refused():
-    with pytest.raises(ValueError, match="local_loop='quick' is unknown"):
+    with pytest.raises(ValueError, match=r"local_loop='quick'\. Use 'auto', 'trainer' or 'fast'"):
         spied(Toy(), toy_data([8]), local_loop="quick")
 
 

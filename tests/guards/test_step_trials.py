@@ -66,7 +66,7 @@ class NanRate(Toy):
 REFUSED = [
     (
         BadTest(),
-        r"BadTest.test_step fails for client '0' on a batch of test data.*KeyError: 'age' \(test_trial.py, line",
+        r"BadTest.test_step fails for client '0' on a batch of test data.*KeyError: 'age' \(test_step_trials.py, line",
     ),
     (BadValidation(), r"BadValidation.validation_step fails .* batch of val data, tried before round 1: TypeError"),
     (LateLayers(), r"LateLayers.setup makes 'head.weight'.*Make layers in __init__ or configure_model"),
