@@ -18,7 +18,7 @@ from fedlightning.sites.site import Site
 from fedlightning.testing.runs import same_tree
 from fedlightning.wire import read
 from tests.datamodules.test_statistics import stays, write_table
-from tests.sites.helpers import Line
+from tests.sites.helpers import Line, on_clock_of
 
 RUN = {
     "max_rounds": 2,
@@ -119,7 +119,7 @@ def line_of(root, hospitals="abcd", **options):
 
 
 def serve(line, root, **given):
-    with connected(line, False, False):
+    with connected(line, False, False), on_clock_of(line):
         return run(root, DataElsewhere(), engine="flower", failures=FailurePolicy(timeout=30.0), **given)
 
 

@@ -185,6 +185,22 @@ def without_pickle() -> Iterator[None]:
             setattr(pickle, name, value)
 
 
+@contextmanager
+def on_clock_of(line: Line) -> Iterator[None]:
+    """Let servers that are made inside the block go by the seconds of a line: an hour of patience takes no time."""
+    make = SitesEngine.__init__
+
+    def on_the_clock(engine: SitesEngine, *parts: Any) -> None:
+        make(engine, *parts)
+        engine.attempts.clock = lambda: line.now
+
+    SitesEngine.__init__ = on_the_clock  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        SitesEngine.__init__ = make  # type: ignore[method-assign]
+
+
 def public_data(batch_size: int | None = None) -> PublicDataModule:
     """Return the public part of the toy data alone, as a server has it."""
     toy = ToyData()
@@ -201,20 +217,10 @@ def at_sites(
     **arguments: Any,
 ) -> FederatedTrainer:
     """Run a federation whose clients are at sites, and return its trainer; `public`: the server has public data."""
-    make = SitesEngine.__init__
-
-    def on_the_clock(engine: SitesEngine, *parts: Any) -> None:
-        make(engine, *parts)
-        engine.attempts.clock = lambda: line.now
-
-    with connected(line, export, allow_other_code), without_pickle():
-        SitesEngine.__init__ = on_the_clock  # type: ignore[method-assign]
-        try:
-            given = RUN | {"failures": FailurePolicy(timeout=30.0)} | arguments
-            data = public_data(given.get("batch_size")) if public else DataElsewhere()
-            return federate(copy.deepcopy(algorithm), data, root, engine="flower", **given)
-        finally:
-            SitesEngine.__init__ = make  # type: ignore[method-assign]
+    with connected(line, export, allow_other_code), on_clock_of(line), without_pickle():
+        given = RUN | {"failures": FailurePolicy(timeout=30.0)} | arguments
+        data = public_data(given.get("batch_size")) if public else DataElsewhere()
+        return federate(copy.deepcopy(algorithm), data, root, engine="flower", **given)
 
 
 def together(root: Path, algorithm: Any = None, **arguments: Any) -> FederatedTrainer:
