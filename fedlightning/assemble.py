@@ -53,7 +53,7 @@ from fedlightning.options import Auto, Evaluation
 from fedlightning.options.lightning_arguments import FORWARDED, OF_DEVICES, check_devices
 from fedlightning.privacy.leaving import refuse_private
 from fedlightning.privacy.outgoing import OutgoingReport
-from fedlightning.resume.fingerprint import PARTS, fingerprint
+from fedlightning.resume.fingerprint import DETAILS, fingerprint
 from fedlightning.resume.loggers import Logs
 from fedlightning.resume.resumable import refuse_requeued
 from fedlightning.resume.saving import Saving
@@ -140,7 +140,7 @@ def assemble(
     )
 
 
-def rehearse(options: TrainerOptions, model: LightningModule, data: FederatedDataModule) -> DryRun:
+def assemble_dry_run(options: TrainerOptions, model: LightningModule, data: FederatedDataModule) -> DryRun:
     """Put two federations together, as the run will be and a small one that trains, and make a dry run of them."""
     with preserved():
         whole = assemble(options.copied(logger=False), model, data, None)
@@ -151,7 +151,7 @@ def rehearse(options: TrainerOptions, model: LightningModule, data: FederatedDat
                     "elsewhere. Try it with engine='sequential' where the data are."
                 )
             whole.check()
-            server, trained = whole.server, whole.engine.describe(parts=DISTINCT)
+            server, trained = whole.server, whole.engine.describe(details=DISTINCT)
             unseen = server.held_out[:UNSEEN_CLIENTS]
             ready = data if whole.engine.statistics is None else whole.engine.runner.data
             few = FewClients(ready, [*distinct_clients(trained, server.blueprint.architecture_of), *unseen])
@@ -171,7 +171,7 @@ def list_parts(options: TrainerOptions, model: LightningModule, engine: Engine) 
 
     def fingerprint_of(joined: Sequence[str], held_out: Sequence[str]) -> dict[str, Any]:
         callbacks = options.callbacks.callbacks, options.ordinary_callbacks
-        return fingerprint(options.arguments, *callbacks, model, engine.describe(joined, PARTS), held_out)
+        return fingerprint(options.arguments, *callbacks, model, engine.describe(joined, DETAILS), held_out)
 
     return [
         UpdateChecks(options.arguments["failures"].update_limit),

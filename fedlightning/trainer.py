@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedlightning import arguments
 from fedlightning.arguments import TrainerOptions
-from fedlightning.assemble import assemble, make_blueprint, rehearse
+from fedlightning.assemble import assemble, assemble_dry_run, make_blueprint
 from fedlightning.client.blueprint import Blueprint
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.deployment.export import export
@@ -361,7 +361,7 @@ class FederatedTrainer:
         """
         model = arguments.check_model(model)
         data = arguments.federated_data(datamodule, train_dataloaders, val_dataloaders, test_dataloaders)
-        return rehearse(self.options, model, data)
+        return assemble_dry_run(self.options, model, data)
 
     def blueprint(self, model: LightningModule, run: RunFolder | None = None) -> Blueprint:
         """Return what clients are built from: the module, the callbacks and how clients train. No data are needed.

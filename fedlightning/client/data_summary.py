@@ -20,7 +20,7 @@ from fedlightning.datamodules.held_out import without
 from fedlightning.datamodules.overlap import look
 from fedlightning.datamodules.public_only import public_content
 
-Part = Literal["classes", "splits", "loaders", "batches", "pooled", "public", "public content"]
+Detail = Literal["classes", "splits", "loaders", "batches", "pooled", "public", "public content"]
 """What is looked up only where it is asked for: it may take time where clients or samples are many."""
 
 
@@ -136,7 +136,7 @@ class Description:
 def describe(
     data: FederatedDataModule,
     leave_out: Collection[str] = (),
-    parts: Collection[Part] = (),
+    details: Collection[Detail] = (),
     *,
     left_out: Iterable[str] = (),
     limit: int | float | None = None,
@@ -147,19 +147,19 @@ def describe(
     ids = list(few.client_ids)
     everybody = [*ids, *left_out, *leave_out]
     found: dict[str, Any] = {}
-    if "classes" in parts:
+    if "classes" in details:
         found["classes"] = {client: few.class_counts(client, "train") for client in everybody}
-    if "splits" in parts:
+    if "splits" in details:
         found["splits"] = {split: few.fingerprint(split) for split in SPLITS}
-    if "loaders" in parts:
+    if "loaders" in details:
         found["loaders"], found["content"] = _loaders(few)
-    if "batches" in parts:
+    if "batches" in details:
         found["batches"] = {client: limited(count, limit) if count else 0 for client, count in _batches(few, ids)}
-    if "pooled" in parts and together:
+    if "pooled" in details and together:
         found["pooled"] = tuple(split for split in SPLITS if few.pooled_dataloader(split) is not None)
-    if "public" in parts:
+    if "public" in details:
         found["public"] = few.public_report()
-    if "public content" in parts:
+    if "public content" in details:
         public = few.public_dataloader()
         if public is not None:
             found["public_print"], found["public_content"] = _public_print(public), public_content(public)

@@ -1,6 +1,7 @@
 """One fit of a client's module, by one of several fitters that give the same bits (:mod:`~fedlightning.client.fitters`).
 
-With each, :class:`~fedlightning.client.visit_callback.VisitCallback` adds what a federation needs.
+With each, :class:`~fedlightning.client.visit_callback.VisitCallback` seeds epochs, calls `correct_gradient` before every
+optimizer step, and counts the steps.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from fedlightning.client.logged_numbers import numbers
 from fedlightning.client.loss_terms import loss_terms
 from fedlightning.client.phase_loss import phase_loss
 from fedlightning.client.requests import Fit
-from fedlightning.client.trainer_context import ClientData, Surroundings
+from fedlightning.client.trainer_context import ClientData, TrainerContext
 from fedlightning.client.undefined_metrics import nan_where_undefined
 from fedlightning.client.visit_callback import KeepingVisitCallback, VisitCallback, acting, address_of
 from fedlightning.compat.attached import trainer_of
@@ -46,7 +47,7 @@ def fit(runner: LocalRunner, request: Fit) -> VisitCallback:
     """Train a client's module in place, and keep in its record what Lightning needs for the next visit."""
     client, phase, settings = request.client, request.phase, runner.settings
     loader = _find_batches(runner, request)
-    inside = _make_surroundings(runner, client, phase)
+    inside = _make_trainer_context(runner, client, phase)
     fitter = runner.loop.last if settings.logs(client.id) else runner.loop.choose(client.module, loader)
     val_loader = _find_validation_batches(runner, request.message)
     runner.scorer.fitted.add(client.module)
@@ -55,7 +56,7 @@ def fit(runner: LocalRunner, request: Fit) -> VisitCallback:
 
 
 def _fit(
-    runner: LocalRunner, request: Fit, fitter: Fitter, loader: Any, inside: Surroundings, val_loader: Any
+    runner: LocalRunner, request: Fit, fitter: Fitter, loader: Any, inside: TrainerContext, val_loader: Any
 ) -> VisitCallback:
     client, phase, work = request.client, request.phase, request.work
     callbacks, settings = runner.callbacks, runner.settings
@@ -120,7 +121,7 @@ def _find_batches(runner: LocalRunner, request: Fit) -> Any:
     return loader
 
 
-def _make_surroundings(runner: LocalRunner, client: Client, phase: Phase) -> Surroundings:
+def _make_trainer_context(runner: LocalRunner, client: Client, phase: Phase) -> TrainerContext:
     """Return what the Trainer of a fit shows to the module and its callbacks."""
     settings, source = runner.settings, runner.source
     folder = settings.folder_of(client.id)
@@ -128,7 +129,7 @@ def _make_surroundings(runner: LocalRunner, client: Client, phase: Phase) -> Sur
     before = client.record.lightning.get(phase.name, {}).get("logged_steps", 0)
     prefix = "" if phase.name == "fit" else f"{phase.name}/"
     seen = None if source is None else ClientData(source, partial(runner.loader, client.message))
-    return Surroundings(folder, ClientLogger(folder, logs, prefix, before), seen)
+    return TrainerContext(folder, ClientLogger(folder, logs, prefix, before), seen)
 
 
 def _find_validation_batches(runner: LocalRunner, message: Message) -> DataLoader[Any] | None:

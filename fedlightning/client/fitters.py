@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from fedlightning.client.client import Client
 from fedlightning.client.settings import LocalSettings
-from fedlightning.client.trainer_context import Surroundings
+from fedlightning.client.trainer_context import TrainerContext
 from fedlightning.client.visit_callback import VisitCallback
 from fedlightning.contract import Phase
 
@@ -38,7 +38,7 @@ class FitJob:
     settings: LocalSettings
     loader: Any
     start_sampler: Callable[[int, int, int], None]
-    inside: Surroundings
+    inside: TrainerContext
     phase: Phase
     val_loader: Any
 

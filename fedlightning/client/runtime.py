@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 from fedlightning.client.blueprint import Blueprint
-from fedlightning.client.data_summary import Description, Part, describe
+from fedlightning.client.data_summary import Description, Detail, describe
 from fedlightning.client.fitters import FitterChoice
 from fedlightning.client.lightning_fit import LightningFitter
 from fedlightning.client.monitored_metrics import Monitor
@@ -100,10 +100,10 @@ class LocalRunner:
         self._described = None
         self._make_scorer()
 
-    def describe(self, leave_out: Collection[str] = (), parts: Collection[Part] = ()) -> Description:
+    def describe(self, leave_out: Collection[str] = (), details: Collection[Detail] = ()) -> Description:
         """Describe the data; see :func:`~fedlightning.client.data_summary.describe`."""
         limit = self.settings.trainer_arguments.get("limit_train_batches")
-        return describe(self.data, leave_out, parts, left_out=self.left_out, limit=limit, together=self.together)
+        return describe(self.data, leave_out, details, left_out=self.left_out, limit=limit, together=self.together)
 
     def beside(self, blueprint: Blueprint) -> LocalRunner:
         """Return a runner of another blueprint on the same data."""

@@ -10,7 +10,7 @@ from fedlightning.client.client_logger import ClientLogger
 
 
 @dataclass
-class Surroundings:
+class TrainerContext:
     """What the Trainer of a fit shows.
 
     Attributes:

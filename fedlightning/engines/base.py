@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
-from fedlightning.client.data_summary import Description, Part
+from fedlightning.client.data_summary import Description, Detail
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.requests import Evaluate
 from fedlightning.client.runtime import LocalRunner
@@ -197,9 +197,9 @@ class Engine(ABC):
         """Let all data be prepared with the totals, where they are."""
         self.runner.agree(totals)
 
-    def describe(self, leave_out: Collection[str] = (), parts: Collection[Part] = ()) -> Description:
+    def describe(self, leave_out: Collection[str] = (), details: Collection[Detail] = ()) -> Description:
         """Describe the clients' data."""
-        return self.runner.describe(leave_out, parts)
+        return self.runner.describe(leave_out, details)
 
     def public(self) -> tuple[Any, str]:
         """Return the server's loader of public data, or `None`, and the name of the data module."""

@@ -33,7 +33,7 @@ class SequentialEngine(Engine):
             while settled is None:
                 with self.watching([task.address[2]]):
                     answer, after = task.run(self.runner, before)
-                settled = attempt.settle(answer, after)
+                settled = attempt.settle(answer, after)  # the server accepts or refuses it; None: once more
             answer, after = settled
             if after is not None and task.client is not None:
                 self.store.put(task.client, after)

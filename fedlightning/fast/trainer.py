@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 
-from fedlightning.client.trainer_context import Surroundings
+from fedlightning.client.trainer_context import TrainerContext
 from fedlightning.fast.errors import NotInFastLoop
 from fedlightning.fast.log_sheet import LogCollector
 from fedlightning.options.lightning_arguments import FORWARDED
@@ -89,7 +89,7 @@ class FastTrainer:
             raise NotInFastLoop(f"trainer.{name} is set, which the fast loop does not have")
         self.__dict__[name] = value
 
-    def show(self, inside: Surroundings) -> None:
+    def show(self, inside: TrainerContext) -> None:
         """Show a client's folder, logger and data module."""
         folder = self._base.default_root_dir if inside.folder is None else inside.folder
         self.__dict__.update(

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from fedlightning.client.data_summary import Description, Part
+from fedlightning.client.data_summary import Description, Detail
 from fedlightning.client.optimizers import optimizers_of
 from fedlightning.contract import FederatedCallback
 from fedlightning.contract.messages import tree_bytes
@@ -30,7 +30,7 @@ from fedlightning.server.architectures import describe
 from fedlightning.server.federation import Federation
 from fedlightning.tensors import module_state
 
-DISTINCT: tuple[Part, ...] = ("loaders", "classes")
+DISTINCT: tuple[Detail, ...] = ("loaders", "classes")
 """What clients may differ in, besides sizes."""
 FEW = 10
 """Up to so many clients, all are tried."""
@@ -174,7 +174,7 @@ def dry_run(whole: Federation, small: Federation, rounds: int) -> DryRun:
 
 def _describe(whole: Federation, small: Federation, rounds: int) -> DryRun:
     server, runner = whole.server, whole.engine.runner
-    settings, data, module = runner.settings, whole.engine.describe(parts=["batches", "public"]), server.module
+    settings, data, module = runner.settings, whole.engine.describe(details=["batches", "public"]), server.module
     tried = {*small.server.clients, *small.server.held_out}
     sizes = {
         client: ClientSize(client, *data.sizes[client], batches=data.batches.get(client, 0), tried=client in tried)

@@ -124,12 +124,12 @@ class Rehearsal:
     @cached_property
     def batches(self) -> Mapping[str, int]:
         """Training batches in an epoch of each client."""
-        return self.engine.describe(parts=["batches"]).batches
+        return self.engine.describe(details=["batches"]).batches
 
     @cached_property
     def pooled(self) -> tuple[str, ...]:
         """Splits whose union over the clients can be had in one place."""
-        return self.engine.describe(parts=["pooled"]).pooled
+        return self.engine.describe(details=["pooled"]).pooled
 
     @cached_property
     def splits(self) -> tuple[str, ...]:
@@ -159,7 +159,7 @@ class Rehearsal:
 
     def class_counts(self, client: str) -> Sequence[int] | None:
         """Return a client's training samples by class, where that is known here."""
-        return self.engine.describe(parts=["classes"]).classes.get(client) if self.engine.data_here else None
+        return self.engine.describe(details=["classes"]).classes.get(client) if self.engine.data_here else None
 
     def knows_groups(self) -> bool:
         """Return whether the group of every training sample is known, where the clients' data are."""

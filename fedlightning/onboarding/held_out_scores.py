@@ -106,7 +106,7 @@ class Unseen:
 
     def summary(self) -> dict[str, Any]:
         """Return what `summary.json` says of them: what each holds, and why they have no scores if that is so."""
-        clients = describe_clients(self.engine.describe(parts=["classes"]), self.server.held_out)
+        clients = describe_clients(self.engine.describe(details=["classes"]), self.server.held_out)
         return {"clients": clients} | ({} if self.refusal is None else {"refused": self.refusal})
 
     def rows(self, splits: Sequence[str], stages: Sequence[str]) -> list[Row]:

@@ -217,7 +217,7 @@ class Onboarding:
     def summary(self) -> dict[str, Any]:
         """Return the contents of `onboarding.json`."""
         return {
-            "clients": describe_clients(self.engine.describe(parts=["classes"]), self.newcomers),
+            "clients": describe_clients(self.engine.describe(details=["classes"]), self.newcomers),
             "epochs": self.epochs,
             "rounds": self.server.round + 1,
             "trained": self.trained,

@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule
 
 from fedlightning.client.blueprint import Blueprint
-from fedlightning.client.data_summary import Description, Part
+from fedlightning.client.data_summary import Description, Detail
 from fedlightning.client.optimizers import configured, schedulers_in
 from fedlightning.contract import Change, FederatedCallback
 from fedlightning.models.client_models import ClientModels
@@ -42,7 +42,7 @@ PUBLIC_CONTENT = "data (public content)"
 """Entry of what the public data hold."""
 CONTENT = "data (train samples)"
 """Entry of a few samples of the clients' training data, where these are in memory."""
-PARTS: tuple[Part, ...] = ("splits", "loaders", "public content")
+DETAILS: tuple[Detail, ...] = ("splits", "loaders", "public content")
 """What of the data's description a fingerprint is made of."""
 PLAIN = (int, float, str, bool, type(None))
 SHAPES = ("training", "in_features", "out_features", "in_channels", "out_channels", "num_features")

@@ -36,7 +36,7 @@ def summary_of(
         "num_clients": len(server.clients),
         "num_samples": {client: server.population.sizes[client][0] for client in listed},
         "data": describe_data(
-            engine.describe(parts=("classes", "splits", "public")), None if listed is server.clients else listed
+            engine.describe(details=("classes", "splits", "public")), None if listed is server.clients else listed
         ),
         **({"sites": by_site(server.sites, [*server.clients, *server.held_out])} if server.sites else {}),
         "callbacks": callbacks,

@@ -16,7 +16,7 @@ from fedlightning.ranges import Counts, Range, needs
 from fedlightning.server.loop import Loop, allowed, left_out
 from fedlightning.server.round_clock import NO_CLOCK, Clock
 from fedlightning.server.server import Server
-from fedlightning.server.update_collector import Intake
+from fedlightning.server.update_collector import UpdateCollector
 
 ROUNDS = 2**32
 """More rounds than any run has, so that no two visits of a client have one number."""
@@ -139,21 +139,21 @@ def run_round(
         TooFewClientsError: If fewer clients than needed contributed.
     """
     server.callbacks.event("on_round_start", server)
-    intake, clock = Intake(server, engine.attempts.policy, report), server.clock
+    collector, clock = UpdateCollector(server, engine.attempts.policy, report), server.clock
     visits: Counter[str] = Counter()
     visited = False
     plan, jobs = begin_plan(server)
     while jobs is not None:
         if not jobs:
-            intake.step()
+            collector.step()
         asked = clock.begin(allowed(server, job) for job in jobs)
         carried_out = [job for job in asked if job is not None]
         visited = visited or bool(carried_out)
         sent = clock.sent(messages(server, carried_out, visits))
         arriving = clock.arrivals(visit_all(server, engine, sent, evaluate))
-        first = len(intake.done)
+        first = len(collector.done)
         updates = [
-            intake.close(left_out(server, wanted)) if job is None else take_in(intake, job, *next(arriving))
+            collector.close(left_out(server, wanted)) if job is None else take_in(collector, job, *next(arriving))
             for wanted, job in zip(jobs, asked, strict=True)
         ]
         for _ in arriving:  # the engine may have something to do after its last answer
@@ -161,17 +161,17 @@ def run_round(
         if carried_out:
             clock.end()
         if len(updates) > 1:  # a plan of single jobs, one client after another, goes on without one that fails
-            intake.refuse_if_all_failed(first)
+            collector.refuse_if_all_failed(first)
         try:
             jobs = plan.send(updates)
         except StopIteration:
             jobs = None
-    intake.refuse_if_all_failed()
-    intake.refuse_if_too_few()
+    collector.refuse_if_all_failed()
+    collector.refuse_if_too_few()
     if server.callbacks.role("denominator") is not None:  # a sum over a fixed number, which nobody's work may be too
-        visited = bool(contributors(intake.done))
-    intake.step(nobody=not visited)
-    return intake.done
+        visited = bool(contributors(collector.done))
+    collector.step(nobody=not visited)
+    return collector.done
 
 
 def begin_plan(server: Server) -> tuple[Plan, list[Job] | None]:
@@ -209,23 +209,23 @@ def visit_all(server: Server, engine: Engine, sent: Iterator[Message], evaluate:
     yield from map(server.accept, all_sent, updates)
 
 
-def take_in(intake: Intake, job: Job, update: Update, late: str | None) -> Update:
+def take_in(collector: UpdateCollector, job: Job, update: Update, late: str | None) -> Update:
     """Take in the update of a job, and return what the plan sees of it.
 
     Args:
-        intake: Takes in the round's updates.
+        collector: Takes in the round's updates.
         job: The job.
         update: Its update.
         late: Why it comes too late; `None`: it does not.
     """
     trained = job.work != 0
-    intake.count(update, trained)
+    collector.count(update, trained)
     if update.error is None and late is not None:
         said = f"client '{update.client}' came too late: {late}"
-        return intake.close(replace(update, cause=None, evaluations=[], error=said, left_out=True))
+        return collector.close(replace(update, cause=None, evaluations=[], error=said, left_out=True))
     if update.error is None:
-        intake.fold(update, trained=trained)
-    light = intake.close(update, extras=not trained)
+        collector.fold(update, trained=trained)
+    light = collector.close(update, extras=not trained)
     return replace(update, cause=None) if job.keep else light
 
 

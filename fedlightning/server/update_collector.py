@@ -19,7 +19,7 @@ from fedlightning.server.server import Server
 from fedlightning.tensors import State
 
 
-class Intake:
+class UpdateCollector:
     """Takes in the updates of a round, each of which has been checked on arrival.
 
     Args:

@@ -54,7 +54,7 @@ def refusal_of_changes(runner: LocalRunner, own: Mapping[str, Any], key: bytes, 
     protecting = [callback for callback in runner.callbacks if isinstance(callback, Protection)]
     if not protecting:
         return None
-    told = runner.describe(parts=("splits", "loaders"))
+    told = runner.describe(details=("splits", "loaders"))
     data = {"hash of the training data": keyed(f"{told.splits['train']} {told.content}", key, "training data")}
     now = json.loads(json.dumps(plain({name: value for name, value in own.items() if name != "max_rounds"} | data)))
     if not path.exists():

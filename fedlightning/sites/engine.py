@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from fedlightning.client.data_summary import Description, Part
+from fedlightning.client.data_summary import Description, Detail
 from fedlightning.client.runtime import LocalRunner
 from fedlightning.contract.messages import Update
 from fedlightning.datamodules.base import in_order
@@ -165,7 +165,7 @@ class SitesEngine(Engine):
         """Tell every site the totals, now and whenever it is greeted again."""
         self._totals = dict(totals)
 
-    def describe(self, leave_out: Collection[str] = (), parts: Collection[Part] = ()) -> Description:
+    def describe(self, leave_out: Collection[str] = (), details: Collection[Detail] = ()) -> Description:
         """Describe the clients' data; they stay the same in a session, in whose greeting every site has told of its own."""
         if leave_out:
             return self._merge(self._ask_all({"do": "describe", "leave_out": list(leave_out)}))

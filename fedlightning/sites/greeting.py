@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from fedlightning.client.data_summary import Description, Part
+from fedlightning.client.data_summary import Description, Detail
 from fedlightning.storage.files import write_secret, writing
 
 How = Literal["as it is", "keyed", "with public data", "never"]
@@ -45,7 +45,7 @@ LEAVES: Mapping[str, How] = {
 """How each field of the answer to a greeting, and of the description of the data in it, leaves a site. `"keyed"`: as a hash
 with a key that only the site has, which tells whether something has changed and not what it is. `"with public data"`: where
 the server has public data too, with which they are compared."""
-PARTS: tuple[Part, ...] = tuple(part for part in get_args(Part) if part not in ("classes", "pooled"))
+DETAILS: tuple[Detail, ...] = tuple(detail for detail in get_args(Detail) if detail not in ("classes", "pooled"))
 """What of the data is looked up for a greeting."""
 INSTEAD: Mapping[str, Callable[[Description], Any]] = {
     "module": lambda told: "data of sites",

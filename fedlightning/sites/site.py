@@ -32,7 +32,7 @@ from fedlightning.server.data_statistics import refuse_covered
 from fedlightning.sites import code_hashes as code
 from fedlightning.sites.agreement import agreement, refusal_of_changes, versions
 from fedlightning.sites.free_text import Texts
-from fedlightning.sites.greeting import PARTS, leaving, own_key
+from fedlightning.sites.greeting import DETAILS, leaving, own_key
 from fedlightning.sites.records import Records
 from fedlightning.sites.request_checks import ENVELOPES, fault_of_request
 from fedlightning.sites.runs import MOST, Asked, make_room
@@ -159,7 +159,7 @@ class Site:
         if asked["do"] == "describe":
             here = {*session.runner.data.client_ids}  # others are left out where they are
             leave_out = [client for client in asked["leave_out"] if client in here]
-            return write({"answer": self._told(session.runner.describe(leave_out, PARTS), session)})
+            return write({"answer": self._told(session.runner.describe(leave_out, DETAILS), session)})
         return write({"answer": None})
 
     # -- a run -------------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class Site:
             self.log.joined(self._session.run, self._leaves(self._session.runner))
         session = self._session
         if session.told is None:
-            session.told = self._told(session.runner.describe(parts=PARTS), session)
+            session.told = self._told(session.runner.describe(details=DETAILS), session)
         return {
             "answer": {
                 "name": self.name,

@@ -20,7 +20,7 @@ from fedlightning.ranges import Counts, PositiveShare, Range
 from fedlightning.seeding import generator
 from fedlightning.server.loop import Loop, allowed, last_scores, left_behind
 from fedlightning.server.server import Server
-from fedlightning.server.update_collector import Intake
+from fedlightning.server.update_collector import UpdateCollector
 from fedlightning.virtual_time.clock import VirtualClock
 from fedlightning.virtual_time.in_flight import HeldRecords, InFlight, Planned
 from fedlightning.virtual_time.synchrony import refuse_synchronous
@@ -147,7 +147,7 @@ class Asynchronous(Loop):
         """
         server.callbacks.event("on_round_start", server)
         rule, width = self._rule(server), self._width(server)
-        planned, intake = self._planned_by(engine), Intake(server, engine.attempts.policy, report)
+        planned, collector = self._planned_by(engine), UpdateCollector(server, engine.attempts.policy, report)
         self.trips = trips = []
         taken = failed = steps = 0
         flush = self.at_end == "flush" and server.round + 1 == server.rounds
@@ -162,11 +162,11 @@ class Asynchronous(Loop):
                     "availability begin anew (period), or train for fewer rounds."
                 )
             if rule.models and taken >= rule.count * (steps + 1):  # a share of each, not the sum of all shares at once
-                intake.step()
+                collector.step()
                 steps += 1
             before = engine.store.get(job.client)
             update = self._arrived(server, engine, evaluate, job, steps)
-            intake.count(update)
+            collector.count(update)
             if update.error is not None:
                 failed += 1
             elif rule.max_staleness is not None and update.staleness > rule.max_staleness:
@@ -178,17 +178,17 @@ class Asynchronous(Loop):
                 sent, kinds = job.message.state, server.architecture(update.model).kinds
                 # the change of a running variance, taken at another one, may leave it below 0
                 base = {name: value for name, value in sent.items() if kinds[name] in ("trainable", "frozen")}
-                intake.fold(update, sent, None if rule.models else base, trained=bool(update.state))
+                collector.fold(update, sent, None if rule.models else base, trained=bool(update.state))
                 taken += 1
             outcome: Outcome = "stale" if update.left_out else "failed" if update.error is not None else "taken"
             trips.append(job.trip(server.round, update.staleness, outcome))
-            intake.close(update)
+            collector.close(update)
             if not taken and failed >= max(rule.count, width, len(server.clients)):
-                intake.refuse_if_all_failed()
+                collector.refuse_if_all_failed()
                 raise FederationError(f"Round {server.round + 1}: {failed} visits have failed; {update.error}.")
-        intake.refuse_if_too_few()
-        intake.step()
-        return last_scores(intake.done)
+        collector.refuse_if_too_few()
+        collector.step()
+        return last_scores(collector.done)
 
     def _arrived(self, server: Server, engine: Engine, evaluate: Evaluate, job: InFlight, steps: int) -> Update:
         """Let a visit take effect. Scores from a round that was evaluated do not go into one that is not."""

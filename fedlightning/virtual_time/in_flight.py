@@ -137,6 +137,6 @@ class Planned:
         if runner.settings.local_steps is None:
             return samples * amount
         if self._batches is None:
-            self._batches = self.engine.describe(parts=["batches"]).batches
+            self._batches = self.engine.describe(details=["batches"]).batches
         batches = self._batches.get(client, 0)
         return min(samples, known.num_samples(client) / batches) * amount if batches else 0.0

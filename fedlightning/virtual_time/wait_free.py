@@ -16,7 +16,7 @@ from fedlightning.ranges import Range, at_most_one
 from fedlightning.server.loop import Loop, last_scores
 from fedlightning.server.round_clock import NO_CLOCK, RoundClock
 from fedlightning.server.server import Server
-from fedlightning.server.update_collector import Intake
+from fedlightning.server.update_collector import UpdateCollector
 from fedlightning.tensors import State
 from fedlightning.virtual_time.clock import VirtualClock
 from fedlightning.virtual_time.in_flight import Planned
@@ -117,8 +117,8 @@ class WaitFree(Loop):
         for client in server.clients:  # in round 1 all, later those that have joined
             if client not in self._steps and server.num_samples[client]:
                 self._begin(server, owner, client, 0, planned)
-        intake = Intake(server, engine.attempts.policy, report)
-        done = intake.done
+        collector = UpdateCollector(server, engine.attempts.policy, report)
+        done = collector.done
         self.trips = trips = []
         end = math.inf if self.period is None else (server.round + 1) * self.period
         while self.steps is None or len(done) < self.steps * len(self._steps):
@@ -133,7 +133,7 @@ class WaitFree(Loop):
                 break
             server.costs.virtual_time = now
             ending = [client for client in server.clients if client in self._steps and self._steps[client][2] == now]
-            self._end(server, engine, evaluate, owner, ending, intake)
+            self._end(server, engine, evaluate, owner, ending, collector)
             trips += self._trips(server, owner, done[len(done) - len(ending) :])
             for client in ending:
                 self._begin(server, owner, client, self._steps[client][0] + 1, planned)
@@ -141,8 +141,8 @@ class WaitFree(Loop):
         if self.period is not None:
             server.costs.virtual_time = end
         if done:  # a period may be over before anybody's step is
-            intake.refuse_if_all_failed()
-            intake.refuse_if_too_few()
+            collector.refuse_if_all_failed()
+            collector.refuse_if_too_few()
         return last_scores(done)
 
     def _begin(self, server: Server, owner: Decentralised, client: str, taken: int, planned: Planned) -> None:
@@ -191,7 +191,7 @@ class WaitFree(Loop):
         evaluate: Evaluate,
         owner: Decentralised,
         clients: list[str],
-        intake: Intake,
+        collector: UpdateCollector,
     ) -> None:
         """Carry out the steps that end now, and let each client combine them with what it has heard."""
         self._deliver(server.costs.virtual_time)
@@ -213,11 +213,11 @@ class WaitFree(Loop):
             messages.append(message)
         answers = engine.run(messages, evaluate)
         for message, update in zip(messages, answers, strict=True):
-            intake.count(update)
+            collector.count(update)
             if update.error is None:
-                intake.fold(update, message.state, trained=bool(update.state))
-            intake.close(update)
-        intake.step()
+                collector.fold(update, message.state, trained=bool(update.state))
+            collector.close(update)
+        collector.step()
         server.clock = NO_CLOCK
 
     def _trips(self, server: Server, owner: Decentralised, updates: list[Update]) -> list[Trip]:

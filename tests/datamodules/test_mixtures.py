@@ -13,7 +13,7 @@ from fedlightning.server.summary import describe_data
 
 HALVES = [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
 
-PARTS = ("classes", "splits")
+DETAILS = ("classes", "splits")
 
 
 def mixed(**options):
@@ -147,10 +147,10 @@ def test_planted_groups_are_those_of_most_training_samples():
     table = [[0.5, 0.5], [0.25, 0.75], [0.75, 0.25]]
     data = mixed(num_clients=3, mixture=table)
     assert data.planted_groups == {"1": 1, "2": 0}, "half and half is of neither group"
-    assert describe_data(describe(without(data, ["2"]), parts=PARTS))["groups"] == {"1": 1}
+    assert describe_data(describe(without(data, ["2"]), details=DETAILS))["groups"] == {"1": 1}
     plain = DigitsDataModule()
     plain.setup()
-    assert "groups" not in describe_data(describe(plain, parts=PARTS))
+    assert "groups" not in describe_data(describe(plain, details=DETAILS))
 
 
 def test_a_source_by_group_is_refused():

@@ -75,8 +75,8 @@ def test_a_wrong_configuration_is_refused(tmp_path):
 def test_clients_that_differ_are_tried():
     data = toy_data([8] * 12 + [5])
     data.setup()
-    chosen = distinct_clients(describe(data, parts=DISTINCT))
+    chosen = distinct_clients(describe(data, details=DISTINCT))
     assert "12" in chosen and 2 <= len(chosen) < 13
     few = toy_data([8] * 4)
     few.setup()
-    assert distinct_clients(describe(few, parts=DISTINCT)) == few.client_ids
+    assert distinct_clients(describe(few, details=DISTINCT)) == few.client_ids

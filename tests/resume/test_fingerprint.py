@@ -22,7 +22,7 @@ from fedlightning.callbacks import SCAFFOLD, FedAvgM, FedProx, GlobalCheckpoint,
 from fedlightning.client.data_summary import describe
 from fedlightning.options import Evaluation, Processes, Sequential
 from fedlightning.resume.fingerprint import ARGUMENTS as FIXED
-from fedlightning.resume.fingerprint import PARTS, differences, fingerprint
+from fedlightning.resume.fingerprint import DETAILS, differences, fingerprint
 from fedlightning.storage.config_hash import plain
 from fedlightning.testing.toys import ToyData, federate
 from tests.helpers import Toy, make_trainer, toy_data
@@ -287,6 +287,6 @@ def test_a_fingerprint_tells(case):
     before, now, sentence = SEEN[case]
     usual = {"arguments": ARGUMENTS, "callbacks": [], "ordinary": [], "model": Toy(), "data": ready()}
     given = [usual | changed for changed in (before, now)]
-    old, new = (plain(fingerprint(**one | {"data": describe(one["data"], parts=PARTS)})) for one in given)
+    old, new = (plain(fingerprint(**one | {"data": describe(one["data"], details=DETAILS)})) for one in given)
     found = differences(json.loads(json.dumps(old)), new)
     assert any(re.fullmatch(sentence, text) for text in found), found

@@ -61,7 +61,7 @@ class Describe:
     """Describes the data, as a task."""
 
     leave_out: tuple[str, ...]
-    parts: tuple[Any, ...]
+    details: tuple[Any, ...]
     client: None = None
     num_bytes: int = 0
 
@@ -73,7 +73,7 @@ class Describe:
         return 1.0
 
     def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[Description, None]:
-        return runner.describe(self.leave_out, self.parts), None
+        return runner.describe(self.leave_out, self.details), None
 
     def lost(self, reason: str) -> NoReturn:
         raise AssertionError(reason)
@@ -104,8 +104,8 @@ class AwayEngine(ProcessesEngine):
         self.runner.left_out += clients
         self.close()  # workers were sent another federation
 
-    def describe(self, leave_out: Collection[str] = (), parts: Collection[Any] = ()) -> Description:
-        found: Description = self.ask(Describe(tuple(leave_out), tuple(parts)))
+    def describe(self, leave_out: Collection[str] = (), details: Collection[Any] = ()) -> Description:
+        found: Description = self.ask(Describe(tuple(leave_out), tuple(details)))
         if not leave_out:
             self.runner.know(found)
         return replace(found, together=False)

@@ -55,7 +55,7 @@ def test_the_bytes_hold_what_the_page_says_and_no_more(tmp_path):
     made = sites(tmp_path / "sites")
     first, *_ = greetings(Line(made), tmp_path / "server")
     told, data = read(first)["answer"]["data"], made["0"]._data
-    plain = made["0"]._session.runner.describe(parts=("classes", "splits", "loaders", "public", "public content"))
+    plain = made["0"]._session.runner.describe(details=("classes", "splits", "loaders", "public", "public content"))
     assert plain.content is not None and plain.public_content is not None and plain.splits["train"]
     for value in (plain.content, *plain.splits.values(), plain.public_content, plain.public_print, plain.module):
         assert value.encode() not in first

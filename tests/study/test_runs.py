@@ -24,13 +24,13 @@ from fedlightning.study.tables import tables_of
 from tests.helpers import Toy, toy_data
 from tests.study.folders import write_study
 
-PARTS = ("classes", "splits")
+DETAILS = ("classes", "splits")
 
 
 def digits(**options):
     data = DigitsDataModule(options.pop("partitioner", DirichletPartitioner(3, 0.5)), **options)
     data.setup()
-    return describe_data(describe(data, parts=PARTS))
+    return describe_data(describe(data, details=DETAILS))
 
 
 def test_fingerprints_tell_splits_apart():
