@@ -162,8 +162,7 @@ def test_a_site_that_starts_anew_is_told_again(tmp_path, table):
     assert same_tree(run(tmp_path / "one", stays(table)).server.models, other.server.models)
 
 
-def test_a_site_gives_sums_of_one_cohort_only(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedlightning.sites.engine.MENDING", 60.0)  # it has not to be waited for long
+def test_a_site_gives_sums_of_one_cohort_only(tmp_path):
     serve(line_of(tmp_path / "sites"), tmp_path / "server")
     line = line_of(tmp_path / "sites")
     serve(line, tmp_path / "again")  # the same cohort: no more is told
