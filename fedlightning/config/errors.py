@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
+from fedlightning.contract import FederatedCallback
 from fedlightning.errors import ConfigurationError, users_line
 from fedlightning.options.engines import ENGINES
 from fedlightning.options.replaced import REPLACED
@@ -124,14 +125,17 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def _on_purpose(error: BaseException) -> bool:
-    """Return True if a `raise` statement of FedLightning or Lightning (not of users or torch) refused a value."""
+    """Return True if a `raise` statement of FedLightning, of Lightning or of a callback's `check` refused a value."""
     if not isinstance(error, ValueError | OSError | FloatingPointError | RuntimeError) or error.__traceback__ is None:
         return False
     frame = _innermost(error.__traceback__)
     package = str(frame.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
     line = linecache.getline(frame.tb_frame.f_code.co_filename, frame.tb_lineno).strip()
+    is_check = frame.tb_frame.f_code.co_name == "check" and isinstance(
+        frame.tb_frame.f_locals.get("self"), FederatedCallback
+    )
     return line.startswith("raise ") and (
-        package == "fedlightning" or (package == "lightning" and isinstance(error, ValueError))
+        package == "fedlightning" or ((package == "lightning" or is_check) and isinstance(error, ValueError))
     )
 
 

@@ -1,4 +1,4 @@
-"""What the server knows of an architecture, and which models have which: :class:`Architecture`, :class:`Architectures`."""
+"""What the server knows of an architecture, and which callbacks are right where models differ: :class:`Architecture`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FLoRA: sheet B, entry 4.5. What it shares with HetLoRA is in test_client_ranks.py."""
+"""FLoRA: sheet B, entry 4.5. What it shares with HetLoRA is in tests/callbacks/test_low_rank.py."""
 
 from __future__ import annotations
 
