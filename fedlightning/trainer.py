@@ -268,7 +268,6 @@ class FederatedTrainer:
         model = arguments.check_model(model)
         data = arguments.federated_data(datamodule, train_dataloaders, val_dataloaders, test_dataloaders)
         run, is_new = self._find_run(resume)
-        self.given = (model, datamodule)
         self.federation, self.stopped_by = None, None
         with ExitStack() as stack:
             if run is not None and is_writer():
@@ -277,7 +276,8 @@ class FederatedTrainer:
             lock = None
             if run is not None and not is_new:
                 lock = stack.enter_context(only_writer(run.path))
-            federation = self._assemble(model, data, run)
+            federation = assemble(self.options, model, data, run)
+            self.recorder = federation.recorder
             if is_new:
                 federation.check()
                 if run is not None:
@@ -291,6 +291,7 @@ class FederatedTrainer:
                 self.recorder.run.write_config(self.config)
             if is_new:
                 federation.begin()
+            self._hold(federation, model, datamodule)
             stack.enter_context(federation.engine.at_work())
             stack.push(lambda kind, *_: self.recorder.close("failed") if kind is not None else None)
             with federation.parts.around(federation):
@@ -328,8 +329,9 @@ class FederatedTrainer:
             ValueError: If the state is of another model or data.
         """
         data = arguments.federated_data(datamodule, None, None, None)
-        self.given = (model, datamodule)
-        restore(self._assemble(model, data, folder_of(run), go_on=False), go_on=False)
+        federation = assemble(self.options, model, data, folder_of(run), go_on=False)
+        restore(federation, go_on=False)
+        self._hold(federation, model, datamodule)
 
     @only_thread()
     def dry_run(
@@ -594,12 +596,9 @@ class FederatedTrainer:
     def _find_run(self, resume: str | Path | None) -> tuple[RunFolder | None, bool]:
         return find_run(self.arguments, resume)
 
-    def _assemble(
-        self, model: LightningModule, data: FederatedDataModule, run: RunFolder | None, go_on: bool = True
-    ) -> Federation:
-        self.federation = assemble(self.options, model, data, run, go_on)
-        self.recorder = self.federation.recorder
-        return self.federation
+    def _hold(self, federation: Federation, model: LightningModule, datamodule: LightningDataModule | None) -> None:
+        """Take a federation that nothing has refused: no models of another are scored into the folder of a run."""
+        self.federation, self.recorder, self.given = federation, federation.recorder, (model, datamodule)
 
     def _saved(self, resumed: RunFolder | None) -> tuple[int, int]:
         here = 0 if self.federation is None else self.federation.parts.find(Saving).rounds_saved
