@@ -437,7 +437,7 @@ class FederatedTrainer:
         shown = {
             name: value
             for name, value in self.arguments.items()
-            if name not in ("callbacks", "self") and name in defaults and value != defaults[name]
+            if name not in ("callbacks", "self") and name in defaults and repr(value) != repr(defaults[name])
         }
         texts = [f"{name}={value!r}" for name, value in shown.items()]
         texts += [f"callbacks={self.callbacks.callbacks + self.ordinary_callbacks!r}"]
