@@ -568,7 +568,7 @@ class FederatedTrainer:
 
     @only_thread()
     def predict(
-        self, dataloaders: Any = None, client: str | None = None, *, checkpoint: str = "latest"
+        self, dataloaders: Any = None, client: str | int | None = None, *, checkpoint: str = "latest"
     ) -> list[Any] | None:
         """Predict with one client's deployed model (stage L1), or with the global model.
 
@@ -581,11 +581,11 @@ class FederatedTrainer:
         return self.fitted.client(client)
 
     @only_thread()
-    def module(self, client: str | None = None, checkpoint: str = "latest") -> LightningModule:
+    def module(self, client: str | int | None = None, checkpoint: str = "latest") -> LightningModule:
         """Return a copy of the global model (`client=None`) or of the model that `client` deploys."""
         return self.fitted.module(client, checkpoint)
 
-    def save_checkpoint(self, path: str | Path, client: str | None = None, *, checkpoint: str = "latest") -> None:
+    def save_checkpoint(self, path: str | Path, client: str | int | None = None, *, checkpoint: str = "latest") -> None:
         """Save the global model, or the model that a client deploys, as a Lightning checkpoint.
 
         `fedlightning.load` reads it, and so does `load_from_checkpoint` of a module that no algorithm has wrapped.

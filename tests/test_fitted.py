@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
@@ -104,3 +105,15 @@ def test_what_was_refused_is_not_scored(fitted, tmp_path):
         with pytest.raises(RuntimeError, match="no federation yet"):
             asked.test(verbose=False)
     assert other.rounds_done == 0 and (folder / "summary.json").read_text() == before
+
+
+def test_clients_may_be_named_by_numbers(fitted, tmp_path):
+    _, _, trainer = fitted
+    for number in (1, np.int64(1)):
+        same(module_state(trainer.module(number)), module_state(trainer.module("1")))
+        same(module_state(trainer.client(number).module), module_state(trainer.module("1")))
+        assert torch.equal(trainer.predict(client=number)[0], trainer.predict(client="1")[0])
+        trainer.save_checkpoint(tmp_path / "a.ckpt", number)
+        assert torch.load(tmp_path / "a.ckpt", weights_only=False)["fedlightning"]["client"] == "1"
+    with pytest.raises(ValueError, match="There is no client '7'"):
+        trainer.module(7)
