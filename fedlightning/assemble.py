@@ -251,7 +251,9 @@ def _choose_engine(engine: Engine, options: TrainerOptions) -> tuple[Engine, Tra
     chosen, why = choose(engine.runner, count, type(options.loop) is Synchronous)
     rank_zero_info(why)
     options = replace(options, arguments={**options.arguments, "engine": chosen})
-    return make_engine(chosen, engine.runner, engine.store), options
+    another = make_engine(chosen, engine.runner, engine.store)
+    another.statistics = engine.statistics
+    return another, options
 
 
 def _logged_clients(asked: bool | Iterable[str | int], data: Description) -> bool | list[str]:

@@ -26,6 +26,7 @@ from fedlightning.engines.server_model import ServerModel
 from fedlightning.errors import ConfigurationError
 from fedlightning.onboarding.held_out_scores import refusal
 from fedlightning.onboarding.onboarding import Onboarding, blueprint_of_placing, blueprint_of_visits, placing_callback
+from fedlightning.ranges import to_python
 from fedlightning.resume.lock import only_writer
 from fedlightning.run.folder import RunFolder
 from fedlightning.scores.results import summarise
@@ -79,7 +80,7 @@ class FittedFederation:
         self, newcomers: FederatedDataModule | None, clients: Sequence[str | int] | None, epochs: int, verbose: bool
     ) -> list[dict[str, Any]]:
         """Let new clients join; see `FederatedTrainer.onboard`."""
-        federation, folder = self.federation, self._run
+        federation, folder, epochs = self.federation, self._run, to_python(epochs)
         if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 0:
             raise ConfigurationError(f"epochs={epochs!r} must be a whole number; 0 scores the new clients only.")
         own = federation.engine.runner.described
@@ -123,9 +124,9 @@ class FittedFederation:
                     print_results(results, split)
         return results
 
-    def predict(self, dataloaders: Any, client: str | None, checkpoint: str) -> list[Any] | None:
+    def predict(self, dataloaders: Any, client: str | int | None, checkpoint: str) -> list[Any] | None:
         """Predict with a client's deployed model or the global one; see `FederatedTrainer.predict`."""
-        federation = self.federation
+        federation, client = self.federation, _named(client)
         given = {name: self.options.arguments[name] for name in ("accelerator", "precision", "limit_predict_batches")}
         if dataloaders is not None:
             module = self.module(client, checkpoint)
@@ -145,13 +146,14 @@ class FittedFederation:
         known = self.federation.engine.runner.described
         return ClientView(str(client), self.module(str(client)), known.num_samples(str(client)))
 
-    def module(self, client: str | None, checkpoint: str = "latest") -> LightningModule:
+    def module(self, client: str | int | None, checkpoint: str = "latest") -> LightningModule:
         """Return a copy of the global model (`client=None`) or of the model that `client` deploys."""
         federation = self.federation
-        return deployed_module(federation.server, federation.engine, client, checkpoint)
+        return deployed_module(federation.server, federation.engine, _named(client), checkpoint)
 
-    def save_checkpoint(self, path: str | Path, client: str | None, checkpoint: str) -> None:
+    def save_checkpoint(self, path: str | Path, client: str | int | None, checkpoint: str) -> None:
         """Save the global model, or the model that a client deploys, as a Lightning checkpoint."""
+        client = _named(client)
         module = self.module(client, checkpoint)
         about = {"checkpoint": checkpoint} | ({} if client is None else {"client": client})
         about |= spent_in(self.federation.server.run_dir)
@@ -176,3 +178,8 @@ class FittedFederation:
                 place = (row.round, ("L2", "G", "L1").index(row.stage))
                 found.setdefault(row.metric, {}).setdefault(place, []).append(row.value)
         return {metric: torch.tensor(places[max(places)]).mean() for metric, places in found.items()}
+
+
+def _named(client: str | int | None) -> str | None:
+    """Return a client's id, which is a text, of a client that may be named by a number; `None`: the federation."""
+    return None if client is None else str(client)

@@ -268,7 +268,6 @@ class FederatedTrainer:
         model = arguments.check_model(model)
         data = arguments.federated_data(datamodule, train_dataloaders, val_dataloaders, test_dataloaders)
         run, is_new = self._find_run(resume)
-        self.given = (model, datamodule)
         self.federation, self.stopped_by = None, None
         with ExitStack() as stack:
             if run is not None and is_writer():
@@ -277,7 +276,8 @@ class FederatedTrainer:
             lock = None
             if run is not None and not is_new:
                 lock = stack.enter_context(only_writer(run.path))
-            federation = self._assemble(model, data, run)
+            federation = assemble(self.options, model, data, run)
+            self.recorder = federation.recorder
             if is_new:
                 federation.check()
                 if run is not None:
@@ -291,6 +291,7 @@ class FederatedTrainer:
                 self.recorder.run.write_config(self.config)
             if is_new:
                 federation.begin()
+            self._hold(federation, model, datamodule)
             stack.enter_context(federation.engine.at_work())
             stack.push(lambda kind, *_: self.recorder.close("failed") if kind is not None else None)
             with federation.parts.around(federation):
@@ -328,8 +329,9 @@ class FederatedTrainer:
             ValueError: If the state is of another model or data.
         """
         data = arguments.federated_data(datamodule, None, None, None)
-        self.given = (model, datamodule)
-        restore(self._assemble(model, data, folder_of(run), go_on=False), go_on=False)
+        federation = assemble(self.options, model, data, folder_of(run), go_on=False)
+        restore(federation, go_on=False)
+        self._hold(federation, model, datamodule)
 
     @only_thread()
     def dry_run(
@@ -435,7 +437,7 @@ class FederatedTrainer:
         shown = {
             name: value
             for name, value in self.arguments.items()
-            if name not in ("callbacks", "self") and name in defaults and value != defaults[name]
+            if name not in ("callbacks", "self") and name in defaults and repr(value) != repr(defaults[name])
         }
         texts = [f"{name}={value!r}" for name, value in shown.items()]
         texts += [f"callbacks={self.callbacks.callbacks + self.ordinary_callbacks!r}"]
@@ -566,7 +568,7 @@ class FederatedTrainer:
 
     @only_thread()
     def predict(
-        self, dataloaders: Any = None, client: str | None = None, *, checkpoint: str = "latest"
+        self, dataloaders: Any = None, client: str | int | None = None, *, checkpoint: str = "latest"
     ) -> list[Any] | None:
         """Predict with one client's deployed model (stage L1), or with the global model.
 
@@ -579,11 +581,11 @@ class FederatedTrainer:
         return self.fitted.client(client)
 
     @only_thread()
-    def module(self, client: str | None = None, checkpoint: str = "latest") -> LightningModule:
+    def module(self, client: str | int | None = None, checkpoint: str = "latest") -> LightningModule:
         """Return a copy of the global model (`client=None`) or of the model that `client` deploys."""
         return self.fitted.module(client, checkpoint)
 
-    def save_checkpoint(self, path: str | Path, client: str | None = None, *, checkpoint: str = "latest") -> None:
+    def save_checkpoint(self, path: str | Path, client: str | int | None = None, *, checkpoint: str = "latest") -> None:
         """Save the global model, or the model that a client deploys, as a Lightning checkpoint.
 
         `fedlightning.load` reads it, and so does `load_from_checkpoint` of a module that no algorithm has wrapped.
@@ -594,12 +596,9 @@ class FederatedTrainer:
     def _find_run(self, resume: str | Path | None) -> tuple[RunFolder | None, bool]:
         return find_run(self.arguments, resume)
 
-    def _assemble(
-        self, model: LightningModule, data: FederatedDataModule, run: RunFolder | None, go_on: bool = True
-    ) -> Federation:
-        self.federation = assemble(self.options, model, data, run, go_on)
-        self.recorder = self.federation.recorder
-        return self.federation
+    def _hold(self, federation: Federation, model: LightningModule, datamodule: LightningDataModule | None) -> None:
+        """Take a federation that nothing has refused: no models of another are scored into the folder of a run."""
+        self.federation, self.recorder, self.given = federation, federation.recorder, (model, datamodule)
 
     def _saved(self, resumed: RunFolder | None) -> tuple[int, int]:
         here = 0 if self.federation is None else self.federation.parts.find(Saving).rounds_saved

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import numpy as np
 import pytest
 import torch
@@ -26,6 +28,7 @@ def test_numbers_of_numpy_are_numbers(tmp_path):
     trainer = make_trainer(tmp_path, max_rounds=np.int64(2), participation=np.float32(0.5), seed=np.int64(3))
     assert [type(trainer.arguments[name]) for name in ("max_rounds", "participation", "seed")] == [int, float, int]
     assert type(trainer.max_rounds) is int
+    assert make_trainer(tmp_path, max_time={"hours": np.int64(1)})._max_time == timedelta(hours=1)
     with pytest.raises(ConfigurationError, match=r"max_rounds=2\.5\. Use a whole number"):
         make_trainer(tmp_path, max_rounds=np.float32(2.5))
 

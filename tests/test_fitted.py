@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+
+import numpy as np
 import pytest
 import torch
 
 import fedlightning
 from fedlightning.callbacks import FedAvg, FedPer
+from fedlightning.options import Evaluation
 from fedlightning.tensors import module_state
 from tests.helpers import Toy, federate, make_trainer, same, toy_data
 
@@ -81,3 +85,35 @@ def test_representations(fitted):
     assert repr(trainer.server) == "<Server of Toy, 2 clients, round 2 of 2, [FedAvg(weighting='uniform')]>"
     assert repr(data) == str(data) == "<ToyData: 2 clients, 40 training samples>"
     assert repr(toy_data([8])) == "<ToyData: not set up>"
+
+
+def test_what_was_refused_is_not_scored(fitted, tmp_path):
+    module, data, trainer = fitted
+    folder = tmp_path / "run"
+    shutil.copytree(trainer.run.path, folder)
+    before = (folder / "summary.json").read_text()
+    other = make_trainer(tmp_path, [FedAvg("uniform")], max_rounds=3, participation=0.5)
+    timed = make_trainer(tmp_path, evaluation=Evaluation(seconds=3.0))
+    refusals = (
+        (other, lambda: other.fit(module, data, resume=folder), "participation was 1.0 and is 0.5"),
+        (other, lambda: other.restore(Toy(hidden=9), data, folder), "holds a different model"),
+        (timed, lambda: timed.fit(module, data), "has no clock"),
+    )
+    for asked, refused, sentence in refusals:
+        with pytest.raises(ValueError, match=sentence):
+            refused()
+        with pytest.raises(RuntimeError, match="no federation yet"):
+            asked.test(verbose=False)
+    assert other.rounds_done == 0 and (folder / "summary.json").read_text() == before
+
+
+def test_clients_may_be_named_by_numbers(fitted, tmp_path):
+    _, _, trainer = fitted
+    for number in (1, np.int64(1)):
+        same(module_state(trainer.module(number)), module_state(trainer.module("1")))
+        same(module_state(trainer.client(number).module), module_state(trainer.module("1")))
+        assert torch.equal(trainer.predict(client=number)[0], trainer.predict(client="1")[0])
+        trainer.save_checkpoint(tmp_path / "a.ckpt", number)
+        assert torch.load(tmp_path / "a.ckpt", weights_only=False)["fedlightning"]["client"] == "1"
+    with pytest.raises(ValueError, match="There is no client '7'"):
+        trainer.module(7)

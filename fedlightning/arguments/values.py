@@ -14,6 +14,7 @@ from fedlightning.compat.pytorch_lightning import adapt
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.options import Processes, Ray
 from fedlightning.options.lightning_arguments import check_forwarded
+from fedlightning.ranges import to_python
 from fedlightning.resume.manifest import is_file_name
 
 
@@ -109,7 +110,7 @@ def parse_time(value: str | timedelta | Mapping[str, int] | None) -> timedelta |
         return _not_negative(value, value)
     if isinstance(value, Mapping):
         try:
-            found = timedelta(**value)
+            found = timedelta(**{unit: to_python(number) for unit, number in value.items()})
         except (TypeError, ValueError, OverflowError) as error:
             raise ConfigurationError(
                 f"max_time={dict(value)!r} is not a time ({error}). Use {{'hours': 1}}."

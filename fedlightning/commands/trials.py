@@ -144,7 +144,7 @@ class Sweep:
         }
         write_text_atomically(self.out / "sweep.json", json.dumps(content, indent=1))
         if best is not None:
-            part = override(self.methods[best.name].config, list(best.values))
+            part = override(self.methods[best.name].config, best.options)
             files = " ".join(f"--config {file}" for file in self.options.config)
             head = (
                 f"# The best of {len(self.trials)} trials: {content['metric']} {best.objective:.6g}, mean over "

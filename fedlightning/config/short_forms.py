@@ -40,6 +40,8 @@ def _expand(name: str, value: Any) -> Any:
         return {FIELDS[name]: value}
     if name == "engine" and isinstance(value, str) and value in CLASS_PATHS:
         return {"class_path": CLASS_PATHS[value]}
+    if name == "engine" and isinstance(value, dict) and (path := CLASS_PATHS.get(str(value.get("class_path")))):
+        return value | {"class_path": path}
     return value
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlightning.config.errors import InputError
+from fedlightning.config.short_forms import expand_words
 from fedlightning.errors import missing_package
 from fedlightning.experiments.methods import Config
 from fedlightning.experiments.space import Range, Values
@@ -131,19 +132,19 @@ class Proposals:
 
 
 # -- the best, as a file -----------------------------------------------------------------------------------------------
-def override(config: Config, keys: Sequence[str]) -> Config:
-    """Return the part of a complete configuration that holds `keys`, as an override for the files it was made from.
+def override(config: Config, options: Sequence[str]) -> Config:
+    """Return the part of a complete configuration that options say, as an override for the files it was made from.
 
     When files are stacked, lists replace each other, so a list (callbacks) is taken whole. A class is taken with its path.
 
     Example:
         >>> config = {"model": {"class_path": "Mine", "init_args": {"lr": 0.1, "depth": 2}}, "trainer": {"seed": 0}}
-        >>> override(config, ["model.init_args.lr"])
+        >>> override(config, ["--model.init_args.lr=0.1"])
         {'model': {'class_path': 'Mine', 'init_args': {'lr': 0.1}}}
     """
     found: Config = {}
-    for key in keys:
-        _copy(config, found, key.rstrip("+").split("."))
+    for option in expand_words(options):
+        _copy(config, found, option.removeprefix("--").partition("=")[0].rstrip("+").split("."))
     return found
 
 

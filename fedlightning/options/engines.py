@@ -29,7 +29,7 @@ class EngineOptions:
             >>> EngineOptions.from_short("processes")
             Processes()
         """
-        if isinstance(engine, EngineOptions):
+        if isinstance(engine, EngineOptions) and isinstance(engine, tuple(ENGINES.values())):
             return engine
         if not isinstance(engine, str) or engine not in ENGINES:
             raise ConfigurationError(f"engine={engine!r} is unknown. Choose one of {list(ENGINES)}.")

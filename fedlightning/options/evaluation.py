@@ -51,7 +51,7 @@ class Evaluation:
     def __post_init__(self) -> None:
         for name in ("stages", "data", "test_data"):  # equal values are equal, whatever kind of list they came in
             if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, tuple(value))
+                object.__setattr__(self, name, tuple(dict.fromkeys(map(str, value))))
 
     @classmethod
     def from_short(cls, evaluation: Evaluation | int) -> Evaluation:

@@ -137,11 +137,13 @@ def test_an_override_stacked_on_its_files_is_the_trial(tmp_path):
         "--model.net.hidden=[5]",
         "--trainer.local_epochs=3",
         "--data.batch_size=4",
+        "--trainer.evaluation=2",
+        "--trainer.engine=processes",
     ]
     tried = make_plan(request([file], options=options, baselines=[])).methods[0].config
-    keys = [option[2:].partition("=")[0] for option in options]
-    part = override(tried, keys)
-    assert set(part["trainer"]) == {"callbacks", "local_epochs"}
+    part = override(tried, options)
+    assert set(part["trainer"]) == {"callbacks", "local_epochs", "evaluation", "engine"}
+    assert part["trainer"]["evaluation"] == {"every": 2}  # and not the test data that a sweep leaves out
     assert set(part["data"]["init_args"]) == {"batch_size"}
     Path("best.yaml").write_text(yaml.safe_dump(part))
     stacked = make_plan(request([file], after=["best.yaml"], baselines=[])).methods[0].config

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -78,7 +79,7 @@ def renamed():
 
 def test_held_out_clients_join_by_default(tmp_path):
     trainer = federate(Toy(), toy_data(TRAINED | NEW), root=tmp_path, held_out=["x", "y"], max_rounds=1)
-    results = trainer.onboard(clients=["y"], epochs=0, verbose=False)
+    results = trainer.onboard(clients=["y"], epochs=np.int64(0), verbose=False)
     assert {client for row in results for client in row["per_client"]} == {"y"}
     assert {row["checkpoint"] for row in results} == {"latest"}
     known = {(r.stage, r.metric): r.value for r in trainer.rows if (r.model, r.client) == ("unseen", "y")}

@@ -2,6 +2,7 @@
 
 import pickle
 
+import numpy as np
 import pytest
 import yaml
 
@@ -10,8 +11,19 @@ from fedlightning.commands.run import Commands
 from fedlightning.config.errors import explain
 from fedlightning.config.short_forms import engine_of
 from fedlightning.errors import ConfigurationError
-from fedlightning.options import Auto, Evaluation, FailurePolicy, Flower, Processes, Ray, Sequential, Vectorized
+from fedlightning.options import (
+    Auto,
+    EngineOptions,
+    Evaluation,
+    FailurePolicy,
+    Flower,
+    Processes,
+    Ray,
+    Sequential,
+    Vectorized,
+)
 from fedlightning.options.replaced import REPLACED
+from fedlightning.storage.config_hash import config_hash
 
 MODEL = [
     "--model=Classifier",
@@ -39,6 +51,7 @@ def test_equal_values_are_equal_whatever_their_form():
     assert Evaluation(stages=["G"], seconds=5) == Evaluation(stages=("G",), seconds=5.0)
     assert FailurePolicy(timeout=3) == FailurePolicy(timeout=3.0)
     assert Evaluation(clients=1) != Evaluation(clients=0.5)
+    assert Evaluation(data=["local", "local"], stages=np.array(["G", "G"])) == Evaluation(stages=["G"])  # scored once
     assert repr(Evaluation(every=2, test_data=[])) == "Evaluation(every=2, test_data=())"
     assert pickle.loads(pickle.dumps(Ray(2, num_gpus=0.5))) == Ray(2, num_gpus=0.5)
 
@@ -47,6 +60,17 @@ def test_the_trainer_shows_what_differs():
     text = repr(FederatedTrainer(engine=Processes(2), failures=FailurePolicy("retry", retries=3)))
     assert "engine=Processes(workers=2), failures=FailurePolicy(on_error='retry', retries=3), callbacks" in text
     assert "engine" not in repr(FederatedTrainer(engine="sequential", evaluation=1, failures=FailurePolicy()))
+    assert "min_clients=1.0)" in repr(FederatedTrainer(failures=FailurePolicy(min_clients=1.0)))  # all of them, not one
+    assert "participation=1," in repr(FederatedTrainer(participation=1))
+    assert config_hash(FailurePolicy(min_clients=1.0)) != config_hash(FailurePolicy())
+
+
+def test_an_engine_that_there_is_not_is_none():
+    for engine in (EngineOptions(), type("Cluster", (EngineOptions,), {})(), Processes, None):
+        with pytest.raises(ConfigurationError, match=r"^engine=.* is unknown\. Choose one of"):
+            FederatedTrainer(engine=engine)
+    with pytest.raises(Exception, match=r"is unknown\. Choose one of"):
+        arguments_of("--trainer.engine=fedlightning.options.EngineOptions")
 
 
 REFUSED = [
@@ -94,7 +118,9 @@ def test_an_old_key_gets_a_sentence_that_names_the_new_one(name):
 def test_words_and_files_stack_key_by_key(tmp_path):
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
     first.write_text("trainer: {engine: processes, failures: {min_clients: 2}, evaluation: {stages: [G], every: 3}}")
-    second.write_text("trainer: {engine: {init_args: {workers: 3}}, failures: retry, evaluation: 5}")
+    second.write_text(
+        "trainer: {engine: {class_path: processes, init_args: {workers: 3}}, failures: retry, evaluation: 5}"
+    )
     words = ["--config", str(first), "--config", str(second), "--trainer.failures.retries=4"]
     found = arguments_of(*words)
     assert found["engine"] == Processes(3)

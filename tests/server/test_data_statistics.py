@@ -99,9 +99,11 @@ def test_a_dry_run_has_them(tmp_path, table):
     assert not trainer.dry_run(module(), stays(table)).problems
 
 
-@pytest.mark.parametrize("engine", ["vectorized"])
+@pytest.mark.parametrize("engine", ["vectorized", "auto"])
 def test_engines_agree(tmp_path, table, engine):
     one, other = run(tmp_path / "1", stays(table)), run(tmp_path / "2", stays(table), engine=engine)
+    kept = [(trainer.run.path / "statistics.json").read_text() for trainer in (one, other)]
+    assert kept[0] == kept[1] and one.federation.engine.statistics == other.federation.engine.statistics
     for name, value in one.server.model.items():
         torch.testing.assert_close(value, other.server.model[name], rtol=1e-4, atol=1e-5)
 
