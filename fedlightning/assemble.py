@@ -20,16 +20,15 @@ from fedlightning import arguments
 from fedlightning.arguments import TrainerOptions
 from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.client_parts import ClientParts
-from fedlightning.client.data_summary import Description
 from fedlightning.client.runtime import LocalRunner
 from fedlightning.client.settings import LocalSettings
 from fedlightning.client.warm_start import read_privacy, warm_started
 from fedlightning.contract import Protection
 from fedlightning.datamodules.base import FederatedDataModule
-from fedlightning.engine_choice import choose, make_engine
 from fedlightning.engines.base import Engine
 from fedlightning.engines.records import ClientStore
-from fedlightning.errors import ConfigurationError, warn
+from fedlightning.engines.sequential import SequentialEngine
+from fedlightning.errors import ConfigurationError, refuse_without_posix, warn
 from fedlightning.fast.evaluation import FastEvaluator
 from fedlightning.fast.fit import FastFitter
 from fedlightning.fast.module_copier import Copier
@@ -49,8 +48,8 @@ from fedlightning.guards.preflight import Preflight
 from fedlightning.guards.update_checks import UpdateChecks
 from fedlightning.guards.watchdog import Watchdog
 from fedlightning.onboarding.held_out_scores import HeldOutScores
-from fedlightning.options import Auto, Evaluation
-from fedlightning.options.lightning_arguments import FORWARDED, OF_DEVICES, check_devices
+from fedlightning.options import Auto, EngineOptions, Evaluation, Flower, Processes, Ray, Vectorized
+from fedlightning.options.lightning_arguments import OF_DEVICES, check_devices
 from fedlightning.privacy.leaving import refuse_private
 from fedlightning.privacy.outgoing import OutgoingReport
 from fedlightning.resume.fingerprint import DETAILS, fingerprint
@@ -67,6 +66,7 @@ from fedlightning.server.parts import Part, Parts
 from fedlightning.server.population import Participation, Population
 from fedlightning.server.progress import RichProgress
 from fedlightning.server.server import Server
+from fedlightning.stacked.choice import choose
 from fedlightning.storage.files import is_writer
 from fedlightning.virtual_time.timeline import Timeline
 
@@ -99,11 +99,13 @@ def assemble(
         assigned: Name of each client's model. Default: as the module says.
     """
     blueprint = make_blueprint(options, model, run)
-    engine = make_engine(options.arguments["engine"], LocalRunner(blueprint, data), _make_store(options))
+    memory = options.arguments["client_memory_gb"]
+    store = ClientStore(limit=None if memory is None else int(memory * 1e9))
+    engine = make_engine(options.arguments["engine"], LocalRunner(blueprint, data), store)
     engine.set_up("fit" if go_on else "test")
     everybody = engine.describe()
     arguments.check_clients(everybody)
-    blueprint.settings.log_clients = _logged_clients(options.arguments["log_clients"], everybody)
+    blueprint.settings.log_clients = arguments.logged_clients(options.arguments["log_clients"], everybody)
     blueprint.assigned = arguments.assigned_models(model, everybody) if assigned is None else assigned
     held_out = arguments.held_out_clients(options.arguments["held_out"], everybody)
     engine.leave_out(held_out)
@@ -203,7 +205,7 @@ def make_blueprint(options: TrainerOptions, model: LightningModule, run: RunFold
         local_steps=a["local_steps"],
         optimizer_state=options.optimizer_state,
         lr_decay=a["lr_decay"],
-        trainer_arguments=_local_trainer(a, run),
+        trainer_arguments=arguments.local_trainer_arguments(a, None if run is None else run.path),
         callbacks=options.ordinary_callbacks,
         log_clients=a["log_clients"] is True,
         local_loop=a["local_loop"],
@@ -226,9 +228,35 @@ def make_blueprint(options: TrainerOptions, model: LightningModule, run: RunFold
     return blueprint
 
 
-def _make_store(options: TrainerOptions) -> ClientStore:
-    memory = options.arguments["client_memory_gb"]
-    return ClientStore(limit=None if memory is None else int(memory * 1e9))
+def make_engine(options: EngineOptions, runner: LocalRunner, store: ClientStore) -> Engine:
+    """Make the engine of some options. What another one than the default needs is imported here.
+
+    Args:
+        options: Which engine, and how.
+        runner: The client side of the federation.
+        store: The clients' records; `Flower` has one of its own, of what is known of records elsewhere.
+    """
+    if isinstance(options, Processes | Ray):
+        refuse_without_posix(f"engine='{options.name}'", "Use engine='sequential' or 'vectorized'.")
+    if isinstance(options, Processes):
+        from fedlightning.parallel.processes import ProcessesEngine
+
+        return ProcessesEngine(runner, store, options.workers)
+    if isinstance(options, Ray):
+        from fedlightning.parallel.ray import RayEngine
+
+        return RayEngine(runner, store, options)
+    if isinstance(options, Vectorized):
+        from fedlightning.stacked.engine import VectorizedEngine
+
+        return VectorizedEngine(runner, store, options.clients_per_stack)
+    if isinstance(options, Flower):
+        from fedlightning.sites.engine import SitesEngine
+        from fedlightning.sites.link import current
+        from fedlightning.sites.store import SiteStore
+
+        return SitesEngine(runner, SiteStore(), *current())
+    return SequentialEngine(runner, store)
 
 
 def _list_population(engine: Engine, held_out: list[str]) -> Population:
@@ -254,32 +282,6 @@ def _choose_engine(engine: Engine, options: TrainerOptions) -> tuple[Engine, Tra
     another = make_engine(chosen, engine.runner, engine.store)
     another.statistics = engine.statistics
     return another, options
-
-
-def _logged_clients(asked: bool | Iterable[str | int], data: Description) -> bool | list[str]:
-    """Return `log_clients` with the clients by name."""
-    if isinstance(asked, bool):
-        return asked
-    names = [str(client) for client in asked]
-    unknown = [name for name in names if name not in data.client_ids]
-    if unknown:
-        raise ConfigurationError(
-            f"log_clients holds '{unknown[0]}', which is no client. They are {list(data.client_ids)[:20]}."
-        )
-    return names
-
-
-def _local_trainer(given: Mapping[str, Any], run: RunFolder | None) -> dict[str, Any]:
-    """Return the arguments of the clients' Lightning Trainers."""
-    out = {name: given[name] for name in FORWARDED if given[name] is not None}
-    out["check_val_every_n_epoch"] = given["check_val_every_n_epoch"]
-    if given["check_val_every_n_epoch"] is None:
-        out.pop("check_val_every_n_epoch")
-    if given["fast_dev_run"]:
-        out |= {f"limit_{split}_batches": 1 for split in ("train", "val", "test", "predict")}
-    if run is not None:
-        out["default_root_dir"] = str(run.path)
-    return out
 
 
 def _make_loggers(value: Logger | Iterable[Logger] | bool | None, run: RunFolder | None) -> list[Logger]:

@@ -25,7 +25,7 @@ ORDER = (
     ("guards", "virtual_time"),
     ("stacked", "parallel", "wire"),
     ("sites",),
-    ("arguments", "algorithm", "engine_choice"),
+    ("arguments", "algorithm"),
     ("fitted", "assemble"),
     ("trainer", "callbacks"),
     ("catalogue",),

@@ -9,6 +9,7 @@ from fedlightning.arguments.inputs import (
     federated_data,
     held_out_clients,
 )
+from fedlightning.arguments.local import local_trainer_arguments, logged_clients
 from fedlightning.arguments.newcomers import assigned_newcomers, check_new_clients, new_clients, new_clients_data
 from fedlightning.arguments.trainer_options import TrainerOptions
 from fedlightning.arguments.values import parse_time
@@ -24,6 +25,8 @@ __all__ = [
     "evaluated_clients",
     "federated_data",
     "held_out_clients",
+    "local_trainer_arguments",
+    "logged_clients",
     "new_clients",
     "new_clients_data",
     "parse_time",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -17,9 +18,11 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 
+from fedlightning.client.data_summary import Description
 from fedlightning.contract import FederatedCallback
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.options import Vectorized
+from fedlightning.options.lightning_arguments import FORWARDED
 from fedlightning.ranges import is_boundless, may_be_infinite
 
 
@@ -97,3 +100,29 @@ def check_logs(given: Mapping[str, Any], callbacks: Iterable[Callback]) -> None:
     loud = [type(item).__name__ for item in callbacks if isinstance(item, LearningRateMonitor | DeviceStatsMonitor)]
     if loud and not asked:
         warn(f"{loud[0]} logs inside clients, and their logs are off. log_clients=True writes them to the loggers.")
+
+
+def logged_clients(asked: bool | Iterable[str | int], data: Description) -> bool | list[str]:
+    """Return `log_clients` with the clients by name."""
+    if isinstance(asked, bool):
+        return asked
+    names = [str(client) for client in asked]
+    unknown = [name for name in names if name not in data.client_ids]
+    if unknown:
+        raise ConfigurationError(
+            f"log_clients holds '{unknown[0]}', which is no client. They are {list(data.client_ids)[:20]}."
+        )
+    return names
+
+
+def local_trainer_arguments(given: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
+    """Return the arguments of the clients' Lightning Trainers."""
+    out = {name: given[name] for name in FORWARDED if given[name] is not None}
+    out["check_val_every_n_epoch"] = given["check_val_every_n_epoch"]
+    if given["check_val_every_n_epoch"] is None:
+        out.pop("check_val_every_n_epoch")
+    if given["fast_dev_run"]:
+        out |= {f"limit_{split}_batches": 1 for split in ("train", "val", "test", "predict")}
+    if folder is not None:
+        out["default_root_dir"] = str(folder)
+    return out

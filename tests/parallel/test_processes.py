@@ -19,6 +19,7 @@ import torch
 import fedlightning  # noqa: F401  before lightning
 
 # isort: split
+from fedlightning.assemble import make_engine
 from fedlightning.callbacks import (
     APFL,
     FENDA,
@@ -34,7 +35,6 @@ from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.runtime import LocalRunner
 from fedlightning.client.settings import LocalSettings
 from fedlightning.contract import CallbackList
-from fedlightning.engine_choice import make_engine
 from fedlightning.engines.attempts import FederationError
 from fedlightning.engines.records import ClientStore
 from fedlightning.errors import ConfigurationError

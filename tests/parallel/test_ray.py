@@ -18,13 +18,13 @@ import fedlightning  # noqa: F401  before lightning
 # isort: split
 pytest.importorskip("ray")
 
+from fedlightning.assemble import make_engine
 from fedlightning.callbacks import FENDA, SCAFFOLD, FedAvg, FedMD, LocalCheckpoint
 from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.runtime import LocalRunner
 from fedlightning.client.settings import LocalSettings
 from fedlightning.contract import CallbackList
 from fedlightning.datamodules import DigitsDataModule, DriftingDataModule, IIDPartitioner, ShiftedDataModule
-from fedlightning.engine_choice import make_engine
 from fedlightning.engines.attempts import FederationError
 from fedlightning.engines.records import ClientStore
 from fedlightning.errors import ConfigurationError

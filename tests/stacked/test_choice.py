@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedlightning import engine_choice as choice
 from fedlightning.callbacks import MOON, FedAvg
 from fedlightning.engines.sequential import SequentialEngine
-from fedlightning.stacked import vectorizable
+from fedlightning.stacked import choice, vectorizable
 from fedlightning.stacked.engine import VectorizedEngine
 from tests.helpers import Toy, federate, global_state, make_trainer, same, toy_data
 
