@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 
-from fedlightning.client.client_logger import ClientLogger
+from fedlightning.client.trainer_context import ClientLogger
 from fedlightning.compat.quiet import quiet
 
 DROPPED = ("strategy", "devices", "num_nodes", "sync_batchnorm", "profiler", "max_epochs", "max_steps")

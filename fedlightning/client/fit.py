@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 
 from fedlightning.client import monitored_metrics as monitors
 from fedlightning.client.client import Client
-from fedlightning.client.client_logger import ClientLogger
 from fedlightning.client.fitters import FitJob, Fitter
 from fedlightning.client.freezing import only_training
 from fedlightning.client.local_data import start_sampler
@@ -26,7 +25,7 @@ from fedlightning.client.logged_numbers import numbers
 from fedlightning.client.loss_terms import loss_terms
 from fedlightning.client.phase_loss import phase_loss
 from fedlightning.client.requests import Fit
-from fedlightning.client.trainer_context import ClientData, TrainerContext
+from fedlightning.client.trainer_context import ClientData, ClientLogger, TrainerContext
 from fedlightning.client.undefined_metrics import nan_where_undefined
 from fedlightning.client.visit_callback import KeepingVisitCallback, VisitCallback, acting, address_of
 from fedlightning.compat.attached import trainer_of

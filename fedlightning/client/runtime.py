@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader
 
 from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.data_summary import Description, Detail, describe
-from fedlightning.client.fitters import FitterChoice
-from fedlightning.client.lightning_fit import LightningFitter
+from fedlightning.client.fitters import FitterChoice, LightningFitter
 from fedlightning.client.monitored_metrics import Monitor
 from fedlightning.client.scorer import Scorer
 from fedlightning.client.settings import LocalSettings

@@ -11,10 +11,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.client_errors import client_failure, in_words
-from fedlightning.client.client_logger import ClientLogger
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.runtime import LocalRunner
 from fedlightning.client.session import find_personal_module, open_client
+from fedlightning.client.trainer_context import ClientLogger
 from fedlightning.codec.packed import packed
 from fedlightning.compat.quiet import quiet
 from fedlightning.compat.system import file_name_of

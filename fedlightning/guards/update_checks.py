@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fedlightning.client.client_logger import MEDIA
+from fedlightning.client.trainer_context import MEDIA
 from fedlightning.contract import Change, FederatedCallback, SumCodec
 from fedlightning.contract.messages import ClientLog, Extra, Message, Update, check_extras, sizes_in
 from fedlightning.datamodules.base import SPLITS

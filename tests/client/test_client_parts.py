@@ -12,8 +12,7 @@ from fedlightning.assemble import CLIENT_PARTS
 from fedlightning.callbacks import SCAFFOLD
 from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.client_parts import ClientParts
-from fedlightning.client.fitters import FitterChoice
-from fedlightning.client.lightning_fit import LightningFitter
+from fedlightning.client.fitters import FitterChoice, LightningFitter
 from fedlightning.client.runtime import LocalRunner
 from fedlightning.client.settings import LocalSettings
 from fedlightning.contract import CallbackList

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fedlightning.contract.messages import Update
-from fedlightning.server.aggregation import Aggregation
+from fedlightning.server.update_collector import Aggregation
 from tests.helpers import Toy, federate, toy_data
 
 NAME = "net.0.weight"

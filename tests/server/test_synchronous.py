@@ -13,7 +13,7 @@ from fedlightning.algorithm import ClientSelection, FederatedCallback, Job, Plan
 from fedlightning.callbacks import SCAFFOLD, FedAvgM, HeteroFL, PLayerFL
 from fedlightning.errors import ConfigurationError
 from fedlightning.options import FailurePolicy
-from fedlightning.server.aggregation import Aggregation
+from fedlightning.server.update_collector import Aggregation
 from tests.helpers import Toy, federate, global_state, same, toy_data
 
 
