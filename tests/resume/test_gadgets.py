@@ -21,8 +21,8 @@ from fedlightning.models import MLP, Classifier, TimmNet
 from fedlightning.storage.files import UnreadableError
 from fedlightning.tensors import equal, module_state
 from tests.helpers import Toy, mostly_slow
+from tests.resume import gadgets
 from tests.resume.gadgets import Maker, evil, name_of, names_in, object_of, own_state, partial_of, pools, watched
-from tests.run import gadgets
 
 
 @pytest.fixture
