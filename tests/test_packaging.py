@@ -271,3 +271,13 @@ def test_distributions_carry_real_files(tmp_path: Path, through_sdist: bool) -> 
         metadata = wheel.read(f"fedlightning-{fedlightning.__version__}.dist-info/METADATA").decode()
     assert f"Version: {fedlightning.__version__}\n" in metadata
     assert "License-Expression: Apache-2.0\n" in metadata
+
+
+def test_files_that_code_names_beside_itself_are_there():
+    """A file that only a path names is not followed by tools that move modules."""
+    named = 0
+    for path in sorted((ROOT / "fedlightning").rglob("*.py")):
+        for name in re.findall(r"Path\(__file__\)\.with_name\(\"([\w.]+)\"\)", path.read_text()):
+            assert path.with_name(name).is_file(), f"{path} names {name}"
+            named += 1
+    assert named

@@ -196,7 +196,7 @@ def superlink(home: Path, host: str, port: int, own: Path | None, sites: int) ->
     local = itself(host)
     reach_directly(local)
     with ExitStack() as stack:
-        by = [sys.executable, "-P", str(Path(__file__).with_name("gate.py"))]
+        by = [sys.executable, "-P", str(Path(__file__).with_name("gateway.py"))]
         lives = stack.enter_context(running("flower-superlink", words, port, home / "superlink.log", host, by))
         from fedlightning.sites.flower import connection, server, signatures
 

@@ -24,11 +24,10 @@ trainer:
   name: run
   version: one
   failures: {timeout: 300}
-  stages: [L1, L2]
+  evaluation: {stages: [L1, L2], test_data: [local]}
   callbacks: [{class_path: fedlightning.callbacks.SCAFFOLD}]
   enable_progress_bar: false
   logger: false
-  test_data: [local]
 model:
   class_path: fedlightning.models.Classifier
   init_args:
