@@ -69,11 +69,12 @@ def show_leakage(found: dict[str, Any], attack: Attack, folder: Path, screen: Co
     now = {name: found[name] for name in (("membership", "sites", "missing") if attack == "usual" else (new,))}
     if attack == "usual":
         table = Table(box=SIMPLE_HEAD, pad_edge=False)
-        for name in ("model", "members", "others", "AUC", "95 % interval", "found at 1 % false alarms"):
+        for name in ("model", "members", "others", "AUC", "95 % interval", "found at 1 % false alarms", "by chance"):
             table.add_column(name, justify="left" if name == "model" else "right")
         for row in found["membership"]:
-            numbers = f"{row['auc']:.3f}", f"{row['low']:.3f} to {row['high']:.3f}", f"{row['hits']:.1%}"
-            table.add_row(row["model"], str(row["members"]), str(row["others"]), *numbers)
+            numbers = f"{row['auc']:.3f}", f"{row['low']:.3f} to {row['high']:.3f}"
+            shares = f"{row['hits']:.1%}", f"{row['chance']:.1%}"
+            table.add_row(row["model"], str(row["members"]), str(row["others"]), *numbers, *shares)
         print_whole(screen, table)
     for line in in_words(now):
         say(screen, f"\n{line}", markup=False)
