@@ -33,7 +33,8 @@ def leakage_by(
     folder: Path,
     samples: int,
     shadows: int,
-    canaries: int,
+    canaries: int | None,
+    power: float,
     unit: Literal["record", "client"] | None,
     batch: int,
     checkpoint: str,
@@ -53,7 +54,7 @@ def leakage_by(
         elif attack == "ratio":
             found = {"likelihood_ratio": likelihood_ratio(trainer, data, shadows, samples, checkpoint, report=tell)}
         elif attack == "canaries":
-            found = {"canaries": audit(trainer, data, canaries, unit, checkpoint=checkpoint, report=tell)}
+            found = {"canaries": audit(trainer, data, canaries, unit, checkpoint=checkpoint, report=tell, power=power)}
         else:
             found = {"inversion": inversion(trainer, data, batch, picture=folder / PICTURE)}
     except ValueError as error:
