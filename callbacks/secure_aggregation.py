@@ -90,7 +90,8 @@ class SecureAggregation(SumCodec):
     there are clients to make at each: it is made for up to a few hundred participants.
 
     Args:
-        threshold: ``t`` over the participants of a round, above a half. At least 3 clients in any case.
+        threshold: ``t`` over the participants of a round, above a half; two thirds take one more where 3 divides their
+            number: 5 of 6. At least 3 clients in any case.
         clip: Bound of an element's change in a round.
         bits: Bits of an integer: 16, 32 or 64. The mean is wrong by at most ``clip * clients / 2^bits`` if all stay.
 
@@ -125,7 +126,8 @@ class SecureAggregation(SumCodec):
 
     def survivors(self, participants: int) -> int:
         """Return ``t``: how many of a round's participants have to stay until its end."""
-        return max(LEAST, math.ceil(self.threshold * participants - 1e-9))
+        more = 2 * participants // 3 + 1 if self.threshold >= 2 / 3 else 0  # just two thirds are too few: section 6
+        return max(LEAST, more, math.ceil(self.threshold * participants - 1e-9))
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare public keys, sealed shares, masked integers and opened shares."""

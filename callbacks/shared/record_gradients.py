@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -206,6 +206,7 @@ def hooks_on(module: LightningModule) -> Any:
         ValueError: If a layer mixes records, or Opacus is not there.
     """
     try:
+        from opacus.grad_sample import functorch
         from opacus.grad_sample.grad_sample_module import GradSampleHooks
         from opacus.validators import ModuleValidator
     except ImportError as error:
@@ -228,12 +229,48 @@ def hooks_on(module: LightningModule) -> Any:
             f"SampleDP needs the gradient of each record, and Opacus cannot tell them apart: {problems[0]} "
             "(opacus.validators.ModuleValidator.fix(module) replaces such layers)."
         )
+
+    class Hooks(GradSampleHooks):
+        GRAD_SAMPLERS = _right_for_options(GradSampleHooks.GRAD_SAMPLERS, functorch.ft_compute_per_sample_gradient)
+
     try:
-        return GradSampleHooks(module, loss_reduction="mean", strict=True)
+        for layer in filter(_has_other_options, module.modules()):
+            functorch.prepare_layer(layer)  # before it keeps what it has seen, which cannot be copied
+        return Hooks(module, loss_reduction="mean", strict=True)
     except NotImplementedError as error:
         raise ValueError(
             f"SampleDP needs the gradient of each record, and Opacus cannot tell them apart: {error}"
         ) from error
+
+
+def _has_other_options(layer: nn.Module) -> bool:
+    """Return whether Opacus' kernel for such a layer, if it trains, is wrong for its options; its `forward` is right."""
+    if not any(parameter.requires_grad for parameter in layer.parameters(recurse=False)):
+        return False
+    if isinstance(layer, nn.LayerNorm):
+        return layer.bias is None
+    return getattr(layer, "padding_mode", "zeros") != "zeros"
+
+
+def _right_for_options(kernels: dict[Any, Any], by_forward: Callable[..., Any]) -> dict[Any, Any]:
+    """Return Opacus' kernels by type of layer, right where they pass over an option of the layer.
+
+    Args:
+        kernels: Opacus' own.
+        by_forward: What takes the gradients of records by a layer's `forward`: slower, and right for all options.
+    """
+
+    def of_embedding(layer: nn.Embedding, *inputs: Any) -> dict[nn.Parameter, Tensor]:
+        samples: dict[nn.Parameter, Tensor] = kernels[nn.Embedding](layer, *inputs)
+        for rows in samples.values() if layer.padding_idx is not None else ():
+            rows[:, layer.padding_idx] = 0.0  # torch gives this row no gradient
+        return samples
+
+    def of_layer(layer: nn.Module, *inputs: Any) -> Any:
+        return (by_forward if _has_other_options(layer) else kernels[type(layer)])(layer, *inputs)
+
+    kinds = dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm), of_layer)
+    return {**kernels, **kinds, nn.Embedding: of_embedding}
 
 
 def refuse_mixed_records(

@@ -28,12 +28,12 @@ FIELDS: dict[str, dict[str, str]] = {
     "test": {"run": "folder of the run", "rounds": "rounds that are done", "results": SCORES},
     "leakage": {
         "run": "folder of the run",
-        "membership": "a row for each model (model, members, others, auc, low, high, hits)",
+        "membership": "a row for each model (model, members, others, auc, low, high, hits, chance)",
         "sites": "whose a sample is (samples, clients, accuracy, chance, p); null if it could not be tried",
         "missing": "what could not be tried, in sentences",
-        "likelihood_ratio": "of --attack ratio (shadows, members, others, auc, low, high, hits); null if never made",
-        "canaries": "of --attack canaries (unit, canaries, guesses, right, confidence, delta, epsilon, most, accounted); "
-        "null if never made",
+        "likelihood_ratio": "of --attack ratio (shadows, members, others, auc, low, high, hits, chance); null if never made",
+        "canaries": "of --attack canaries (unit, canaries, guesses, right, confidence, delta, epsilon, most, accounted, "
+        "leak, power); null if never made",
         "inversion": "of --attack inversion (client, batch, matching, steps, mse, psnr, psnr_of_mean); null if never made",
     },
     "partition": {

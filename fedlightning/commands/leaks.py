@@ -33,7 +33,8 @@ def leakage_by(
     folder: Path,
     samples: int,
     shadows: int,
-    canaries: int,
+    canaries: int | None,
+    power: float,
     unit: Literal["record", "client"] | None,
     batch: int,
     checkpoint: str,
@@ -53,7 +54,7 @@ def leakage_by(
         elif attack == "ratio":
             found = {"likelihood_ratio": likelihood_ratio(trainer, data, shadows, samples, checkpoint, report=tell)}
         elif attack == "canaries":
-            found = {"canaries": audit(trainer, data, canaries, unit, checkpoint=checkpoint, report=tell)}
+            found = {"canaries": audit(trainer, data, canaries, unit, checkpoint=checkpoint, report=tell, power=power)}
         else:
             found = {"inversion": inversion(trainer, data, batch, picture=folder / PICTURE)}
     except ValueError as error:
@@ -69,11 +70,12 @@ def show_leakage(found: dict[str, Any], attack: Attack, folder: Path, screen: Co
     now = {name: found[name] for name in (("membership", "sites", "missing") if attack == "usual" else (new,))}
     if attack == "usual":
         table = Table(box=SIMPLE_HEAD, pad_edge=False)
-        for name in ("model", "members", "others", "AUC", "95 % interval", "found at 1 % false alarms"):
+        for name in ("model", "members", "others", "AUC", "95 % interval", "found at 1 % false alarms", "by chance"):
             table.add_column(name, justify="left" if name == "model" else "right")
         for row in found["membership"]:
-            numbers = f"{row['auc']:.3f}", f"{row['low']:.3f} to {row['high']:.3f}", f"{row['hits']:.1%}"
-            table.add_row(row["model"], str(row["members"]), str(row["others"]), *numbers)
+            numbers = f"{row['auc']:.3f}", f"{row['low']:.3f} to {row['high']:.3f}"
+            shares = f"{row['hits']:.1%}", f"{row['chance']:.1%}"
+            table.add_row(row["model"], str(row["members"]), str(row["others"]), *numbers, *shares)
         print_whole(screen, table)
     for line in in_words(now):
         say(screen, f"\n{line}", markup=False)

@@ -170,7 +170,8 @@ class Commands(FederatedCLI):
         attack: Attack = "usual",
         samples: int = 1000,
         shadows: int = 16,
-        canaries: int = 100,
+        canaries: int | None = None,
+        power: float = 0.8,
         unit: Literal["record", "client"] | None = None,
         batch: int = 1,
         checkpoint: str = "latest",
@@ -187,7 +188,8 @@ class Commands(FederatedCLI):
             attack: The attack.
             samples: Samples to try, at most, of each model's training and other data.
             shadows: Number of shadow runs.
-            canaries: Number of canaries, at most.
+            canaries: Number of canaries, at most. Default: 100, or as many more as have the power.
+            power: Probability with which canaries are to find a leak of twice the epsilon that is accounted for.
             unit: What a canary is: record or client. Default: what the run accounts for.
             batch: Images of the step that is inverted, 1 to 4.
             checkpoint: Models to attack: latest, best_local or best_global.
@@ -197,7 +199,17 @@ class Commands(FederatedCLI):
         self.trainer.restore(self.model, self.datamodule, folder)
         with self._in_words():
             found = leakage_by(
-                attack, self.trainer, self.datamodule, folder, samples, shadows, canaries, unit, batch, checkpoint
+                attack,
+                self.trainer,
+                self.datamodule,
+                folder,
+                samples,
+                shadows,
+                canaries,
+                power,
+                unit,
+                batch,
+                checkpoint,
             )
         if is_writer():
             show_leakage(found, attack, folder, console(), json)

@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch.utils.data import Dataset, Subset
@@ -23,6 +24,12 @@ from fedlightning.trainer import FederatedTrainer
 TOLD = "privacy.json"
 OUTER = 2
 """One in so many canaries is guessed: those that stand out most, on both sides. Decided before anybody looks."""
+LEAST = 8
+"""Canaries that show something."""
+USUAL, MOST = 100, 1000
+"""Canaries that are taken if nobody says how many: more wrong labels would make another task of it."""
+UNCOUNTED = 3.0
+"""Epsilon that is looked for where a run accounts for nothing."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,8 @@ class Canaries:
         epsilon: The bound: what the audit run gave away, at least.
         most: The largest bound that so many guesses could have given.
         accounted: What the audit run's own accountant says of this unit; `None`: nothing.
+        leak: The epsilon that was looked for: twice what the run accounts for, as of noise that is halved; or 3.
+        power: Probability with which the bound is above what is accounted, if so much leaks and the attacker misses nothing.
     """
 
     unit: str
@@ -57,6 +66,8 @@ class Canaries:
     epsilon: float
     most: float
     accounted: float | None
+    leak: float
+    power: float
 
 
 def p_value(canaries: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
@@ -64,10 +75,8 @@ def p_value(canaries: int, guesses: int, right: int, epsilon: float, delta: floa
     from scipy.stats import binom
 
     share = 1.0 / (1.0 + math.exp(-epsilon))
-    below, most = 0.0, 0.0
-    for step in range(1, right + 1) if delta else ():
-        below += float(binom.pmf(right - step, guesses, share))
-        most = max(most, below / step)
+    steps = np.arange(1, right + 1 if delta else 1)
+    most = float(np.max(np.cumsum(binom.pmf(right - steps, guesses, share)) / steps, initial=0.0))
     return min(1.0, float(binom.sf(right - 1, guesses, share)) + 2 * canaries * delta * most)
 
 
@@ -86,6 +95,63 @@ def epsilon_bound(canaries: int, guesses: int, right: int, delta: float = 0.0, c
         refuted = p_value(canaries, guesses, right, middle, delta) <= 1 - confidence
         low, high = (middle, high) if refuted else (low, middle)
     return low
+
+
+def power_of(canaries: int, leak: float, accounted: float = 0.0, delta: float = 0.0, confidence: float = 0.95) -> float:
+    """Return how probable it is that guesses refute what is accounted, if each is right as often as a leak allows.
+
+    Args:
+        canaries: Number of canaries.
+        leak: Epsilon of what leaks: a guess is right with ``e^leak / (1 + e^leak)``.
+        accounted: Epsilon that is to be refuted.
+        delta: Delta of the guarantee.
+        confidence: Of the bound.
+
+    Example:
+        >>> round(power_of(100, leak=2.0), 2), round(power_of(100, leak=2.0, accounted=1.0), 2)
+        (1.0, 0.76)
+    """
+    from scipy.stats import binom
+
+    guesses = guesses_of(canaries)
+    if p_value(canaries, guesses, guesses, accounted, delta) > 1 - confidence:
+        return 0.0  # even if all are right
+    low, high = -1, guesses  # so many right guesses refute nothing, and so many do
+    while high - low > 1:
+        middle = (low + high) // 2
+        refuted = p_value(canaries, guesses, middle, accounted, delta) <= 1 - confidence
+        low, high = (low, middle) if refuted else (middle, high)
+    return float(binom.sf(high - 1, guesses, 1.0 / (1.0 + math.exp(-leak))))
+
+
+def canaries_for(power: float, most: int, leak: float, accounted: float, delta: float, confidence: float) -> int:
+    """Return the least number of canaries from the usual one on that has a power, or that which has the largest.
+
+    Args:
+        power: What is wanted, as of :func:`power_of`.
+        most: Canaries that are to be had.
+        leak: Epsilon of what leaks.
+        accounted: Epsilon that is to be refuted.
+        delta: Delta of the guarantee.
+        confidence: Of the bound.
+
+    Raises:
+        ValueError: If the power is no probability between 0 and 1.
+    """
+    if not 0 < power < 1:
+        raise ValueError(f"power={power:g} is no probability between 0 and 1, with which canaries find a leak")
+    counts = range(USUAL, min(most, MOST) + 1, 2 * OUTER) or [most]
+    powers: list[float] = []
+    for count in counts:
+        powers.append(power_of(count, leak, accounted, delta, confidence))
+        if powers[-1] >= power:
+            return count
+    return counts[powers.index(max(powers))]
+
+
+def guesses_of(canaries: int) -> int:
+    """Return how many of so many canaries are guessed, on both sides together."""
+    return 2 * max(1, canaries // (2 * OUTER))
 
 
 class Mislabelled(Dataset[Any]):
@@ -110,12 +176,13 @@ class Mislabelled(Dataset[Any]):
 def canaries(
     trainer: FederatedTrainer,
     data: FederatedDataModule,
-    count: int = 100,
+    count: int | None = None,
     unit: Literal["record", "client"] | None = None,
     confidence: float = 0.95,
     checkpoint: str = "latest",
     seed: int = 0,
     report: Callable[[str], None] = lambda text: None,
+    power: float = 0.8,
 ) -> dict[str, Any]:
     """Train the run's configuration once more with canaries in it, and guess which were there.
 
@@ -126,12 +193,14 @@ def canaries(
     Args:
         trainer: The trainer, fitted or restored.
         data: Its data; they have to be here.
-        count: Number of canaries, at most; each needs test samples of its own.
+        count: Number of canaries, at most; each needs test samples of its own. `None`: 100, or as many more as
+            have the `power`.
         unit: `"record"` or `"client"`. `None`: what the run accounts for (`"record"` if it accounts for nothing).
         confidence: Of the bound.
         checkpoint: Models of the audit run to attack.
         seed: Of all draws; the audit run trains with the seed after it.
-        report: Is told of the progress.
+        report: Is told of the progress, and before the audit run of what it can find.
+        power: Probability with which a leak of twice the accounted epsilon is to be found (of 3 where nothing is accounted).
 
     Returns:
         :class:`Canaries` as a dict.
@@ -148,9 +217,16 @@ def canaries(
         for dataset in _bred(data, client, 1 if unit == "record" else data.num_samples(client), draw)
     ]
     order = torch.randperm(len(bred), generator=draw)[:count].tolist()
+    if len(order) < LEAST:
+        raise ValueError(f"{len(order)} canaries are to be had from the test data, and fewer than {LEAST} show nothing")
+    told = _accounts_for(trainer, unit)
+    claimed, delta = float(told.get("epsilon") or 0.0), float(told.get("delta") or 0.0)
+    leak = 2 * claimed or UNCOUNTED
+    if count is None:
+        order = order[: canaries_for(power, len(order), leak, claimed, delta, confidence)]
     chosen = [bred[place] for place in order]
-    if len(chosen) < 8:
-        raise ValueError(f"{len(chosen)} canaries are to be had from the test data, and fewer than 8 show nothing")
+    reached = power_of(len(chosen), leak, claimed, delta, confidence)
+    report(_can_find(len(chosen), leak, claimed, delta, confidence, reached))
     there = torch.rand(len(chosen), generator=draw) < 0.5
     own = {client: pool_of(data, client, ("train",)) for client in clients}
     if unit == "record":
@@ -172,12 +248,25 @@ def canaries(
         accounted = _accounts_for(again, unit)
         again.close()
     ranked = learnt.argsort(stable=True, descending=True)
-    each = max(1, len(chosen) // (2 * OUTER))
-    guesses, right = 2 * each, int(there[ranked[:each]].sum()) + int((~there[ranked[-each:]]).sum())
+    guesses = guesses_of(len(chosen))
+    each = guesses // 2
+    right = int(there[ranked[:each]].sum()) + int((~there[ranked[-each:]]).sum())
     delta, spent = float(accounted.get("delta") or 0.0), accounted.get("epsilon")
     bound, most = (epsilon_bound(len(chosen), guesses, hits, delta, confidence) for hits in (right, guesses))
     spent = None if spent is None else float(spent)
-    return asdict(Canaries(unit, len(chosen), guesses, right, confidence, delta, bound, most, spent))
+    return asdict(Canaries(unit, len(chosen), guesses, right, confidence, delta, bound, most, spent, leak, reached))
+
+
+def _can_find(count: int, leak: float, accounted: float, delta: float, confidence: float, power: float) -> str:
+    """Return in words what an audit can find, before it runs."""
+    most = epsilon_bound(count, guesses_of(count), guesses_of(count), delta, confidence)
+    beside = f"the {accounted:.2f} that are accounted for" if accounted else "0"
+    if most <= accounted:
+        return f"{count} canaries show an epsilon of {most:.2f} at most, which refutes nothing of {beside}"
+    return (
+        f"{count} canaries show an epsilon of {most:.2f} at most; a leak of {leak:.2f} comes out above {beside} with "
+        f"probability {power:.0%}, if the attacker misses nothing"
+    )
 
 
 def _accounts_for(trainer: FederatedTrainer, unit: str) -> dict[str, Any]:

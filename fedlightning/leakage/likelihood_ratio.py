@@ -40,7 +40,8 @@ class LikelihoodRatio:
         auc: Probability that a member stands out more than another sample.
         low: Lower end of its 95 % interval (bootstrap over samples).
         high: Upper end.
-        hits: Share of members found where one in a hundred others is taken for one. Chance finds 0.01.
+        hits: Share of members found where one in a hundred others, at most, is taken for one.
+        chance: Share that chance finds so.
     """
 
     shadows: int
@@ -50,6 +51,7 @@ class LikelihoodRatio:
     low: float
     high: float
     hits: float
+    chance: float
 
 
 def confidence(losses: np.ndarray) -> np.ndarray:

@@ -23,10 +23,11 @@ def in_words(found: Mapping[str, Any]) -> list[str]:
             f"{sites['chance']:.1%} (p = {sites['p']:.3g})."
         )
     if ratio := found.get("likelihood_ratio"):
+        chance = f" (chance finds {ratio['chance']:.1%})" if "chance" in ratio else ""  # older runs have none
         lines.append(
             f"Likelihood ratio: with {ratio['shadows']} shadow runs, AUC {ratio['auc']:.3f} ({ratio['low']:.3f} to "
             f"{ratio['high']:.3f}), and {ratio['hits']:.1%} of {ratio['members']} members found where 1 % of "
-            f"{ratio['others']} others are taken for one. More shadow runs find more."
+            f"{ratio['others']} others at most are taken for one{chance}. More shadow runs find more."
         )
     if audit := found.get("canaries"):
         accounted = audit["accounted"]

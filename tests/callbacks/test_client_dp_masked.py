@@ -67,7 +67,7 @@ def test_without_noise_to_speak_of_it_is_the_run_with_noise_at_the_server(method
 
 def test_the_mean_has_the_noise_of_those_who_came_and_nobody_else_adds_any():
     """Six clients, four shares: variance 6/4 of what is accounted for, over six."""
-    plain, noisy = ([dp(noise_multiplier=z), SecureAggregation()] for z in (1e-4, 2.0))
+    plain, noisy = ([dp(noise_multiplier=z), SecureAggregation(threshold=0.6)] for z in (1e-4, 2.0))
     first, second = global_state(run(plain)), global_state(run(noisy))
     drawn = torch.cat([(second[name] - first[name]).flatten() for name in first])
     assert float(drawn.std()) == pytest.approx(2.0 * 0.5 * math.sqrt(6 / 4) / 6, rel=4 / math.sqrt(2 * len(drawn)))
@@ -147,7 +147,7 @@ def test_clients_do_not_solve_for_other_rounds_than_are_accounted(tmp_path):
 @pytest.mark.parametrize("step", ["training", "open"])
 def test_who_drops_out_takes_his_share_along(step):
     two = {"c0": step, "c5": step}
-    assert len(run([dp(), SecureAggregation(), Fails(**two)]).server.failures) == 2
+    assert len(run([dp(), SecureAggregation(threshold=0.6), Fails(**two)]).server.failures) == 2
     with pytest.raises((ValueError, FederationError), match="opens no sum of fewer than 5"):
         run([dp(shares=5), SecureAggregation(threshold=0.8), Fails(**two)])
 
@@ -237,7 +237,7 @@ def test_a_further_release_is_in_the_ledger_with_the_noise_of_a_share(tmp_path):
     [
         ([dp()], "Take both, or leave out both"),
         ([dp(where="server", shares=None), SecureAggregation()], "ClientDP"),
-        ([dp(shares=5), SecureAggregation()], r"opens sums of 4 of 6 clients, .* Lower shares"),
+        ([dp(shares=6), SecureAggregation()], r"opens sums of 5 of 6 clients, .* Lower shares"),
         ([dp(noise_multiplier=40.0), SecureAggregation()], r"could overflow. Take a clip of \d+"),
         ([dp(clip=9.0), SecureAggregation()], r"could overflow. Take a clip of \d+"),
         ([dp(), SecureAggregation(bits=64)], "Take bits=32"),

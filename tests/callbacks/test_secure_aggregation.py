@@ -165,7 +165,7 @@ def test_the_sum_is_that_of_the_survivors_bit_for_bit(gone, monkeypatch):
     record = Recorder(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = federate(module(), toy_data(SIZES), [Fails(**gone), SecureAggregation()], max_rounds=1)
+        trainer = federate(module(), toy_data(SIZES), [Fails(**gone), SecureAggregation(threshold=0.6)], max_rounds=1)
         out = Fails(**{client: "training" for client, step in gone.items() if step != "open"})
         plain = federate(module(), toy_data(SIZES), [out], max_rounds=1)
     total = sum(record.integers, np.zeros_like(record.integers[0]))
@@ -179,20 +179,27 @@ def test_who_is_late_has_dropped_out():
     loop = Synchronous(VirtualClock(SampleSpeed(1.0)), deadline=45.0)
     trainers = [
         federate(module(), toy_data(SIZES), more, max_rounds=2, loop=copy.deepcopy(loop))
-        for more in ([], [SecureAggregation()])
+        for more in ([], [SecureAggregation(threshold=0.6)])
     ]
     close(*(global_state(trainer) for trainer in trainers), atol=3e-7)
     assert trainers[1].server.costs.steps == trainers[0].server.costs.steps
 
 
+def test_two_thirds_are_more_than_two_thirds():
+    wanted = {3: 3, 4: 3, 5: 4, 6: 5, 8: 6, 9: 7, 10: 7, 12: 9, 15: 11, 18: 13, 20: 14, 99: 67}  # floor(2 n / 3) + 1
+    assert {count: SecureAggregation().survivors(count) for count in wanted} == wanted
+    others = [SecureAggregation(threshold=one).survivors(5) for one in (0.6, 0.8, 1.0)]
+    assert others == [3, 4, 5] and SecureAggregation(threshold=0.6).survivors(6) == 4
+
+
 @pytest.mark.parametrize(("step", "said"), [("keys", "sent keys"), ("training", "masked updates"), ("open", "to open")])
 def test_too_few_survivors_are_a_sentence(step, said):
-    callbacks = [Fails(c0=step, c1=step, c2=step), SecureAggregation()]
+    callbacks = [Fails(c0=step, c1=step), SecureAggregation()]
     with (
         warnings.catch_warnings(),
         pytest.raises(
             ValueError,
-            match=f"Round 1: 3 of 6 clients .*{said}.* no sum of fewer than 4; client '0' failed: .*no power",
+            match=f"Round 1: 4 of 6 clients .*{said}.* no sum of fewer than 5; client '0' failed: .*no power",
         ),
     ):
         warnings.simplefilter("ignore")
@@ -224,9 +231,8 @@ def test_secrets_of_who_dropped_out_are_gone_when_the_round_is_over(engine, tmp_
     gone = Fails(c1="shares", c4="training")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = federate(
-            module(), toy_data(SIZES), [gone, SecureAggregation()], tmp_path, max_rounds=1, engine=engine
-        )
+        callbacks = [gone, SecureAggregation(threshold=0.6)]
+        trainer = federate(module(), toy_data(SIZES), callbacks, tmp_path, max_rounds=1, engine=engine)
     kept = {client: dict(trainer.store.get(client).state) for client in trainer.store}
     assert not any("SecureAggregation" in state for state in kept.values())
     files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
@@ -318,7 +324,8 @@ def test_the_server_sees_masked_integers_only(gone, monkeypatch, tmp_path):
     monkeypatch.setattr(Server, "accept", seeing)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = federate(module(), toy_data(SIZES), [Fails(**gone), SecureAggregation()], tmp_path, max_rounds=1)
+        callbacks = [Fails(**gone), SecureAggregation(threshold=0.6)]
+        trainer = federate(module(), toy_data(SIZES), callbacks, tmp_path, max_rounds=1)
     held.extend(tensors_of(trainer.server, {}))
     assert len(record.plain) == 6 - len(gone) and all(
         isinstance(update, Update) and not update.state for update in came

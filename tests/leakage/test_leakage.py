@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedlightning.callbacks import FedAvg, Local
 from fedlightning.cli import main
 from fedlightning.datamodules.loaders import LoaderDataModule
-from fedlightning.leakage import in_words, leakage, membership, site_inference
+from fedlightning.leakage import basic_attacks, in_words, leakage, membership, site_inference
 from fedlightning.study.predicted import members_of
 from tests.helpers import Toy, federate, make_trainer, toy_data
 
@@ -35,6 +36,19 @@ def test_hits_are_counted_at_one_false_alarm_in_a_hundred():
     assert membership("m", np.array([-1.0, -1.0, 0.5, 50.0]), others).hits == 0.75  # one other lies below 1.0
     draw = np.random.default_rng(1)
     assert membership("m", draw.normal(size=2000), draw.normal(size=2000)).hits == pytest.approx(0.01, abs=0.012)
+
+
+@pytest.mark.parametrize("count", [2, 20, 99, 100, 150])
+def test_what_chance_finds(count, monkeypatch):
+    monkeypatch.setattr(basic_attacks, "RESAMPLES", 2)  # the interval is not looked at
+    draw = np.random.default_rng(count)
+    rows = [membership("m", draw.normal(size=40), draw.normal(size=count)) for _ in range(300)]
+    chance, hits = rows[0].chance, np.array([row.hits for row in rows])
+    assert chance == (count // 100 + 1) / (count + 1)
+    assert abs(hits.mean() - chance) < 4 * hits.std() / np.sqrt(len(hits))
+    ratio = {"shadows": 4, **asdict(rows[0])}
+    assert f"(chance finds {chance:.1%})" in in_words({"likelihood_ratio": ratio})[0]
+    assert "chance" not in in_words({"likelihood_ratio": {k: v for k, v in ratio.items() if k != "chance"}})[0]
 
 
 def test_intervals_hold_chance_where_there_is_nothing():

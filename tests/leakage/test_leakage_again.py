@@ -15,7 +15,7 @@ from fedlightning.callbacks import ClientDP, FedAvg, SampleDP
 from fedlightning.cli import main
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.leakage import canaries, in_words, inversion, likelihood_ratio
-from fedlightning.leakage.audit import epsilon_bound, p_value
+from fedlightning.leakage.audit import canaries_for, epsilon_bound, p_value, power_of
 from fedlightning.leakage.gradients import distance, psnr
 from fedlightning.leakage.likelihood_ratio import confidence, standing_out
 from fedlightning.models import Classifier
@@ -104,7 +104,11 @@ def test_the_bound_is_below_what_is_accounted_and_no_ledger_knows(dp, unit, tmp_
     ledger = tmp_path / "ledger"
     trainer = federate(module(8), data, [dp(str(ledger))], tmp_path, max_rounds=1, local_epochs=4)
     known = {path.name: path.read_text() for path in ledger.glob("*.json")}
-    found = canaries(trainer, data, count=24)
+    said = []
+    found = canaries(trainer, data, report=said.append)
+    claimed = json.loads((trainer.run.path / "privacy.json").read_text())["epsilon"]
+    assert (found["canaries"], found["leak"]) == (36, 2 * claimed)
+    assert said[0].startswith("36 canaries show an epsilon of") and said[1].startswith("audit run with")
     assert known and {path.name: path.read_text() for path in ledger.glob("*.json")} == known
     assert found["unit"] == unit and found["delta"] == 1e-3
     assert 0 <= found["epsilon"] < found["accounted"] < math.inf
@@ -136,6 +140,26 @@ def test_a_client_that_is_a_canary_is_found_without_noise():
     trainer = federate(Wide(hidden=32), data, [FedAvg()], max_rounds=2, local_epochs=4)
     found = canaries(trainer, data, count=30, unit="client")
     assert found["unit"] == "client" and found["epsilon"] > 0.3
+
+
+def test_power_is_how_often_guesses_refute_what_is_accounted():
+    draw, share = np.random.default_rng(0), 1 / (1 + math.exp(-2.0))
+    for accounted, delta in ((0.0, 0.0), (1.0, 0.0), (1.0, 1e-4)):
+        right = draw.binomial(50, share, 4000)
+        refuted = {hits: epsilon_bound(100, 50, hits, delta) > accounted for hits in set(right.tolist())}
+        often = np.mean([refuted[hits] for hits in right.tolist()])
+        assert power_of(100, 2.0, accounted, delta) == pytest.approx(often, abs=0.03)
+    assert power_of(100, 16.0, 8.0, 1e-3) == 0.0  # not even if all are right
+
+
+def test_canaries_are_as_many_as_have_the_power():
+    count = canaries_for(0.8, 2000, 1.0, 0.5, 0.0, 0.95)
+    assert count > 100 and power_of(count, 1.0, 0.5) >= 0.8 > power_of(count - 4, 1.0, 0.5)
+    assert canaries_for(0.8, 2000, 3.0, 0.0, 0.0, 0.95) == 100  # they have more
+    assert canaries_for(0.8, 60, 1.0, 0.5, 0.0, 0.95) == 60  # there are no more
+    assert canaries_for(0.99, 120, 1.0, 0.5, 0.0, 0.95) <= 120
+    with pytest.raises(ValueError, match="power=1 is no probability"):
+        canaries_for(1.0, 60, 1.0, 0.5, 0.0, 0.95)
 
 
 def test_too_few_canaries():
