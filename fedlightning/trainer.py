@@ -79,44 +79,39 @@ class FederatedTrainer:
             seed. Their scores are rows of their own (model `"unseen"`), in no mean of the others. Default: none.
         seed: Addresses all randomness of the run: initial wrapping, batches, dropout, participation.
         optimizer_state: "reset": every visit makes its optimizers and schedulers anew, and the module's clocks count
-            within the visit; "keep": they go on with the horizon `max_rounds * local_epochs`. Default: "reset", unless an
-            algorithm asks for the other.
+            within the visit; "keep": they go on over `max_rounds * local_epochs`. Default: "reset", or as an algorithm asks.
         lr_decay: Factor on all learning rates per round; survives the re-creation of the optimizers.
         float_buffers: Running statistics of normalisation layers are averaged ("average"), stay with each client
             ("local"), or are the server's ("server"). Integer buffers are never averaged.
         callbacks: Federated callbacks (algorithms, checkpoints, diagnostics) and ordinary Lightning callbacks in any
             order. Ordinary ones run inside every client's training, each client with a copy and a state of its own.
         engine: Where clients work. "sequential": one after another in this process; "processes": on worker processes of
-            this machine, the same results bit for bit; "vectorized": many small models as one stack, equal up to rounding;
-            "ray": on Ray actors of this machine or of a cluster, the same results bit for bit; "auto": "vectorized" where it
-            is faster, else "sequential". With options: `Processes(workers=4)` and its like (`fedlightning.options`).
-        loop: When clients are visited, and what a round is: "synchronous", or a loop with options
-            (`fedlightning.server.loops`). What trains inside a visit is another thing: local_loop.
+            this machine; "ray": on Ray actors of this machine or of a cluster; with as many torch threads each, such as
+            OMP_NUM_THREADS=1, these have the same results bit for bit. "vectorized": many small models as one stack, equal
+            up to rounding; "auto": it where it is faster. With options: `Processes(workers=4)` (`fedlightning.options`).
+        loop: When clients are visited: "synchronous", or a loop with options (`fedlightning.server.loops`).
         local_loop: What trains inside a visit. "trainer": a Lightning Trainer of the visit's own; "fast": a short loop
             that makes the same calls at a fraction of the cost per step, equal bit for bit, for one device; "auto": fast
-            where it applies, else trainer, and one line says why. When clients are visited is another thing: loop.
+            where it applies, else trainer, and one line says why.
         client_memory_gb: Gigabytes of client records (personal models, states) kept in memory between visits; the least
             recently visited clients beyond that lie on disk. Default: a quarter of the machine's memory.
         init_from: Checkpoint (of Lightning or of this package) or `state_dict` file whose weights the federation begins
-            with, instead of the module's own. An exported file carries what was spent on it (SampleDP, ClientDP): a private
-            run tells that, its own, and the sum (`together` in `privacy.json`).
+            with. What was spent on it (SampleDP, ClientDP) a private run tells, and the sum (`together` in `privacy.json`).
         failures: What becomes of a client that fails: "skip": it is left out of the round; "retry": it is tried again first;
-            "stop": it ends the run. How often, how many clients must contribute, how long one may take and how large an
-            update may be: `FailurePolicy(...)` (`fedlightning.options`).
+            "stop": it ends the run. How often, and what else counts as one: `FailurePolicy(...)` (`fedlightning.options`).
         evaluation: Rounds between evaluations on validation data (the last round is always evaluated); 0: never. Also of
             which clients, at which stages and on what: `Evaluation(every=5, ...)` (`fedlightning.options`).
         logger: Lightning loggers; True: CSV files in the run's folder. Round means go to them.
         log_clients: What modules and callbacks log inside clients (`self.log`, `self.logger`, `LearningRateMonitor`) goes to
-            the loggers as `client/<id>/<name>`, at steps counted over the client's visits: `True` for every client, or
-            a list of clients. Such clients train with Lightning's Trainer, not the fast loop. Default: none.
+            the loggers as `client/<id>/<name>`, at steps counted over the client's visits: `True` (every client), or
+            a list of clients, which then train with Lightning's Trainer. Default: none.
         name: Name of the experiment: the run lies in default_root_dir/NAME/version_N.
         version: Fixed folder name instead of version_N.
         default_root_dir: Folder of all runs.
         save_state: Rounds between saves of the complete state of the federation, to resume from; 0: never.
         enable_progress_bar: Show rounds and clients.
         fast_dev_run: One round, one batch per client and evaluation, nothing written.
-        sanity_check: Before round 1, try one batch of every step that the run will use on a copy of the module, so that an
-            error of a later step shows at once. Results do not depend on it.
+        sanity_check: Before round 1, try one batch of every step of the run on a copy of the module. Results stay the same.
         max_time: Stop at the next round boundary after this time ("DD:HH:MM:SS", timedelta or dict of its arguments).
         accelerator: As in `lightning.pytorch.Trainer`, for each client's training; so are all that follow.
         strategy: As in Trainer.
