@@ -54,8 +54,7 @@ from fedlightning.contract.messages import GLOBAL, Extra, Message, Update, Wire,
 from fedlightning.errors import missing_package, warn
 from fedlightning.seeding import address, generator, isolated
 from fedlightning.server.server import Server
-from fedlightning.storage.files import write_secret, write_text_atomically
-from fedlightning.storage.round_table import add_round
+from fedlightning.storage.files import add_round, write_secret, write_text_atomically
 from fedlightning.tensors import State
 
 __all__ = [

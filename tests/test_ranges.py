@@ -41,9 +41,9 @@ from fedlightning.ranges import (
     number_in,
     ranges_of,
 )
-from fedlightning.ranges.checking import _annotations_of
+from fedlightning.ranges.annotations import _annotations_of
 from fedlightning.ranges.together import fault_of
-from fedlightning.server import loops
+from fedlightning.server import loop as loops
 from fedlightning.virtual_time import FixedSpeed
 
 if TYPE_CHECKING:

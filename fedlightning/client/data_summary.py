@@ -14,10 +14,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from fedlightning.client.settings import limited
+from fedlightning.client.requests import limited
 from fedlightning.datamodules.base import SPLITS, FederatedDataModule, in_order
+from fedlightning.datamodules.groups import look
 from fedlightning.datamodules.held_out import without
-from fedlightning.datamodules.overlap import look
 from fedlightning.datamodules.public_only import public_content
 
 Detail = Literal["classes", "splits", "loaders", "batches", "pooled", "public", "public content"]

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from fedlightning.contract.messages import Message
-from fedlightning.datamodules.own_generators import kept, readdress, seed_in_workers
-from fedlightning.datamodules.ready_batches import samples_in
-from fedlightning.datamodules.sampling import AddressedSampler
+from fedlightning.datamodules.sampling import AddressedSampler, kept, readdress, samples_in, seed_in_workers
 from fedlightning.datamodules.views import samples_at
 from fedlightning.seeding import address, isolated
 

@@ -13,7 +13,7 @@ from fedlightning.catalogue.algorithm import argument_texts
 from fedlightning.config.class_names import class_names
 from fedlightning.config.short_forms import CLASS_PATHS
 from fedlightning.options import EngineOptions, Evaluation, FailurePolicy
-from fedlightning.server import loops
+from fedlightning.server import loop as loops
 from fedlightning.trainer import FederatedTrainer
 
 PLAIN = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}

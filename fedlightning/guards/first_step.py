@@ -20,7 +20,7 @@ from fedlightning.client.runtime import LocalRunner
 from fedlightning.compat.quiet import quiet
 from fedlightning.contract import Change, FederatedCallback, FirstStep, Phase
 from fedlightning.contract.messages import Message
-from fedlightning.datamodules.own_generators import kept
+from fedlightning.datamodules.sampling import kept
 from fedlightning.datamodules.views import samples_at
 from fedlightning.engines.base import Engine
 from fedlightning.errors import ConfigurationError, ControlFlow, listed, warn

@@ -17,8 +17,8 @@ from fedlightning.client.optimizers import optimizers_of
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.runtime import LocalRunner
 from fedlightning.contract import Setup
-from fedlightning.datamodules.own_generators import kept
 from fedlightning.datamodules.public import first_batch, public_loader, size_of
+from fedlightning.datamodules.sampling import kept
 from fedlightning.engines.base import Question
 from fedlightning.guards.step_trials import Tried
 from fedlightning.seeding import isolated

@@ -18,10 +18,9 @@ from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoa
 from fedlightning.errors import ConfigurationError
 from fedlightning.resume.stores import CSVStore, MLFlowStore, Store, TensorBoardStore, WandbStore
 from fedlightning.run.recorder import RoundLogs
-from fedlightning.scores.results import summarise
+from fedlightning.scores.metrics import summarise
 from fedlightning.scores.rows import LATEST, Row
-from fedlightning.storage.append_only import Mark
-from fedlightning.storage.files import write_text_atomically
+from fedlightning.storage.files import Mark, write_text_atomically
 
 BEGINNING = "loggers.json"
 """Where the loggers stood before round 1; there until a state tells where they stand."""

@@ -19,9 +19,8 @@ from fedlightning.client.outputs import outputs
 from fedlightning.client.probes import move_batch
 from fedlightning.compat.attached import detached
 from fedlightning.compat.quiet import quiet
-from fedlightning.datamodules.own_generators import readdress, seed_in_workers
 from fedlightning.datamodules.public import addressable, public_loader, size_of
-from fedlightning.datamodules.sampling import AddressedSampler
+from fedlightning.datamodules.sampling import AddressedSampler, readdress, seed_in_workers
 from fedlightning.seeding import address, generator, isolated
 from fedlightning.tensors import dense, ties
 from fedlightning.wrappers.muting import evaluating, muted

@@ -17,10 +17,9 @@ import fedlightning
 from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.runtime import LocalRunner
 from fedlightning.contract.families import Protection
-from fedlightning.resume.fingerprint import differences, of_blueprint
+from fedlightning.resume.config_changes import differences, of_blueprint
 from fedlightning.sites.greeting import keyed
-from fedlightning.storage.config_hash import plain
-from fedlightning.storage.files import read_json, readable_json, write_text_atomically, writing
+from fedlightning.storage.files import plain, read_json, readable_json, write_text_atomically, writing
 from fedlightning.tensors import State
 
 MACHINE = ("accelerator", "devices", "strategy", "num_nodes", "plugins", "profiler", "default_root_dir")

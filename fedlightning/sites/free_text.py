@@ -20,7 +20,7 @@ from typing import Any
 
 from fedlightning.client.client_errors import in_words
 from fedlightning.contract.messages import Update
-from fedlightning.deployment.tasks import Deployed
+from fedlightning.deployment.export import Deployed
 from fedlightning.guards.preflight_task import CheckThere
 from fedlightning.guards.step_trials import Tried
 from fedlightning.scores.rows import Gap

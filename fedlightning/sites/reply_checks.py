@@ -10,7 +10,7 @@ from fedlightning.client.data_summary import Description
 from fedlightning.client.requests import Evaluate
 from fedlightning.compat.sheets import is_formula
 from fedlightning.contract.messages import Update
-from fedlightning.deployment.tasks import Deployed
+from fedlightning.deployment.export import Deployed
 from fedlightning.engines.base import Task, Visit
 from fedlightning.engines.score_tasks import ScoreClient, ScoreModel
 from fedlightning.errors import ConfigurationError, warn

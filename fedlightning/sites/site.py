@@ -19,7 +19,7 @@ from fedlightning.client.data_summary import Description
 from fedlightning.client.runtime import LocalRunner
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.public_only import public_facts
-from fedlightning.deployment.tasks import Deploy
+from fedlightning.deployment.export import Deploy
 from fedlightning.engines.base import Visit
 from fedlightning.engines.records import Note
 from fedlightning.engines.score_tasks import ScoreClient, ScoreModel
@@ -27,8 +27,8 @@ from fedlightning.errors import ConfigurationError
 from fedlightning.guards.preflight_task import CheckThere
 from fedlightning.guards.step_trials import TryStep
 from fedlightning.privacy.leaving import leaving_of
-from fedlightning.resume.fingerprint import differences
-from fedlightning.server.data_statistics import refuse_covered
+from fedlightning.resume.config_changes import differences
+from fedlightning.server.population import refuse_covered
 from fedlightning.sites import code_hashes as code
 from fedlightning.sites.agreement import agreement, refusal_of_changes, versions
 from fedlightning.sites.free_text import Texts

@@ -18,15 +18,14 @@ from fedlightning.client.requests import Evaluate
 from fedlightning.client.runtime import LocalRunner
 from fedlightning.contract import Change
 from fedlightning.contract.messages import Message, check_extras
-from fedlightning.deployment.tasks import Deploy
+from fedlightning.deployment.export import Deploy
 from fedlightning.engines.base import Visit
-from fedlightning.engines.score_tasks import ScoreClient, ScoredModel, ScoreModel
-from fedlightning.engines.server_model import ServerModel
+from fedlightning.engines.score_tasks import ScoreClient, ScoredModel, ScoreModel, ServerModel
 from fedlightning.guards.preflight_task import PLAIN, CheckThere
 from fedlightning.guards.step_trials import TryStep
 from fedlightning.privacy.leaving import leaving_of
 from fedlightning.scores.rows import LOCAL, UNSEEN
-from fedlightning.server.synchronous import ROUNDS
+from fedlightning.server.loop import ROUNDS
 from fedlightning.sites.request_checks import (
     A_TEXT,
     NAMES,

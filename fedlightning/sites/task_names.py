@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedlightning.deployment.tasks import Deploy
+from fedlightning.deployment.export import Deploy
 from fedlightning.engines.base import Visit
 from fedlightning.engines.score_tasks import ScoreClient, ScoreModel
 from fedlightning.sites.status import of_clients

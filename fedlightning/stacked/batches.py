@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, default_collate
 
 from fedlightning.datamodules.in_memory import rows_of, tensors_of
-from fedlightning.datamodules.resident import WHOLE_ORDER, whole_order
+from fedlightning.datamodules.indexed import WHOLE_ORDER, whole_order
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.views import ArrayDataset, collate_rows
 from fedlightning.fast.fit import set_epoch

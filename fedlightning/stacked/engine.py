@@ -21,13 +21,13 @@ from fedlightning.client.fit import fit as fit_client
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.requests import Fit, Score, ScoringTask, VisitSteps
 from fedlightning.client.runtime import LocalRunner
-from fedlightning.client.session import bind
+from fedlightning.client.visit import bind
 from fedlightning.contract.messages import Update
 from fedlightning.engines.base import Task, Visit
 from fedlightning.engines.records import ClientStore
 from fedlightning.engines.sequential import SequentialEngine
 from fedlightning.errors import ConfigurationError
-from fedlightning.fast.errors import NotInFastLoop
+from fedlightning.fast.log_sheet import NotInFastLoop
 from fedlightning.stacked.evaluation import StackedEvaluation
 from fedlightning.stacked.planning import chunk_size
 from fedlightning.stacked.stack import named_tensors

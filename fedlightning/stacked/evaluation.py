@@ -28,8 +28,8 @@ from fedlightning.client.runtime import LocalRunner
 from fedlightning.compat.attached import on_device
 from fedlightning.compat.quiet import without_warnings
 from fedlightning.fast import eligibility as fast_refusals
+from fedlightning.fast.eligibility import of_module
 from fedlightning.fast.evaluation import refusal
-from fedlightning.fast.hooks import of_module
 from fedlightning.stacked.scoring.clients import Feed, hooks_of, scores_of
 from fedlightning.stacked.scoring.log_limits import NotStacked
 from fedlightning.stacked.scoring.models import Models, Signature

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedlightning.client.client_errors import client_failure
 from fedlightning.client.runtime import LocalRunner
-from fedlightning.client.visit_callback import acting
+from fedlightning.client.trainer_context import acting
 from fedlightning.compat.attached import takes_index
 from fedlightning.contract import Phase, Stackable
 from fedlightning.stacked.batches import Gatherer

@@ -11,7 +11,7 @@ import numpy as np
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedlightning.fast.log_rules import STARTS, LogCall, log_call, scalar
+from fedlightning.fast.log_sheet import STARTS, LogCall, log_call, scalar
 from fedlightning.stacked.reductions import Column
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
-from fedlightning.client.settings import LocalSettings
+from fedlightning.client.requests import LocalSettings
 from fedlightning.compat.attached import attached
 from fedlightning.contract import Phase
 from fedlightning.stacked.trainees import Recipe

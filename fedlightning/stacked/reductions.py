@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fedlightning.fast.log_rules import STARTS
+from fedlightning.fast.log_sheet import STARTS
 
 
 class Column:

@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from fedlightning.compat.attached import attached
-from fedlightning.fast.log_rules import LogCall
+from fedlightning.fast.log_sheet import LogCall
 from fedlightning.stacked.kernels import StackKernels
 from fedlightning.stacked.logs import StepLog
 from fedlightning.stacked.map import over_clients

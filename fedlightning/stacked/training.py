@@ -11,11 +11,11 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from fedlightning.client.fit import start_fit
-from fedlightning.client.freezing import only_training
+from fedlightning.client.phases import only_training
 from fedlightning.client.probes import TRANSFERS, move_batch
 from fedlightning.client.requests import Fit
 from fedlightning.client.runtime import LocalRunner
-from fedlightning.client.visit_callback import address_of
+from fedlightning.client.trainer_context import address_of
 from fedlightning.compat.attached import on_device
 from fedlightning.contract import Phase
 from fedlightning.stacked.batches import Gatherer, LoaderSource, resident

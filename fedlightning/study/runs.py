@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from fedlightning.resume.manifest import is_file_name
+from fedlightning.resume.state_files import is_file_name
 from fedlightning.scores.metrics import bare
 from fedlightning.scores.row_files import read_rows
 from fedlightning.scores.rows import Row

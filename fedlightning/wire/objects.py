@@ -11,10 +11,9 @@ from typing import Any, Literal, get_type_hints
 from fedlightning.client.data_summary import Description
 from fedlightning.client.requests import Evaluate
 from fedlightning.contract.messages import ClientLog, Message, Update
-from fedlightning.deployment.tasks import Deploy, Deployed
+from fedlightning.deployment.export import Deploy, Deployed
 from fedlightning.engines.base import Visit
-from fedlightning.engines.score_tasks import Lost, ScoreClient, ScoredModel, ScoreModel
-from fedlightning.engines.server_model import ServerModel
+from fedlightning.engines.score_tasks import Lost, ScoreClient, ScoredModel, ScoreModel, ServerModel
 from fedlightning.guards.preflight_task import CheckThere
 from fedlightning.guards.step_trials import Tried, TryStep
 from fedlightning.scores.rows import Gap, Row

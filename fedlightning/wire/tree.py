@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedlightning.codec.collisions import Collisions
+from fedlightning.codec.values import Collisions
 from fedlightning.wire.container import NAMES, Limits, WireError
 
 

@@ -40,8 +40,8 @@ from fedlightning.callbacks.attacks import ModelReplacement
 from fedlightning.contract import FederatedCallback
 from fedlightning.engines.attempts import FederationError
 from fedlightning.errors import ConfigurationError
+from fedlightning.ranges.annotations import _annotations as annotations_of
 from fedlightning.ranges.annotations import ranges_in
-from fedlightning.ranges.checking import _annotations as annotations_of
 from fedlightning.testing.pairs import difference
 from fedlightning.testing.runs import server_of
 from tests.combinations.scenes import CALLBACKS, Refused, Scene, results

@@ -91,7 +91,7 @@ def test_proposals_are_the_same_for_the_same_seed_and_answers():
 # -- the choice --------------------------------------------------------------------------------------------------------
 def write_run(folder: Path, rows: list[tuple[str, str, str, str, float | None, int]], validating: list[str]) -> Path:
     """A finished run's summary of (model, stage, checkpoint, client, value, samples)."""
-    from fedlightning.scores.results import summarise
+    from fedlightning.scores.metrics import summarise
 
     made = [
         Row(1, s, m, c, "local", "val", client, "val_loss", math.nan if v is None else v, n)

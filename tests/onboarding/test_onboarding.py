@@ -211,7 +211,7 @@ def test_a_call_that_is_cut_off_leaves_what_was_there(tmp_path, monkeypatch):
         raise Killed
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr("fedlightning.deployment.tasks.Exporter.save", killed)
+        patch.setattr("fedlightning.deployment.export.Exporter.save", killed)
         trainer.onboard(toy_data(NEW), epochs=2, verbose=False)
     assert all(path.read_bytes() == content for path, content in before.items())
     with monkeypatch.context() as patch, pytest.raises(Killed):

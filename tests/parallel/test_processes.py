@@ -32,8 +32,8 @@ from fedlightning.callbacks import (
     PLayerFL,
 )
 from fedlightning.client.blueprint import Blueprint
+from fedlightning.client.requests import LocalSettings
 from fedlightning.client.runtime import LocalRunner
-from fedlightning.client.settings import LocalSettings
 from fedlightning.contract import CallbackList
 from fedlightning.engines.attempts import FederationError
 from fedlightning.engines.records import ClientStore

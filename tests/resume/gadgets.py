@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import fedlightning
-from fedlightning.codec.class_names import look_up, path_of
+from fedlightning.codec.allowed import look_up, path_of
 from fedlightning.codec.modules import from_tree, to_tree
 from fedlightning.codec.plain import TAG
 from fedlightning.deployment.checkpoints import Exporter

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 import fedlightning
 
 # isort: split
-from fedlightning.codec.class_names import UntrustedError
-from fedlightning.codec.collisions import slow_keys
+from fedlightning.codec.allowed import UntrustedError
 from fedlightning.codec.modules import from_tree, to_tree
 from fedlightning.codec.plain import TAG, NotPlainError, decode
+from fedlightning.codec.values import slow_keys
 from fedlightning.contract.messages import Message, Update
 from fedlightning.deployment.checkpoints import Exporter
 from fedlightning.errors import DamagedStateError

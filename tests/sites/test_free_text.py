@@ -12,7 +12,7 @@ import torch
 
 from fedlightning.algorithm import ModelSelection
 from fedlightning.contract.messages import ClientLog, Update
-from fedlightning.deployment.tasks import Deployed
+from fedlightning.deployment.export import Deployed
 from fedlightning.options import Evaluation
 from fedlightning.sites import free_text as texts_module
 from fedlightning.sites.free_text import Texts

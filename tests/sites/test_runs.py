@@ -11,10 +11,9 @@ import pytest
 
 from fedlightning.callbacks import FedPer, MaxFL
 from fedlightning.client.requests import Evaluate
-from fedlightning.deployment.tasks import Deploy
+from fedlightning.deployment.export import Deploy
 from fedlightning.engines.base import Visit
-from fedlightning.engines.score_tasks import ScoreClient, ScoredModel, ScoreModel
-from fedlightning.engines.server_model import ServerModel
+from fedlightning.engines.score_tasks import ScoreClient, ScoredModel, ScoreModel, ServerModel
 from fedlightning.guards.preflight_task import CheckThere
 from fedlightning.guards.step_trials import TryStep
 from fedlightning.sites import records, runs

@@ -13,7 +13,7 @@ import numpy as np
 import fedlightning  # noqa: F401  before lightning
 
 # isort: split
-from fedlightning.scores.results import summarise
+from fedlightning.scores.metrics import summarise
 from fedlightning.scores.row_files import write_rows
 from fedlightning.scores.rows import Row
 from fedlightning.study.runs import Run, load_run

@@ -49,7 +49,7 @@ NO_ENTRIES = {
     "fedlightning/experiments/reproduce/measures.py",
     "fedlightning/guards/explosions.py",
     "fedlightning/client/probes.py",
-    "fedlightning/client/undefined_metrics.py",
+    "fedlightning/client/logged_metrics.py",
 }
 """Files in which such casts are of logits, features, losses, scores, codes or keys. This list may only shrink."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from lightning.pytorch.loggers import Logger
 
 from fedlightning.resume.stores.arguments import given_version
-from fedlightning.storage.append_only import Mark
+from fedlightning.storage.files import Mark
 
 
 class Store:

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from fedlightning.compat.quiet import quiet
 from fedlightning.resume.stores.arguments import name_version
 from fedlightning.resume.stores.base import Store
-from fedlightning.storage.append_only import Growing, Mark, is_the_one, set_aside
+from fedlightning.storage.files import Growing, Mark, is_the_one, set_aside
 
 
 class FileStore(Store):

@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
 
 from fedlightning.resume.stores.arguments import is_offline, name_run
 from fedlightning.resume.stores.base import Store, is_known_as
-from fedlightning.storage.append_only import Mark
+from fedlightning.storage.files import Mark
 
 ROUND = "fedlightning/round"
 """Entry of a Weights & Biases run that tells its newest round."""

@@ -12,10 +12,10 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from fedlightning.client.evaluator import names_of
-from fedlightning.client.undefined_metrics import nan_where_undefined
+from fedlightning.client.logged_metrics import nan_where_undefined
 from fedlightning.compat.attached import on_device
-from fedlightning.fast.hooks import of_module
-from fedlightning.fast.log_rules import scalar
+from fedlightning.fast.eligibility import of_module
+from fedlightning.fast.log_sheet import scalar
 from fedlightning.stacked.scoring.log_limits import NotStacked, evaluating, plain_log
 from fedlightning.stacked.scoring.step import MetricUpdate, Step
 from fedlightning.stacked.stack import join_tree

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 
 from fedlightning.compat.attached import attached
 from fedlightning.errors import ControlFlow
-from fedlightning.fast.log_rules import LogCall, log_call
+from fedlightning.fast.log_sheet import LogCall, log_call
 
 
 class NotStacked(ControlFlow):

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from fedlightning.datamodules.in_memory import is_plain, rows_of, tensors_of
-from fedlightning.datamodules.own_generators import going_on
-from fedlightning.datamodules.resident import on_device, resident_batches
-from fedlightning.datamodules.sampling import AddressedSampler
+from fedlightning.datamodules.indexed import on_device, resident_batches
+from fedlightning.datamodules.sampling import AddressedSampler, going_on
 from fedlightning.datamodules.views import ArrayDataset
 from fedlightning.seeding import isolated
 from fedlightning.stacked.scoring.log_limits import NotStacked

@@ -20,7 +20,7 @@ from torchmetrics import Metric, MetricCollection
 
 from fedlightning.client.evaluator import EvaluationNames, loss_of
 from fedlightning.compat.attached import class_takes_index
-from fedlightning.fast.log_rules import LogRule, scalar
+from fedlightning.fast.log_sheet import LogRule, scalar
 from fedlightning.stacked.scoring.log_limits import NotStacked, evaluating, plain_log
 from fedlightning.stacked.stack import join_tree, split_tree
 from fedlightning.stacked.step import Slots

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from fedlightning.fast.log_rules import LogRule, wide_dtype
+from fedlightning.fast.log_sheet import LogRule, wide_dtype
 from fedlightning.stacked.reductions import Column
 from fedlightning.stacked.scoring.log_limits import NotStacked
 from fedlightning.stacked.scoring.step import Logged, Step

@@ -1,4 +1,13 @@
-"""Metrics of torchmetrics that are not defined on a client's data: NaN in the place of the number that torchmetrics gives.
+"""What a module logs, as plain numbers.
+
+Metrics that callbacks and schedulers monitor, and the visits that must validate to have them.
+
+A visit does not validate inside training unless something needs it. Whether something does only shows when a module has
+logged: a monitored metric that training did not log asks for validation. The visit is then carried out again with
+validation on the client's own data, as all that follow are (:func:`~fedlightning.client.visit.carry_out`); a visit has
+changed nothing before it ends.
+
+Metrics of torchmetrics that are not defined on a client's data: NaN in the place of the number that torchmetrics gives.
 
 On labels of one class torchmetrics returns 0 for the area under a ROC curve, and a recall of 0 for a class that no sample
 has. Such numbers would enter the means over clients. Inside :func:`nan_where_undefined` the metric objects of a module
@@ -12,15 +21,20 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric, classification, regression
 from torchmetrics.utilities import dim_zero_cat
+
+from fedlightning.contract import FederatedCallback
+from fedlightning.errors import Restart
+from fedlightning.wrappers import user_class
 
 WARNS = re.compile(r"meaningless|undefined|ill-defined|not (well[- ]?)?defined|at least two samples", re.IGNORECASE)
 """Words by which torchmetrics and scikit-learn say that they return a number for what is not defined."""
@@ -245,3 +259,99 @@ RULES: dict[Kinds, Callable[[Any, Compute], Any]] = {
     (regression.SpearmanCorrCoef,): _rank_correlation,
 }
 """Kinds of metrics -> rule that computes their value. Metrics that give NaN themselves need none."""
+
+
+class Monitor(NamedTuple):
+    """A metric that somebody waits for.
+
+    Attributes:
+        owner: Class of the callback or scheduler.
+        metric: Name of the metric.
+    """
+
+    owner: str
+    metric: str
+
+    def __str__(self) -> str:
+        return f"{self.owner} monitors '{self.metric}'"
+
+
+class NeedsValidationError(Restart):
+    """Asks for a visit with validation.
+
+    Args:
+        monitor: The metric that training alone does not give.
+    """
+
+    def __init__(self, monitor: Monitor) -> None:
+        super().__init__(str(monitor))
+        self.monitor = monitor
+
+    def apply(self, runner: Any) -> None:
+        """Validate inside visits from now on."""
+        runner.validate_visits(self.monitor)
+
+
+def monitors(trainer: Any) -> Iterator[Monitor]:
+    """Yield what the ordinary callbacks and the plateau schedulers of a Trainer (or its stand-in) monitor."""
+    for callback in trainer.callbacks:
+        name = getattr(callback, "monitor", None)
+        if isinstance(name, str) and not isinstance(callback, FederatedCallback):
+            yield Monitor(type(callback).__name__, name)
+    for config in trainer.lr_scheduler_configs:
+        if config.reduce_on_plateau and isinstance(config.monitor, str):
+            yield Monitor(type(config.scheduler).__name__, config.monitor)
+
+
+def missing(trainer: Any) -> list[Monitor]:
+    """Return what is monitored but has not been logged."""
+    there = trainer.callback_metrics
+    return [monitor for monitor in monitors(trainer) if monitor.metric not in there]
+
+
+def require(trainer: Any, module: str, validates: bool, error: BaseException | None = None) -> None:
+    """Ask for validation, or report a metric that is not there even with it."""
+    unmet = [] if trainer is None else missing(trainer)
+    unmet = [monitor for monitor in unmet if error is None or monitor.metric in str(error)]
+    if not unmet:
+        return
+    if not validates:
+        raise NeedsValidationError(unmet[0]) from error
+    names = sorted(trainer.callback_metrics)
+    every = trainer.check_val_every_n_epoch or 1
+    sentence = f"{unmet[0]}, but {module} logs " + (", ".join(names) if names else "nothing") + " in a visit"
+    if 0 < trainer.max_epochs < every:
+        sentence += f", which has {trainer.max_epochs} local epoch(s): check_val_every_n_epoch={every} never validates"
+    sentence += (
+        f". Set monitor to a metric that it logs, or log '{unmet[0].metric}' in training_step or validation_step."
+    )
+    if error is None:
+        warnings.warn(sentence, UserWarning, stacklevel=2)
+    else:
+        raise ValueError(sentence) from error
+
+
+class NotOneNumberError(ValueError):
+    """A module logs under a name what is no single number."""
+
+    WAY_OUT = "Log its mean, or a number for each class (torchmetrics.ClasswiseWrapper)"
+
+
+def one_number(name: str, value: Any, owner: LightningModule | None) -> Any:
+    """Return a logged value if it is a single number.
+
+    Raises:
+        NotOneNumberError: With its name and its shape.
+    """
+    if isinstance(value, Tensor) and value.numel() != 1:
+        module = "The module" if owner is None else user_class(owner).__name__
+        raise NotOneNumberError(
+            f"{module} logs '{name}' as a tensor of shape {tuple(value.shape)}, and what is logged is one number. "
+            f"{NotOneNumberError.WAY_OUT}"
+        )
+    return value
+
+
+def numbers(logged: Mapping[str, Any], owner: LightningModule) -> dict[str, float]:
+    """Return logged values as plain numbers."""
+    return {name: float(one_number(name, value, owner)) for name, value in logged.items()}
