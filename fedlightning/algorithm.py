@@ -13,7 +13,7 @@ Beside it there are ranges of arguments (:mod:`fedlightning.ranges`), arithmetic
 from fedlightning.client import probes
 from fedlightning.client.client import Client
 from fedlightning.compat import sheets
-from fedlightning.compat.attached import detached_copy
+from fedlightning.compat.lightning_runs import detached_copy
 from fedlightning.compat.system import file_name_of
 from fedlightning.contract import (
     NEWCOMER,

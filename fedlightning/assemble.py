@@ -63,7 +63,7 @@ from fedlightning.server.parts import Part, Parts
 from fedlightning.server.population import Participation, Population, agree_on_statistics
 from fedlightning.server.progress import RichProgress
 from fedlightning.server.server import Server
-from fedlightning.stacked.choice import choose
+from fedlightning.stacked.engine import choose
 from fedlightning.storage.files import is_writer
 from fedlightning.virtual_time.timeline import Timeline
 
@@ -236,7 +236,7 @@ def make_engine(options: EngineOptions, runner: LocalRunner, store: ClientStore)
     if isinstance(options, Processes | Ray):
         refuse_without_posix(f"engine='{options.name}'", "Use engine='sequential' or 'vectorized'.")
     if isinstance(options, Processes):
-        from fedlightning.parallel.processes import ProcessesEngine
+        from fedlightning.parallel.scheduling import ProcessesEngine
 
         return ProcessesEngine(runner, store, options.workers)
     if isinstance(options, Ray):
@@ -250,7 +250,7 @@ def make_engine(options: EngineOptions, runner: LocalRunner, store: ClientStore)
     if isinstance(options, Flower):
         from fedlightning.sites.engine import SitesEngine
         from fedlightning.sites.link import current
-        from fedlightning.sites.store import SiteStore
+        from fedlightning.sites.site_log import SiteStore
 
         return SitesEngine(runner, SiteStore(), *current())
     return SequentialEngine(runner, store)

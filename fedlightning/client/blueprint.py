@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fedlightning.client.evaluator import StepLosses, make_evaluator
 from fedlightning.client.requests import LocalSettings
-from fedlightning.compat.attached import configure, detached
+from fedlightning.compat.lightning_runs import configure, detached
 from fedlightning.contract import CallbackList, FederatedCallback
 from fedlightning.errors import ConfigurationError
 from fedlightning.models.client_models import ClientModels

@@ -19,7 +19,7 @@ from fedlightning.client import probes
 from fedlightning.client.local_data import count_used_samples, start_sampler
 from fedlightning.client.outputs import outputs
 from fedlightning.client.record import ClientRecord, VisitWork
-from fedlightning.compat.attached import detached_copy
+from fedlightning.compat.lightning_runs import detached_copy
 from fedlightning.contract import POOLED, Phase, Protection, SumCodec
 from fedlightning.contract.messages import ClientLog, Message
 from fedlightning.datamodules.public import addressable, has_positions, public_loader, size_of

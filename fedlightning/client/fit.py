@@ -40,8 +40,7 @@ from fedlightning.client.trainer_context import (
     acting,
     address_of,
 )
-from fedlightning.compat.attached import trainer_of
-from fedlightning.compat.quiet import quiet
+from fedlightning.compat.lightning_runs import quiet, trainer_of
 from fedlightning.compat.system import file_name_of
 from fedlightning.contract import FederatedCallback, Phase, TrainingData
 from fedlightning.contract.messages import Message

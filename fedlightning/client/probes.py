@@ -18,7 +18,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedlightning.compat.attached import takes_index
+from fedlightning.compat.lightning_runs import takes_index
 from fedlightning.datamodules.public import PairedBatch
 from fedlightning.seeding import isolated
 from fedlightning.tensors import State, clone, dense, load_state, module_state

@@ -23,9 +23,8 @@ from fedlightning.client.kept import Kept
 from fedlightning.client.logged_metrics import Monitor, NotOneNumberError, nan_where_undefined, numbers
 from fedlightning.client.requests import LocalSettings
 from fedlightning.client.trainer_context import ClientData
-from fedlightning.compat.attached import to_device, trainer_of
-from fedlightning.compat.loader_workers import preload_fork_server
-from fedlightning.compat.quiet import quiet
+from fedlightning.compat.lightning_runs import quiet, to_device, trainer_of
+from fedlightning.compat.system import preload_fork_server
 from fedlightning.contract import POOLED, CallbackList
 from fedlightning.contract.messages import Message
 from fedlightning.datamodules.base import FederatedDataModule

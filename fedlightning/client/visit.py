@@ -36,7 +36,7 @@ from fedlightning.client.requests import (
     score_or_miss,
 )
 from fedlightning.client.trainer_context import refuse_unseen
-from fedlightning.compat.attached import detached
+from fedlightning.compat.lightning_runs import detached
 from fedlightning.contract import POOLED, Phase, Stage, UpdateCodec
 from fedlightning.contract.messages import Message, Update, check_extras
 from fedlightning.datamodules.sampling import samples_in

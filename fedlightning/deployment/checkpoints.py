@@ -19,8 +19,7 @@ from fedlightning.codec.allowed import ROOMS, Trust, UntrustedError, is_trusted,
 from fedlightning.codec.modules import from_tree, to_tree
 from fedlightning.codec.plain import NotPlainError, native
 from fedlightning.codec.values import slow_keys
-from fedlightning.compat.attached import configure, detached_copy
-from fedlightning.compat.quiet import quiet
+from fedlightning.compat.lightning_runs import configure, detached_copy, quiet
 from fedlightning.storage.files import UnreadableError, check_seal, read_tensors, replacing, save_tensors, seal
 from fedlightning.tensors import load_state, module_state
 

@@ -26,8 +26,7 @@ from fedlightning.client.runtime import LocalRunner
 from fedlightning.client.trainer_context import ClientLogger
 from fedlightning.client.visit import find_personal_module, open_client
 from fedlightning.codec.plain import packed, unpacked
-from fedlightning.compat.attached import detached_copy
-from fedlightning.compat.quiet import quiet
+from fedlightning.compat.lightning_runs import detached_copy, quiet
 from fedlightning.compat.system import file_name_of
 from fedlightning.contract import NEWCOMER, Stage
 from fedlightning.contract.messages import Message

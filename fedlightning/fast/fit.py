@@ -29,8 +29,7 @@ from torch.optim import optimizer as torch_optimizer
 from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.fit import FitJob
 from fedlightning.client.probes import TRANSFERS
-from fedlightning.compat.attached import class_takes_index
-from fedlightning.compat.quiet import without_warnings
+from fedlightning.compat.lightning_runs import class_takes_index, without_warnings
 from fedlightning.datamodules.indexed import ResidentBatches, resident_batches
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.fast import eligibility as refusals

@@ -17,7 +17,7 @@ from fedlightning.client.local_data import take_first_batch
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.requests import Fit
 from fedlightning.client.runtime import LocalRunner
-from fedlightning.compat.quiet import quiet
+from fedlightning.compat.lightning_runs import quiet
 from fedlightning.contract import Change, FederatedCallback, FirstStep, Phase
 from fedlightning.contract.messages import Message
 from fedlightning.datamodules.sampling import kept

@@ -33,7 +33,7 @@ from fedlightning.client.record import ClientRecord
 from fedlightning.client.requests import Fit
 from fedlightning.client.runtime import LocalRunner
 from fedlightning.client.trainer_context import UnseenStepsError, VisitCallback, refuse_unseen
-from fedlightning.compat.quiet import quiet
+from fedlightning.compat.lightning_runs import quiet
 from fedlightning.contract import Phase
 from fedlightning.contract.messages import Message
 from fedlightning.datamodules.sampling import gives_batches, kept

@@ -28,8 +28,7 @@ from fedlightning.engines.records import ClientStore
 from fedlightning.engines.score_tasks import ScoreClient, ScoredModel
 from fedlightning.onboarding.held_out_scores import Unseen
 from fedlightning.scores.metrics import summarise
-from fedlightning.scores.row_files import write_rows
-from fedlightning.scores.rows import UNSEEN, Gap, Row
+from fedlightning.scores.rows import UNSEEN, Gap, Row, write_rows
 from fedlightning.server.server import Server
 from fedlightning.server.summary import describe_clients
 from fedlightning.storage.files import readable_json, write_text_atomically, writing

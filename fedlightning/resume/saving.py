@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fedlightning.client.record import ClientRecord
-from fedlightning.compat.attached import detached_copy
+from fedlightning.compat.lightning_runs import detached_copy
 from fedlightning.contract import POOLED
 from fedlightning.engines.attempts import Address, LeftOut
 from fedlightning.engines.records import ClientStore

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from fedlightning.compat import sheets
-from fedlightning.scores.row_files import DamagedMetricsError, read_rows
-from fedlightning.scores.rows import CELLS, COLUMNS, Row
+from fedlightning.scores.rows import CELLS, COLUMNS, DamagedMetricsError, Row, read_rows
 from fedlightning.storage.files import (
     Growing,
     Mark,

@@ -13,8 +13,7 @@ import fedlightning
 from fedlightning.callbacks.shared.memberships import read_memberships
 from fedlightning.compat import sheets
 from fedlightning.run.folder import MetricsFile
-from fedlightning.scores.row_files import read_part, read_rows, write_rows
-from fedlightning.scores.rows import Row
+from fedlightning.scores.rows import Row, read_part, read_rows, write_rows
 from fedlightning.storage.files import add_round
 from fedlightning.study.export import as_csv
 

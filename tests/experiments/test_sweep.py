@@ -15,8 +15,7 @@ from fedlightning.experiments.methods import without_place
 from fedlightning.experiments.plan import make_plan
 from fedlightning.experiments.space import combinations, parse_grid, parse_search, split_values
 from fedlightning.experiments.sweep import Proposals, Trial, objective, override, ranked
-from fedlightning.scores.row_files import read_rows
-from fedlightning.scores.rows import Row
+from fedlightning.scores.rows import Row, read_rows
 from tests.experiments.tiny import HERE, request, small
 
 

@@ -15,7 +15,7 @@ from fedlightning.cli import main
 from fedlightning.contract import FederatedCallback
 from fedlightning.errors import ConfigurationError
 from fedlightning.options import Evaluation, Processes
-from fedlightning.scores.row_files import read_rows
+from fedlightning.scores.rows import read_rows
 from fedlightning.tensors import module_state
 from fedlightning.testing.runs import assert_same, same_tree
 from fedlightning.testing.toys import ToyData as CheckData

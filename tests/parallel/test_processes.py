@@ -39,7 +39,8 @@ from fedlightning.engines.attempts import FederationError
 from fedlightning.engines.records import ClientStore
 from fedlightning.errors import ConfigurationError
 from fedlightning.options import Evaluation, Processes
-from fedlightning.parallel import processes, scheduling
+from fedlightning.parallel import scheduling
+from fedlightning.parallel import scheduling as processes
 from fedlightning.parallel.arena import RemoteTraceback
 from fedlightning.parallel.pool import UnpicklableError, own_gpu
 from fedlightning.testing.toys import ToyData

@@ -30,7 +30,7 @@ from fedlightning.engines.records import ClientStore
 from fedlightning.errors import ConfigurationError
 from fedlightning.models import MLP, Classifier
 from fedlightning.options import Evaluation, Ray
-from fedlightning.parallel import ray_cluster
+from fedlightning.parallel import ray as ray_cluster
 from fedlightning.parallel.arena import RemoteTraceback
 from fedlightning.testing.toys import ToyData
 from fedlightning.testing.toys import federate as federate_toy

@@ -141,7 +141,7 @@ def evil(victim: Path) -> dict[str, Any]:
         "writer": partial_of(WRITER, leaf, "evil"),
         "mkdir": partial_of("os:mkdir", str(victim)),
         "load": name_of("fedlightning:load"),
-        "timm": partial_of("fedlightning.models.timm_bridge:TimmNet", "hf-hub:a/b", 2, pretrained=True),
+        "timm": partial_of("fedlightning.models.bridges:TimmNet", "hf-hub:a/b", 2, pretrained=True),
         "hooks": object_of(plain, own_state() | {"_forward_hooks": {0: relu}}),
         "call": object_of(plain, own_state() | {"_compiled_call_impl": relu}),
         "method": object_of(plain, own_state() | {"train": relu}),

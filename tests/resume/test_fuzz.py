@@ -28,7 +28,7 @@ from fedlightning.errors import DamagedStateError
 from fedlightning.models import MLP, Classifier
 from fedlightning.resume import state_files as persistence
 from fedlightning.run.folder import folder_of
-from fedlightning.scores.row_files import DamagedMetricsError, read_rows
+from fedlightning.scores.rows import DamagedMetricsError, read_rows
 from fedlightning.storage.files import UnreadableError, read_tensors
 from fedlightning.study.runs import load_run
 from fedlightning.tensors import equal, module_state

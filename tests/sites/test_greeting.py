@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from fedlightning.callbacks import FedMD
 from fedlightning.client.data_summary import Description, _hash
 from fedlightning.datamodules.groups import look
-from fedlightning.sites.greeting import LEAVES, own_key
+from fedlightning.sites.agreement import LEAVES, own_key
 from fedlightning.wire import read, write
 from tests.sites.helpers import SHARES, Line, a_site, at_sites, sites
 

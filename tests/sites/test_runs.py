@@ -16,7 +16,8 @@ from fedlightning.engines.base import Visit
 from fedlightning.engines.score_tasks import ScoreClient, ScoredModel, ScoreModel, ServerModel
 from fedlightning.guards.preflight_task import CheckThere
 from fedlightning.guards.step_trials import TryStep
-from fedlightning.sites import records, runs
+from fedlightning.sites import runs
+from fedlightning.sites import site as records
 from fedlightning.sites import task_bounds as bounds
 from fedlightning.sites.site import Site
 from fedlightning.tensors import module_state

@@ -24,7 +24,7 @@ from fedlightning.guards.preflight_task import CheckThere
 from fedlightning.guards.step_trials import TryStep
 from fedlightning.privacy.leaving import leaving_of
 from fedlightning.server.loop import ROUNDS
-from fedlightning.sites.request_checks import ENVELOPES
+from fedlightning.sites.message_checks import ENVELOPES
 from fedlightning.sites.site import TASKS
 from fedlightning.sites.task_bounds import RULES, Here, fault
 from fedlightning.tensors import module_state

@@ -12,8 +12,8 @@ import fedlightning  # noqa: F401  before lightning
 
 # isort: split
 from fedlightning.callbacks import SCAFFOLD, FedAvg
+from fedlightning.stacked import engine as training
 from fedlightning.stacked import fit as stacked_fit
-from fedlightning.stacked import training
 from fedlightning.stacked.fit import StackedFit
 from tests.helpers import NormNet, Toy, toy_data
 from tests.stacked.test_engine import Loud, assert_equal, pair

@@ -14,8 +14,7 @@ import fedlightning  # noqa: F401  before lightning
 
 # isort: split
 from fedlightning.scores.metrics import summarise
-from fedlightning.scores.row_files import write_rows
-from fedlightning.scores.rows import Row
+from fedlightning.scores.rows import Row, write_rows
 from fedlightning.study.runs import Run, load_run
 
 CLIENTS = ("a", "b", "c", "d")

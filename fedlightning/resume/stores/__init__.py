@@ -4,8 +4,14 @@ A *mark* says what a logger held when a state was saved. :meth:`Store.reopen` br
 runs of a tracking server are found again by their ids.
 """
 
-from fedlightning.resume.stores.base import Store
-from fedlightning.resume.stores.files import CSVStore, FileStore, TensorBoardStore
-from fedlightning.resume.stores.tracking import ROUND, MLFlowStore, WandbStore
+from fedlightning.resume.logger_stores import (
+    ROUND,
+    CSVStore,
+    FileStore,
+    MLFlowStore,
+    Store,
+    TensorBoardStore,
+    WandbStore,
+)
 
 __all__ = ["ROUND", "CSVStore", "FileStore", "MLFlowStore", "Store", "TensorBoardStore", "WandbStore"]

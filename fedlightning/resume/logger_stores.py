@@ -1,19 +1,121 @@
-"""Loggers that write files on this machine: they are cut back to the mark."""
+"""What any logger holds, as far as Lightning's interface tells.
+
+What the user has named when a logger was made: the one place that looks at loggers' private names for it.
+
+Lightning takes a version or a run's id when a logger is made, and says only what came of it; the user has made the logger.
+
+Loggers that write files on this machine: they are cut back to the mark.
+
+Runs of a tracking server, found again by their ids. What is in them cannot be taken back, but can be looked at.
+"""
 
 from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
-from fedlightning.compat.quiet import quiet
-from fedlightning.resume.stores.arguments import name_version
-from fedlightning.resume.stores.base import Store
+from fedlightning.compat.lightning_runs import quiet
 from fedlightning.storage.files import Growing, Mark, is_the_one, set_aside
+
+
+def given_version(logger: Logger) -> int | str | None:
+    """Return the version, or the id of the run, that the user has named."""
+    if isinstance(logger, CSVLogger | TensorBoardLogger):
+        return logger._version
+    if isinstance(logger, WandbLogger):
+        return None if logger.version is None else str(logger.version)
+    if isinstance(logger, MLFlowLogger):
+        return logger._run_id
+    return logger.version if isinstance(logger.version, int) else str(logger.version)
+
+
+def name_version(logger: CSVLogger | TensorBoardLogger, version: int | str) -> None:
+    """Let a logger whose user named no version go on in the folder that it had."""
+    logger._version = version
+
+
+def name_run(logger: WandbLogger | MLFlowLogger, run_id: str) -> None:
+    """Let a logger whose user named no run go on in the run that it had."""
+    if isinstance(logger, MLFlowLogger):
+        logger._run_id = run_id
+    elif logger.version is None:
+        logger._id = run_id
+        # without a network there is nothing to look the run up in
+        logger._wandb_init |= {"id": run_id, "resume": "allow" if is_offline(logger) else "must"}
+
+
+def is_offline(logger: WandbLogger) -> bool:
+    """Return whether a logger of Weights & Biases writes files only."""
+    return bool(logger._offline)
+
+
+class Store:
+    """What a logger holds, as far as Lightning's interface tells: which store it is, by `logger.version`.
+
+    Such a logger gets again what came after the saved state. It gets nothing of what came before if it still has the version
+    that it had then, and all rounds if it has another: it is a new store.
+
+    Args:
+        logger: The logger.
+        run: The run's folder.
+
+    Attributes:
+        until: Rounds that are in it, all of them up to here.
+        there: Names that are in it, by step, where somebody had to look.
+    """
+
+    def __init__(self, logger: Logger, run: Path | None = None) -> None:
+        self.logger, self.run = logger, run
+        self.until = 0
+        self.there: dict[int, set[str]] = {}
+        self._used = False
+
+    def log(self, round: int, values: Mapping[str, float]) -> None:
+        """Give the logger those values of a round that it has not got."""
+        if round <= self.until:
+            return
+        names = self.there.get(round, ())
+        # a logger's prefix stands before a '-'
+        new = {name: value for name, value in values.items() if not any(is_known_as(name, known) for known in names)}
+        if new:
+            self.logger.log_metrics(new, step=round)
+            self._used = True
+
+    def flush(self) -> None:
+        """Let the logger write what it holds back."""
+        if self._used:
+            self.logger.save()
+
+    def mark(self) -> Mark:
+        """Return what the logger holds now, in plain values."""
+        version = self.logger.version
+        return {"logger": type(self.logger).__name__, "version": version if isinstance(version, int) else str(version)}
+
+    def start(self) -> Mark:
+        """Return the mark of a run that has not begun."""
+        return self.mark()
+
+    def is_of(self, mark: Mark, by_name: bool) -> bool:
+        """Return whether a mark may be of this logger."""
+        given = given_version(self.logger)
+        return mark["logger"] == type(self.logger).__name__ and (given == mark["version"] if by_name else given is None)
+
+    def reopen(self, mark: Mark | None, rounds: int, differs: bool) -> None:
+        """Go on where the logger stood at `mark`, before anything is logged."""
+        if mark is not None:
+            self.until = rounds
+
+
+def is_known_as(name: str, known: str) -> bool:
+    """Return True if a logger, which may have a prefix, knows `name` as `known`."""
+    return known == name or known.endswith(f"-{name}")
 
 
 class FileStore(Store):
@@ -184,3 +286,57 @@ class TensorBoardStore(FileStore):
         for path in self._files():
             for event in EventFileLoader(str(path)).Load():
                 yield from ((event.step, value.tag) for value in event.summary.value)
+
+
+ROUND = "fedlightning/round"
+"""Entry of a Weights & Biases run that tells its newest round."""
+
+
+class WandbStore(Store):
+    """A run of Weights & Biases, found again by its id. Its history cannot be cut, but tells its newest round."""
+
+    logger: WandbLogger
+
+    def log(self, round: int, values: Mapping[str, float]) -> None:
+        if round > self.until:
+            super().log(round, {**values, ROUND: round})
+
+    def mark(self) -> Mark:
+        _ = self.logger.experiment  # the id is known when the run is there
+        return super().mark()
+
+    def reopen(self, mark: Mark | None, rounds: int, differs: bool) -> None:
+        if mark is None:
+            return
+        name_run(self.logger, mark["version"])
+        if is_offline(self.logger):  # its own files cannot be read, but they hold what it was given
+            self.until = rounds
+            return
+        summary = self.logger.experiment.summary
+        newest = max((int(summary[name]) for name in _names(summary) if is_known_as(ROUND, name)), default=0)
+        self.until = min(newest, rounds) if differs else newest
+
+
+class MLFlowStore(Store):
+    """A run of MLflow, found again by its id. Its metrics cannot be cut, but can be looked through."""
+
+    logger: MLFlowLogger
+
+    def log(self, round: int, values: Mapping[str, float]) -> None:
+        super().log(round, {re.sub("[^a-zA-Z0-9_/. -]+", "", name): value for name, value in values.items()})
+
+    def reopen(self, mark: Mark | None, rounds: int, differs: bool) -> None:
+        if mark is None:
+            return
+        name_run(self.logger, mark["version"])
+        client, run = self.logger.experiment, self.logger.run_id
+        for name in client.get_run(run).data.metrics:
+            for metric in client.get_metric_history(run, name):
+                if metric.step <= rounds or not differs:
+                    self.there.setdefault(metric.step, set()).add(name)
+        with suppress(AttributeError):  # MLflow before 2.1
+            client.update_run(run, status="RUNNING")
+
+
+def _names(summary: Any) -> list[str]:
+    return [str(name) for name in summary.keys()]  # noqa: SIM118  a summary of W&B has keys, and no iterator
