@@ -45,7 +45,7 @@ from fedlightning.datamodules.har import UCIHARDataModule
 from fedlightning.datamodules.heart_disease import HeartDiseaseDataModule
 from fedlightning.datamodules.huggingface import HuggingFaceDataModule
 from fedlightning.datamodules.image_folders import ImageFolderDataModule
-from fedlightning.datamodules.images import (
+from fedlightning.datamodules.image_sets import (
     CIFAR10DataModule,
     CIFAR100DataModule,
     EMNISTDataModule,

@@ -4,9 +4,9 @@ In order of importance:
 
 * `Classifier`, `Regressor` and `CoxRegressor`: the LightningModules that train and score any network, with labels, numbers
   or times of events as targets. `SupervisedModule` is what they share.
-* `networks`: `MLP`, `DigitsCNN`, `MnistCNN`, `CifarCNN`, bags of instances (`DeepMIL`), and `head_name`, a network's head.
-  `paper_networks`: those of the PLayer-FL and FENDA-FL papers. `sequence_networks`: LSTM, convolutions and a small transformer
-  for text, convolutions over time for signals. `bridges`: networks of timm and MONAI (imported only when used).
+* `networks`: `MLP`, `DigitsCNN`, `MnistCNN`, `CifarCNN`, `DeepMIL` for bags of instances, and `head_name`: a network's head.
+  `paper_networks`: those of the PLayer-FL and FENDA-FL papers. `sequence_networks`: LSTM, convolutions and a small
+  transformer for text, convolutions over time for signals. `bridges`: networks of timm and MONAI (imported when used).
 * `Segmenter`: the same for a class of each pixel or voxel.
 * `ClientModels`: a LightningModule of its own for each client.
 * `MultimodalNet`: an encoder for each modality and a fusion, for samples that may lack some.

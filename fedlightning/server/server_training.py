@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from fedlightning.client.outputs import outputs
-from fedlightning.client.probes import move_batch
+from fedlightning.client.probes import move_batch, outputs
 from fedlightning.compat.lightning_runs import detached, quiet
 from fedlightning.datamodules.public import addressable, public_loader, size_of
 from fedlightning.datamodules.sampling import AddressedSampler, readdress, seed_in_workers

@@ -38,8 +38,7 @@ from fedlightning.resume.config_changes import differences
 from fedlightning.server.population import refuse_covered
 from fedlightning.sites import code_hashes as code
 from fedlightning.sites.agreement import DETAILS, agreement, leaving, own_key, refusal_of_changes, versions
-from fedlightning.sites.free_text import Texts
-from fedlightning.sites.message_checks import ENVELOPES, fault_of_request
+from fedlightning.sites.message_checks import ENVELOPES, Texts, fault_of_request
 from fedlightning.sites.runs import MOST, Asked, make_room
 from fedlightning.sites.site_log import SiteLog
 from fedlightning.sites.task_bounds import GREETED, Here, fault, kind_of, out_of_turn

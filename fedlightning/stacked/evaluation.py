@@ -38,20 +38,25 @@ from fedlightning.fast import eligibility as fast_refusals
 from fedlightning.fast.eligibility import of_module
 from fedlightning.fast.evaluation import refusal
 from fedlightning.fast.log_sheet import scalar
-from fedlightning.stacked.score_sources import (
+from fedlightning.stacked.scoring import (
     Iterated,
+    MetricUpdate,
+    NotStacked,
     Rows,
+    ScoringStep,
+    Step,
     Sums,
     can_iterate_together,
+    evaluating,
     generator_states,
     pieces,
+    plain_log,
     rewinding,
     same_states,
     set_generators,
     source_of,
     stacked_batch,
 )
-from fedlightning.stacked.score_step import MetricUpdate, NotStacked, ScoringStep, Step, evaluating, plain_log
 from fedlightning.stacked.stack import join_tree, side_by_side, take
 
 PLAIN = frozenset((bool, int, float, str, type(None)))

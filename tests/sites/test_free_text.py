@@ -14,8 +14,8 @@ from fedlightning.algorithm import ModelSelection
 from fedlightning.contract.messages import ClientLog, Update
 from fedlightning.deployment.export import Deployed
 from fedlightning.options import Evaluation
-from fedlightning.sites import free_text as texts_module
-from fedlightning.sites.free_text import Texts
+from fedlightning.sites import message_checks as texts_module
+from fedlightning.sites.message_checks import Texts
 from fedlightning.wire import read, write
 from tests.sites.helpers import Line, at_sites, sites, together
 

@@ -45,7 +45,7 @@ NO_ENTRIES = {
     "callbacks/shared/representations.py",
     "callbacks/shared/secret_noise.py",
     "fedlightning/stacked/logs.py",
-    "fedlightning/stacked/score_sources.py",
+    "fedlightning/stacked/scoring.py",
     "fedlightning/experiments/reproduce/measures.py",
     "fedlightning/guards/explosions.py",
     "fedlightning/client/probes.py",
