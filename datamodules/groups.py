@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedlightning.datamodules.in_memory import rows_of
 from fedlightning.datamodules.partition import cut
 from fedlightning.datamodules.public import without_labels
 from fedlightning.datamodules.sampling import kept
-from fedlightning.datamodules.views import IndexView, Indices, samples_at
+from fedlightning.datamodules.views import IndexView, Indices, rows_of, samples_at
 from fedlightning.seeding import isolated
 
 MOST_READ = 20_000

@@ -31,9 +31,8 @@ from torch.utils.data import (
 from fedlightning.datamodules.another import Another, Public, another, loader_of, share_of
 from fedlightning.datamodules.base import FederatedDataModule, check_split, in_order
 from fedlightning.datamodules.groups import cut_groups
-from fedlightning.datamodules.in_memory import is_plain, rows_of, tensors_of
 from fedlightning.datamodules.sampling import AddressedSampler
-from fedlightning.datamodules.views import ArrayDataset, IndexView, Indices, collate_rows
+from fedlightning.datamodules.views import ArrayDataset, IndexView, Indices, collate_rows, is_plain, rows_of, tensors_of
 from fedlightning.ranges import NonNegativeInt, PositiveInt, checked
 from fedlightning.seeding import generator
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fedlightning.client import probes
-from fedlightning.client.local_data import count_used_samples, start_sampler
+from fedlightning.client.data_summary import count_used_samples, start_sampler
 from fedlightning.client.probes import outputs
 from fedlightning.client.record import ClientRecord, VisitWork
 from fedlightning.compat.lightning_runs import detached_copy

@@ -27,10 +27,10 @@ from torch.utils.data import DataLoader
 
 from fedlightning.client import logged_metrics as monitors
 from fedlightning.client.client import Client
-from fedlightning.client.local_data import start_sampler
+from fedlightning.client.data_summary import limited, start_sampler
 from fedlightning.client.logged_metrics import nan_where_undefined, numbers
 from fedlightning.client.phases import only_training, phase_loss
-from fedlightning.client.requests import Fit, LocalSettings, limited
+from fedlightning.client.requests import Fit, LocalSettings
 from fedlightning.client.trainer_context import (
     ClientData,
     ClientLogger,

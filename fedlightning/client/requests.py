@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from fedlightning.client.client import Client
 from fedlightning.client.client_errors import client_failure, in_words
+from fedlightning.client.data_summary import limited
 from fedlightning.client.record import ClientRecord
 from fedlightning.compat.system import file_name_of
 from fedlightning.contract import Phase
@@ -83,18 +84,6 @@ class LocalSettings:
     def work(self) -> int:
         """Default work of a visit, in :attr:`unit`."""
         return self.local_steps if self.local_steps is not None else int(self.local_epochs or 0)
-
-
-def limited(batches: int, limit: int | float | None) -> int:
-    """Return the number of batches that a limit leaves, as in Lightning's `limit_*_batches`.
-
-    Example:
-        >>> limited(10, 3), limited(10, 0.25), limited(10, None)
-        (3, 2, 10)
-    """
-    if limit is None:
-        return batches
-    return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
 
 
 Scores = dict[str, float]

@@ -22,8 +22,8 @@ from lightning.pytorch import LightningModule
 
 from fedlightning.client.client import Client
 from fedlightning.client.client_errors import client_failure, in_words
+from fedlightning.client.data_summary import count_used_samples
 from fedlightning.client.fit import fit
-from fedlightning.client.local_data import count_used_samples
 from fedlightning.client.record import ClientRecord, FitResult
 from fedlightning.client.requests import (
     Evaluate,

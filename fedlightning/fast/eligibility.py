@@ -31,7 +31,7 @@ from lightning.pytorch.utilities.parsing import is_picklable
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader, IterableDataset
 
-from fedlightning.client.requests import limited
+from fedlightning.client.data_summary import limited
 from fedlightning.fast.log_sheet import LogCollector
 from fedlightning.fast.trainer import FastTrainer
 from fedlightning.options.lightning_arguments import FORWARDED

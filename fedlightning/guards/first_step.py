@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from fedlightning.client.client import Client
+from fedlightning.client.data_summary import take_first_batch
 from fedlightning.client.fit import fit
-from fedlightning.client.local_data import take_first_batch
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.requests import Fit
 from fedlightning.client.runtime import LocalRunner

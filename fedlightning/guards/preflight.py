@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
 
-from fedlightning.client.local_data import knows_groups, take_first_batch, train_loaders
+from fedlightning.client.data_summary import knows_groups, take_first_batch, train_loaders
 from fedlightning.contract import POOLED, Change, FederatedCallback, Setup
 from fedlightning.contract.capabilities import EVERY_SCORE
 from fedlightning.datamodules.base import SPLITS

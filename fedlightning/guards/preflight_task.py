@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.client_errors import client_failure
-from fedlightning.client.local_data import knows_groups, take_first_batch, train_loaders
+from fedlightning.client.data_summary import knows_groups, take_first_batch, train_loaders
 from fedlightning.client.optimizers import optimizers_of
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.runtime import LocalRunner

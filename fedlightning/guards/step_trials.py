@@ -24,10 +24,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fedlightning.client.client import Client
 from fedlightning.client.client_errors import client_failure
+from fedlightning.client.data_summary import count_used_samples
 from fedlightning.client.evaluator import StepLosses
 from fedlightning.client.fit import fit
 from fedlightning.client.kept import UNCOPIED
-from fedlightning.client.local_data import count_used_samples
 from fedlightning.client.logged_metrics import NotOneNumberError
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.requests import Fit

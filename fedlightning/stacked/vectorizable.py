@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import Metric
 
+from fedlightning.client.data_summary import take_first_batch
 from fedlightning.client.kept import Kept
-from fedlightning.client.local_data import take_first_batch
 from fedlightning.client.probes import move_batch
 from fedlightning.client.runtime import LocalRunner
 from fedlightning.compat.lightning_runs import takes_index
