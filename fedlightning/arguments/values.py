@@ -15,7 +15,7 @@ from fedlightning.errors import ConfigurationError, warn
 from fedlightning.options import Processes, Ray
 from fedlightning.options.lightning_arguments import check_forwarded
 from fedlightning.ranges import to_python
-from fedlightning.resume.state_files import is_file_name
+from fedlightning.resume.manifest import is_file_name
 
 
 def check(given: Mapping[str, Any]) -> None:

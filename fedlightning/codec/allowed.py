@@ -137,7 +137,7 @@ def constructed(found: Any, home: str) -> bool:
 
     `TimmNet` is not among them, since it downloads what its arguments name.
     """
-    ours = within(home, (f"{OURS}.models",)) and home != f"{OURS}.models.timm_bridge"
+    ours = within(home, (f"{OURS}.models",)) and home != f"{OURS}.models.bridges"
     network = isinstance(found, type) and issubclass(found, nn.Module)
     return pure(found, home) or (ours and (network or found.__name__ == "unrecorded_net"))
 

@@ -74,6 +74,9 @@ def fingerprint(
     evaluation: Evaluation = arguments["evaluation"]
     if evaluation.clients is not None:
         found["evaluation.clients"] = evaluation.clients
+    found["failures.update_limit"] = arguments[
+        "failures"
+    ].update_limit  # which updates count; the rest is only about losses
     found["engine"] = "vectorized" if isinstance(arguments["engine"], Vectorized) else "one client at a time"
     loop = arguments.get("loop", "synchronous")
     if not isinstance(loop, str):

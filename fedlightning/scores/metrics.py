@@ -10,8 +10,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from fedlightning.scores.rows import KIND, Row
 
 LOWER_IS_BETTER = (
@@ -117,6 +115,8 @@ def summarise(rows: Iterable[Row]) -> list[dict[str, Any]]:
     defined for a client (AUROC with one class) is ``null`` there and left out of the statistics, which are over
     ``clients`` clients.
     """
+    import numpy as np  # not by the process that watches runs, which imports this file
+
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(KIND(row), []).append(row)

@@ -378,6 +378,10 @@ class Growing:
     def _begin(self, header: bytes) -> None:
         self._header, self._size, self._lines, self._sum = header, 0, 0, hashlib.sha256()
 
+    def __reduce__(self) -> Any:
+        """Copies and workers read the file themselves: a checksum under way cannot be pickled."""
+        return type(self), (self.path, self.has_header)
+
     def mark(self) -> Mark:
         """Return size and checksum of the file; of a table also its first line and the number of lines."""
         if not self.path.exists():

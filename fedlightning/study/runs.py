@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from fedlightning.resume.state_files import is_file_name
+from fedlightning.resume.manifest import is_file_name
 from fedlightning.scores.metrics import bare
 from fedlightning.scores.rows import Row, read_rows
 from fedlightning.storage.files import UnreadableError, read_json

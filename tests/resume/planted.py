@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fedlightning.callbacks import SCAFFOLD, LocalCheckpoint
-from fedlightning.resume.state_files import sum_of
+from fedlightning.resume.manifest import sum_of
 from fedlightning.storage.files import sha256
 from tests.helpers import Toy, make_trainer, toy_data
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fedlightning.resume import state_files as long_lists
-from fedlightning.resume.state_files import BEFORE, MANIFEST, load, save, sum_of
+from fedlightning.resume.manifest import sum_of
+from fedlightning.resume.state_files import BEFORE, MANIFEST, load, save
 from fedlightning.storage.files import read_tensors, sha256
 
 
