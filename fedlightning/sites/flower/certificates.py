@@ -1,11 +1,7 @@
-"""Certificates and keys for a server and its sites: a folder for each machine.
-
-The app bundle that Flower wants for a run: fixed, without content, and known to every site by its hash.
-"""
+"""Certificates and keys for a server and its sites: a folder for each machine."""
 
 from __future__ import annotations
 
-import hashlib
 import ipaddress
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
@@ -14,41 +10,6 @@ from typing import Any
 
 from fedlightning.errors import ConfigurationError
 from fedlightning.storage.files import write_secret
-
-PYPROJECT = """\
-[build-system]
-requires = []
-
-[project]
-name = "fedlightning"
-version = "1.0.0"
-description = "Messages of FedLightning"
-license = "Apache-2.0"
-dependencies = []
-
-[tool.flwr.app]
-publisher = "fedlightning"
-
-[tool.flwr.app.components]
-serverapp = "shim:server"
-clientapp = "shim:client"
-
-[tool.flwr.app.config]
-"""
-SHIM = """\
-raise RuntimeError(
-    "This app only carries messages of FedLightning, and is executed nowhere. See `fedlightning serve`."
-)
-"""
-
-
-def bundle() -> tuple[bytes, str]:
-    """Return the bundle and its hash."""
-    from flwr.cli.build import build_fab_from_files
-
-    content, _ = build_fab_from_files({"pyproject.toml": PYPROJECT.encode(), "shim.py": SHIM.encode()})
-    return content, hashlib.sha256(content).hexdigest()
-
 
 CA, SERVER, KEY, SITE, SIGN, SIGNED = "ca.pem", "server.pem", "server.key", "site.key", "sign.key", "sign.pub"
 """Files: certificates of the authority and the server, keys of server and site, the key that signs and its public part."""

@@ -1,243 +1,24 @@
-"""Flower's programs, started and ended: a SuperLink for the server, a SuperNode for a site.
-
-A site's end of Flower: the messages that come to its SuperNode are answered here (flwr 1.41).
-
-Requests signed by the server, each for one site, one start of the server and one time: sites obey nothing else.
-"""
+"""Flower's programs, started and ended: a SuperLink for the server, a SuperNode for a site."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import secrets
 import signal
 import socket
-import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
-from flwr.app import Message
-from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse
-from flwr.supercore.constant import TaskType
-from flwr.supercore.heartbeat import HeartbeatSender
-from flwr.supercore.interceptors import (
-    RuntimeTokenHttpInterceptor,
-)
-from flwr.supercore.runtime import RuntimeHttpClient
-from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
-
 from fedlightning.errors import ConfigurationError, missing_package, refuse_without_posix
 from fedlightning.sites.flower import certificates as files
-from fedlightning.sites.flower.certificates import bundle
-from fedlightning.sites.flower.connection import (
-    COMPLETED,
-    POLL,
-    Address,
-    Tasks,
-    content_of,
-    heartbeat,
-    records_of,
-)
 from fedlightning.sites.link import Answer
-from fedlightning.sites.status import NAME, printable
-from fedlightning.storage.files import write_secret, write_text_atomically
-from fedlightning.wire import write
-
-LENGTH = 64
-"""Bytes of a signature, which stands in front of what is signed."""
-CONTEXT = b"fedlightning request 2\0"
-"""What is signed besides, so that a signature is good for nothing else."""
-HEAD = struct.Struct(">QQH")
-"""Start of the server, number of the request since then, length of the site's name; the name and the request follow."""
-Sign = Callable[[str, bytes], bytes]
-"""Signs a request to the site of a name."""
-
-
-def begin(path: Path) -> int:
-    """Return a number for a start of the server that is larger than those before, and keep it."""
-    began = max(time.time_ns(), _numbers(path)[0] + 1)
-    write_text_atomically(path, f"{began} 0")
-    return began
-
-
-def signer(path: Path, began: int) -> Sign:
-    """Return what signs requests with a key."""
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
-    key, numbers = Ed25519PrivateKey.from_private_bytes(path.read_bytes()), itertools.count(1)
-
-    def sign(to: str, request: bytes) -> bytes:
-        signed = HEAD.pack(began, next(numbers), len(to.encode())) + to.encode() + request
-        return key.sign(CONTEXT + signed) + signed
-
-    return sign
-
-
-class Heard:
-    """What a site has heard of its server: each request once, and none of an earlier start.
-
-    Args:
-        path: Keeps the newest over starts of the site; a copy beside it does where it is damaged or gone.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._paths = path, path.with_name(f"{path.name}.copy")
-        self._began, self._newest = max(map(_numbers, self._paths))
-        self._before = self._newest  # what came before this start of the site was answered, or is lost and comes anew
-        self._seen: set[int] = set()
-
-    def objection(self, began: int, number: int) -> str | None:
-        """Return why a request is not carried out; empty: it came already; `None`: it is new, and noted."""
-        if began < self._began:
-            return (
-                "the request is of an earlier start of the server: somebody sends it again, or the server's clock was set "
-                f"back (then stop the site, remove {' and '.join(path.name for path in self._paths)} from its folder and "
-                "start it again)"
-            )
-        if began > self._began:
-            self._began, self._newest, self._before = began, 0, 0
-            self._seen.clear()
-        if number <= self._before or number in self._seen:  # Flower does not keep the order
-            return ""
-        self._seen.add(number)
-        self._newest = max(number, self._newest)
-        for path in self._paths:
-            write_text_atomically(path, f"{self._began} {self._newest}")
-        return None
-
-
-def verified(answer: Answer, path: Path, name: str, heard: Heard, refused: Callable[[str], None] = print) -> Answer:
-    """Return a site that refuses what the server has not signed for it, and does nothing a second time."""
-    from cryptography.exceptions import InvalidSignature
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-
-    key = Ed25519PublicKey.from_public_bytes(path.read_bytes())
-
-    def checked(request: bytes) -> bytes:
-        signed, reason = request[LENGTH:], None
-        try:
-            key.verify(request[:LENGTH], CONTEXT + signed)
-            began, number, length = HEAD.unpack_from(signed)
-        except (InvalidSignature, struct.error):
-            reason = "the request is not signed by the server that this site belongs to"
-        else:
-            to = signed[HEAD.size : HEAD.size + length].decode(errors="replace")
-            if to != name:
-                reason = (
-                    f"the request is for site '{printable(to, NAME)}', as the server knows it by its key, and this is "
-                    f"'{name}': start it with the --name and the key of one site"
-                )
-            else:
-                try:
-                    reason = heard.objection(began, number)
-                except OSError:  # else it could be sent again
-                    reason = "this site cannot note what it hears: its disk is full, or its folder is closed to it"
-        if reason is None:
-            return answer(signed[HEAD.size + length :])
-        if not reason:
-            return write({"lost": ""})
-        refused(reason)
-        return write({"refused": reason})
-
-    return checked
-
-
-def _numbers(path: Path) -> tuple[int, int]:
-    try:
-        began, number = map(int, path.read_text().split())
-    except (OSError, ValueError):
-        return 0, 0
-    return began, number
-
-
-def serve_site(address: Address, answer: Answer, lives: Callable[[], bool]) -> None:
-    """Answer what comes to a SuperNode, one request after another, as long as it runs."""
-    tasks, token = Tasks(address, TaskType.CLIENT_APP), None
-    while lives():
-        if token is None:
-            with suppress(httpx.HTTPError):  # it is about to end, or busy
-                token = tasks.next()
-        if token is None:
-            time.sleep(POLL)
-            continue
-        following = Following(tasks)
-        try:
-            _answer_one(address, token, answer, following)
-        except Exception as error:  # whatever Flower raises: a site goes on with the next
-            print(f"A message was lost: {' '.join(str(error).split())}", flush=True)
-        token = following.token
-
-
-class Following:
-    """Finds out that the message of a task never comes: a SuperNode has one task at a time, so the next says so.
-
-    A run that ends while a SuperNode receives a message leaves it with a task whose message it has dropped, and Flower waits
-    more than an hour for that.
-
-    Args:
-        tasks: The tasks of the SuperNode.
-
-    Attributes:
-        token: Token of the task after this one, if it has come.
-    """
-
-    def __init__(self, tasks: Tasks) -> None:
-        self.token: str | None = None
-        self._tasks = tasks
-        self._lock = threading.Lock()  # Flower pulls the parts of a message side by side
-
-    def watch(self, client: RuntimeHttpClient) -> None:
-        """Let a client that pulls parts of a message give up when the next task is there."""
-        pull = client.PullObject
-
-        def watched(request: PullObjectRequest) -> PullObjectResponse:
-            response = pull(request)
-            if response.object_found and not response.object_available:
-                with self._lock, suppress(httpx.HTTPError):
-                    self.token = self.token or self._tasks.next()
-                if self.token is not None:
-                    raise RuntimeError("its run has ended while it was on the way.")
-            return response
-
-        client.PullObject = watched
-
-
-def _answer_one(address: Address, token: str, answer: Answer, following: Following) -> None:
-    client = address.client(RuntimeHttpClient, RuntimeTokenHttpInterceptor(token), name="flwr-clientapp")
-    following.watch(client)
-    with _beating(client):
-        message, context, _, fab = pull_task_input(client)
-        try:
-            if fab.hash_str != bundle()[1]:
-                raise ValueError(
-                    "it belongs to another app than that of `fedlightning serve`, which this site does not carry out"
-                )
-            reply = answer(content_of(message))
-        except ValueError as error:
-            reply = write({"refused": f"{error}"})
-        push_message(client, Message(records_of(reply), reply_to=message), context)
-        push_task_output(client, context, COMPLETED, "")
-
-
-@contextmanager
-def _beating(client: RuntimeHttpClient) -> Iterator[None]:
-    heart = HeartbeatSender(heartbeat(client, lambda: None))  # the reply is refused then, and the task comes again
-    heart.start()
-    try:
-        yield
-    finally:
-        if heart.is_running:
-            heart.stop()
-        client.close()
-
+from fedlightning.storage.files import write_secret
 
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -417,8 +198,7 @@ def superlink(home: Path, host: str, port: int, own: Path | None, sites: int) ->
     with ExitStack() as stack:
         by = [sys.executable, "-P", str(Path(__file__).with_name("gateway.py"))]
         lives = stack.enter_context(running("flower-superlink", words, port, home / "superlink.log", host, by))
-        from fedlightning.sites.flower import connection, server
-        from fedlightning.sites.flower import programs as signatures
+        from fedlightning.sites.flower import connection, server, signatures
 
         address = connection.Address(f"{local}:{port}", None if own is None else str(own / files.CA), secret)
         if keys is None or own is None:
@@ -445,9 +225,7 @@ def supernode(
     else:
         words += ["--root-certificates", str(own / files.CA), "--auth-supernode-private-key", str(own / files.SITE)]
     with running("flower-supernode", words, port, home / "supernode.log") as lives:
-        from fedlightning.sites.flower import connection
-        from fedlightning.sites.flower import programs as node
-        from fedlightning.sites.flower import programs as signatures
+        from fedlightning.sites.flower import connection, node, signatures
 
         address = connection.Address(f"127.0.0.1:{port}", None, secret)
 

@@ -31,7 +31,7 @@ from flwr.superlink.grid import HttpGrid
 from flwr.supernode.runtime.run_clientapp import push_task_output
 
 from fedlightning.errors import ConfigurationError, warn
-from fedlightning.sites.flower.certificates import bundle
+from fedlightning.sites.flower.bundle import bundle
 from fedlightning.sites.flower.connection import (
     COMPLETED,
     POLL,
@@ -40,9 +40,9 @@ from fedlightning.sites.flower.connection import (
     content_of,
     heartbeat,
     patient,
-    public_keys,
     records_of,
 )
+from fedlightning.sites.flower.gateway import public_keys
 from fedlightning.sites.link import LostConnectionError
 from fedlightning.wire import write
 

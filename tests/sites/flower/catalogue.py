@@ -209,7 +209,7 @@ def site(cases: dict[str, Case], home: Path, name: str, port: int) -> None:
         return now[1](request)
 
     prepare(home / name / "flower")
-    from fedlightning.sites.flower import programs as node
+    from fedlightning.sites.flower import node
 
     node.POLL = POLL
     while True:  # a SuperNode ends where the SuperLink does not know it yet

@@ -15,8 +15,8 @@ from fedlightning.cli import main
 from fedlightning.errors import ConfigurationError
 from fedlightning.sites.flower import certificates
 from fedlightning.sites.flower.certificates import add, make
-from fedlightning.sites.flower.programs import Heard, signer, verified
 from fedlightning.sites.flower.reachability import check_certificate
+from fedlightning.sites.flower.signatures import Heard, signer, verified
 from tests.helpers import one_clock
 
 

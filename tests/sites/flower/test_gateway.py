@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from fedlightning.sites.flower.connection import HEADER, OWN, SITES, START, Gate, pass_of, public_keys
+from fedlightning.sites.flower.gateway import HEADER, OWN, SITES, START, Gate, pass_of, public_keys
 
 SECRET = b"secret"
 SHOWN = {HEADER: pass_of(SECRET)}

@@ -10,7 +10,7 @@ pytest.importorskip("flwr", reason="Flower is in an environment of its own: make
 
 from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse
 
-from fedlightning.sites.flower.programs import Following
+from fedlightning.sites.flower.node import Following
 
 
 def test_a_message_that_never_comes_is_given_up_when_the_next_task_is_there():
