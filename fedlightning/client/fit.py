@@ -25,7 +25,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fedlightning.client import logged_metrics as monitors
+from fedlightning.client import logged_metrics
 from fedlightning.client.client import Client
 from fedlightning.client.data_summary import limited, start_sampler
 from fedlightning.client.logged_metrics import nan_where_undefined, numbers
@@ -390,9 +390,9 @@ def _fit(
         try:
             trainer = fitter.fit(job)
         except (Exception, Restart) as error:
-            monitors.require(trainer_of(client.module), name, validates, error)
+            logged_metrics.require(trainer_of(client.module), name, validates, error)
             raise
-        monitors.require(trainer, name, validates)
+        logged_metrics.require(trainer, name, validates)
     if settings.logs(client.id) and settings.optimizer_state == "reset":
         record["logged_steps"] = record.get("logged_steps", 0) + int(trainer.global_step)
     record["precision"] = trainer.precision_plugin.state_dict()

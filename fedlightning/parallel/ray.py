@@ -34,7 +34,6 @@ from fedlightning.engines.base import Task
 from fedlightning.engines.records import ClientStore
 from fedlightning.errors import ConfigurationError, missing_package
 from fedlightning.options import Ray
-from fedlightning.parallel import ray as ray_cluster
 from fedlightning.parallel.arena import Broadcast
 from fedlightning.parallel.pool import Setup, UnpicklableError, usable_cores, warn_again
 from fedlightning.parallel.ray_start import HERE_ONLY, PATIENT, QUIET, TOKEN, environment, in_a_thread, load_now, start
@@ -407,14 +406,14 @@ class RayEngine(WorkersEngine):
 
     def check(self) -> None:
         """Refuse a machine without Ray."""
-        if not ray_cluster.installed():
-            raise ConfigurationError(ray_cluster.MISSING)
+        if not installed():
+            raise ConfigurationError(MISSING)
 
     def _start(self) -> None:
         if self._parts is None:
-            ray_cluster.load(self.options)
+            load(self.options)
             parts = Parts(self.runner)  # before Ray starts: what cannot be sent is refused at once
-            ray_cluster.connect(self.options, self.width)
+            connect(self.options, self.width)
             self._place()
             if parts.digest != self._held:  # else what the actors hold is what it was before a rest
                 self._mark, self._held = object(), parts.digest
@@ -423,18 +422,18 @@ class RayEngine(WorkersEngine):
 
     def _place(self) -> None:
         """Find out how many actors there is room for, and what each needs."""
-        own = ray_cluster.is_own()
+        own = is_own()
         on_gpu = self.runner.blueprint.device.type == "cuda"
         workers = self.width if own or self.options.workers is not None else None
-        self._needs = ray_cluster.needs_of(self.options, workers, on_gpu)
+        self._needs = needs_of(self.options, workers, on_gpu)
         if workers is None:
-            self._most = ray_cluster.workers_in(self._needs)
+            self._most = workers_in(self._needs)
 
     def _idle(self, needed: int) -> list[int]:
         assert self._parts is not None
         for index in range(self.width):
             if index not in self._workers and sum(number not in self._busy for number in self._workers) < needed:
-                kept = ray_cluster.lease(self._needs, self._mark, self._owner)
+                kept = lease(self._needs, self._mark, self._owner)
                 self._workers[index] = RayWorker(kept, self._parts, self._mark, self._broadcast)
         return [index for index in sorted(self._workers) if index not in self._busy and self._worker(index).ready]
 
@@ -448,7 +447,7 @@ class RayEngine(WorkersEngine):
         nobody = not any(worker.ready for worker in self._workers.values())
         found, _ = wait(waited, PATIENCE if nobody and timeout is None else timeout, FIRST_COMPLETED)
         waited_for = time.monotonic() - self._since
-        if nobody and not found and waited_for > LIMIT and ray_cluster.is_own():
+        if nobody and not found and waited_for > LIMIT and is_own():
             raise FederationError(
                 f"Ray has started no worker in {LIMIT:g} seconds, at a load of {load_now()}. The state of the "
                 "rounds before is intact: resume when the machine is less busy, or with engine='processes'."
@@ -486,7 +485,7 @@ class RayEngine(WorkersEngine):
         super()._forget()
         self._broadcast.clear()
         for index in list(self._workers):  # another engine of this program may need them before this one does
-            ray_cluster.keep(self._worker(index).kept)
+            keep(self._worker(index).kept)
             del self._workers[index]
 
     def rest(self) -> None:
@@ -500,4 +499,4 @@ class RayEngine(WorkersEngine):
     def close(self) -> None:
         """End the actors. The engine starts new ones if it is used again."""
         self.rest()
-        ray_cluster.end_kept(self._owner)
+        end_kept(self._owner)

@@ -1,61 +1,23 @@
-"""How Ray is started or found from a program that goes on: in a thread, quietly, with patience where the machine is busy.
-
-Ends what a Ray of our own leaves behind: a program beside the run, which waits for its end. It imports nothing of ours.
-
-The kernel ends most of Ray's processes with the program that has started them; not one that was just being started as the
-program was killed, nor helpers of helpers that look for their parent only now and then.
-"""
+"""How Ray is started or found from a program that goes on: in a thread, quietly, with patience where the machine is busy."""
 
 from __future__ import annotations
 
 import logging
 import os
 import secrets
-import select
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from fedlightning.compat.system import short_temporary_folder
 from fedlightning.errors import ConfigurationError, warn
-from fedlightning.parallel import ray_start as ray_sweep
+from fedlightning.parallel import ray_sweep
 from fedlightning.parallel.pool import one_thread, usable_cores
-
-
-def sweep(mark: bytes) -> bool:
-    """Kill every process that was started with a mark in its environment; return whether there was any."""
-    found = False
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if int(process.name) != os.getpid() and mark in (process / "environ").read_bytes():
-                os.kill(int(process.name), signal.SIGKILL)
-                found = True
-        except OSError:  # it is gone, or somebody else's
-            continue
-    return found
-
-
-def wait_and_sweep(mark: bytes, seconds: float = 60.0) -> None:
-    """Wait for the end of the parent, then sweep until nothing has been found three times."""
-    parent, quiet = os.getppid(), 0
-    while os.getppid() == parent and not select.select([sys.stdin], [], [], 1.0)[0]:
-        continue
-    end = time.monotonic() + seconds
-    while quiet < 3 and time.monotonic() < end:
-        quiet = 0 if sweep(mark) else quiet + 1
-        time.sleep(0.2)
-
-
-if __name__ == "__main__":
-    wait_and_sweep(sys.argv[1].encode())
-
 
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 """Variables for a Ray that tells nobody of itself, and does not warn of workers without a GPU."""
@@ -71,7 +33,7 @@ PATIENT = {
 }
 """With these a Ray of our own gives its processes the time that they need where many others want the cores."""
 MARK = {"FEDLIGHTNING_RAY": secrets.token_hex(16)}
-"""All processes of a Ray of our own have this in their environment; see :mod:`fedlightning.parallel.ray_start`."""
+"""All processes of a Ray of our own have this in their environment; see :mod:`fedlightning.parallel.ray_sweep`."""
 TRIES = 3
 """How often a Ray of our own is started, until it is there."""
 SECONDS = 180.0

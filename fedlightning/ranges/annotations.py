@@ -18,7 +18,6 @@ from numbers import Integral, Real
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from fedlightning.errors import ConfigurationError
-from fedlightning.ranges import annotations as declarations
 from fedlightning.ranges.together import fault_of, replaced_in, shown
 
 PLAIN = {int: "a whole number", float: "a number", bool: "True or False", str: "a text"}
@@ -419,7 +418,7 @@ def check_arguments(owner: object, init: Callable[..., None], arguments: Mapping
             if arguments[name] is inspect.signature(init).parameters[name].default:  # as in `name: str = None`
                 continue
             annotation = _annotations_of(type(owner)).get(name, annotation)  # a base may say more than its kind
-            finite = ["It must be finite."] if declarations.is_boundless(arguments[name]) else []
+            finite = ["It must be finite."] if is_boundless(arguments[name]) else []
             raise ConfigurationError(
                 f"{type(owner).__name__} got {name}={shown(arguments[name])}. "
                 + " ".join([f"Use {described(annotation)}.", *notes_in(annotation), *finite])
@@ -489,7 +488,7 @@ def _annotations(init: Callable[..., None], plain: bool = False) -> dict[str, An
     if not inspect.isfunction(init):
         return found
     parameters = inspect.signature(init).parameters
-    known = {name: value for name, value in vars(declarations).items() if not name.startswith("_")} | init.__globals__
+    known = {name: value for name, value in globals().items() if not name.startswith("_")} | init.__globals__
     for name, annotation in inspect.get_annotations(init).items():
         try:  # as typing.get_type_hints does
             value = eval(annotation, known) if isinstance(annotation, str) else annotation

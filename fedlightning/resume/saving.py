@@ -20,7 +20,7 @@ from fedlightning.contract import POOLED
 from fedlightning.engines.attempts import Address, LeftOut
 from fedlightning.engines.records import ClientStore
 from fedlightning.errors import DamagedStateError
-from fedlightning.resume import state_files as persistence
+from fedlightning.resume import state_files
 from fedlightning.resume.config_changes import Fingerprint, refuse_mixed_validation
 from fedlightning.resume.state_files import FLUSHED, set_aside
 from fedlightning.server.parts import Part
@@ -61,7 +61,7 @@ def save_state(
     in_flight: dict[str, Any] | None = None,
 ) -> None:
     """Write the state after `rounds_done` rounds."""
-    persistence.save(
+    state_files.save(
         folder,
         rounds_done,
         server.state_dict() | {LOOP: in_flight or {}},
@@ -77,7 +77,7 @@ def restore_state(
     folder: Path, server: Server, store: ClientStore, go_on: bool = False
 ) -> tuple[int, dict[str, Any], dict[str, Any]]:
     """Put back what :func:`save_state` wrote."""
-    saved = persistence.load(folder, server.max_rounds if go_on else 0)
+    saved = state_files.load(folder, server.max_rounds if go_on else 0)
     found = saved.server()
     _check(saved, "the server's state", found, SERVER_TYPES)
     for model, state in found["models"].items():
@@ -132,7 +132,7 @@ def check_extra(folder: Path, extra: dict[str, Any], parts: Sequence[str]) -> No
         raise DamagedStateError(f"The state in {folder} is damaged: its manifest has no '{missing[0]}'.")
 
 
-def _check(saved: persistence.SavedState, what: str, found: dict[str, Any], types: dict[str, Any]) -> None:
+def _check(saved: state_files.SavedState, what: str, found: dict[str, Any], types: dict[str, Any]) -> None:
     """Refuse a part of a state that has other entries than it should."""
     for name in [*types, *found]:
         kind = types.get(name)

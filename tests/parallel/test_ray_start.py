@@ -22,8 +22,7 @@ from fedlightning.engines.attempts import FederationError
 from fedlightning.errors import ConfigurationError
 from fedlightning.parallel import ray as ray_cluster
 from fedlightning.parallel import ray as ray_engine
-from fedlightning.parallel import ray_start
-from fedlightning.parallel import ray_start as ray_sweep
+from fedlightning.parallel import ray_start, ray_sweep
 from tests.helpers import mostly_slow
 from tests.parallel.test_processes import alive, wait_until
 

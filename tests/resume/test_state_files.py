@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from fedlightning.resume import state_files as long_lists
+from fedlightning.resume import manifest as long_lists
 from fedlightning.resume.manifest import sum_of
 from fedlightning.resume.state_files import BEFORE, MANIFEST, load, save
 from fedlightning.storage.files import read_tensors, sha256

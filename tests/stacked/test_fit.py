@@ -12,7 +12,7 @@ import fedlightning  # noqa: F401  before lightning
 
 # isort: split
 from fedlightning.callbacks import SCAFFOLD, FedAvg
-from fedlightning.stacked import engine as training
+from fedlightning.stacked import engine
 from fedlightning.stacked import fit as stacked_fit
 from fedlightning.stacked.fit import StackedFit
 from tests.helpers import NormNet, Toy, toy_data
@@ -33,7 +33,7 @@ class Watched(StackedFit):
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    monkeypatch.setattr(training, "StackedFit", Watched)
+    monkeypatch.setattr(engine, "StackedFit", Watched)
     monkeypatch.setattr(Watched, "steps", [])
     return Watched.steps
 
