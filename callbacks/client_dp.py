@@ -132,7 +132,7 @@ class ClientDP(ClientSelection, Private, SharesNoise):
 
     weighting = "uniform"
     counts_everybody = True
-    rank = 1000  # clips what everybody else has made of the update
+    rank = 1000  # adds noise to what everybody else has made of a mean
 
     def __init__(
         self,
@@ -294,7 +294,7 @@ class ClientDP(ClientSelection, Private, SharesNoise):
         if self.quantile is not None:
             message.extras[self.key] = {"clip": torch.tensor(self._own(server)["clip"], dtype=torch.float64)}
 
-    def on_send(self, client: Client, update: Update) -> None:
+    def protect(self, client: Client, update: Update) -> None:
         """Cut the change to length ``C``; what is not trained goes back as it came.
 
         Raises:

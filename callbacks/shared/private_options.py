@@ -71,7 +71,9 @@ class Private(Protection):
         """
         if item.kind in noised or item.owner in noised:
             return "noised"
-        return self.scores if item.kind == "scores" else "withheld" if item.kind == "logged" else "in the clear"
+        if item.kind == "scores":
+            return self.scores
+        return "withheld" if item.kind in ("logged", "undeclared") else "in the clear"
 
     def items_told(self, server: Server) -> dict[str, Any]:
         """Return by cover what leaves clients in a run, and what the model it begins with has spent, for `privacy.json`."""

@@ -37,6 +37,7 @@ FAMILIES = {
     "encode": "UpdateCodec",
     "decode": "UpdateCodec",
     "covers": "Protection",
+    "protect": "Protection",
     "class_means": "Protection",
     "intercept": "UpdateInterception",
     "is_stackable": "Stackable",

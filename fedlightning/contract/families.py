@@ -157,9 +157,13 @@ class Protection(FederatedCallback):
     Attributes:
         counts_everybody: Whether a client that has trained counts in the round whatever its training did: where it took no
             step its change is zero, with the noise and the weight of any other. Else who counts would tell of its data.
+        covers_training: Whether the noise is in the steps of training, so that it covers entries as training has left them.
+            What another callback puts in their place (`on_send`) leaves where it declares so (:data:`ALTERING`), and is set
+            to nothing else.
     """
 
     counts_everybody: bool = False
+    covers_training: bool = False
 
     def covers(self, item: Outgoing) -> Cover:
         """Return how an item of what leaves is covered. Default: it leaves in the clear.
@@ -168,6 +172,9 @@ class Protection(FederatedCallback):
         `"withheld"`: the core sees to that at the client. Anything else the callback itself adds noise to, or withholds.
         """
         return "in the clear"
+
+    def protect(self, client: Client, update: Update) -> None:
+        """Cover an update that is about to leave: after every `on_send`, when no callback gets it any more but a codec."""
 
     def check_changes(self, changes: Sequence[str]) -> None:
         """Refuse to go on with a run whose configuration has changed (`allow_config_change`).

@@ -54,6 +54,8 @@ def outgoing_of(federation: Federation) -> list[Outgoing]:
         Outgoing("counts", "numbers of samples and steps, and learning rates", visit),
         Outgoing("logged", "values that the module logs in training", visit),
     ]
+    if server.callbacks.covers_training:
+        items.append(Outgoing("undeclared", "what callbacks make of an update without declaring it", visit))
     if federation.stages and every > 0:
         when = "in every round" if every == 1 else f"every {every} rounds"
         items.append(Outgoing("scores", f"validation scores of stages {', '.join(federation.stages)}", when))

@@ -105,7 +105,7 @@ def test_a_change_is_never_longer_than_the_limit(dtype, length):
     size = math.sqrt(sum(float(value.square().sum()) for value in draw.values()))
     moved = {name: (received[name].double() + length / size * draw[name]).to(dtype) for name in draw}
     update = Update(0, "0", state=dict(moved))
-    callback.on_send(SimpleNamespace(module=toy, received=received), update)
+    callback.protect(SimpleNamespace(module=toy, received=received), update)
     norm = math.sqrt(
         sum(float((update.state[name].double() - received[name].double()).square().sum()) for name in received)
     )
@@ -127,7 +127,7 @@ def test_a_change_of_zeros_is_cut_below_the_limit_too(dtype):
     for seed in range(40):
         draw = torch.randn(3, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         update = Update(0, "0", state={"weight": draw.to(dtype)})
-        callback.on_send(SimpleNamespace(module=toy, received=received), update)
+        callback.protect(SimpleNamespace(module=toy, received=received), update)
         callback.check_update(SimpleNamespace(trainable=["weight"]), Message(0, "0", received, ("weight",)), update)
         assert float(update.state["weight"].double().norm()) == pytest.approx(0.1, rel=4e-3)
 
@@ -466,3 +466,23 @@ def test_a_ledger_counts_the_rounds_of_all_runs(tmp_path):
     assert run("third", epsilon=dp().epsilon_after(5) * 1.001) == pytest.approx(dp().epsilon_after(5))  # one round more
     with pytest.raises(ValueError, match="one round with noise_multiplier=1 and rate=1 makes epsilon"):
         run("fourth", epsilon=dp().epsilon_after(5) * 1.001)
+
+
+class Adds(FederatedCallback):
+    """Makes every change long, before and after everybody else."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def on_send(self, client, update):
+        update.state = {name: value + 100.0 for name, value in update.state.items()}
+
+
+@pytest.mark.parametrize("rank", [-2000, 2000])
+def test_no_callback_gets_an_update_after_it_was_clipped(rank):
+    fitted = module()
+    before = {name: value.clone() for name, value in fitted.state_dict().items()}
+    tiny = dp(noise_multiplier=TINY, clip=0.05)
+    trainer = federate(fitted, toy_data([16] * 4), [tiny, Adds(rank)], max_rounds=1)
+    moved = sum(float((value - before[name]).double().square().sum()) for name, value in global_state(trainer).items())
+    assert 0.04 < moved**0.5 <= 0.05 + 1e-6

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from lightning.pytorch.callbacks import EarlyStopping
 
 from fedlightning.callbacks import sample_dp_checks as checks
 from tests.helpers import Toy
@@ -26,20 +25,6 @@ def test_a_count_goes_on_where_it_was_only():
     checks.refuse_steps_before(8, HISTORY)
     with pytest.raises(ValueError, match="goes on from 9 steps, of which it has counted 8"):
         checks.refuse_steps_before(9, HISTORY)
-
-
-@pytest.mark.parametrize(("monitor", "refused"), [("train_loss", True), ("loss", True), ("val_loss", False)])
-@pytest.mark.parametrize("plateau", [True, False])
-def test_training_goes_by_no_number_of_its_data(monitor, refused, plateau):
-    scheduler = SimpleNamespace(monitor=monitor, reduce_on_plateau=plateau)
-    trainer = SimpleNamespace(
-        lr_scheduler_configs=[scheduler] if plateau else [], callbacks=[] if plateau else [EarlyStopping(monitor)]
-    )
-    if refused:
-        with pytest.raises(ValueError, match=f"goes by '{monitor}'"):
-            checks.refuse_monitors(trainer)
-    else:
-        checks.refuse_monitors(trainer)
 
 
 @pytest.mark.parametrize(
