@@ -68,6 +68,7 @@ def refuse_uncovered(owner: FederatedCallback, setup: Setup, solves: bool, unit:
             )
     if unit == "patient" and not setup.knows_groups():
         raise ValueError(NO_GROUPS)
+    refuse_coupled(setup.coupled_records())
     refuse_finders(setup.ordinary)
     refuse_trainer(setup.module, setup.trainer_arguments.get, len(setup.optimizers))
     for loader in setup.train_loaders():
@@ -92,6 +93,21 @@ def refuse_finders(callbacks: Iterable[Callback]) -> None:
             )
 
 
+def refuse_coupled(why: str) -> None:
+    """Refuse data of which one record moves the features of others: its gradient alone would be covered.
+
+    Args:
+        why: What the data module says of it (`coupled_records`); empty: it does not.
+
+    Raises:
+        ValueError: With a way out.
+    """
+    if why:
+        raise ValueError(
+            f"SampleDP covers what each record does to a step, and here one moves the features of others: {why}"
+        )
+
+
 def warn_of_few(setup: Setup, delta: float) -> None:
     """Warn where a client has so few records that the guarantee is worth little."""
     least = min((count for count in setup.num_samples.values() if count), default=1)
@@ -107,6 +123,7 @@ def refuse_plain(trainer: Trainer, module: LightningModule, unit: str) -> None:
     """
     if unit == "patient":
         raise ValueError("In a plain Trainer nobody knows whose a record is: unit='patient' takes a federation.")
+    refuse_coupled(str(getattr(getattr(trainer, "datamodule", None), "coupled_records", "")))
     refuse_trainer(module, lambda name, default: getattr(trainer, name, default), len(trainer.optimizers))
     if trainer.world_size > 1:
         raise ValueError(f"SampleDP trains on one device, and here are {trainer.world_size}. Use devices=1.")
