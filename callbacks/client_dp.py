@@ -49,7 +49,7 @@ from fedlightning.callbacks.shared.private_options import (
 )
 from fedlightning.callbacks.shared.secret_noise import digest_of, normal, uniform, with_noise
 from fedlightning.callbacks.shared.single_updates import refuse_other_ways
-from fedlightning.callbacks.shared.spending import accountant_of, releases_in, solved_noise
+from fedlightning.callbacks.shared.spending import KNOWN, accountant_of, releases_in, solved_noise
 from fedlightning.callbacks.shared.sum_noise import PLACE, SharesNoise, SumNoise
 from fedlightning.ranges import PositiveFloat, PositiveInt, PositiveShare, Range
 from fedlightning.tensors import entry_kinds, narrow, widen
@@ -82,7 +82,8 @@ class ClientDP(ClientSelection, Private, SharesNoise):
 
     ``(epsilon, delta)`` holds for adding or removing one client with all its data, against everybody who sees all models that
     the server has sent or kept (other clients, users of the result). It does **not** hold against the server itself, which
-    sees single updates; nor against whom knows who took part in which round (then ``rate`` counts as 1). With
+    sees single updates. Against whom knows who took part in which round, as readers of the run's folder do by its costs and
+    scores, it is `epsilon_participants_known`, in which ``rate`` counts as 1. With
     ``where="masked"`` who took part is known, and epsilon is about what a client sends: its change or none; it holds against
     the server too, if that keeps to the protocol (and was not killed between a sum and its entry in `privacy.json`).
 
@@ -131,7 +132,7 @@ class ClientDP(ClientSelection, Private, SharesNoise):
     """
 
     weighting = "uniform"
-    counts_everybody = True
+    hides_clients = True
     rank = 1000  # adds noise to what everybody else has made of a mean
 
     def __init__(
@@ -365,7 +366,10 @@ class ClientDP(ClientSelection, Private, SharesNoise):
 
     def _told(self, server: Server) -> dict[str, Any]:
         """Return what `privacy.json` says beside numbers."""
-        against = "everybody who sees the server's models; not the server, nor who knows the participants"
+        against = (
+            f"everybody who sees the server's models ({KNOWN}: and knows who took part, as readers of this folder do); not "
+            "the server"
+        )
         if self.in_sum:
             against = (
                 "everybody who sees the server's models and a server that keeps to the protocol; not who took part"

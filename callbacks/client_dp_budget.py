@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlightning.callbacks.shared.ledger import Ledger, Steps, forgotten
-from fedlightning.callbacks.shared.spending import merged, most_that, releases_in, spent_by, write_spending
+from fedlightning.callbacks.shared.spending import KNOWN, merged, most_that, releases_in, spent_by, write_spending
 
 MODEL = 8
 """Letters of a release's name that are those of its round and the model before it."""
@@ -62,16 +62,25 @@ class RoundBudget:
         kinds = merged([*others, *self.steps(rounds, releases)])
         return spent_by(self.accountant, self.delta, kinds) if kinds else 0.0
 
+    def known(self, others: Steps, rounds: int, releases: Collection[str] = ()) -> float:
+        """Return the same against whoever knows who took part in which round: drawing participants hides nothing then."""
+        kinds = merged([(noise, 1.0, count) for noise, _, count in (*others, *self.steps(rounds, releases))])
+        return spent_by(self.accountant, self.delta, kinds) if kinds else 0.0
+
     def after(self, rounds: int, releases: Collection[str] = ()) -> float:
         """Return what a number of rounds spends with all their releases, those in the ledger too, and with other runs."""
         with self.ledger.held(None) as others:
             return self.of(others, rounds, {*releases, *self.ledger.releases})
 
     def in_words(self, rounds: int, releases: Collection[str]) -> str:
-        """Return what a number of rounds and their releases spend as a sentence, with what the ledger has of other runs."""
+        """Return what a number of rounds and their releases spend in sentences, with what the ledger has of other runs."""
+        with self.ledger.held(None) as others:
+            every = {*releases, *self.ledger.releases}
+            spent, known = self.of(others, rounds, every), self.known(others, rounds, every)
         return (
-            f"epsilon={self.after(rounds, releases):.4g} at delta={self.delta:g} for each client, against "
-            f"everybody who sees the models (noise_multiplier={self.noise:.4g})."
+            f"epsilon={spent:.4g} at delta={self.delta:g} for each client, against everybody who sees the models "
+            f"(noise_multiplier={self.noise:.4g}), and {known:.4g} against who knows who took part, as readers of this run's "
+            "folder do."
         )
 
     def rounds(self, most: int) -> int:
@@ -107,6 +116,7 @@ class RoundBudget:
             if place > 1:
                 step[:] = [self.further(place)]
             epsilon = self.of(others, round + 1, known | {release})
+            participants_known = self.known(others, round + 1, known | {release})
             if self.epsilon is not None and release not in known and epsilon > self.epsilon * (1 + 1e-9):
                 raise ValueError(
                     f"Round {round + 1} is release {releases} of this run: rounds were done again after an "
@@ -118,6 +128,7 @@ class RoundBudget:
         own = {
             "private": private,
             "epsilon": epsilon if private else None,
+            KNOWN: participants_known if private else None,
             "delta": self.delta,
             "rounds": round + 1,
             "releases": releases,

@@ -137,7 +137,7 @@ def _train(runner: LocalRunner, client: Client, loader: Any) -> Generator[Fit, A
         if phase.federated and fitted.unseen:
             refuse_unseen(runner.callbacks, client.module, fitted, runner.settings.unit)
         client.work.add(fitted, phase.federated)
-    if runner.callbacks.counts_everybody:
+    if runner.callbacks.hides_clients:
         client.work.contributed = True
 
 

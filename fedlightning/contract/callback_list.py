@@ -131,9 +131,9 @@ class CallbackList:
         return any(one.covers_training for one in self.protecting)
 
     @property
-    def counts_everybody(self) -> bool:
-        """Whether a client counts in a round whatever its training did, because a callback hides whether it did anything."""
-        return any(one.counts_everybody for one in self.protecting)
+    def hides_clients(self) -> bool:
+        """Whether a callback hides clients: each counts whatever its training did, and nothing goes by its update's size."""
+        return any(one.hides_clients for one in self.protecting)
 
     def weight(self, server: Server, update: Update) -> float:
         """Return an update's weight before normalisation, by the weighting that the callbacks agree on."""

@@ -155,14 +155,15 @@ class Protection(FederatedCallback):
     sends. A dry run, the log and the run's summary show for each item what :meth:`covers` says of it.
 
     Attributes:
-        counts_everybody: Whether a client that has trained counts in the round whatever its training did: where it took no
-            step its change is zero, with the noise and the weight of any other. Else who counts would tell of its data.
+        hides_clients: Whether it hides clients. One that has trained counts in the round whatever its training did: where it
+            took no step its change is zero, with the noise and the weight of any other. Nothing goes by the size of single
+            updates, or writes it down.
         covers_training: Whether the noise is in the steps of training, so that it covers entries as training has left them.
             What another callback puts in their place (`on_send`) leaves where it declares so (:data:`ALTERING`), and is set
             to nothing else.
     """
 
-    counts_everybody: bool = False
+    hides_clients: bool = False
     covers_training: bool = False
 
     def covers(self, item: Outgoing) -> Cover:

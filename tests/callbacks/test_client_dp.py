@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -31,6 +33,7 @@ from fedlightning.callbacks import (
 )
 from fedlightning.contract.messages import Message, Update
 from fedlightning.engines.attempts import FederationError
+from fedlightning.errors import ConfigurationError
 from fedlightning.options import FailurePolicy
 from fedlightning.server.loops import Synchronous
 from fedlightning.virtual_time import Asynchronous, SampleSpeed, VirtualClock
@@ -486,3 +489,38 @@ def test_no_callback_gets_an_update_after_it_was_clipped(rank):
     trainer = federate(fitted, toy_data([16] * 4), [tiny, Adds(rank)], max_rounds=1)
     moved = sum(float((value - before[name]).double().square().sum()) for name, value in global_state(trainer).items())
     assert 0.04 < moved**0.5 <= 0.05 + 1e-6
+
+
+def test_nothing_goes_by_lengths_that_have_no_noise_or_writes_them(tmp_path):
+    """One client is a thousand times as long as others: whether it counts must not depend on them."""
+
+    class Long(FederatedCallback):
+        rank = -5
+
+        def on_send(self, client, update):
+            long = 1e6 if client.id == "0" else 1e-6
+            update.state = {name: client.received[name] + long for name in update.state}
+
+    tiny = dp(noise_multiplier=TINY, clip=1.0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*has the norm")
+        trainer = federate(module(), toy_data([16] * 4), [tiny, Long()], tmp_path, max_rounds=3)
+    assert "warnings" not in json.loads((trainer.run.path / "summary.json").read_text())
+    parts = {part.key: part.state() for part in trainer.server.parts if part.key in ("norms", "explosions")}
+    assert parts == {"norms": {}, "explosions": {"usual": {}, "warnings": []}}
+    with pytest.raises(ConfigurationError, match="update_limit=3 goes by single updates, which ClientDP hides"):
+        federate(module(), toy_data([16] * 4), [dp()], max_rounds=1, failures=FailurePolicy(update_limit=3.0))
+
+
+def test_who_knows_the_participants_reads_an_epsilon_without_amplification(tmp_path):
+    drawn = ClientDP(delta=1e-3, noise_multiplier=1.0, rate=0.5)
+    with pytest.warns(UserWarning, match="against who knows who took part") as said:
+        trainer = federate(module(), toy_data([16] * 6), [drawn], tmp_path, max_rounds=3)
+    told = json.loads((trainer.run.path / "privacy.json").read_text())
+    everybody = ClientDP(delta=1e-3, noise_multiplier=1.0).epsilon_after(3)
+    assert told["epsilon"] == pytest.approx(drawn.epsilon_after(3)) and told["epsilon"] < everybody
+    assert told["epsilon_participants_known"] == pytest.approx(everybody)
+    with (trainer.run.path / "privacy.csv").open() as rows:
+        last = list(csv.DictReader(rows))[-1]
+    assert float(last["epsilon_participants_known"]) == pytest.approx(everybody)
+    assert any(f"{everybody:.4g}" in str(one.message) for one in said)
