@@ -73,7 +73,7 @@ class Private(Protection):
             return "noised"
         if item.kind == "scores":
             return self.scores
-        return "withheld" if item.kind in ("logged", "undeclared") else "in the clear"
+        return "withheld" if item.kind in ("logged", "undeclared", "classes") else "in the clear"
 
     def items_told(self, server: Server) -> dict[str, Any]:
         """Return by cover what leaves clients in a run, and what the model it begins with has spent, for `privacy.json`."""

@@ -48,7 +48,8 @@ def outgoing_of(federation: Federation) -> list[Outgoing]:
     }
     visit, every = "in each visit", federation.asked_evaluate_every
     items = [
-        Outgoing("sizes", "numbers of samples, classes and batches, hashes of who holds which", "before round 1"),
+        Outgoing("sizes", "numbers of samples, classes and batches, hashes of who tests on which", "before round 1"),
+        Outgoing("classes", "numbers of training samples by class, hashes of who trains on which", "before round 1"),
         Outgoing("entries", ", ".join(entries), visit),
         *(Outgoing(_kind(server, key, spec), f"'{name}' of {key}", visit, key) for (key, name), spec in extras.items()),
         Outgoing("counts", "numbers of samples and steps, and learning rates", visit),
