@@ -31,10 +31,12 @@ from fedlightning.callbacks import (
     LocalCheckpoint,
     PoissonSampling,
 )
+from fedlightning.callbacks.client_dp_budget import RoundBudget
 from fedlightning.contract.messages import Message, Update
 from fedlightning.engines.attempts import FederationError
 from fedlightning.errors import ConfigurationError
 from fedlightning.options import FailurePolicy
+from fedlightning.privacy.release import FILE
 from fedlightning.server.loops import Synchronous
 from fedlightning.virtual_time import Asynchronous, SampleSpeed, VirtualClock
 from tests.helpers import NormNet, Toy, federate, global_state, make_trainer, same, toy_data
@@ -318,46 +320,56 @@ def test_what_a_round_spends_is_on_disk_before_its_model_is_there(tmp_path):
     assert json.loads((trainer.run.path / "privacy.json").read_text())["rounds"] == 2
 
 
-@pytest.mark.parametrize("differs", [False, True])
-def test_what_is_written_down_counts_every_release(tmp_path, differs):
-    callback = dp(noise_seed=None)
-    server = SimpleNamespace(
+def server_of(folder, max_rounds):
+    return SimpleNamespace(
         state={},
         clients=["a"],
-        run_dir=tmp_path,
+        run_dir=folder,
         outgoing=(),
         blueprint=SimpleNamespace(privacy={}),
         trainable=["w"],
-        max_rounds=9,
+        max_rounds=max_rounds,
         shared_names=lambda: ("w",),
+        model={"w": torch.zeros(5)},
     )
-    server.model = {"w": torch.zeros(5)}
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_round_that_was_released_is_replayed_and_never_released_again(tmp_path, differs):
+    callback, server, released = dp(noise_seed=None), server_of(tmp_path, 9), {}
     for round, value in ((0, 0.0), (1, 1.0), (1, 2.0 if differs else 1.0), (2, 3.0)):
         server.round = round
-        callback.on_reduced(server, {"w": torch.full((5,), value)})
-    told, count = json.loads((tmp_path / "privacy.json").read_text()), 4 if differs else 3
-    assert (told["rounds"], told["releases"]) == (3, count)
-    assert told["epsilon"] == pytest.approx(callback.epsilon_after(count))
-    assert len((tmp_path / "privacy.csv").read_text().splitlines()) == 1 + count
+        found = callback.on_reduced(server, {"w": torch.full((5,), value)})["w"]
+        assert torch.equal(found, released.setdefault(round, found))
+    told = json.loads((tmp_path / "privacy.json").read_text())
+    assert (told["rounds"], told["releases"]) == (3, 3)
+    assert told["epsilon"] == pytest.approx(callback.epsilon_after(3))
+    assert len((tmp_path / "privacy.csv").read_text().splitlines()) == 4
 
 
-def test_rounds_that_are_done_again_do_not_exceed_the_budget(tmp_path):
+def test_a_release_without_an_entry_is_discarded_and_an_entry_without_its_release_ends_the_run(tmp_path, monkeypatch):
+    """It is stored first: killed before the entry, a run has told nobody, and makes another one."""
+    callback, server = dp(noise_seed=None), server_of(tmp_path, 9)
+    server.round = 0
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RoundBudget, "spend", lambda *values: (_ for _ in ()).throw(KeyboardInterrupt))
+        callback.on_reduced(server, {"w": torch.zeros(5)})
+    assert (tmp_path / FILE).exists() and not (tmp_path / "privacy.csv").exists()
+    callback.on_reduced(server, {"w": torch.ones(5)})
+    assert json.loads((tmp_path / "privacy.json").read_text())["releases"] == 1
+    (tmp_path / FILE).unlink()
+    with pytest.raises(ValueError, match=r"Round 1 was released before.*comes out differently now"):
+        callback.on_reduced(server, {"w": torch.zeros(5)})
+    callback.on_reduced(server, {"w": torch.ones(5)})  # the same bits are the same release
+
+
+def test_releases_do_not_exceed_the_budget(tmp_path):
     callback = dp(noise_seed=None, noise_multiplier=2.0, epsilon=dp(noise_multiplier=2.0).epsilon_after(2) + 1e-6)
-    server = SimpleNamespace(
-        state={},
-        clients=["a"],
-        run_dir=tmp_path,
-        outgoing=(),
-        blueprint=SimpleNamespace(privacy={}),
-        trainable=["w"],
-        max_rounds=2,
-        shared_names=lambda: ("w",),
-    )
-    server.model = {"w": torch.zeros(5)}
-    with pytest.raises(ValueError, match=r"Round 2 is release 3 of this run.*more than the budget"):
-        for round, value in ((0, 0.0), (0, 1.0), (1, 1.0)):
+    server = server_of(tmp_path, 2)
+    with pytest.raises(ValueError, match=r"Round 3 is release 3 of this run.*more than the budget"):
+        for round in range(3):
             server.round = round
-            callback.on_reduced(server, {"w": torch.full((5,), value)})
+            callback.on_reduced(server, {"w": torch.zeros(5)})
 
 
 @pytest.mark.parametrize(
