@@ -17,6 +17,7 @@ from fedlightning.algorithm import (
     Job,
     Message,
     Outgoing,
+    Protection,
     Server,
     Setup,
     State,
@@ -49,7 +50,7 @@ from fedlightning.callbacks.shared.private_options import (
 )
 from fedlightning.callbacks.shared.secret_noise import digest_of, normal, uniform, with_noise
 from fedlightning.callbacks.shared.single_updates import refuse_other_ways
-from fedlightning.callbacks.shared.spending import KNOWN, accountant_of, releases_in, solved_noise
+from fedlightning.callbacks.shared.spending import KNOWN, accountant_of, merged, releases_in, solved_noise, spent_by
 from fedlightning.callbacks.shared.sum_noise import PLACE, SharesNoise, SumNoise
 from fedlightning.privacy.release import Release, store, stored
 from fedlightning.ranges import PositiveFloat, PositiveInt, PositiveShare, Range
@@ -199,6 +200,15 @@ class ClientDP(ClientSelection, Private, SharesNoise):
         warn_of_few(setup, self.delta)
         if self.noise_seed is not None:
             setup.warn(self.known_noise)
+
+    def check_runs(self, runs: Sequence[tuple[Protection, int]]) -> None:
+        """Refuse them if their rounds and what the ledger has exceed `epsilon`."""
+        planned = [(one, rounds) for one, rounds in runs if isinstance(one, ClientDP) and one.ledger == self.ledger]
+        if self.ledger is None or self.epsilon is None:
+            return
+        with Ledger(self.ledger, "clients", "").held(None) as before:
+            steps = [*before, *((one._noise(rounds), one.rate, rounds) for one, rounds in planned)]
+        self.refuse_beyond(spent_by(self.accountant, self.delta, merged(steps)), len(planned))
 
     def on_federation_start(self, server: Server) -> None:
         """Draw the secret, solve for the noise, and find out after how many rounds the budget is spent.

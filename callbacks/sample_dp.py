@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from fedlightning.algorithm import (
     Facts,
     Need,
     Outgoing,
+    Protection,
     Server,
     Setup,
     SumCodec,
@@ -175,6 +177,16 @@ class SampleDP(TrainingData, Private):
         checks.warn_of_few(setup, self.delta)
         if self.noise_seed is not None:
             setup.warn(self.known_noise)
+
+    def check_runs(self, runs: Sequence[tuple[Protection, int]]) -> None:
+        """Refuse several runs that each solve for the noise with which they spend all of one ledger's `epsilon`."""
+        solved = [
+            one
+            for one, _ in runs
+            if isinstance(one, SampleDP) and one.ledger == self.ledger and not one.noise_multiplier
+        ]
+        if self.ledger is not None and self.epsilon is not None and len(solved) > 1:
+            self.refuse_beyond(math.inf, len(solved))
 
     def on_federation_start(self, server: Server) -> None:
         """Refuse sites without a ledger, which a server could make forget what they have spent."""

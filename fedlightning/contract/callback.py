@@ -38,6 +38,7 @@ FAMILIES = {
     "decode": "UpdateCodec",
     "covers": "Protection",
     "protect": "Protection",
+    "check_runs": "Protection",
     "class_means": "Protection",
     "intercept": "UpdateInterception",
     "is_stackable": "Stackable",

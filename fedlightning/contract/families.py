@@ -184,6 +184,13 @@ class Protection(FederatedCallback):
             changes: A sentence each.
         """
 
+    def check_runs(self, runs: Sequence[tuple[Protection, int]]) -> None:
+        """Refuse runs that together spend more than a budget that they share, before the first of them begins.
+
+        Args:
+            runs: What protects each run, and its number of rounds.
+        """
+
     def class_means(
         self, client: Client, update: Update, vectors: Callable[[], Iterable[tuple[Tensor, Tensor]]], classes: int
     ) -> dict[int, Tensor]:
