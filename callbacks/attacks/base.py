@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fedlightning.algorithm import Client, Facts, FederatedCallback, Newcomers, Server, Setup, Update
+from fedlightning.algorithm import Change, Client, Facts, FederatedCallback, Newcomers, Server, Setup, Update
 from fedlightning.ranges import Range
 from fedlightning.tensors import narrow, tied_names, widen
 
@@ -95,7 +95,7 @@ class Attack(BadClients):
     @property
     def facts(self) -> Facts:
         """Each bad client acts alone, in any loop."""
-        return FACTS
+        return FACTS.extend(changes={Change.ALTERS})
 
     def check(self, setup: Setup) -> None:
         """Refuse unknown clients, and methods without a model that travels."""

@@ -8,7 +8,7 @@ methods are given and give back; `callback_list.py` runs events and finds who an
 from fedlightning.contract import capabilities as facts
 from fedlightning.contract.callback import FederatedCallback
 from fedlightning.contract.callback_list import ROLES, CallbackList
-from fedlightning.contract.capabilities import Change, Facts, Need, Newcomers
+from fedlightning.contract.capabilities import ALTERING, Change, Facts, Need, Newcomers
 from fedlightning.contract.families import (
     AsynchronousMethod,
     ClientSelection,
@@ -43,6 +43,7 @@ from fedlightning.contract.outgoing import Cover, Kind, Outgoing
 
 __all__ = [
     "facts",
+    "ALTERING",
     "NEWCOMER",
     "POOLED",
     "ROLES",

@@ -37,6 +37,8 @@ FAMILIES = {
     "encode": "UpdateCodec",
     "decode": "UpdateCodec",
     "covers": "Protection",
+    "protect": "Protection",
+    "check_runs": "Protection",
     "class_means": "Protection",
     "intercept": "UpdateInterception",
     "is_stackable": "Stackable",

@@ -55,6 +55,7 @@ class Change(StrEnum):
     PARTS = "leaves entries out of what is sent"
     ONE_WAY = "does not send clients the entries of the model that it asks back"
     SMALLER = "cuts entries of what is sent"
+    ALTERS = "puts something that it makes of the update in the place of entries that are sent"
     PRIVATE = "sends entries that never leave a client, in the place of its own"
     IN_STEP = "keeps at a client what has to agree with what the server has taken in"
     READS = "reads a client's samples beside the batches of its training"
@@ -95,6 +96,10 @@ FOLLOWS = {
     "final_jobs": Change.FINAL,
 }
 """The change that follows from a method that a callback claims."""
+
+
+ALTERING = frozenset((Change.PARTS, Change.SMALLER, Change.ALTERS))
+"""What a callback has to declare that edits `update.state` where noise covers what training has left."""
 
 
 def refuse_other_words(owner: str, changes: object) -> None:

@@ -155,11 +155,16 @@ class Protection(FederatedCallback):
     sends. A dry run, the log and the run's summary show for each item what :meth:`covers` says of it.
 
     Attributes:
-        counts_everybody: Whether a client that has trained counts in the round whatever its training did: where it took no
-            step its change is zero, with the noise and the weight of any other. Else who counts would tell of its data.
+        hides_clients: Whether it hides clients. One that has trained counts in the round whatever its training did: where it
+            took no step its change is zero, with the noise and the weight of any other. Nothing goes by the size of single
+            updates, or writes it down.
+        covers_training: Whether the noise is in the steps of training, so that it covers entries as training has left them.
+            What another callback puts in their place (`on_send`) leaves where it declares so (:data:`ALTERING`), and is set
+            to nothing else.
     """
 
-    counts_everybody: bool = False
+    hides_clients: bool = False
+    covers_training: bool = False
 
     def covers(self, item: Outgoing) -> Cover:
         """Return how an item of what leaves is covered. Default: it leaves in the clear.
@@ -169,11 +174,21 @@ class Protection(FederatedCallback):
         """
         return "in the clear"
 
+    def protect(self, client: Client, update: Update) -> None:
+        """Cover an update that is about to leave: after every `on_send`, when no callback gets it any more but a codec."""
+
     def check_changes(self, changes: Sequence[str]) -> None:
         """Refuse to go on with a run whose configuration has changed (`allow_config_change`).
 
         Args:
             changes: A sentence each.
+        """
+
+    def check_runs(self, runs: Sequence[tuple[Protection, int]]) -> None:
+        """Refuse runs that together spend more than a budget that they share, before the first of them begins.
+
+        Args:
+            runs: What protects each run, and its number of rounds.
         """
 
     def class_means(

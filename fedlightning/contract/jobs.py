@@ -207,6 +207,7 @@ class Setup:
         has_split: Tells whether any client has samples of a split.
         has_public: Tells whether there are public data.
         knows_groups: Tells whether the group (a patient) of every training sample is known.
+        coupled_records: Says how features of a client's record depend on its other records, with a way out; empty: not.
         shared_names: Gives the names that travel in round 1; with `without=callback`, those that would without its choice.
         public_size: Gives the number of public samples; 0 without any. Raises ValueError where they have no positions.
         public_batch: Gives the first batch of public data; raises ValueError without any.
@@ -241,6 +242,7 @@ class Setup:
     has_split: Callable[[str], bool] = lambda split: True
     has_public: Callable[[], bool] = lambda: False
     knows_groups: Callable[[], bool] = lambda: False
+    coupled_records: Callable[[], str] = lambda: ""
     shared_names: Callable[..., Sequence[str]] = lambda without=None: ()
     modules: Mapping[str, LightningModule] = field(default_factory=dict)
     public_size: Callable[[], int] = lambda: 0

@@ -167,6 +167,12 @@ class Rehearsal:
             return knows_groups(self.engine.runner)
         raise BatchElsewhere
 
+    def coupled_records(self) -> str:
+        """Return how features of a record depend on others of its client, where the clients' data are."""
+        if self.engine.data_here:
+            return str(self.engine.runner.data.coupled_records)
+        raise BatchElsewhere
+
     def train_loaders(self) -> Iterator[Any]:
         """Return the clients' training loaders, where the clients' data are."""
         if self.engine.data_here:
@@ -385,6 +391,7 @@ class Rehearsal:
                 public,
                 first_batch=self.first_batch,
                 knows_groups=self.knows_groups,
+                coupled_records=self.coupled_records,
                 train_loaders=self.train_loaders,
                 shared_names=partial(self.server.shared_in, name),
                 class_counts=self.class_counts,

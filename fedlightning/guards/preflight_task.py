@@ -90,7 +90,8 @@ def setup_of(
         modules: A built module of each architecture.
         architecture: Name of the architecture.
         public: The public data.
-        more: The other functions of the `Setup`: `first_batch`, `train_loaders`, `knows_groups`, `shared_names`, `warn`.
+        more: The other functions of the `Setup`: `first_batch`, `train_loaders`, `knows_groups`, `coupled_records`,
+            `shared_names`, `warn`.
     """
     module = modules[architecture]
     return Setup(
@@ -169,6 +170,7 @@ class CheckThere(Question):
             Public(lambda: (loader, type(runner.data).__name__), blueprint),
             first_batch=partial(take_first_batch, runner),
             knows_groups=partial(knows_groups, runner),
+            coupled_records=lambda: str(runner.data.coupled_records),
             train_loaders=partial(train_loaders, runner),
             shared_names=lambda without=None: self.shared["" if without is None else without.key],
             warn=said.append,
