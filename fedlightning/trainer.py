@@ -30,7 +30,7 @@ from fedlightning.fitted import ClientView as ClientView
 from fedlightning.fitted import FittedFederation
 from fedlightning.guards.dry_run_report import DryRun
 from fedlightning.options import SHORT_FORMS, EngineOptions, Evaluation, FailurePolicy
-from fedlightning.options.replaced import REPLACED
+from fedlightning.options.replaced import ATTRIBUTES, OF_METHODS, REPLACED
 from fedlightning.ranges import (
     Count,
     Instance,
@@ -39,6 +39,7 @@ from fedlightning.ranges import (
     Range,
     at_most_one,
     checked,
+    in_words,
     replaced,
 )
 from fedlightning.resume.lock import only_thread, only_writer
@@ -66,6 +67,7 @@ Batches = Annotated[float, Range("(0, 1]", "A float is a share of an epoch, an i
 SomeBatches = Annotated[float, Range("[0, 1]", "A float is a share of the batches, an int a number of them.")]
 
 
+@in_words(OF_METHODS, ATTRIBUTES)
 class FederatedTrainer:
     """Trains one LightningModule per client, federated; used like `lightning.pytorch.Trainer`.
 
@@ -519,14 +521,15 @@ class FederatedTrainer:
                     "test(model=..., datamodule=..., run=...)."
                 )
             self.restore(model, datamodule, run)
-        else:
+        fitted = self.fitted
+        if run is None:
             for what, given, known in zip(("model", "datamodule"), (model, datamodule), self.given, strict=True):
                 if given is not None and given is not known:
                     raise ValueError(
                         f"This trainer's federation was not fitted with this {what}, and scores are those of what was "
                         f"fitted. Leave {what} out, or restore a run: test(model=..., datamodule=..., run=FOLDER)."
                     )
-        results = self.fitted.score(split, checkpoint)
+        results = fitted.score(split, checkpoint)
         if verbose and is_writer():
             print_results(results, split)
         return results

@@ -21,7 +21,7 @@ from fedlightning.ranges.annotations import (
     ranges_in,
     to_python,
 )
-from fedlightning.ranges.together import fault_of, replaced_in, shown
+from fedlightning.ranges.together import fault_of, refuse_call, replaced_in, shown
 
 Kind = TypeVar("Kind", bound=type)
 Init = TypeVar("Init", bound=Callable[..., None])
@@ -61,11 +61,8 @@ def checked(init: Init) -> Init:
         try:
             arguments = signature.bind(self, *args, **given).arguments
         except TypeError:
-            for name, instead in replaced_in(init).items():
-                if name in given:
-                    raise ConfigurationError(
-                        f"{type(self).__name__} has no argument {name!r}. Use {instead}."
-                    ) from None
+            if instead := replaced_in(init):
+                refuse_call(type(self).__name__, signature, instead, (self, *args), given)
             arguments = {}  # the call below says what is wrong
         check_arguments(self, init, arguments)
         init(self, *args, **given)
