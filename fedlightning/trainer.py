@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -29,7 +29,7 @@ from fedlightning.errors import ConfigurationError
 from fedlightning.fitted import ClientView as ClientView
 from fedlightning.fitted import FittedFederation
 from fedlightning.guards.dry_run_report import DryRun
-from fedlightning.options import SHORT_FORMS, EngineOptions, Evaluation, FailurePolicy
+from fedlightning.options import EngineOptions, Evaluation, FailurePolicy
 from fedlightning.options.replaced import ATTRIBUTES, OF_METHODS, REPLACED
 from fedlightning.ranges import (
     Count,
@@ -428,22 +428,19 @@ class FederatedTrainer:
 
     def __repr__(self) -> str:
         """Return the arguments that differ from their defaults, and how far the federation is."""
-        parameters = inspect.signature(type(self).__init__).parameters
-        defaults = {name: parameter.default for name, parameter in parameters.items()}
-        defaults |= {name: read(defaults[name]) for name, read in SHORT_FORMS.items()}
-        shown = {
-            name: value
-            for name, value in self.arguments.items()
-            if name not in ("callbacks", "self") and name in defaults and repr(value) != repr(defaults[name])
-        }
-        texts = [f"{name}={value!r}" for name, value in shown.items()]
-        texts += [f"callbacks={self.callbacks.callbacks + self.ordinary_callbacks!r}"]
-        done = (
-            "not fitted"
-            if self.federation is None
-            else f"{self.rounds_done} rounds done, {len(self.client_ids)} clients"
-        )
-        return f"<{type(self).__name__}({', '.join(texts)}): {done}>"
+        texts = [f"{name}={value}" for name, value in self.options.shown(type(self)).items()]
+        return f"<{type(self).__name__}({', '.join(texts)}): {self._done()}>"
+
+    def _repr_html_(self) -> str:
+        """Return the same as a table, with the newest scores and the run's folder, for notebooks."""
+        scores = {name: f"{value:.4g}" for name, value in self.callback_metrics.items()}
+        folder = {} if self.run is None else {"run": str(self.run.path)}
+        rows = self.options.shown(type(self)) | scores | folder
+        cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in rows.items())
+        return f"<table><caption>{type(self).__name__}: {self._done()}</caption>{cells}</table>"
+
+    def _done(self) -> str:
+        return f"{self.rounds_done} rounds done, {len(self.client_ids)} clients" if self.federation else "not fitted"
 
     @property
     def client_ids(self) -> list[str]:
