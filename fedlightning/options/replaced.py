@@ -38,6 +38,13 @@ REPLACED = {
     "model_registry": "the files in the run's folder, and fedlightning card",
 }
 """Name -> what to use, as the end of a sentence."""
+OF_COMMANDS = {
+    "seed_everything": "trainer.seed, which also fixes the model's first weights",
+    "optimizer": "configure_optimizers of the module, which may take optimizer: OptimizerCallable",
+    "lr_scheduler": "configure_optimizers of the module, which may take scheduler: LRSchedulerCallable",
+    "ckpt_path": "--resume FOLDER (go on), --trainer.init_from FILE (its weights), or fedlightning test --run FOLDER",
+}
+"""Option of LightningCLI beside its sections -> what to use."""
 _SAFE = "nothing in its place: files of a run hold values only, no code"
 _SCORED = {
     "dataloaders": "test_dataloaders={client: loader} in fit, or for other data Lightning's: "
