@@ -146,9 +146,10 @@ class FederatedCLI(CommandLine):
         line = cli_class(self.command)
         line.add_trainer(parser, self.command)
         parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items()})
-        parser.add_lightning_class_args(self._model_class, "model", self.subclass_mode_model, line.needs_model)
-        parser.add_lightning_class_args(self._datamodule_class, "data", self.subclass_mode_data)
-        if not _is_federated(self._datamodule_class):
+        model, data = self.model_class or LightningModule, self.datamodule_class or LightningDataModule
+        parser.add_lightning_class_args(model, "model", self.subclass_mode_model, line.needs_model)
+        parser.add_lightning_class_args(data, "data", self.subclass_mode_data)
+        if not _is_federated(data):
             parser.add_class_arguments(
                 Partitioned, "clients", skip={"datamodule", "partitioner"}, instantiate=False, fail_untyped=False
             )
