@@ -18,7 +18,12 @@ from numbers import Integral, Real
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from fedlightning.errors import ConfigurationError
+<<<<<<< 4026772bc3a6d5b992997ba5b48f2246ac453b5b
 from fedlightning.ranges.together import fault_of, replaced_in, shown
+=======
+from fedlightning.ranges import annotations as declarations
+from fedlightning.ranges.together import fault_of, refuse_call, replaced_in, shown
+>>>>>>> 8e904fd00598c64c9fa074cc81ba172736e64bcf
 
 PLAIN = {int: "a whole number", float: "a number", bool: "True or False", str: "a text"}
 """Kinds of plain values, in words."""
@@ -377,11 +382,8 @@ def checked(init: Init) -> Init:
         try:
             arguments = signature.bind(self, *args, **given).arguments
         except TypeError:
-            for name, instead in replaced_in(init).items():
-                if name in given:
-                    raise ConfigurationError(
-                        f"{type(self).__name__} has no argument {name!r}. Use {instead}."
-                    ) from None
+            if instead := replaced_in(init):
+                refuse_call(type(self).__name__, signature, instead, (self, *args), given)
             arguments = {}  # the call below says what is wrong
         check_arguments(self, init, arguments)
         init(self, *args, **given)
