@@ -193,11 +193,7 @@ def _arguments(value: Any, path: str, owner: Any) -> Iterator[tuple[str, Any, st
 
 
 def class_of(path: str) -> Any:
-<<<<<<< 4026772bc3a6d5b992997ba5b48f2246ac453b5b
-    """Return the class that a configuration names; `None` if there is none."""
-=======
     """Return the class of an import path, or `None`."""
->>>>>>> 8e904fd00598c64c9fa074cc81ba172736e64bcf
     module, _, name = path.rpartition(".")
     try:
         return getattr(import_module(module), name)

@@ -18,12 +18,7 @@ from numbers import Integral, Real
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from fedlightning.errors import ConfigurationError
-<<<<<<< 4026772bc3a6d5b992997ba5b48f2246ac453b5b
-from fedlightning.ranges.together import fault_of, replaced_in, shown
-=======
-from fedlightning.ranges import annotations as declarations
 from fedlightning.ranges.together import fault_of, refuse_call, replaced_in, shown
->>>>>>> 8e904fd00598c64c9fa074cc81ba172736e64bcf
 
 PLAIN = {int: "a whole number", float: "a number", bool: "True or False", str: "a text"}
 """Kinds of plain values, in words."""
