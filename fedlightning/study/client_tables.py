@@ -27,7 +27,7 @@ def clients(study: StudyData) -> Table:
             for seed in sorted(set(scores) & set(own)) if study.comparable(method) else []:
                 score, base = scores[seed], own[seed]
                 gains.append(None if score is None or base is None else sign * (score - base))
-            found, gain = study.estimate(list(scores.values())), study.estimate(gains)
+            found, gain = study.estimate(list(scores.values()), study.metric), study.estimate(gains)
             lines.append(
                 {
                     "client": client,
