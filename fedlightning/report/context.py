@@ -29,9 +29,14 @@ R = TypeVar("R", bound=Row)
 LABELS = {
     "auroc": "AUROC",
     "balanced_accuracy": "balanced accuracy",
+    "c_index": "C-index",
     "ece": "calibration error",
     "f1_macro": "macro F1",
     "f1_macro_all": "macro F1 over all classes",
+    "mae": "MAE",
+    "mse": "MSE",
+    "r2": "R²",
+    "rmse": "RMSE",
 }
 SHORT = 14
 """Tables of up to this many rows are unfolded beside their picture."""

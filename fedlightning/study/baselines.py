@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 from fedlightning.study.runs import Run
 
-
 Sampling = Literal["training", "splits", "folds"]
 SAMPLED: Mapping[Sampling, str] = {
     "training": "Intervals and p-values (paired t-test) are for this test set.",
     "splits": "Their test sets overlap, so intervals and p-values are of the corrected resampled t-test (Nadeau & Bengio "
     "2003).",
-    "folds": "Each tests another of disjoint folds of the same samples: intervals and p-values (paired t-test) are over folds.",
+    "folds": "Each tests another of disjoint folds of the same samples: intervals and p-values (paired t-test) are over "
+    "folds.",
 }
 """What seeds change -> which test that takes, in a sentence."""
 

@@ -14,6 +14,7 @@ from fedlightning.storage.files import write_text_atomically
 from fedlightning.study.architectures import architectures
 from fedlightning.study.clusters import clusters, memberships
 from fedlightning.study.data import StudyData, Table
+from fedlightning.study.evidence import negative_transfer
 from fedlightning.study.external import calibrations, external, subgroups
 from fedlightning.study.overview import overview
 from fedlightning.study.problems import find_problems
@@ -26,6 +27,7 @@ from fedlightning.study.unseen import unseen
 TABLES = ("results", "overview", "problems")
 """Keys of `comparison.json` that hold lines of a table; the others say what the lines are of."""
 SOMETIMES: dict[str, Callable[[StudyData], Table]] = {
+    "negative_transfer": negative_transfer,
     "unseen": unseen,
     "external": external,
     "calibration": calibrations,

@@ -130,9 +130,32 @@ def address(row: Mapping[str, Any]) -> Address:
 
 
 def common_metric(runs: Iterable[Run], split: str = "test") -> str:
-    """Return the metric to compare runs by if nobody says: see :func:`fedlightning.scores.metrics.choose_metric`."""
-    known = [RunScores(run).metrics(split) for run in runs if run.error is None]
-    return choose_metric([metrics for metrics in known if metrics])
+    """Return the metric to compare runs by if nobody says: see :func:`fedlightning.scores.metrics.choose_metric`.
+
+    Where one class is much more common than the others, AUROC (of two classes) or balanced accuracy stand for accuracy.
+    """
+    done = [run for run in runs if run.error is None]
+    known = [metrics for run in done if (metrics := RunScores(run).metrics(split))]
+    chosen = choose_metric(known)
+    if chosen == "accuracy" and (classes := _unbalanced(done)):
+        wanted = (*(("auroc",) if classes == 2 else ()), "balanced_accuracy")
+        return next((name for name in wanted if all(name in metrics for metrics in known)), chosen)
+    return chosen
+
+
+UNBALANCED = 0.3
+"""The commonest class has at least this share of what is left above an equal one: of two classes 65 % of the samples."""
+
+
+def _unbalanced(runs: Sequence[Run]) -> int:
+    """Return the number of classes where one is much more common than others over all clients; 0 if none is."""
+    held = runs[0].summary.get("data", {}).get("clients", {}).values() if runs else ()
+    counts = [of["classes"] for of in held if len(of.get("classes") or ()) > 1]
+    if not counts or len({len(of) for of in counts}) > 1:
+        return 0
+    total = [sum(of) for of in zip(*counts, strict=True)]
+    equal = 1 / len(total)
+    return len(total) if max(total) >= (equal + UNBALANCED * (1 - equal)) * sum(total) > 0 else 0
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def errors_of_type_one(splits: int, folds: bool = False, studies: int = 2000) ->
         size = n // splits if folds else n // 3
         order = random.permutation(n)
         differences = []
-        for number in range(splits):
+        for _ in range(splits):
             order = np.roll(order, size) if folds else random.permutation(n)
             test, train = order[:size], order[size:]
             cut = (x[train][y[train] == 1].mean(axis=0) + x[train][y[train] == 0].mean(axis=0)) / 2

@@ -14,7 +14,8 @@ from fedlightning.report.drawing import panel
 from fedlightning.report.figures.clients import MANY
 from fedlightning.report.figures.partition import CLASSES, colour_of
 from fedlightning.report.styles import INK, short_names
-from fedlightning.study.clusters import Places, natural
+from fedlightning.study.clusters import Places
+from fedlightning.study.runs import natural
 
 LEGEND = len(CLASSES)
 """Most clusters that the legend names."""
