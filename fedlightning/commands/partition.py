@@ -61,8 +61,8 @@ class PartitionCommand(FederatedCLI):
                 "\nTV: total variation between a client's labels and all labels, 0 equal to 1 disjoint; mean "
                 f"{report.mean_total_variation:.3f}."
             )
-        elif getattr(data, "target", None) is not None:
-            told += f"\n'{data.target}' is a measurement, so there are no classes; it is among the columns below."
+        elif (target := getattr(data, "target", None)) is not None:
+            told += f"\n'{target}' is a measurement, so there are no classes; it is among the columns below."
         screen.print(told, highlight=False)
         names = getattr(data, "feature_names", None)
         if names:

@@ -102,11 +102,19 @@ def make_plan(request: Request, clients: dict[str, list[str]] | None = None) -> 
     vary: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
         cells, stacks = _stacks(request, Path(folder))
+        faults: list[str] = []
         for name, stack in stacks.items():
             told = list(dict.fromkeys(request.grid if Path(folder) in Path(one).parents else one for one in stack))
-            config, number, vary[name] = reader.read(name, stack, request.options, told)
+            try:
+                config, number, vary[name] = reader.read(name, stack, request.options, told)
+            except InputError as error:  # what is wrong with the others is said too
+                faults.append(str(error))
+                continue
             methods.append(Method(name, told, config, False, number, reader.optimizer_state, cell=cells.get(name)))
             reader.keep(name)
+    if faults:
+        more = "".join(f"\n{number}. {fault}" for number, fault in enumerate(faults, 1))
+        raise InputError(faults[0] if len(faults) == 1 else f"{len(faults)} of {len(stacks)} methods cannot run:{more}")
     try:
         added = missing_baselines([method.config for method in methods], request.baselines)
     except ValueError as error:

@@ -18,7 +18,7 @@ from matplotlib.ticker import MaxNLocator
 
 from fedlightning.report.styles import BAD, variable
 
-WIDTH, HEIGHT, WIDE = 5.0, 3.2, 7.6
+WIDTH, HEIGHT, WIDE = 5.0, 3.2, 11.0
 """Size of a panel in inches: a column of a page on paper, 360 points on a screen; a wide one goes over the page."""
 
 MOST_TICKS = 5

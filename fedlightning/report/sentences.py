@@ -29,7 +29,10 @@ def answers(context: Context) -> list[Answer]:
     if not methods:
         return []
     first = methods[0]
-    found = [_best(context, first, ranked), _real(context, first, methods), _whom(context, first, methods)]
+    best = _best(context, first, ranked)
+    if best.method is None:  # nothing was learnt: what differs means nothing
+        return [best]
+    found = [best, _real(context, first, methods), _whom(context, first, methods)]
     return [answer for answer in (*found, _price(methods, first)) if answer is not None]
 
 
@@ -145,8 +148,10 @@ def _harm(context: Context, method: str) -> str:
     line = next((line for line in context.study.negative_transfer() if line["method"] == method), None)
     if line is None or not line["lose"]:
         return ""
-    count = f"{line['lose']} lose{'s' if line['lose'] == 1 else ''}"
-    return f" {count}, {number(-line['mean_loss'])} on average and at most {number(-line['worst'])} ({line['client']})."
+    worst = f"{number(-line['worst'])} (client {line['client']})"
+    if line["lose"] == 1:
+        return f" One loses {worst}."
+    return f" {line['lose']} lose, {number(-line['mean_loss'])} on average and at most {worst}."
 
 
 def _gains(context: Context, method: str) -> tuple[int, int, str] | None:

@@ -31,11 +31,16 @@ class Reference:
 
     Attributes:
         name: What is answered.
-        level: Mean over clients of its score, and over seeds.
+        by_seed: Seed -> mean over clients of its score.
     """
 
     name: str
-    level: float
+    by_seed: Mapping[int, float]
+
+    @property
+    def level(self) -> float:
+        """Mean over seeds."""
+        return fmean(self.by_seed.values())
 
 
 def reference(study: StudyData) -> Reference | None:
@@ -44,22 +49,22 @@ def reference(study: StudyData) -> Reference | None:
     For accuracy each client's commonest training class, whose share is taken from its training samples. For `rmse` and `mse`
     the mean of the client's own test targets, which `r2` beside them tells.
     """
-    metric = study.metric
-    if metric in CHANCE:
-        return Reference("chance", CHANCE[metric])
-    if metric in ("accuracy", "balanced_accuracy"):
-        run = next((found.run for key, found in study.finished.items() if key not in study.odd), None)
-        counts = [of for of in classes_of(run).values() if sum(of)] if run is not None else []
-        if not counts:
-            return None
-        if metric == "balanced_accuracy":
-            return Reference("chance", fmean(1 / sum(count > 0 for count in of) for of in counts))
-        return Reference("each client’s commonest class", fmean(max(of) / sum(of) for of in counts))
-    if metric in ("rmse", "mse"):
-        levels = [_error_of_mean(study, method) for method in study.methods]
-        known = [level for level in levels if level is not None]
-        return Reference("each client’s mean", fmean(known)) if known else None
-    return None
+    if study.metric in CHANCE:
+        return Reference("chance", dict.fromkeys(study.seeds, CHANCE[study.metric]))
+    levels: dict[int, list[float]] = {}
+    names = {"accuracy": "each client’s commonest class", "balanced_accuracy": "chance"}
+    name = names.get(study.metric, "each client’s mean")
+    for (method, seed), found in study.finished.items():
+        if (method, seed) in study.odd:
+            continue
+        if study.metric in ("accuracy", "balanced_accuracy"):
+            counts = [of for of in classes_of(found.run).values() if sum(of)]
+            shares = [max(of) / sum(of) if study.metric == "accuracy" else 1 / sum(n > 0 for n in of) for of in counts]
+        else:
+            shares = _errors_of_mean(study, method, seed) if study.metric in ("rmse", "mse") else []
+        if shares:
+            levels.setdefault(seed, []).append(fmean(shares))
+    return Reference(name, {seed: fmean(of) for seed, of in sorted(levels.items())}) if levels else None
 
 
 def classes_of(run: Run) -> dict[str, list[int]]:
@@ -68,30 +73,30 @@ def classes_of(run: Run) -> dict[str, list[int]]:
     return {client: of["classes"] for client, of in held.items() if len(of.get("classes") or ()) > 1}
 
 
-def _error_of_mean(study: StudyData, method: str) -> float | None:
-    """Return the error of the client's mean test target, from error and R² of a method: R² = 1 - (error / that)²."""
+def _errors_of_mean(study: StudyData, method: str, seed: int) -> list[float]:
+    """Return the error of each client's mean test target, from error and R² of a method: R² = 1 - (error / that)²."""
     power = 0.5 if study.metric == "rmse" else 1.0
-    levels = []
-    for seed, score in study.deployed(method).items():
-        told = study.deployed(method, metric="r2").get(seed)
-        known = {} if told is None else told.defined
-        for client, error in score.defined.items():
-            if (r2 := known.get(client, 1.0)) < 1 and math.isfinite(r2):
-                levels.append(error / (1 - r2) ** power)
-    return fmean(levels) if levels else None
+    score, told = study.deployed(method).get(seed), study.deployed(method, metric="r2").get(seed)
+    known = {} if told is None else told.defined
+    return [
+        error / (1 - r2) ** power
+        for client, error in (score.defined if score is not None else {}).items()
+        if (r2 := known.get(client, 1.0)) < 1 and math.isfinite(r2)
+    ]
 
 
 def above_reference(study: StudyData, method: str) -> bool | None:
-    """Return whether a method's mean is clearly above the constant answer: at all of its seeds, and by its interval.
+    """Return whether a method is clearly better than the constant answer: by the interval of the difference at its seeds.
 
     `None` where that cannot be said.
     """
-    level, means = reference(study), [score.mean for score in study.deployed(method).values()]
-    found = study.estimate(means, study.metric)
-    if level is None or found.mean is None:
+    level = reference(study)
+    scores = {} if level is None else {s: one.mean for s, one in study.deployed(method).items() if s in level.by_seed}
+    if level is None or not scores or None in scores.values():
         return None
-    low, high = found.ci95 or (found.mean, found.mean)
-    return low > level.level if study.higher_is_better else high < level.level
+    sign = 1.0 if study.higher_is_better else -1.0
+    found = study.estimate([sign * (mean - level.by_seed[s]) for s, mean in scores.items() if mean is not None])
+    return found.mean is not None and (found.ci95 or [found.mean])[0] > 0
 
 
 def no_better_than_constant(study: StudyData) -> str | None:

@@ -73,8 +73,9 @@ def find_problems(study: StudyData) -> list[Problem]:
 
 
 def _evidence(study: StudyData) -> Iterator[Problem]:
-    if (text := no_better_than_constant(study)) is not None:
-        yield Problem("nothing_learnt", None, None, text)
+    constant = no_better_than_constant(study)
+    if constant is not None:
+        yield Problem("nothing_learnt", None, None, constant)
     trained = [name for name in study.methods if (steps(study, name) or 0) > 0]
     improving = still_improving(study)
     if improving:
@@ -85,7 +86,7 @@ def _evidence(study: StudyData) -> Iterator[Problem]:
             f"gained, up to {share:.0%} came in the last quarter of the rounds. More rounds may change the order."
         )
         yield Problem("unconverged", None, None, text)
-    for method, other, apart in without_effect(study):
+    for method, other, apart in without_effect(study) if constant is None else ():
         text = (
             f"{method} changed nothing measurable against {other}: clients' scores differ by {apart:.2g} on average. Its "
             "term is too weak here, or its option is not what was meant."

@@ -379,7 +379,9 @@ def test_a_comparison_is_a_study_of_this_session(study, tmp_path):
     assert list(table.columns[1].cells)[1].endswith(f"± {radius:.3f}")  # over seeds
     found.write(tmp_path)
     found.plot_clients(tmp_path / "clients.png")
-    assert {path.name for path in tmp_path.iterdir()} == {"comparison.json", "comparison.csv", "clients.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("comparison.json", "comparison.csv", "comparison.tex", "clients.png"),
+    }
 
 
 def test_of_one_seed_the_interval_is_over_clients(study):

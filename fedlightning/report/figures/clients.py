@@ -31,7 +31,7 @@ def client_map(values: Mapping[str, Scores], label: str, gains: bool) -> Figure:
     most = max(map(abs, ends)) or 1.0
     limits = (-most, most) if gains else ends if ends[0] < ends[1] else (ends[0] - 0.5, ends[1] + 0.5)
     methods, many = short_names(values, 16), len(clients) > MANY
-    upright = max(map(len, methods.values())) * len(methods) > 52
+    upright = max(map(len, methods.values())) * len(methods) > 80
     height = (3.4 if many else 0.7 + 0.24 * max(4, len(clients))) + (1.2 if upright else 0.0)
     figure, axes = panel(height=height, width=WIDE)
     image = _map(axes, table, limits, "RdBu" if gains else SEQUENTIAL)

@@ -43,7 +43,7 @@ def clients(context: Context) -> Section | None:
         "clients",
         "Which client gets what",
         "Clients",
-        [context.gallery([picture], table, reading, open=False), _gains(context, names), _harm(context)],
+        [context.gallery([picture], table, reading, open=False, wide=True), _gains(context, names), _harm(context)],
     )
 
 

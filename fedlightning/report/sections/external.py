@@ -12,6 +12,7 @@ from fedlightning.report.figures.external import calibration_curves, decision_cu
 from fedlightning.report.html import Gallery, Prose, Section, Table
 from fedlightning.study import external as tables
 from fedlightning.study.calibration import FEWEST as SLOPE
+from fedlightning.study.calibration import RESAMPLES
 from fedlightning.study.external import FEWEST, MOST_CLASSES
 
 SITE = Column("site", "held-out site", "text")
@@ -131,12 +132,19 @@ def _calibration(context: Context) -> list[Any]:
     columns = [METHOD, SITE, *_class_column(rows), Column("trained", "site", "text"), Column("samples", "samples", "count"),
         Column("events", "events", "count"), Column("observed", "observed", decimals=2, help="share with the event"),
         Column("expected", "expected", decimals=2, help="mean probability"),
-        Column("slope", "slope", decimals=2, help="logistic recalibration; 1 is perfect, less is too extreme"),
+        Column("slope", "slope", decimals=2, interval="slope_ci95",
+               help="logistic recalibration; 1 is perfect, less is too extreme"),
         Column("intercept", "intercept", "difference", decimals=2, help="beside that slope"),
-        Column("in_the_large", "in the large", "difference", decimals=2, help="with slope 1; above 0: risks are too low"),
-        Column("brier", "Brier", help="mean squared error of the probability"),
-        Column("ece", "calibration error", help="15 bins of equal width"), Column("auroc", "AUROC")]  # fmt: skip
-    notes = [f"No slope with fewer than {SLOPE} samples of either kind, or where a probability parts them.", *why]
+        Column("in_the_large", "in the large", "difference", decimals=2, interval="in_the_large_ci95",
+               help="with slope 1; above 0: risks are too low"),
+        Column("brier", "Brier", interval="brier_ci95", help="mean squared error of the probability"),
+        Column("ece", "calibration error", help="15 bins of equal width"),
+        Column("auroc", "AUROC", interval="auroc_ci95")]  # fmt: skip
+    notes = [
+        f"[95 % interval] over {RESAMPLES} resamples of the site's patients.",
+        f"No slope with fewer than {SLOPE} samples of either kind, or where a probability parts them.",
+        *why,
+    ]
     table = context.table(
         "external-calibration", "Calibration by site, means over seeds", columns, rows, notes, seeds=False
     )
