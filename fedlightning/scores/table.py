@@ -29,7 +29,7 @@ DEPLOYED = (("latest", "L1", LOCAL), ("best_local", "L1", LOCAL))
 """Row of the models that clients would use, the last one that there is."""
 
 Result = dict[str, Any]
-"""A row of `summary.json`: see :func:`fedlightning.scores.results.summarise`."""
+"""A row of `summary.json`: see :func:`fedlightning.scores.metrics.summarise`."""
 
 
 def important_metrics(results: Sequence[Result], limit: int | None = None) -> list[str]:
