@@ -10,7 +10,6 @@ from functools import cached_property
 from fedlightning.study import architectures as _architectures
 from fedlightning.study import client_tables as _clients
 from fedlightning.study import clusters as _clusters
-from fedlightning.study import costs as _costs
 from fedlightning.study import curves as _curves
 from fedlightning.study import differences as _differences
 from fedlightning.study import evidence as _evidence
@@ -113,4 +112,4 @@ class Study(StudyData):
     differences = _differences.differences
     curves = _curves.curves
     terms = _terms.terms
-    costs = _costs.costs
+    costs = _curves.costs
