@@ -193,6 +193,6 @@ def next_alpha(alpha: float, slope: float, lr: float, decay: float = 0.0) -> flo
 
 def _uses_forward(setup: Setup) -> bool:
     try:
-        return uses_forward(setup.module, setup.first_batch())
+        return uses_forward(setup.module, setup.data.first_batch())
     except RuntimeError:  # the step needs a running trainer: the first visit will tell
         return True

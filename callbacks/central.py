@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedlightning.algorithm import POOLED, Change, Facts, FederatedCallback, Job, Need, Plan, Server, Setup
+from fedlightning.algorithm import POOLED, Change, Facts, FederatedCallback, Job, Need, Plan, Server, requires
 
 
 class Central(FederatedCallback):
@@ -30,19 +30,14 @@ class Central(FederatedCallback):
                 ),
             )
         ],
-    )
-
-    def check(self, setup: Setup) -> None:
-        """Refuse data that are not in one place.
-
-        Raises:
-            ValueError: If there is no union of the data.
-        """
-        if not setup.has_pooled("train"):
-            raise ValueError(
-                "Central trains one model on the union of all clients' data, which cannot be had in one place here. Use "
-                "an engine that has all data in one process (engine='sequential'), or another algorithm."
+        requires=[
+            requires.PooledSplit(
+                "train",
+                "trains one model on the union of all clients' data",
+                "Use an engine that has all data in one process (engine='sequential'), or another algorithm.",
             )
+        ],
+    )
 
     def plan_round(self, server: Server) -> Plan:
         """Plan one visit to the virtual client that holds all data."""

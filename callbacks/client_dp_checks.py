@@ -83,9 +83,9 @@ def refuse_fixed_draws(setup: Setup) -> None:
     Raises:
         ValueError: With the way out.
     """
-    if isinstance(setup.participation, int) or setup.participation != 1.0:
+    if isinstance(setup.run.participation, int) or setup.run.participation != 1.0:
         raise ValueError(
-            f"participation={setup.participation} draws a fixed number of clients, which ClientDP does not account for. "
+            f"participation={setup.run.participation} draws a fixed number of clients, which ClientDP does not account for. "
             "Leave it out, and give ClientDP(rate=...)."
         )
 
@@ -140,7 +140,7 @@ def refuse_other_sum(setup: Setup, noise: SumNoise | None) -> None:
             raise ValueError(
                 f"ClientDP {BOUNDED.what}, and {other.key} {Change.BROADCAST.value}. Remove one of the two."
             )
-    count = sum(setup.num_samples[client] > 0 for client in setup.clients)
+    count = sum(setup.data.num_samples[client] > 0 for client in setup.run.clients)
     if noise.shares > secure.survivors(count):
         raise ValueError(
             f"ClientDP(shares={noise.shares}): SecureAggregation(threshold={secure.threshold:.3g}) opens sums of "
@@ -165,13 +165,13 @@ def refuse_other_sum(setup: Setup, noise: SumNoise | None) -> None:
 
 def warn_of_few(setup: Setup, delta: float) -> None:
     """Warn where so few clients take part that the guarantee, or the model, is worth little."""
-    if delta * len(setup.clients) >= 1:
+    if delta * len(setup.run.clients) >= 1:
         setup.warn(
-            f"ClientDP(delta={delta:g}) lets the guarantee fail for one of {len(setup.clients)} clients. Take one "
-            f"well below {1 / len(setup.clients):.2g}."
+            f"ClientDP(delta={delta:g}) lets the guarantee fail for one of {len(setup.run.clients)} clients. Take one "
+            f"well below {1 / len(setup.run.clients):.2g}."
         )
-    if len(setup.clients) < FEW:
+    if len(setup.run.clients) < FEW:
         setup.warn(
-            f"ClientDP hides one of {len(setup.clients)} clients: the noise that this takes is as large as what they "
+            f"ClientDP hides one of {len(setup.run.clients)} clients: the noise that this takes is as large as what they "
             "have learnt together, in most settings. It is made for hundreds of clients and more."
         )

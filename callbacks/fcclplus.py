@@ -93,7 +93,7 @@ class FCCLPlus(FCCL):
     def check(self, setup: Setup) -> None:
         """Refuse what :class:`FCCL` refuses, one class alone, and batches without labels."""
         super().check(setup)
-        public, module = setup.public_batch(), detached_copy(setup.module).eval()
+        public, module = setup.public.batch(), detached_copy(setup.module).eval()
         try:
             with torch.no_grad(), isolated("public representations"):
                 self._both(module, probes.move_batch(module, public))
@@ -102,7 +102,7 @@ class FCCLPlus(FCCL):
                 f"FCCLPlus cannot see the representations of {type(setup.template).__name__} for a public batch: "
                 f"{str(error).rstrip('.')}. Set head=... to the submodule that forward calls on them."
             ) from error
-        batch = setup.first_batch()
+        batch = setup.data.first_batch()
         if self.inter and batch is not None:
             labels_of(batch, self.key)
             classes = check_public_logits(self.key, setup, labels=False)

@@ -6,14 +6,7 @@ from typing import Annotated
 
 from torch import Tensor
 
-from fedlightning.algorithm import (
-    Arrivals,
-    AsynchronousMethod,
-    GradientContext,
-    Server,
-    Setup,
-    Update,
-)
+from fedlightning.algorithm import Arrivals, AsynchronousMethod, Facts, GradientContext, Server, Update, requires
 from fedlightning.callbacks.shared.staleness import DecayRate, MaxStaleness, StalenessName, staleness_weight
 from fedlightning.ranges import PositiveInt, Range, Share, needs
 
@@ -80,20 +73,14 @@ class FedAsync(AsynchronousMethod):
         self.decay_at = decay_at
 
     @property
+    def facts(self) -> Facts:
+        """Models travel."""
+        return super().facts.extend(requires=[requires.Travels("mixes models that arrive")])
+
+    @property
     def arrivals(self) -> Arrivals:  # type: ignore[override]
         """Make a round of every arrival, and take the model that came."""
         return Arrivals(count=1, models=True, max_staleness=self.max_staleness)
-
-    def check(self, setup: Setup) -> None:
-        """Refuse a federation in which nothing travels.
-
-        Raises:
-            ValueError: If nothing does.
-        """
-        if not setup.shared_names():
-            raise ValueError(
-                f"{self.key} mixes models that arrive, and nothing travels here. Remove one of the callbacks."
-            )
 
     def weighting(self, server: Server, update: Update) -> float:
         """Return ``alpha_t``."""

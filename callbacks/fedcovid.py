@@ -129,7 +129,7 @@ class FedCovid(FederatedCallback):
         if not self.claims("training_loss"):
             return
         found = features_at_start(setup, self.feature_taps, self.key)
-        batch = setup.first_batch()
+        batch = setup.data.first_batch()
         if batch is None:
             return
         labels, path = labels_of(batch, self.key), head_path(setup.module, self.head)

@@ -27,6 +27,7 @@ from fedlightning.algorithm import (
     Wire,
     detached_copy,
     isolated,
+    requires,
 )
 from fedlightning.callbacks.shared.distillation import both_classes
 from fedlightning.callbacks.shared.fusion import NORMS
@@ -101,6 +102,7 @@ class FedGH(FederatedCallback):
     facts = Facts(
         changes={Change.ONE_WAY},
         needs=no_model("takes no model back from clients but a header"),
+        requires=[requires.AutomaticOptimization("reads representations in a training_step that trains nothing")],
         mixes_architectures=True,
     )
 
@@ -135,7 +137,6 @@ class FedGH(FederatedCallback):
                 works on a model that comes back, or keeps something beside one: here none does.
         """
         name, module = type(setup.template).__name__, setup.module
-        setup.refuse_manual("FedGH", "reads representations in a training_step that trains nothing")
         seen = features_at_start(setup, self.feature_taps, self.key)
         path = head_path(module, self.head)
         where = f"`{path}` of {name}"
@@ -155,7 +156,7 @@ class FedGH(FederatedCallback):
     def _try_header(self, setup: Setup, where: str, seen: Mapping[str, Tensor]) -> None:
         """Refuse a header that does not give the logits of all classes for representations alone."""
         z, wanted = seen["z"], both_classes(seen["logits"])
-        labels = labels_of(setup.first_batch(), self.key)
+        labels = labels_of(setup.data.first_batch(), self.key)
         header = detached_copy(setup.module).get_submodule(head_path(setup.module, self.head)).eval()
         try:
             with torch.no_grad(), isolated("header"):

@@ -95,7 +95,7 @@ class FedRoD(ServerModels):
                 f"FedRoD corrects the cross entropy by the numbers of each client's classes, and that of "
                 f"{type(setup.template).__name__} is weighted or smoothed already. Use the plain one."
             )
-        given = setup.trainer_arguments
+        given = setup.run.trainer_arguments
         if given.get("gradient_clip_val") and given.get("gradient_clip_algorithm") != "value":
             setup.warn(
                 "FedRoD trains two heads by one optimizer: clipping by the norm (gradient_clip_val) sees the gradients of "

@@ -10,10 +10,10 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from fedlightning.algorithm import Change, Client, Facts, Phase, Setup, Stage, WeightingName, generator
+from fedlightning.algorithm import Change, Client, Facts, Phase, Stage, WeightingName, generator, requires
 from fedlightning.callbacks.shared.conformal import PredictionSets, calibrate
 from fedlightning.callbacks.shared.mutual import SharedPeer, divergence
-from fedlightning.callbacks.shared.representations import labels_of
+from fedlightning.callbacks.shared.representations import Labels, labels_of
 from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, Range, Share
 from fedlightning.tensors import module_state
 from fedlightning.wrappers.pair import JointLoss, Side, minimise, shared_entries, shared_of, sides_of
@@ -112,7 +112,9 @@ class FedType(SharedPeer):
     @property
     def facts(self) -> Facts:
         """It makes sets of labels out of a part of the client's samples."""
-        return super().facts.extend(changes={Change.READS})
+        why = "calibrates on samples of a client that never train"
+        required = [requires.SteadyData(why), requires.NumberedSamples(why, when="imitation"), Labels(when="imitation")]
+        return super().facts.extend(changes={Change.READS}, requires=required)
 
     def compares(self) -> bool:
         """Return whether the losses compare predictions, as classes."""
@@ -122,17 +124,6 @@ class FedType(SharedPeer):
         """Return the loss outside of the two steps: the task's of the private model, and the proxy's own."""
         return ProxyLoss(self.distillation, self.temperature, beside=True)
 
-    def check(self, setup: Setup) -> None:
-        """Refuse what :class:`SharedPeer` does, and batches without a class for each sample, which sets are about."""
-        super().check(setup)
-        setup.refuse_drift(self.key, "calibrates on samples of a client that never train")
-        if self.imitation:
-            setup.refuse_unnumbered(self.key, "calibrates on samples of a client that never train")
-            batch = setup.first_batch()
-            if batch is not None:
-                labels_of(batch, self.key)
-
-    # -- training ------------------------------------------------------------------------------------------------------
     def local_phases(self, client: Client) -> Iterable[Phase]:
         """Calibrate; train the private model with the proxy frozen, then the proxy with the private model frozen."""
         module = client.module

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fedlightning.algorithm import Server, Setup, State
+from fedlightning.algorithm import Facts, Server, Setup, State, requires
 from fedlightning.callbacks.fesem import FeSEM
 from fedlightning.callbacks.shared.matching import check_matching, hidden_units, matched, touched
 from fedlightning.tensors import ties
@@ -45,14 +45,18 @@ class FeSEMMA(FeSEM):
         3
     """
 
-    def check(self, setup: Setup) -> None:
-        """Refuse networks whose hidden units cannot be sorted."""
-        super().check(setup)
-        setup.refuse_manual(
-            self.key,
+    @property
+    def facts(self) -> Facts:
+        """Its matching is tried."""
+        why, instead = (
             "tries its matching on the loss that training_step returns",
             "Use automatic optimization, or FeSEM.",
         )
+        return super().facts.extend(requires=[requires.AutomaticOptimization(why, instead)])
+
+    def check(self, setup: Setup) -> None:
+        """Refuse networks whose hidden units cannot be sorted."""
+        super().check(setup)
         cuts = hidden_units(setup.module, self.key)
         if not any(cut.leaving is not None for cut in cuts):
             setup.warn(

@@ -115,7 +115,7 @@ class FjORD(PartialTraining):
                 f"FjORD's self-distillation needs a logit for each class, and {self._head(setup.module)} gives one. "
                 "Use distillation=False."
             )
-        if logits is not None and (why := other_task(targets_in(setup.first_batch()), logits.shape[1])):
+        if logits is not None and (why := other_task(targets_in(setup.data.first_batch()), logits.shape[1])):
             raise ValueError(
                 f"FjORD's self-distillation compares predictions by softmax, one class a sample, but {why}. Use "
                 "distillation=False."

@@ -119,7 +119,7 @@ class FLDE(FederatedCallback):
                 f"The gate of {self.key} reads what goes into `{path}` of {name}, which is to be a linear layer that gets "
                 "one row a sample. Set head=... to such a layer, and gate_input='features'."
             )
-        batch = setup.first_batch()
+        batch = setup.data.first_batch()
         if batch is not None:
             self._check_outputs(setup.module, batch, name)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from fedlightning.algorithm import Change, Client, Need, Phase, Server, Setup, State, WeightingName
+from fedlightning.algorithm import Change, Client, Need, Phase, Server, State, WeightingName, requires
 from fedlightning.callbacks.own_models import KeepsModel
 from fedlightning.callbacks.shared.gaussians import kl_gradients
-from fedlightning.callbacks.shared.steps import largest_lr, step_to_mean
+from fedlightning.callbacks.shared.steps import step_to_mean
 from fedlightning.ranges import NonNegativeFloat, PositiveInt, Range
 from fedlightning.tensors import dense, load_state
 from fedlightning.wrappers import AddedParametersMixin, mix, mixins_of
@@ -87,6 +87,11 @@ class pFedBayes(KeepsModel):
             Need("trains the model that travels without data of its own", (Change.GRADIENT,)),
             Need("adds a spread to every parameter of the module", (Change.MODULE,)),
         ],
+        requires=[
+            requires.AutomaticOptimization("samples the weights of every step"),
+            requires.NoWeightDecay("has a prior of its own beside which every rho would go to 0"),
+            requires.NoOvershoot("zeta", "pulls the smallest client by lr * zeta / (n sigma^2)", "_pull", warns=True),
+        ],
     )
 
     def __init__(
@@ -111,24 +116,9 @@ class pFedBayes(KeepsModel):
         """Decline the server step where `b = 1`."""
         return super().claims(role) and not (role == "server_step" and self.server_lr == 1.0)
 
-    def check(self, setup: Setup) -> None:
-        """Refuse manual optimization, and weight decay; warn of a prior that overshoots."""
-        name = type(setup.template).__name__
-        setup.refuse_manual("pFedBayes", "samples the weights of every step")
-        smallest = min((count for count in setup.num_samples.values() if count), default=1)
-        for optimizer in setup.optimizers:
-            if any(group.get("weight_decay") for group in optimizer.param_groups):
-                raise ValueError(
-                    f"pFedBayes has a prior of its own, and weight decay in {name}'s {type(optimizer).__name__} would pull "
-                    "every rho to 0, a standard deviation of 0.69. Set weight_decay=0."
-                )
-            step = largest_lr(optimizer) * self.zeta / smallest / F.softplus(torch.tensor(self.rho)).item() ** 2
-            if type(optimizer).__name__ == "SGD" and step >= 2.0:
-                setup.warn(
-                    f"pFedBayes(zeta={self.zeta}) pulls the client with {smallest} samples by lr * zeta / (n sigma^2) = "
-                    f"{step:.3g} of the distance in each step, and 2 or more diverges. Use zeta below "
-                    f"{2.0 * self.zeta / step:.3g}, or a smaller learning rate."
-                )
+    def _pull(self, sizes: Mapping[str, int]) -> float:
+        smallest = min((count for count in sizes.values() if count), default=1)
+        return self.zeta / smallest / F.softplus(torch.tensor(self.rho)).item() ** 2
 
     def wrap_module(self, module: LightningModule, owner: str) -> LightningModule:
         """Add a `rho` beside every trainable parameter; tied parameters have one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import torch
@@ -11,11 +11,8 @@ from torch import Tensor, nn
 
 from fedlightning.algorithm import (
     Client,
-    Facts,
-    FederatedCallback,
     Job,
     Message,
-    Newcomers,
     Plan,
     Server,
     Setup,
@@ -27,18 +24,16 @@ from fedlightning.algorithm import (
 )
 from fedlightning.callbacks.pfedhr_server import Reassembly
 from fedlightning.callbacks.shared.blocks import check_cut, cut
-from fedlightning.callbacks.shared.distillation import both_classes, check_public_logits, inputs_of, kl
+from fedlightning.callbacks.shared.distillation import PublicLogits, both_classes, inputs_of, kl
 from fedlightning.callbacks.shared.representations import features_at_start, head_path
-from fedlightning.callbacks.shared.server_models import (
-    no_model,
-)
+from fedlightning.callbacks.shared.server_models import SharesPredictions
 from fedlightning.callbacks.shared.stitching import BLOCKS, Stitched, rebuild
 from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range, idle_with
 from fedlightning.tensors import first_nonfinite
 from fedlightning.wrappers import FeatureTap
 
 
-class pFedHR(FederatedCallback):
+class pFedHR(SharesPredictions):
     """Heterogeneous model reassembly: parts of all clients' networks make each client a teacher.
 
     Wang (J.), Yang, Cui, Che, Lyu, Xu, Ma, "Towards personalized federated learning via heterogeneous model reassembly",
@@ -97,14 +92,7 @@ class pFedHR(FederatedCallback):
         ([], {'candidate': 'tensors'})
     """
 
-    facts = Facts(
-        needs=no_model(),
-        mixes_architectures=True,
-        newcomers=Newcomers(
-            no_model="lets each client train a model of its own, and has none for a client that never trained",
-            join=True,
-        ),
-    )
+    facts = SharesPredictions.facts.extend(requires=[PublicLogits("labels")])
 
     @idle_with("temperature", "labels", True, "NT-Xent is for data without labels. Leave it out, or use labels=False.")
     @idle_with("noise", "labels", True, "views are for data without labels. Leave it out, or use labels=False.")
@@ -161,21 +149,16 @@ class pFedHR(FederatedCallback):
                 calculate with; if `forward` gives no logits; if a network is no chain of layers and has no `blocks()`. Also
                 if another callback works on a model that travels, or keeps something beside one.
         """
-        check_public_logits(self.key, setup, labels=bool(self.labels))
         features_at_start(setup, self.feature_taps, self.key)
-        x = inputs_of(probes.move_batch(setup.module, setup.public_batch()), self.key)
+        x = inputs_of(probes.move_batch(setup.module, setup.public.batch()), self.key)
         if not x.is_floating_point():
             raise ValueError(
                 f"{self.key} puts linear layers between blocks, and needs inputs that are floating-point numbers; those of "
                 f"public data are {x.dtype}."
             )
-        if setup.public_size() < 2:
+        if setup.public.size() < 2:
             raise ValueError(f"{self.key} compares blocks on public data, and needs two samples or more.")
         check_cut(self.key, setup.module, x.to(next(setup.module.parameters()).dtype)[:8])
-
-    def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
-        """Return nothing: clients' models are not averaged. They travel whole, beside the message's own entries."""
-        return []
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare the candidate down, the client's model up."""

@@ -106,10 +106,10 @@ class pFedKnow(FederatedCallback):
 
     def check(self, setup: Setup) -> None:
         """Refuse a server without data, a guide that trains, and a head without logits."""
-        if self.server is not None and not setup.num_samples.get(self.server):
+        if self.server is not None and not setup.data.num_samples.get(self.server):
             raise ValueError(
                 f"pFedKnow got server={self.server!r}, and there is no such client with training data; the clients are "
-                f"{', '.join(list(setup.clients)[:20])}. Name the one that has the labelled data."
+                f"{', '.join(list(setup.run.clients)[:20])}. Name the one that has the labelled data."
             )
         if self.server is None:
             setup.warn("pFedKnow without labelled data at a server: pseudo-labels come from the initial model alone.")
@@ -120,7 +120,7 @@ class pFedKnow(FederatedCallback):
             raise ValueError(
                 f"pFedKnow needs a logit for each class, and {head_path(setup.module, self.head)} gives one."
             )
-        if logits is not None and (why := other_task(targets_in(setup.first_batch()), logits.shape[1])):
+        if logits is not None and (why := other_task(targets_in(setup.data.first_batch()), logits.shape[1])):
             raise ValueError(
                 f"pFedKnow trains clients on the class that a model finds likeliest, one a sample, but {why}. Use it for "
                 "classification, or another method."

@@ -25,6 +25,7 @@ from fedlightning.algorithm import (
     TrainingData,
     Update,
     Wire,
+    requires,
     warn,
 )
 from fedlightning.callbacks import sample_dp_checks as checks
@@ -141,7 +142,10 @@ class SampleDP(TrainingData, Private):
     def facts(self) -> Facts:
         """It covers what training learns, wherever updates arrive, and lets no selection by scores beside it."""
         needs = [COVERED, NO_SELECTION]
-        return super().facts.extend(needs=needs, asynchronous=True, beside_sums=True, no_statistics=UNCOUNTED)
+        steady = requires.SteadyData("plans its noise by the records that a client has in every round")
+        return super().facts.extend(
+            needs=needs, requires=[steady], asynchronous=True, beside_sums=True, no_statistics=UNCOUNTED
+        )
 
     def epsilon_of(self, history: Steps) -> float:
         """Return what steps spend, at :attr:`delta`.
@@ -167,7 +171,6 @@ class SampleDP(TrainingData, Private):
             ValueError: With a way out.
         """
         accountant_of(self.accountant)
-        setup.refuse_drift(self.key, "plans its noise by the records that a client has in every round")
         checks.refuse_uncovered(self, setup, self.noise_multiplier is None, self.unit)
         checks.warn_of_few(setup, self.delta)
         if self.noise_seed is not None:

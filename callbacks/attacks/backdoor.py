@@ -68,7 +68,7 @@ class Backdoor(TrainingData, BadClients):
             ValueError: With the reason.
         """
         super().check(setup)
-        batch = setup.first_batch()
+        batch = setup.data.first_batch()
         if batch is None:
             return
         self.poisoned(batch)

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedlightning.algorithm import Change, Client, Facts, Message, Need, Server, Update, UpdateInterception
-from fedlightning.callbacks.attacks.base import FACTS, Attack, Positive
+from fedlightning.callbacks.attacks.base import Attack, Positive
 from fedlightning.ranges import Range, needs
 from fedlightning.tensors import narrow, widen
 
@@ -62,7 +62,8 @@ class ModelReplacement(UpdateInterception, Attack):
     @property
     def facts(self) -> Facts:
         """Weights of a round are known where everybody's updates are held together."""
-        return FACTS.extend(needs=[KNOWN_WEIGHTS], asynchronous=False) if self.scale == "exact" else FACTS
+        facts = super().facts
+        return facts.extend(needs=[KNOWN_WEIGHTS], asynchronous=False) if self.scale == "exact" else facts
 
     def claims(self, name: str) -> bool:
         """Return True for what the options ask for."""

@@ -100,8 +100,8 @@ class LayerDiagnostics(FederatedCallback):
         """Refuse modules that cannot be measured (manual optimization, half precision), and CKA without common samples."""
         if self._has_passes:
             refuse_module(setup.module, self.key)
-        if "cka" in self.quantities and not setup.has_pooled("val"):
-            if setup.has_split("val"):
+        if "cka" in self.quantities and not setup.data.has_pooled("val"):
+            if setup.data.has_split("val"):
                 raise ValueError(
                     f"{self.key} compares the clients' models on the same validation data (quantity 'cka'), those of all "
                     "clients, which cannot be had in one place here. Leave 'cka' out of quantities."

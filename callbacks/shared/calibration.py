@@ -68,7 +68,7 @@ def check_cross_entropy(setup: Setup, taps: Taps, owner: str) -> None:
     seen, name = features_at_start(setup, taps, owner), type(setup.template).__name__
     if not seen:
         return
-    batch = setup.first_batch()
+    batch = setup.data.first_batch()
     labels, (count, classes) = labels_of(batch, owner), seen["logits"].shape
     if count != len(labels) or classes < 2:
         raise ValueError(

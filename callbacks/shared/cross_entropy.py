@@ -30,7 +30,7 @@ def check_cross_entropy(setup: Setup, head: str | list[str] | None, owner: str) 
     path, name = head_path(setup.module, head), type(setup.template).__name__
     if not features_at_start(setup, lambda module: {"logits": FeatureTap(module, path, at="output")}, owner):
         return 0, True
-    batch = setup.first_batch()
+    batch = setup.data.first_batch()
     module = copy.deepcopy(setup.module).eval()
     tap = FeatureTap(module, path, at="output")
     with torch.enable_grad(), isolated("cross entropy"), muted(module), frozen_buffers(module), tap:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedlightning.algorithm import Server, Setup, isolated, probes
+from fedlightning.algorithm import FederatedCallback, Server, Setup, isolated, probes, requires
 from fedlightning.callbacks.shared.representations import (
     LABEL_KEYS,
     features_at_start,
@@ -22,7 +23,7 @@ from fedlightning.callbacks.shared.representations import (
     rows,
     targets_in,
 )
-from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
+from fedlightning.wrappers import frozen_buffers, muted
 
 
 def inputs_of(batch: Any, owner: str = "Distillation") -> Any:
@@ -134,14 +135,7 @@ def check_public_logits(owner: str, setup: Setup, labels: bool, softmax: bool = 
         softmax: Whether logits are compared by their softmax, which means nothing but for one class a sample.
     """
     name = type(setup.template).__name__
-    if not setup.has_public():
-        raise ValueError(
-            f"{owner} trains on public data, but the data module has none. Set public=0.1 (a share of every client's "
-            "training samples that all may see), or public: another data set."
-        )
-    setup.public_size()  # refuses samples without positions
-    setup.refuse_manual(owner, "minimises a loss of its own in the place of training_step")
-    batch, own = setup.public_batch(), setup.first_batch()
+    batch, own = setup.public.batch(), setup.data.first_batch()
     inputs = inputs_of(batch, owner)
     known = [labels_of(batch, f"{owner}, on public data,")] if labels else []
     if own is not None:
@@ -179,7 +173,7 @@ def check_public_logits(owner: str, setup: Setup, labels: bool, softmax: bool = 
 def refuse_nan_in_public(owner: str, setup: Setup, modules: Sequence[LightningModule]) -> None:
     """Refuse before round 1 public samples with NaN or infinite inputs, for which a model gives no finite logits."""
     seen = 0
-    for batch in setup.public_batches():
+    for batch in setup.public.batches():
         inputs = inputs_of(batch, owner)
         finite = torch.isfinite(inputs.flatten(1)).all(1) if inputs.is_floating_point() else inputs.new_ones(0).bool()
         if not finite.all() and not all(
@@ -191,24 +185,6 @@ def refuse_nan_in_public(owner: str, setup: Setup, modules: Sequence[LightningMo
                 "values. Leave such samples out of the public data, or fill them in."
             )
         seen += len(inputs)
-
-
-def refuse_a_last_batch_of_one(owner: str, setup: Setup, samples: int, batch_size: int | None, way_out: str) -> None:
-    """Refuse before round 1 to train on public batches whose last one holds one sample, where a model cannot: BatchNorm."""
-    batch = setup.public_batch()
-    count, size = min(samples, setup.public_size()), batch_size or len(inputs_of(batch, owner))
-    if size > 1 and count % size != 1:
-        return
-    for name, module in {type(setup.template).__name__: setup.module, **setup.modules}.items():
-        module = copy.deepcopy(module).train()
-        try:
-            with torch.no_grad(), isolated("public logits"), muted(module):
-                module(inputs_of(probes.move_batch(module, batch))[:1])
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(
-                f"{owner} trains on {count} public samples in batches of {size}, so that the last batch is one sample, and "
-                f"{name} cannot train on one: {str(error).rstrip('.')}. Set {way_out}."
-            ) from error
 
 
 def _logits_at_start(owner: str, name: str, module: LightningModule, batch: Any) -> Tensor:
@@ -224,15 +200,76 @@ def _logits_at_start(owner: str, name: str, module: LightningModule, batch: Any)
         ) from error
 
 
-def check_own_logits(owner: str, setup: Setup, tap: Callable[[LightningModule], FeatureTap]) -> None:
-    """Refuse before round 1 a submodule that does not give the logits of a training step."""
-    seen = features_at_start(setup, lambda module: {"logits": tap(module)}, owner)
-    if not seen:
-        return
-    samples, found = len(inputs_of(setup.first_batch(), owner)), tuple(seen["logits"].shape)
-    wanted = check_public_logits(owner, setup, labels=False)
-    if both_classes(seen["logits"]).shape != (samples, wanted):
-        raise ValueError(
-            f"{owner} needs the logits of each training step, but the head of {type(setup.template).__name__} gives {found} "
-            f"for {samples} samples, and forward has {wanted} classes. Set head=... to the submodule that gives the logits."
+@dataclass(frozen=True)
+class PublicLogits(requires.Requirement):
+    """There are public data like the clients', and models give logits of them, that can be distilled.
+
+    Attributes:
+        labels: The option for which public data need labels; empty: they need none.
+        softmax: The option for which logits are compared by their softmax; empty: they always are.
+    """
+
+    labels: str = ""
+    softmax: str = ""
+
+    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
+        requires.PublicData().check(owner, setup)
+        requires.AutomaticOptimization("minimises a loss of its own in the place of training_step").check(owner, setup)
+        labels = bool(self.labels and getattr(owner, self.labels))
+        softmax = bool(not self.softmax or getattr(owner, self.softmax))
+        check_public_logits(owner.key, setup, labels, softmax)
+
+
+@dataclass(frozen=True)
+class NoSinglePublicSample(requires.Requirement):
+    """The last batch of public data that a model trains on holds more than one sample, or the model can train on one.
+
+    Attributes:
+        samples: The option that says on how many samples, or the method that says it for all there are; empty: on all.
+        batch_size: The option that says in batches of how many; `None` there, or empty: in those of the public data.
+        instead: What else may be set.
+    """
+
+    samples: str = ""
+    batch_size: str = ""
+    instead: str = ""
+
+    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
+        batch, chosen = setup.public.batch(), getattr(owner, self.samples or "key")
+        samples = (
+            chosen if isinstance(chosen, int) else chosen(setup.public.size()) if self.samples else setup.public.size()
         )
+        count = min(samples, setup.public.size())
+        size = (self.batch_size and getattr(owner, self.batch_size)) or len(inputs_of(batch, owner.key))
+        if size > 1 and count % size != 1:
+            return
+        option = f"{owner.key}({self.batch_size}=...)" if self.batch_size else "the batch size of the public data"
+        for name, module in {type(setup.template).__name__: setup.module, **setup.modules}.items():
+            module = copy.deepcopy(module).train()
+            try:
+                with torch.no_grad(), isolated("public logits"), muted(module):
+                    module(inputs_of(probes.move_batch(module, batch))[:1])
+            except (RuntimeError, ValueError) as error:
+                raise ValueError(
+                    f"{owner.key} trains on {count} public samples in batches of {size}, so that the last batch is one "
+                    f"sample, and {name} cannot train on one: {str(error).rstrip('.')}. Set {option} to another "
+                    f"size{self.instead}."
+                ) from error
+
+
+@dataclass(frozen=True)
+class OwnLogits(requires.Requirement):
+    """What the callback's tap `logits` catches in a training step are the logits that `forward` gives."""
+
+    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
+        seen = features_at_start(setup, owner.feature_taps, owner.key)
+        if not seen:
+            return
+        samples, shape = len(inputs_of(setup.data.first_batch(), owner.key)), tuple(seen["logits"].shape)
+        classes = check_public_logits(owner.key, setup, labels=False)
+        if both_classes(seen["logits"]).shape != (samples, classes):
+            raise ValueError(
+                f"{owner.key} needs the logits of each training step, but the head of {type(setup.template).__name__} gives "
+                f"{shape} for {samples} samples, and forward has {classes} classes. Set head=... to the submodule that gives "
+                "the logits."
+            )

@@ -90,7 +90,7 @@ def squares(state: State, reference: State) -> float:
 
 def check_matching(setup: Setup, cuts: Sequence[Cut], owner: str) -> None:
     """Check on a batch that a network with its hidden units in another order computes the same."""
-    batch = setup.first_batch()
+    batch = setup.data.first_batch()
     if batch is None:
         return
     module = copy.deepcopy(setup.module).eval()

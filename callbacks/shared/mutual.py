@@ -111,7 +111,7 @@ class SharedPeer(ServerModels):
                 f"{self.key} does not call {', '.join(unheard)} of the shared {type(self.shared).__name__}: in training, "
                 "Lightning's hooks are those of the client's own module."
             )
-        batch = setup.first_batch()
+        batch = setup.data.first_batch()
         if batch is None:
             return
         module = copy.deepcopy(setup.module).eval()

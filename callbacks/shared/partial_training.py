@@ -45,6 +45,7 @@ from fedlightning.algorithm import (
     facts,
     generator,
     probes,
+    requires,
 )
 from fedlightning.callbacks.shared.dealt import dealt_to, refuse_new_deal
 from fedlightning.callbacks.shared.representations import (
@@ -125,14 +126,8 @@ class PartialTraining(SubModels):
     # -- before round 1 ------------------------------------------------------------------------------------------------
     def check(self, setup: Setup) -> None:
         """Refuse modules without sub-models, and callbacks that need all clients' models to have one shape."""
-        setup.refuse_manual(
-            self.key, "tries a training step of every sub-model", "Use automatic optimization, or FedAvg."
-        )
-        missing = [c for c in setup.clients if isinstance(self.rates, dict) and c not in self.rates]
-        if missing:
-            raise ValueError(f"{self.key} got no rate for client '{missing[0]}'. Give a list, or one for each client.")
         try:
-            cuts, batch = plan_cuts(setup.module, self._head(setup.module)), setup.first_batch()
+            cuts, batch = plan_cuts(setup.module, self._head(setup.module)), setup.data.first_batch()
         except ValueError as error:
             wrapping = [other.key for other in setup.callbacks if other.claims("wrap_module")]
             if not wrapping:
@@ -142,13 +137,8 @@ class PartialTraining(SubModels):
             ) from error
         for rate in sorted(self._computed()):
             if batch is not None and rate < 1.0:
-                units = self.units(rate, 1, setup.clients[0], 0)
+                units = self.units(rate, 1, setup.run.clients[0], 0)
                 verify(setup.module, cuts, units, lambda module: probes.training_loss(module, batch))
-        if self._changing and setup.optimizer_state == "keep":
-            raise ValueError(
-                f"{self._changing} changes what a client trains, so its optimizers cannot be kept. Use "
-                "optimizer_state='reset'."
-            )
 
     def _computed(self) -> set[float]:
         """The widths at which some client computes."""
@@ -167,7 +157,17 @@ class PartialTraining(SubModels):
             what = f"gives a client other units in every round (under {self._changing})"
             kept = (Change.LOCAL_SELECTION, Change.KEEPS, Change.FINAL)
             needs.append(Need(what, kept, "use GlobalCheckpoint, or HeteroFL with fixed rates"))
-        return Facts(needs=needs, newcomers=Newcomers(join=self._join))
+        return Facts(
+            needs=needs,
+            requires=[
+                requires.AutomaticOptimization(
+                    "tries a training step of every sub-model", "Use automatic optimization, or FedAvg."
+                ),
+                requires.ForEveryClient(("rates",)),
+                requires.FreshOptimizers(f"changes what a client trains (by {self._changing})", when="_changing"),
+            ],
+            newcomers=Newcomers(join=self._join),
+        )
 
     def on_federation_start(self, server: Server) -> None:
         """Refuse running statistics that stay at a client whose units change."""

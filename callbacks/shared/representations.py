@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedlightning.algorithm import Client, Server, Setup, isolated, probes
+from fedlightning.algorithm import Client, FederatedCallback, Server, Setup, isolated, probes, requires
 from fedlightning.layers import as_names, ordered_layers
 from fedlightning.tensors import load_state, module_state
 from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
@@ -147,7 +147,7 @@ def rows(features: Tensor) -> Tensor:
 
 def features_at_start(setup: Setup, taps: Taps, owner: str) -> dict[str, Tensor]:
     """Return what ``taps`` catch on a first batch, in a copy of the module; nothing without data."""
-    batch = setup.first_batch()
+    batch = setup.data.first_batch()
     if batch is None:
         return {}
     module = copy.deepcopy(setup.module).eval()
@@ -161,6 +161,32 @@ def features_at_start(setup: Setup, taps: Taps, owner: str) -> dict[str, Tensor]
             f"{owner} cannot see the features of {type(setup.template).__name__}: {str(error).rstrip('.')}. "
             "Set head=... to the submodule that turns features into predictions."
         ) from error
+
+
+@dataclass(frozen=True)
+class Labels(requires.Requirement):
+    """A batch has one class label a sample."""
+
+    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
+        batch = setup.data.first_batch()
+        if batch is not None:
+            labels_of(batch, owner.key)
+
+
+@dataclass(frozen=True)
+class Features(requires.Requirement):
+    """The callback's taps (`feature_taps`) catch features in a step.
+
+    Attributes:
+        one_width: Whether representations have the same width in all architectures.
+    """
+
+    one_width: bool = False
+
+    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
+        features_at_start(setup, owner.feature_taps, owner.key)
+        if self.one_width:
+            refuse_other_widths(setup, owner.feature_taps, owner.key)
 
 
 def comes_by(setup: Setup, taps: Taps, owner: str) -> bool:

@@ -74,7 +74,7 @@ class RobustRule(FederatedCallback):
         Raises:
             ValueError: With what is in the way.
         """
-        share, count = setup.participation, len(setup.clients)
+        share, count = setup.run.participation, len(setup.run.clients)
         drawn = share if isinstance(share, int) else max(1, round(share * count))
         if drawn < self.needed:
             raise ValueError(

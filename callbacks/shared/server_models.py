@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedlightning.algorithm import (
     Change,
@@ -24,6 +25,7 @@ from fedlightning.algorithm import (
     detached_copy,
     facts,
     isolated,
+    requires,
 )
 from fedlightning.tensors import WeightedMean, as_reals, clone, entry_kinds, equal, module_state, select
 
@@ -39,6 +41,72 @@ def one_visit(what: str, instead: str, when: Callable[[Setup], bool] = facts.alw
 def no_model(why: str = "lets no model travel") -> list[Need]:
     """Return the needs of a method that lets no model travel: that nothing works on one, or keeps a part beside it."""
     return [Need(why, facts.WORKS_ON_THE_MODEL), Need(f"{why}, and each client's own model is whole", (Change.KEEPS,))]
+
+
+@dataclass(frozen=True)
+class NoWeightings(requires.Requirement):
+    """Nothing weighs clients in a mean, where a method has weights of its own; else it is warned of."""
+
+    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
+        for other in setup.callbacks:
+            if other is not owner and other.weighting is not None:
+                setup.warn(
+                    f"{other.key}'s weighting={other.weighting!r} does nothing: {owner.key} combines the clients' models "
+                    f"with weights of its own. Remove {other.key} if it is there for that only."
+                )
+
+
+@dataclass(frozen=True)
+class NoAnchors(requires.Requirement):
+    """Nothing refers to a model that is for all, where a method sends none; else it is warned of.
+
+    Attributes:
+        methods: Methods that refer to it.
+    """
+
+    methods: tuple[str, ...] = ("correct_gradient",)
+
+    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
+        anchored = [
+            other.key for other in setup.callbacks if other is not owner and any(map(other.claims, self.methods))
+        ]
+        if anchored:
+            setup.warn(
+                f"{owner.key} sends no model for all, so there is no anchor that {', '.join(anchored)} could refer to: terms "
+                "that need one do nothing."
+            )
+
+
+@dataclass(frozen=True)
+class DifferentStarts(requires.Requirement):
+    """Several models begin different: the module can be initialised anew (options `num_clusters`, `init`)."""
+
+    def refuse(self, owner: Any, setup: Setup) -> None:
+        if owner.num_clusters == 1:
+            return
+        if owner.init == 0:
+            setup.warn(
+                f"{owner.key}(init=0) starts all centres from one model: they never separate, all clients choose 0."
+            )
+        elif equal(module_state(setup.module), another_start(setup.module, owner.init, 0, owner.key)):
+            raise ValueError(
+                f"{owner.key} cannot initialise {type(setup.template).__name__} anew: no submodule has "
+                f"reset_parameters(). Use {owner.key}(init=0.1): noise on its parameters."
+            )
+
+
+class SharesPredictions(FederatedCallback):
+    """Base of methods in which clients share predictions, prototypes or features, and no entry of a model travels."""
+
+    facts = Facts(
+        needs=no_model(),
+        mixes_architectures=True,
+        newcomers=Newcomers(no_model="lets no model travel, and has none for a client that never trained", join=True),
+    )
+
+    def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
+        """Return nothing: no weight travels."""
+        return []
 
 
 class KeepsClientModels(ServerModels):
@@ -61,11 +129,8 @@ class KeepsClientModels(ServerModels):
     def facts(self) -> Facts:
         """Whole models of clients are mixed, and none is for all."""
         why = "makes a client's model out of what this client has sent before, and has none for one that never trained"
-        return Facts(needs=[NO_SERVER_STEP, facts.WHOLE_UPDATES], newcomers=Newcomers(no_model=why))
-
-    def check(self, setup: Setup) -> None:
-        """Warn of weightings, which mix nothing here."""
-        warn_of_weightings(self, setup)
+        needs = [NO_SERVER_STEP, facts.WHOLE_UPDATES]
+        return Facts(needs=needs, requires=[NoWeightings()], newcomers=Newcomers(no_model=why))
 
     def models(self, server: Server) -> dict[str, State]:
         """Return each client's last model, in client order."""
@@ -81,16 +146,6 @@ class KeepsClientModels(ServerModels):
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:
         """Return ``None``: the server's models are the clients' own."""
         return None
-
-
-def warn_of_weightings(callback: FederatedCallback, setup: Setup) -> None:
-    """Warn of callbacks that weigh clients in a mean, where a method has weights of its own."""
-    for other in setup.callbacks:
-        if other is not callback and other.weighting is not None:
-            setup.warn(
-                f"{other.key}'s weighting={other.weighting!r} does nothing: {callback.key} combines the clients' models with "
-                f"weights of its own. Remove {other.key} if it is there for that only."
-            )
 
 
 def sent_models(updates: Iterable[Update]) -> dict[str, State]:
@@ -113,19 +168,6 @@ def another_start(module: LightningModule, init: float | Literal["random"], *add
                 for name in ("reset_parameters", "_reset_parameters"):
                     getattr(child, name, lambda: None)()
     return clone({name: old[name] if kinds[name] == "frozen" else value for name, value in module_state(fresh).items()})
-
-
-def check_starts(callback: FederatedCallback, setup: Setup, init: float | Literal["random"]) -> None:
-    """Refuse modules that cannot be initialised anew; warn of models that start equal and so never separate."""
-    if init == 0:
-        setup.warn(
-            f"{callback.key}(init=0) starts all centres from one model: they never separate, all clients choose 0."
-        )
-    elif equal(module_state(setup.module), another_start(setup.module, init, 0, callback.key)):
-        raise ValueError(
-            f"{callback.key} cannot initialise {type(setup.template).__name__} anew: no submodule has "
-            f"reset_parameters(). Use {callback.key}(init=0.1): noise on its parameters."
-        )
 
 
 def parameter_names(server: Server, state: Mapping[str, Tensor]) -> list[str]:

@@ -8,7 +8,9 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from fedlightning.contract.jobs import Placing, Setup
+    from fedlightning.contract.jobs import Placing
+    from fedlightning.contract.requirements import Requirement
+    from fedlightning.contract.setup import Setup
     from fedlightning.server.server import Server
 
 
@@ -189,6 +191,8 @@ class Facts:
     Attributes:
         changes: Changes that do not follow from the methods that it overrides.
         needs: What no other callback may break.
+        requires: What the module, the data and the run must be like, asked before `check`
+            (:mod:`fedlightning.contract.requirements`).
         keeps: Whether a client keeps something of its own that every visit trains or replaces (`Change.KEEPS`). `None`: it
             does if the callback makes the start of training out of what a client kept, or chooses what travels, so that the
             rest trains at the client.
@@ -220,6 +224,7 @@ class Facts:
 
     changes: Collection[Change] = field(default=frozenset())
     needs: Sequence[Need] = ()
+    requires: Sequence[Requirement] = ()
     keeps: bool | None = None
     mixes_architectures: bool = False
     asynchronous: bool | None = None
@@ -237,17 +242,29 @@ class Facts:
         refuse_other_words("Facts", self.changes)
         if isinstance(self.needs, Need) or any(not isinstance(need, Need) for need in self.needs):
             raise TypeError(f"Facts got needs={self.needs!r}. Give a list of Need(...).")
+        if any(not callable(getattr(one, "check", None)) for one in self.requires):
+            raise TypeError(
+                f"Facts got requires={self.requires!r}. Give a list of requirements, such as LocalSteps(...)."
+            )
         if not isinstance(self.newcomers, Newcomers):
             raise TypeError(f"Facts got newcomers={self.newcomers!r}. Give Newcomers(...).")
         if self.optimizer_state not in (None, "reset", "keep"):
             raise ValueError(f"Facts got optimizer_state={self.optimizer_state!r}. Use 'reset' or 'keep', or None.")
 
-    def extend(self, changes: Iterable[Change] = (), needs: Iterable[Need] = (), **others: Any) -> Facts:
-        """Return these facts with more changes and needs, and other answers to the rest.
+    def extend(
+        self,
+        changes: Iterable[Change] = (),
+        needs: Iterable[Need] = (),
+        requires: Iterable[Requirement] = (),
+        **others: Any,
+    ) -> Facts:
+        """Return these facts with more changes, needs and requirements, and other answers to the rest.
 
         Args:
             changes: Further changes.
             needs: Further needs.
+            requires: Further requirements.
             others: What replaces the other attributes.
         """
-        return replace(self, changes=frozenset(self.changes) | set(changes), needs=(*self.needs, *needs), **others)
+        changed, needed = frozenset(self.changes) | set(changes), (*self.needs, *needs)
+        return replace(self, changes=changed, needs=needed, requires=(*self.requires, *requires), **others)

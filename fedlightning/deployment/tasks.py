@@ -21,7 +21,7 @@ from fedlightning.compat.system import file_name_of
 from fedlightning.contract import Stage
 from fedlightning.contract.messages import Message
 from fedlightning.deployment.checkpoints import Exporter, is_ours
-from fedlightning.engines.base import Question
+from fedlightning.engines.base import PlainTask
 from fedlightning.engines.server_model import ServerModel
 from fedlightning.fast.hooks import of_callback
 from fedlightning.storage.files import read_tensors, writing
@@ -50,7 +50,7 @@ class Deployed:
 
 
 @dataclass(frozen=True)
-class Deploy(Question):
+class Deploy(PlainTask):
     """Make the model that a client deploys, and hand it over or write it as a Lightning checkpoint.
 
     It works on a copy of the client's record, and trains nothing.
@@ -137,7 +137,7 @@ class Deploy(Question):
 
 
 @dataclass(frozen=True)
-class Predict(Question):
+class Predict(PlainTask):
     """Predict with a model on the test data of a client, where these are.
 
     Attributes:

@@ -8,8 +8,8 @@ from torch import nn
 
 from fedlightning.contract.callback import FederatedCallback
 from fedlightning.contract.capabilities import FOLLOWS, Change
-from fedlightning.contract.jobs import Setup
 from fedlightning.contract.messages import Extra
+from fedlightning.contract.setup import Setup
 from fedlightning.errors import ConfigurationError
 
 

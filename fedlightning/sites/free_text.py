@@ -21,8 +21,7 @@ from typing import Any
 from fedlightning.client.client_errors import in_words
 from fedlightning.contract.messages import Update
 from fedlightning.deployment.tasks import Deployed
-from fedlightning.guards.preflight_task import CheckThere
-from fedlightning.guards.step_trials import Tried
+from fedlightning.guards.preflight_task import PreflightTask, StepFinding
 from fedlightning.scores.rows import Gap
 
 FIXED = (
@@ -34,7 +33,8 @@ CHECKING = (
     "fedlightning.callbacks",
     "fedlightning.layers",
     "fedlightning.wrappers",
-    "fedlightning.guards.preflight_task",
+    "fedlightning.contract.requirements",
+    "fedlightning.contract.setup",
 )
 """The same of what a callback's check says of a configuration."""
 KNOWN = {*sys.stdlib_module_names, "fedlightning", "lightning", "numpy", "torch"}
@@ -84,12 +84,12 @@ class Texts:
             ]
         elif isinstance(answer, Deployed) and answer.reason is not None:
             answer = replace(answer, reason=self._withheld(answer.reason, errors))
-        elif isinstance(task, CheckThere):
+        elif isinstance(task, PreflightTask):
             answer = replace(answer, said=answer.said if ours else [self._withheld(text, ()) for text in answer.said])
             if answer.refusal is not None and not (errors and _is_fixed(errors[-1], CHECKING)):
                 where = f"{task.callback} refuses to run at client '{task.client}'"
                 answer = replace(answer, refusal=f"{where}: {self._withheld(answer.refusal, errors)}.")
-        elif isinstance(answer, Tried) and answer.refusal is not None:
+        elif isinstance(answer, StepFinding) and answer.refusal is not None:
             said = self._withheld(answer.refusal, [] if answer.cause is None else [answer.cause])
             where = f"A step of {task.split} data fails for client '{task.client}', tried before round 1"
             answer = replace(answer, refusal=f"{where}: {said}.")

@@ -14,8 +14,8 @@ from fedlightning.deployment.tasks import Deployed
 from fedlightning.engines.base import Task, Visit
 from fedlightning.engines.score_tasks import ScoreClient, ScoreModel
 from fedlightning.errors import ConfigurationError, warn
-from fedlightning.guards.preflight_task import CheckThere
-from fedlightning.guards.step_trials import Tried, TryStep
+from fedlightning.guards.preflight_task import PreflightTask, StepFinding
+from fedlightning.guards.step_trials import StepTrial
 from fedlightning.scores.rows import Gap, Row
 from fedlightning.sites.connections import SENTENCE
 from fedlightning.sites.request_checks import is_text
@@ -43,8 +43,8 @@ def fault(task: Task[Any], answer: Any) -> str | None:
         if any(row.client not in of or (row.round, row.stage, row.model, row.checkpoint) != asked for row in answer):
             return NOT_ASKED
         return _fault_of_places(task.evaluate, [(row.client, row.data, row.split, row.metric) for row in answer])
-    if isinstance(task, TryStep | CheckThere):
-        return None if isinstance(answer, Tried) else f"its site answers with a {type(answer).__name__}"
+    if isinstance(task, StepTrial | PreflightTask):
+        return None if isinstance(answer, StepFinding) else f"its site answers with a {type(answer).__name__}"
     if not isinstance(answer, Deployed) or answer.client != task.client or answer.module is not None:
         return "its site does not say what became of its model"
     return None
@@ -119,7 +119,7 @@ def in_lines(answer: Any) -> Any:
         ]
     elif isinstance(answer, Deployed):
         answer = replace(answer, reason=answer.reason and printable(answer.reason, SENTENCE))
-    elif isinstance(answer, Tried):
+    elif isinstance(answer, StepFinding):
         said = [printable(text, SENTENCE) for text in answer.said]
         answer = replace(answer, refusal=answer.refusal and printable(answer.refusal, SENTENCE), said=said)
     return answer

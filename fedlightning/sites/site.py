@@ -24,8 +24,8 @@ from fedlightning.engines.base import Visit
 from fedlightning.engines.records import Note
 from fedlightning.engines.score_tasks import ScoreClient, ScoreModel
 from fedlightning.errors import ConfigurationError
-from fedlightning.guards.preflight_task import CheckThere
-from fedlightning.guards.step_trials import TryStep
+from fedlightning.guards.preflight_task import PreflightTask
+from fedlightning.guards.step_trials import StepTrial
 from fedlightning.privacy.leaving import leaving_of
 from fedlightning.resume.fingerprint import differences
 from fedlightning.server.data_statistics import refuse_covered
@@ -42,7 +42,7 @@ from fedlightning.storage.files import read_json, readable_json, write_text_atom
 from fedlightning.tensors import load_state, module_state
 from fedlightning.wire import read, write
 
-TASKS = (Visit, ScoreClient, ScoreModel, Deploy, CheckThere, TryStep)
+TASKS = (Visit, ScoreClient, ScoreModel, Deploy, PreflightTask, StepTrial)
 """What a site carries out for the server."""
 REPLY_BYTES = 2**25
 """Bytes of answers after which a reply is full: tasks that are left wait for the next message."""
