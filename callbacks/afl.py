@@ -30,7 +30,7 @@ from fedlightning.tensors import has_mean, narrow, widen
 
 ONE_MODEL = Need(
     "gives each client a share of one model's step, by its loss at the model that all are sent",
-    (Change.START, Change.REDUCE, Change.MODEL_OF, Change.GLOBAL, Change.PLAN),
+    (Change.START, "reduce", "model_of", "global_module", "plan_round"),
 )
 
 

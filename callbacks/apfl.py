@@ -73,7 +73,7 @@ class APFL(Stackable):
         0.25
     """
 
-    facts = Facts([Change.BESIDE], [Need("trains two models in one fit", (Change.PHASES,))], keeps=True)
+    facts = Facts([Change.BESIDE], [Need("trains two models in one fit", ("local_phases",))], keeps=True)
 
     @needs("personal_model", "mix", value="logits", why="parameters of two models do not mix. Set mix='logits'.")
     def __init__(

@@ -25,16 +25,16 @@ class Central(FederatedCallback):
             Need(
                 "trains one model on pooled data, without clients to act on",
                 (
-                    *(Change.PARTICIPANTS, Change.START, Change.OWN, Change.PARTS, Change.SHARED, Change.PERSONAL),
-                    *(Change.GLOBAL, Change.REDUCED, Change.REDUCE, Change.STEP),
+                    *("participants", Change.START, "keeps", Change.PARTS, "shared_names", "personal_module"),
+                    *("global_module", "on_reduced", "reduce", "server_step"),
                 ),
             )
         ],
         requires=[
             requires.PooledSplit(
-                "train",
                 "trains one model on the union of all clients' data",
                 "Use an engine that has all data in one process (engine='sequential'), or another algorithm.",
+                of="train",
             )
         ],
     )

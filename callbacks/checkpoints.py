@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -295,27 +294,17 @@ def _words(metric: str) -> list[str]:
     return re.split(r"[^a-z0-9]+|_", metric.lower())
 
 
-@dataclass(frozen=True)
 class ValidationScores(requires.Requirement):
-    """There are validation scores to go by, of a metric that validation logs; the default stands for the only loss.
+    """There are validation scores to go by, of a metric that validation logs; the default stands for the only loss."""
 
-    Attributes:
-        warns: Whether it is only warned of that there are none.
-    """
-
-    warns: bool = False
-
-    def refuse(self, owner: Any, setup: Setup) -> None:
+    def fault(self, owner: Any, setup: Setup) -> str:
         every = setup.run.evaluate_every
         if every == 0 or not setup.data.has_split("val"):
             why = "evaluation.every is 0" if every == 0 else "no client has validation data"
-            if not self.warns:
-                raise ValueError(f"{owner.key} has no scores to go by: {why}. Change that, or leave it out.")
-            setup.warn(f"{owner.key} has nothing to select by: {why}. It will keep no model.")
-            return
+            return f"has nothing to select by: {why}"
         step = setup.first_step()
         if step.logged is None or not step.is_scored:
-            return
+            return ""
         metric = monitor_of(owner, step.logged)
         if metric != owner.monitor:
             rank_zero_info(
@@ -326,9 +315,10 @@ class ValidationScores(requires.Requirement):
             setup.warn(
                 f"{owner.key} monitors '{metric}' with mode='min', so its lowest value is the best. Set mode='max'."
             )
+        return ""
 
 
-TO_SELECT = [ValidationScores(warns=True)]
+TO_SELECT = [ValidationScores(instead="It will keep no model.", warns=True)]
 
 
 def is_better(score: float, best: float | None, mode: str) -> bool:

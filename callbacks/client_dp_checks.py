@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fedlightning.algorithm import Change, Need, Setup
+from fedlightning.algorithm import Change, Need, Setup, facts
 from fedlightning.callbacks.secure_aggregation import LEAST, SecureAggregation
 from fedlightning.callbacks.shared.fixed_point import FixedPoint
 from fedlightning.callbacks.shared.sum_noise import LEAST_STD, SumNoise
@@ -16,13 +16,13 @@ from fedlightning.tensors import as_reals, tied_names
 BOUNDED = Need(
     "adds noise to one mean of changes whose lengths it bounds",
     (
-        *(Change.REDUCE, Change.REDUCED, Change.DENOMINATOR, Change.PLAN, Change.BROADCAST, Change.MODEL_OF),
-        *(Change.VALUES, Change.LOSSY, Change.NEIGHBOURS, Change.GLOBAL, Change.SHAPE),
+        *("reduce", "on_reduced", "denominator", "plan_round", "on_broadcast", "model_of"),
+        *(Change.VALUES, "encode", "neighbours", "global_module", "on_build"),
     ),
 )
 OF_A_SUM = Need(
     BOUNDED.what,
-    tuple(one for one in BOUNDED.without if one not in (Change.REDUCE, Change.PLAN, Change.BROADCAST, Change.LOSSY)),
+    tuple(one for one in BOUNDED.without if one not in ("reduce", "plan_round", "on_broadcast", "encode")),
 )
 """The same but for what SecureAggregation itself does; it refuses others that do."""
 FEW = 100
@@ -138,7 +138,7 @@ def refuse_other_sum(setup: Setup, noise: SumNoise | None) -> None:
     for other in setup.callbacks:
         if other is not secure and other.claims("on_broadcast"):
             raise ValueError(
-                f"ClientDP {BOUNDED.what}, and {other.key} {Change.BROADCAST.value}. Remove one of the two."
+                f"ClientDP {BOUNDED.what}, and {other.key} {facts.describe_change('on_broadcast')}. Remove one of the two."
             )
     count = sum(setup.data.num_samples[client] > 0 for client in setup.run.clients)
     if noise.shares > secure.survivors(count):

@@ -28,7 +28,7 @@ from fedlightning.tensors import add_row, as_reals, entry_kinds, has_mean, tied_
 
 WITH_A_SERVER = Need(
     "encodes changes of all entries that the server sent and asked for",
-    (Change.NEIGHBOURS, Change.PARTS, Change.ONE_WAY),
+    ("neighbours", Change.PARTS, Change.ONE_WAY),
 )
 
 
@@ -39,7 +39,7 @@ class _ChangeCodec(UpdateCodec):
     def facts(self) -> Facts:
         """It goes by the model that came, in synchronous rounds."""
         why, instead = "encodes changes of the model's trainable entries", f"Leave {self.key} out."
-        travels = requires.Travels(why, instead, trainable=True)
+        travels = requires.Travels(why, instead, "trainable")
         return super().facts.extend(needs=[WITH_A_SERVER], requires=[travels], asynchronous=False)
 
     def encode(self, client: Client, update: Update) -> None:

@@ -63,13 +63,11 @@ class Dapper(AdaptsAtEnd):
         changes={Change.READS},
         requires=[
             requires.AutomaticOptimization("compares models by the loss that training_step returns"),
-            requires.PublicData(
-                "trains on public data beside a client's own", ", or use LocalAdaptation", when="mixes"
-            ),
+            requires.PublicData("trains on public data beside a client's own", when="mixes"),
             requires.Split(
-                "val",
                 "chooses among the shares of its grid on validation data",
                 "Set val_fraction in the data module, or give one share.",
+                "val",
                 when="chooses_on_val",
             ),
         ],

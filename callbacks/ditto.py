@@ -56,7 +56,7 @@ class Ditto(KeepsModel):
         tensor([3.])
     """
 
-    facts = KeepsModel.facts.extend(requires=[requires.NoOvershoot("lam", "pulls by lr * lam", warns=True)])
+    facts = KeepsModel.facts.extend(requires=[requires.NoOvershoot("pulls by lr * lam", of="lam", warns=True)])
 
     def __init__(
         self,

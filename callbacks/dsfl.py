@@ -96,7 +96,7 @@ class DSFL(SharesPredictions, ServerModels):
     facts = SharesPredictions.facts.extend(
         requires=[
             PublicLogits(softmax="distil_epochs"),
-            NoSinglePublicSample("public_samples", "distil_batch_size", when="distil_epochs"),
+            NoSinglePublicSample(samples="public_samples", batch_size="distil_batch_size", when="distil_epochs"),
         ]
     )
 

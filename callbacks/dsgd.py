@@ -65,7 +65,7 @@ class DSGD(Gossip):
     @property
     def facts(self) -> Facts:
         """A round is one step."""
-        steps = requires.LocalSteps("takes one step per round", "Set local_steps=1, or use DFedAvg or LDSGD.")
+        steps = requires.LocalSteps("takes one step per round", "Set local_steps=1, or use DFedAvg or LDSGD.", 1)
         memory = requires.LastingMemory("visits a client for one step at a time", warns=True)
         return super().facts.extend(requires=[steps, memory])
 

@@ -91,7 +91,7 @@ class FCCL(SharesPredictions):
     facts = SharesPredictions.facts.extend(
         requires=[
             PublicLogits(),
-            NoSinglePublicSample("public_samples", "public_batch_size", when="collaborate_epochs"),
+            NoSinglePublicSample(samples="public_samples", batch_size="public_batch_size", when="collaborate_epochs"),
             OwnLogits(),
         ]
     )

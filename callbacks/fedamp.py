@@ -129,7 +129,10 @@ class FedAMP(KeepsClientModels):
     def facts(self) -> Facts:
         """A client keeps its own model, and may train from it."""
         changes = {Change.START} if self.start == "own" else set()
-        required = [ALIKE, requires.NoOvershoot("lam", "pulls by lr * lam / alpha", "_pull", NEAR_TWO, warns=True)]
+        required = [
+            ALIKE,
+            requires.NoOvershoot("pulls by lr * lam / alpha", of="lam", pull="_pull", limit=NEAR_TWO, warns=True),
+        ]
         return super().facts.extend(changes=changes, requires=required, keeps=True)
 
     def check(self, setup: Setup) -> None:

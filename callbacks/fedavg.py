@@ -64,15 +64,14 @@ class FedSGD(FederatedCallback):
     """
 
     facts = Facts(
-        needs=[Need("takes one step per round", (Change.PHASES, Change.WORK))],
+        needs=[Need("takes one step per round", ("local_phases", Change.WORK))],
         requires=[
             requires.LocalSteps(
                 "takes one step per round",
                 "Set local_steps=1 and a batch size that holds a client's whole training set.",
+                1,
             ),
-            requires.PlainSGD(
-                "is defined for plain SGD", "rescales the step, which is then no longer the gradient.", momentum=True
-            ),
+            requires.PlainSGD("takes a step that is the gradient", "Use SGD.", "momentum"),
         ],
         mixes_architectures=True,
     )

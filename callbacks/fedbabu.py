@@ -52,7 +52,10 @@ class FedBABU(AdaptsAtEnd, ServerModels):
     """
 
     facts = AdaptsAtEnd.facts.extend(
-        requires=[Body("head_names"), requires.SomethingTrains("body_names", "Name another head, or use Local().")]
+        requires=[
+            Body(of="head_names"),
+            requires.SomethingTrains("", "Name another head, or use Local().", "body_names"),
+        ]
     )
 
     @at_most_one("head", "num_layers", why="it counts the layers where none are named. Use one of them.")

@@ -31,8 +31,8 @@ from fedlightning.tensors import add, narrow, select, subtract, widen, zeros_lik
 WHOLE_CHANGES = Need(
     "adds up the whole change of every participant, once a round, in h",
     (
-        *(Change.PLAN, Change.MODEL_OF, Change.PARTS, Change.SMALLER, Change.LOSSY),
-        *(Change.REDUCE, Change.REDUCED, Change.DENOMINATOR),
+        *("plan_round", "model_of", Change.PARTS, Change.SMALLER, "encode"),
+        *("reduce", "on_reduced", "denominator"),
     ),
 )
 
@@ -101,8 +101,8 @@ class FedDyn(ServerModels):
             counts_steps=True,
             needs=[WHOLE_CHANGES],
             requires=[
-                requires.PlainSGD("is stated for SGD without momentum", "rescales its correction."),
-                requires.NoOvershoot("alpha", "pulls a client by lr * alpha", "_largest_strength"),
+                requires.PlainSGD("is stated for SGD without momentum", "Another rescales its correction."),
+                requires.NoOvershoot("pulls a client by lr * alpha", of="alpha", pull="_largest_strength"),
                 requires.NoClipping("reads its g_k off the movement of the parameters"),
             ],
             newcomers=newcomers,

@@ -34,7 +34,7 @@ LARGE = "server"
 
 OWN_ENSEMBLE = Need(
     "averages whole models for each architecture and teaches a large one by them",
-    (Change.PARTS, Change.REDUCE, Change.SHARED, Change.GLOBAL, Change.PERSONAL),
+    (Change.PARTS, "reduce", "shared_names", "global_module", "personal_module"),
 )
 OWN_STAGE_G = Need("has a large model of its own for stage G", (Change.GLOBAL_SELECTION,), "use LocalCheckpoint()")
 

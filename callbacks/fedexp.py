@@ -26,8 +26,8 @@ from fedlightning.tensors import narrow, widen
 WHOLE_CHANGES = Need(
     "compares the lengths of the participants' whole changes with that of their mean, once a round",
     (
-        *(Change.PLAN, Change.MODEL_OF, Change.PARTS, Change.SMALLER, Change.LOSSY),
-        *(Change.REDUCE, Change.REDUCED, Change.DENOMINATOR),
+        *("plan_round", "model_of", Change.PARTS, Change.SMALLER, "encode"),
+        *("reduce", "on_reduced", "denominator"),
     ),
 )
 

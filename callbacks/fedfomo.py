@@ -79,7 +79,9 @@ class FedFomo(KeepsClientModels):
     def facts(self) -> Facts:
         """Training starts from a mixture with the client's own model, and of others' models, none of which is its own."""
         loss = requires.AutomaticOptimization("compares models by the loss that training_step returns")
-        return super().facts.extend(changes={Change.START, Change.ONE_WAY}, requires=[loss, NoAnchors()])
+        return super().facts.extend(
+            changes={Change.START, Change.ONE_WAY}, requires=[loss, NoAnchors(of=("correct_gradient",))]
+        )
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ FACTORS = ("u", "s", "v")
 
 LOW_RANK_UPDATES = Need(
     "sends a client's update as factors of low rank",
-    (Change.SENT, Change.LOSSY),
+    ("on_send", "encode"),
     "set energy_start=1 and energy_end=1, without compression",
 )
 

@@ -51,7 +51,7 @@ class FedLP(FederatedCallback):
         ['1.weight', '1.bias']
     """
 
-    facts = Facts(changes={Change.PARTS}, requires=[requires.ForEveryClient(("q",))])
+    facts = Facts(changes={Change.PARTS}, requires=[requires.ForEveryClient(of=("q",))])
 
     def __init__(self, q: Share | dict[str, Share] = 0.7, weighting: WeightingName | None = None) -> None:
         self.q = q

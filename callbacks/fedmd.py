@@ -81,9 +81,9 @@ class FedMD(SharesPredictions):
 
     facts = SharesPredictions.facts.extend(
         requires=[
-            PublicLogits("transfer_epochs", "digests_by_kl"),
+            PublicLogits(labels="transfer_epochs", softmax="digests_by_kl"),
             NoSinglePublicSample(when="transfer_epochs"),
-            NoSinglePublicSample("public_samples", "digest_batch_size", when="digest_epochs"),
+            NoSinglePublicSample(samples="public_samples", batch_size="digest_batch_size", when="digest_epochs"),
         ]
     )
 

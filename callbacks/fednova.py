@@ -72,16 +72,12 @@ class FedNova(FederatedCallback):
 
     facts = Facts(
         needs=[
-            Need(
-                "averages normalised changes, each the sum of a client's steps from w^t", (Change.REDUCE, Change.START)
-            )
+            Need("averages normalised changes, each the sum of a client's steps from w^t", ("reduce", Change.START))
         ],
         requires=[
             requires.AutomaticOptimization("counts the steps of one optimizer", "Use FedAvg."),
             requires.PlainSGD(
-                "knows how SGD weights its gradients",
-                "is treated as plain SGD, normalised by its number of steps.",
-                momentum=True,
+                "knows how SGD weights its gradients", "Any other is normalised by its number of steps.", "momentum"
             ),
         ],
         counts_steps=True,

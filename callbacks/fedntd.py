@@ -57,7 +57,7 @@ class FedNTD(FederatedCallback):
         tensor(0.0671)
     """
 
-    facts = Facts(requires=[SeveralSteps("beta")])
+    facts = Facts(requires=[SeveralSteps(of="beta")])
 
     def __init__(
         self,

@@ -86,7 +86,7 @@ class FedProto(SharesPredictions):
         newcomers=Newcomers(
             no_model="shares prototypes and no model, and has no model for a client that never trained"
         ),
-        requires=[Features(one_width=True), Labels()],
+        requires=[Features(of="one width"), Labels()],
         by_record=True,
     )
 

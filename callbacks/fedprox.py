@@ -44,7 +44,7 @@ class FedProx(FederatedCallback):
         tensor([ 0.5000, -1.0000])
     """
 
-    facts = Facts(requires=[SeveralSteps("mu")], mixes_architectures=True)
+    facts = Facts(requires=[SeveralSteps(of="mu")], mixes_architectures=True)
 
     def __init__(
         self, mu: Annotated[float, Range("[0, inf)", "0 is FedAvg.")] = 0.1, weighting: WeightingName | None = None

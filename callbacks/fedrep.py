@@ -54,8 +54,8 @@ class FedRep(FedPer):
 
     facts = FedPer.facts.extend(
         requires=[
-            requires.SomethingTrains("head_names", "Set head_epochs=0, or use FedAvg().", when="_trains_head"),
-            requires.SomethingTrains("body_names", "Set body_epochs=0, or use Local().", when="_trains_body"),
+            requires.SomethingTrains("", "Set head_epochs=0, or use FedAvg().", "head_names", when="_trains_head"),
+            requires.SomethingTrains("", "Set body_epochs=0, or use Local().", "body_names", when="_trains_body"),
         ]
     )
 

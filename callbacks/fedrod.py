@@ -69,9 +69,9 @@ class FedRoD(ServerModels):
 
     facts = Facts(
         needs=[
-            Need("adds a personal head to the user's own network", (Change.MODULE,)),
-            Need("shares everything but the personal head", (Change.SHARED,)),
-            Need("trains both heads in one fit", (Change.PHASES,)),
+            Need("adds a personal head to the user's own network", ("wrap_module",)),
+            Need("shares everything but the personal head", ("shared_names",)),
+            Need("trains both heads in one fit", ("local_phases",)),
             Need("calibrates the loss of its generic head by a client's classes itself", (Change.CALIBRATES,)),
         ]
     )

@@ -85,7 +85,7 @@ class FedSoft(Clusters):
             requires.AutomaticOptimization("compares centres by the loss that training_step returns"),
             DifferentStarts(),
             NoWeightings(),
-            NoAnchors(("correct_gradient", "training_loss")),
+            NoAnchors(of=("correct_gradient", "training_loss")),
         ],
     )
 

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedlightning.algorithm import Change, Client, Facts, Message, Need, Setup, Stage, WeightingName, probes
+from fedlightning.algorithm import Client, Facts, Message, Need, Setup, Stage, WeightingName, probes
 from fedlightning.callbacks.shared.partial_training import PartialTraining
 from fedlightning.callbacks.shared.representations import features_at_start, head_path, other_task, targets_in
 from fedlightning.ranges import Length, PositiveFloat, PositiveShare, Share
@@ -20,7 +20,7 @@ from fedlightning.wrappers.submodel import Units, plan_cuts
 from fedlightning.wrappers.units import prefix_units
 from fedlightning.wrappers.widths import Widths
 
-ONE_WIDTH_A_STEP = Need("trains another width in every step", (Change.LOSS, Change.PHASES, Change.OWN))
+ONE_WIDTH_A_STEP = Need("trains another width in every step", ("training_loss", "local_phases", "keeps"))
 """A term of the loss, phases, or a model of the client's own would be of one width."""
 
 

@@ -82,8 +82,8 @@ class FLDE(FederatedCallback):
     facts = Facts(
         [Change.BESIDE],
         [
-            Need("trains two models in one fit", (Change.PHASES,)),
-            Need("puts a gate and an expert beside the user's own network", (Change.MODULE,)),
+            Need("trains two models in one fit", ("local_phases",)),
+            Need("puts a gate and an expert beside the user's own network", ("wrap_module",)),
         ],
         keeps=True,
     )

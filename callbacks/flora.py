@@ -31,7 +31,7 @@ from fedlightning.wrappers.adapters import adapted_layers, untie_adapted
 
 NEW_ADAPTERS = Need(
     "merges the adapters into the network after every round and begins with new ones",
-    (Change.PLAN, Change.STEP, Change.REDUCED, Change.VALUES, Change.KEEPS, Change.PARTS),
+    ("plan_round", "server_step", "on_reduced", Change.VALUES, Change.KEEPS, Change.PARTS),
     "use FedIT in its place",
 )
 

@@ -19,7 +19,7 @@ from fedlightning.wrappers import muted
 
 AS_A_WHOLE = Need(
     "compares what clients have learnt with what the server has, over all entries of the model",
-    (Change.PARTS, Change.SMALLER, Change.SHAPE, Change.SHARED),
+    (Change.PARTS, Change.SMALLER, "on_build", "shared_names"),
 )
 
 
@@ -62,7 +62,7 @@ class FLTrust(RobustRule):
         required = [
             requires.PublicData(why),
             requires.AutomaticOptimization(why, "Take another rule."),
-            NoSinglePublicSample("", "batch_size"),
+            NoSinglePublicSample(batch_size="batch_size"),
         ]
         return super().facts.extend(needs=[AS_A_WHOLE], requires=required)
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedlightning.algorithm import (
-    Change,
     Client,
     Facts,
     FederatedCallback,
@@ -82,7 +81,7 @@ class GPFL(FederatedCallback):
     """
 
     facts = Facts(
-        needs=[Need("shares everything but the head, to which it has added layers", (Change.SHARED,))],
+        needs=[Need("shares everything but the head, to which it has added layers", ("shared_names",))],
         requires=[Features(), Labels()],
     )
     rank = 1  # the contexts are those of the embeddings that a client trains from, after others have merged them

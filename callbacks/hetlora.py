@@ -82,7 +82,7 @@ class HetLoRA(ClientRanks):
     def facts(self) -> Facts:
         """Clients have adapters of their own ranks, which are pruned where gamma is below 1."""
         needs = [facts.WHOLE_MODELS_OF_CLIENTS, BOTH_FACTORS, *([PRUNED_ROWS] if self.prunes else [])]
-        fresh = requires.FreshOptimizers("prunes ranks", ", or gamma=1", when="prunes")
+        fresh = requires.FreshOptimizers("prunes ranks", "Use optimizer_state='reset', or gamma=1.", when="prunes")
         return super().facts.extend(changes={Change.SMALLER}, needs=needs, requires=[fresh])
 
     def __init__(

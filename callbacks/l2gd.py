@@ -29,7 +29,7 @@ from fedlightning.callbacks.shared.steps import largest_lr
 from fedlightning.ranges import Range
 from fedlightning.tensors import entry_kinds, has_mean, interpolate, select
 
-MEAN_MODEL = Need("pulls the clients towards the mean of their models", (Change.STEP, Change.REDUCED, Change.REDUCE))
+MEAN_MODEL = Need("pulls the clients towards the mean of their models", ("server_step", "on_reduced", "reduce"))
 
 
 class L2GD(FederatedCallback):
@@ -81,14 +81,9 @@ class L2GD(FederatedCallback):
             changes={Change.START, Change.WORK},
             needs=[MEAN_MODEL],
             requires=[
-                requires.LocalSteps(
-                    "decides by a coin how many steps a round has",
-                    "Set local_steps=1 (the number is not used).",
-                    count=None,
-                ),
+                requires.LocalSteps("draws how many steps a round has", "Set local_steps=1 (the number is not used)."),
                 requires.PlainSGD(
-                    "balances plain SGD steps against steps towards the mean",
-                    "has a memory or scale of its own, which shifts that balance. Use SGD without momentum.",
+                    "balances steps of plain SGD against steps towards the mean", "Use SGD without momentum."
                 ),
             ],
             counts_steps=True,

@@ -64,7 +64,7 @@ class LDSGD(Gossip):
     def facts(self) -> Facts:
         """A round has visits of `I1 + 1` steps."""
         steps = requires.LocalSteps(
-            "counts steps: I1 alone, I2 that end in an average", "Set local_steps=I1, or use DFedAvg.", count=None
+            "counts steps: I1 alone, I2 that end in an average", "Set local_steps=I1, or use DFedAvg."
         )
         memory = [requires.LastingMemory("visits a client for one step at a time", warns=True)] if self.i2 > 1 else []
         return super().facts.extend(requires=[steps, *memory], most_work=lambda usual: usual + 1)

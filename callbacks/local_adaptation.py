@@ -36,7 +36,7 @@ class AdaptsAtEnd(KeepsModel):
     """
 
     facts = Facts(
-        requires=[requires.SomethingTrains("adapted_names", "Choose another part.")], keeps=False
+        requires=[requires.SomethingTrains(instead="Choose another part.", of="adapted_names")], keeps=False
     )  # the copy is made once, after the last round
 
     epochs: int

@@ -43,7 +43,7 @@ COLUMNS = ("round", "client", "weight", "satisfied")
 FAR = 20.0
 """Distance from a requirement beyond which a client counts no less: sigmoids of more are 0 in floating point."""
 
-ONE_MODEL = Need("weighs the changes that clients make to one model", (Change.START, Change.REDUCE, Change.REDUCED))
+ONE_MODEL = Need("weighs the changes that clients make to one model", (Change.START, "reduce", "on_reduced"))
 
 
 class MaxFL(FederatedCallback):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -16,35 +16,28 @@ from fedlightning.layers import as_names, expand, head_names, ordered_layers
 from fedlightning.ranges import PositiveInt, at_most_one
 
 
-@dataclass(frozen=True)
 class Body(requires.Requirement):
-    """Something is left to share beside a head.
+    """Something is left to share beside a head (its names: the callback's method `of`)."""
 
-    Attributes:
-        head: Method of the callback that gives the names of the head's entries in a module.
-    """
+    usual = "Put fewer layers there, or use Local()."
 
-    head: str
-
-    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
-        if len(getattr(owner, self.head)(setup.module)) == len(setup.kinds):
-            raise ValueError(
-                f"{owner.key} leaves nothing to share: {type(setup.template).__name__} has "
-                f"{len(ordered_layers(setup.module))} layer(s), all in the head. Put fewer layers there, or use Local()."
-            )
+    def fault(self, owner: Any, setup: Setup) -> str:
+        layers = f"{type(setup.template).__name__} has {len(ordered_layers(setup.module))} layer(s), all in the head"
+        whole = len(getattr(owner, self.of)(setup.module)) == len(setup.kinds)
+        return f"leaves nothing to share: {layers}" if whole else ""
 
 
-@dataclass(frozen=True)
 class KeepsSomething(requires.Requirement):
-    """Of what a callback keeps with the clients, something would travel without it; else it is warned of."""
+    """Of what a callback keeps with the clients, something would travel without it; else users are warned."""
 
-    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
+    usual = "Remove it, or choose another part."
+    advises = True
+
+    def fault(self, owner: Any, setup: Setup) -> str:
         others = [other.key for other in setup.callbacks if other is not owner and other.claims("shared_names")]
-        if others and set(setup.shared_names(without=owner)) == set(setup.shared_names()):
-            setup.warn(
-                f"{owner.key} changes nothing beside {', '.join(others)}: what it keeps with the clients does not travel "
-                "anyway. Remove it, or choose another part."
-            )
+        if not others or set(setup.shared_names(without=owner)) != set(setup.shared_names()):
+            return ""
+        return f"changes nothing beside {', '.join(others)}: what it keeps with the clients does not travel anyway"
 
 
 class FedPer(FederatedCallback):
@@ -70,7 +63,7 @@ class FedPer(FederatedCallback):
         ['0.weight', '0.bias']
     """
 
-    facts = Facts(requires=[Body("head_names"), KeepsSomething()], mixes_architectures=True)
+    facts = Facts(requires=[Body(of="head_names"), KeepsSomething()], mixes_architectures=True)
 
     @at_most_one("personal", "num_layers", why="it counts the layers where none are named. Use one of them.")
     def __init__(

@@ -77,7 +77,7 @@ class PerFedAvg(FederatedCallback):
         changes={Change.READS, Change.ELSEWHERE},
         requires=[
             requires.AutomaticOptimization("replaces the gradient of the step", "Use Ditto."),
-            requires.PlainSGD("makes SGD's outer step", "rescales the meta-gradient.", momentum=True),
+            requires.PlainSGD("makes SGD's outer step", "Another rescales the meta-gradient.", "momentum"),
         ],
     )
 

@@ -84,13 +84,13 @@ class pFedBayes(KeepsModel):
         changes={Change.ELSEWHERE},
         real_only=True,
         needs=[
-            Need("trains the model that travels without data of its own", (Change.GRADIENT,)),
-            Need("adds a spread to every parameter of the module", (Change.MODULE,)),
+            Need("trains the model that travels without data of its own", ("correct_gradient",)),
+            Need("adds a spread to every parameter of the module", ("wrap_module",)),
         ],
         requires=[
             requires.AutomaticOptimization("samples the weights of every step"),
             requires.NoWeightDecay("has a prior of its own beside which every rho would go to 0"),
-            requires.NoOvershoot("zeta", "pulls the smallest client by lr * zeta / (n sigma^2)", "_pull", warns=True),
+            requires.NoOvershoot("pulls by lr * zeta / (n sigma^2)", of="zeta", pull="_pull", warns=True),
         ],
     )
 

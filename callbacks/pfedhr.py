@@ -92,7 +92,7 @@ class pFedHR(SharesPredictions):
         ([], {'candidate': 'tensors'})
     """
 
-    facts = SharesPredictions.facts.extend(requires=[PublicLogits("labels")])
+    facts = SharesPredictions.facts.extend(requires=[PublicLogits(labels="labels")])
 
     @idle_with("temperature", "labels", True, "NT-Xent is for data without labels. Leave it out, or use labels=False.")
     @idle_with("noise", "labels", True, "views are for data without labels. Leave it out, or use labels=False.")

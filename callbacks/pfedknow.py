@@ -39,9 +39,9 @@ LABELLED, UNLABELLED = "labelled", "unlabelled"
 
 OWN_PRUNING = Need(
     "tells from its own pruning what each client holds, of a model that its server has trained",
-    (Change.STEP, Change.REDUCED, Change.PARTS),
+    ("server_step", "on_reduced", Change.PARTS),
 )
-OWN_LOSS = Need("trains clients on a loss without labels", (Change.LOSS,))
+OWN_LOSS = Need("trains clients on a loss without labels", ("training_loss",))
 
 
 class pFedKnow(FederatedCallback):

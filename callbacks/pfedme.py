@@ -75,10 +75,8 @@ class pFedMe(FederatedCallback):
         changes={Change.READS, Change.ELSEWHERE},
         requires=[
             requires.AutomaticOptimization("replaces the gradient of the step", "Use Ditto."),
-            requires.PlainSGD(
-                "takes plain SGD steps of w", "has a memory or a scale of its own. Use SGD without momentum."
-            ),
-            requires.NoOvershoot("lam", "makes w step by lr * lam"),
+            requires.PlainSGD("takes plain SGD steps of w", "Use SGD without momentum."),
+            requires.NoOvershoot("makes w step by lr * lam", of="lam"),
         ],
     )
 

@@ -183,8 +183,8 @@ class PIFL(PIFLRound):
         scores = "scores models on the union of all clients' validation data"
         required: list[requires.Requirement] = [
             DifferentStarts(when="_starts_apart"),
-            requires.Split("val", pays, way_out, when="_pays"),
-            requires.PooledSplit("val", scores, f"Use {self.elsewhere}.", when="_pays_in_one_place"),
+            requires.Split(pays, way_out, "val", when="_pays"),
+            requires.PooledSplit(scores, f"Use {self.elsewhere}.", "val", when="_pays_in_one_place"),
         ]
         if self.importance == "matching":
             required.append(requires.AutomaticOptimization("compares models by the loss that training_step returns"))

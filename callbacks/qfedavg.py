@@ -32,7 +32,7 @@ LARGEST = 600.0
 
 LOSS_OF_WHAT_CAME = Need(
     "weighs each client's change once, by the loss of the model that it was sent",
-    (Change.START, Change.REDUCE, Change.PLAN, Change.PARTS, Change.SMALLER, Change.LOSSY),
+    (Change.START, "reduce", "plan_round", Change.PARTS, Change.SMALLER, "encode"),
 )
 
 
@@ -93,8 +93,9 @@ class QFedAvg(FederatedCallback):
     @property
     def facts(self) -> Facts:
         """Every change is weighed by one loss; what the server keeps is of one round."""
-        what = "makes changes of another size. Set lipschitz, or use SGD without momentum."
-        sgd = requires.PlainSGD("takes L = 1 / lr, which is that of plain SGD", what)
+        sgd = requires.PlainSGD(
+            "takes L = 1 / lr, which is that of plain SGD", "Set lipschitz, or use SGD without momentum."
+        )
         loss = requires.AutomaticOptimization("weighs clients by the loss that training_step returns")
         return Facts(
             needs=[LOSS_OF_WHAT_CAME] if self.q else [],

@@ -51,7 +51,7 @@ from fedlightning.wrappers.train_loader import replaced_train_loader
 
 COVERED = Need(
     "covers with noise what a client learns from the batches of its training, and nothing else",
-    (Change.READS, Change.MIXES, Change.SHAPE, Change.BATCHES),
+    (Change.READS, Change.MIXES, "on_build", "training_batches"),
 )
 Vectors = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 

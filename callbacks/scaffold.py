@@ -92,7 +92,7 @@ class SCAFFOLD(FederatedCallback):
     def facts(self) -> Facts:
         """`c` is the mean of all `c_i`, which the clients keep."""
         exact, instead = "takes the gradient of the loss that training_step returns", "Use SCAFFOLD(option=2)."
-        by_movement = requires.NoClipping("reads gradients off the parameters' movement", ", or use SCAFFOLD(option=1)")
+        by_movement = requires.NoClipping("reads gradients off the parameters' movement", "Use SCAFFOLD(option=1).")
         return Facts(
             changes={Change.IN_STEP},
             requires=[requires.AutomaticOptimization(exact, instead) if self.option == 1 else by_movement],

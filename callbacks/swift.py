@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from fedlightning.algorithm import Change, Facts, Need, Server, State, Update, requires
+from fedlightning.algorithm import Facts, Need, Server, State, Update, requires
 from fedlightning.callbacks.shared.gossip import Gossip, mixed, of_a_random_graph
 from fedlightning.ranges import NonNegativeInt
 from fedlightning.tensors import has_mean, narrow, widen
@@ -14,7 +14,7 @@ from fedlightning.topology import MixingWeights, Topology
 
 OWN_PACE = Need(
     "lets every client take step after step at its own pace",
-    (Change.JOBS, Change.PARTICIPANTS),
+    ("on_job", "participants"),
     "say by the clock of the loop when clients are there",
 )
 
@@ -86,7 +86,7 @@ class SWIFT(Gossip):
     @property
     def facts(self) -> Facts:
         """Every client takes step after step at its own pace."""
-        steps = requires.LocalSteps("exchanges models in every optimizer step", "Set local_steps=1.")
+        steps = requires.LocalSteps("exchanges models in every optimizer step", "Set local_steps=1.", 1)
         memory = requires.LastingMemory("visits a client for one step at a time")
         return super().facts.extend(needs=[OWN_PACE], requires=[steps, memory])
 

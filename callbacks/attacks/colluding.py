@@ -30,7 +30,7 @@ from fedlightning.tensors import add_row, to_row
 Knows = Literal["colluders", "everybody"]
 WHOLE = Need(
     "makes one update out of those of all bad clients",
-    (Change.PARTS, Change.SMALLER, Change.SHAPE, Change.LOSSY, Change.MODEL_OF, Change.PLACES),
+    (Change.PARTS, Change.SMALLER, "on_build", "encode", "model_of", "place"),
 )
 """A codec's code would stand for something else than the attack; of several models some have a single attacker."""
 

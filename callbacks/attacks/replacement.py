@@ -16,7 +16,7 @@ from fedlightning.tensors import narrow, widen
 
 KNOWN_WEIGHTS = Need(
     "has to know its share in the mean of every entry",
-    (Change.PARTS, Change.SMALLER, Change.SHAPE, Change.LOSSY, Change.DENOMINATOR, Change.NEIGHBOURS, Change.STEP),
+    (Change.PARTS, Change.SMALLER, "on_build", "encode", "denominator", "neighbours", "server_step"),
     instead="give a number for scale",
 )
 """Of entries that only some clients send, each would have a share of its own; a server's optimizer moves elsewhere."""

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedlightning.algorithm import FederatedCallback, Server, Setup, isolated, probes, requires
+from fedlightning.algorithm import Server, Setup, isolated, probes, requires
 from fedlightning.callbacks.shared.representations import (
     LABEL_KEYS,
     features_at_start,
@@ -212,12 +212,12 @@ class PublicLogits(requires.Requirement):
     labels: str = ""
     softmax: str = ""
 
-    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
-        requires.PublicData().check(owner, setup)
+    def fault(self, owner: Any, setup: Setup) -> str:
+        requires.PublicData("trains on public data").check(owner, setup)
         requires.AutomaticOptimization("minimises a loss of its own in the place of training_step").check(owner, setup)
         labels = bool(self.labels and getattr(owner, self.labels))
-        softmax = bool(not self.softmax or getattr(owner, self.softmax))
-        check_public_logits(owner.key, setup, labels, softmax)
+        check_public_logits(owner.key, setup, labels, bool(not self.softmax or getattr(owner, self.softmax)))
+        return ""
 
 
 @dataclass(frozen=True)
@@ -225,51 +225,47 @@ class NoSinglePublicSample(requires.Requirement):
     """The last batch of public data that a model trains on holds more than one sample, or the model can train on one.
 
     Attributes:
-        samples: The option that says on how many samples, or the method that says it for all there are; empty: on all.
+        samples: The option that says on how many samples, or the method that says it of all there are; empty: on all.
         batch_size: The option that says in batches of how many; `None` there, or empty: in those of the public data.
-        instead: What else may be set.
     """
 
     samples: str = ""
     batch_size: str = ""
-    instead: str = ""
 
-    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
-        batch, chosen = setup.public.batch(), getattr(owner, self.samples or "key")
-        samples = (
-            chosen if isinstance(chosen, int) else chosen(setup.public.size()) if self.samples else setup.public.size()
-        )
-        count = min(samples, setup.public.size())
+    def fault(self, owner: Any, setup: Setup) -> str:
+        batch, there = setup.public.batch(), setup.public.size()
+        chosen = getattr(owner, self.samples) if self.samples else there
+        count = min(chosen(there) if callable(chosen) else chosen, there)
         size = (self.batch_size and getattr(owner, self.batch_size)) or len(inputs_of(batch, owner.key))
-        if size > 1 and count % size != 1:
-            return
         option = f"{owner.key}({self.batch_size}=...)" if self.batch_size else "the batch size of the public data"
-        for name, module in {type(setup.template).__name__: setup.module, **setup.modules}.items():
+        modules = (
+            {type(setup.template).__name__: setup.module, **setup.modules} if size == 1 or count % size == 1 else {}
+        )
+        for name, module in modules.items():
             module = copy.deepcopy(module).train()
             try:
                 with torch.no_grad(), isolated("public logits"), muted(module):
                     module(inputs_of(probes.move_batch(module, batch))[:1])
             except (RuntimeError, ValueError) as error:
+                last = f"trains on {count} public samples in batches of {size}, so that the last batch is one sample"
                 raise ValueError(
-                    f"{owner.key} trains on {count} public samples in batches of {size}, so that the last batch is one "
-                    f"sample, and {name} cannot train on one: {str(error).rstrip('.')}. Set {option} to another "
+                    f"{owner.key} {last}, and {name} cannot train on one: {str(error).rstrip('.')}. Set {option} to another "
                     f"size{self.instead}."
                 ) from error
+        return ""
 
 
-@dataclass(frozen=True)
 class OwnLogits(requires.Requirement):
     """What the callback's tap `logits` catches in a training step are the logits that `forward` gives."""
 
-    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
+    usual = "Set head=... to the submodule that gives the logits."
+
+    def fault(self, owner: Any, setup: Setup) -> str:
         seen = features_at_start(setup, owner.feature_taps, owner.key)
         if not seen:
-            return
+            return ""
         samples, shape = len(inputs_of(setup.data.first_batch(), owner.key)), tuple(seen["logits"].shape)
         classes = check_public_logits(owner.key, setup, labels=False)
-        if both_classes(seen["logits"]).shape != (samples, classes):
-            raise ValueError(
-                f"{owner.key} needs the logits of each training step, but the head of {type(setup.template).__name__} gives "
-                f"{shape} for {samples} samples, and forward has {classes} classes. Set head=... to the submodule that gives "
-                "the logits."
-            )
+        gives = f"the head of {type(setup.template).__name__} gives {shape} for {samples} samples"
+        fits = both_classes(seen["logits"]).shape == (samples, classes)
+        return "" if fits else f"needs the logits of each training step, but {gives}, and forward has {classes} classes"

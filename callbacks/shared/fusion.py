@@ -42,7 +42,7 @@ NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm, InstanceNorm1d, I
 """Layers with running statistics."""
 WHOLE_MODELS_ONCE = Need(
     "fuses the whole models that participants send once a round into one for each architecture",
-    (Change.PARTS, Change.PLAN, Change.REDUCE, Change.GLOBAL, Change.SHARED),
+    (Change.PARTS, "plan_round", "reduce", "global_module", "shared_names"),
 )
 """Nothing else may make the server's models, or of parts of models."""
 TINY = 1e-30
@@ -73,9 +73,12 @@ class EnsembleFusion(ServerModels):
         return Facts(
             needs=[WHOLE_MODELS_ONCE],
             requires=[
-                PublicLogits("validation", "distils"),
+                PublicLogits(labels="validation", softmax="distils"),
                 NoSinglePublicSample(
-                    "_trained", "batch_size", ", or update_statistics=False", when="_updates_statistics"
+                    samples="_trained",
+                    batch_size="batch_size",
+                    instead=", or update_statistics=False",
+                    when="_updates_statistics",
                 ),
             ],
             mixes_architectures=True,

@@ -30,8 +30,8 @@ from fedlightning.topology import MixingWeights, Topology, contraction, make_gra
 NO_SERVER = Need(
     "has no server: clients talk to their neighbours",
     (
-        *(Change.PLAN, Change.DENOMINATOR, Change.STEP, Change.REDUCED, Change.REDUCE, Change.MODEL_OF, Change.PLACES),
-        Change.EXTRAS,
+        *("plan_round", "denominator", "server_step", "on_reduced", "reduce", "model_of", "place"),
+        "wire",
     ),
 )
 """Nothing else may do the work of a server: plan, combine, keep several models, or tell clients something."""

@@ -129,7 +129,7 @@ class ClientRanks(LowRank, SubModels):
     @property
     def facts(self) -> Facts:
         """Ranks that are dealt in turn must stay when clients join."""
-        tables = requires.ForEveryClient(tuple(self.options_by_client()))
+        tables = requires.ForEveryClient(of=tuple(self.options_by_client()))
         return Facts(requires=[tables], newcomers=Newcomers(join=self._join))
 
     @property

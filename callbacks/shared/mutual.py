@@ -31,8 +31,8 @@ from fedlightning.wrappers.pair import JointLoss, pair, shared_entries, shared_o
 TWO_MODELS = Need(
     "lets a client train two models, of which only the shared one travels",
     (
-        *(Change.START, Change.PLAN, Change.MODEL_OF, Change.SHARED, Change.MODULE, Change.SHAPE, Change.RECEIVED),
-        *(Change.PHASES, Change.LOSS, Change.TAPS, Change.REDUCE, Change.FINAL),
+        *(Change.START, "plan_round", "model_of", "shared_names", "wrap_module", "on_build", "on_receive"),
+        *("local_phases", "training_loss", "feature_taps", "reduce", "final_jobs"),
     ),
 )
 """Nothing else may decide which model travels, what a client trains, and on which loss."""

@@ -155,7 +155,7 @@ class PartialTraining(SubModels):
         needs = [facts.WHOLE_MODELS_OF_CLIENTS]
         if self._changing:
             what = f"gives a client other units in every round (under {self._changing})"
-            kept = (Change.LOCAL_SELECTION, Change.KEEPS, Change.FINAL)
+            kept = (Change.LOCAL_SELECTION, Change.KEEPS, "final_jobs")
             needs.append(Need(what, kept, "use GlobalCheckpoint, or HeteroFL with fixed rates"))
         return Facts(
             needs=needs,
@@ -163,7 +163,7 @@ class PartialTraining(SubModels):
                 requires.AutomaticOptimization(
                     "tries a training step of every sub-model", "Use automatic optimization, or FedAvg."
                 ),
-                requires.ForEveryClient(("rates",)),
+                requires.ForEveryClient(of=("rates",)),
                 requires.FreshOptimizers(f"changes what a client trains (by {self._changing})", when="_changing"),
             ],
             newcomers=Newcomers(join=self._join),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedlightning.algorithm import Client, FederatedCallback, Server, Setup, isolated, probes, requires
+from fedlightning.algorithm import Client, Server, Setup, isolated, probes, requires
 from fedlightning.layers import as_names, ordered_layers
 from fedlightning.tensors import load_state, module_state
 from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
@@ -163,30 +163,24 @@ def features_at_start(setup: Setup, taps: Taps, owner: str) -> dict[str, Tensor]
         ) from error
 
 
-@dataclass(frozen=True)
 class Labels(requires.Requirement):
     """A batch has one class label a sample."""
 
-    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
+    def fault(self, owner: Any, setup: Setup) -> str:
         batch = setup.data.first_batch()
         if batch is not None:
             labels_of(batch, owner.key)
+        return ""
 
 
-@dataclass(frozen=True)
 class Features(requires.Requirement):
-    """The callback's taps (`feature_taps`) catch features in a step.
+    """The callback's taps (`feature_taps`) catch features in a step; of one width in all architectures (`of`)."""
 
-    Attributes:
-        one_width: Whether representations have the same width in all architectures.
-    """
-
-    one_width: bool = False
-
-    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
+    def fault(self, owner: Any, setup: Setup) -> str:
         features_at_start(setup, owner.feature_taps, owner.key)
-        if self.one_width:
+        if self.of == "one width":
             refuse_other_widths(setup, owner.feature_taps, owner.key)
+        return ""
 
 
 def comes_by(setup: Setup, taps: Taps, owner: str) -> bool:

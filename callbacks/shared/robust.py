@@ -9,14 +9,14 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from fedlightning.algorithm import Change, Facts, FederatedCallback, Need, Newcomers, Server, Setup, State, Update, warn
+from fedlightning.algorithm import Facts, FederatedCallback, Need, Newcomers, Server, Setup, State, Update, warn
 from fedlightning.callbacks.shared.single_updates import refuse_other_ways
 from fedlightning.ranges import Range
 from fedlightning.tensors import add_row, has_mean, narrow, to_row, widen
 
 Bad = Annotated[int, Range("[0, inf)", "It counts bad clients.")]
 """A number of bad clients that a rule is to bear."""
-ONE_MODEL = Need("has to judge every update before it moves a model", (Change.MODEL_OF, Change.PLACES))
+ONE_MODEL = Need("has to judge every update before it moves a model", ("model_of", "place"))
 """Methods that keep several models make some of them out of single updates, as where clusters are founded or split."""
 
 

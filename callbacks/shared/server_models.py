@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -29,7 +28,7 @@ from fedlightning.algorithm import (
 )
 from fedlightning.tensors import WeightedMean, as_reals, clone, entry_kinds, equal, module_state, select
 
-NO_SERVER_STEP = Need("keeps several models at the server, and no mean of all", (Change.STEP, Change.REDUCED))
+NO_SERVER_STEP = Need("keeps several models at the server, and no mean of all", ("server_step", "on_reduced"))
 """Nothing can work on the one model that the clients' mean gives."""
 
 
@@ -43,56 +42,43 @@ def no_model(why: str = "lets no model travel") -> list[Need]:
     return [Need(why, facts.WORKS_ON_THE_MODEL), Need(f"{why}, and each client's own model is whole", (Change.KEEPS,))]
 
 
-@dataclass(frozen=True)
 class NoWeightings(requires.Requirement):
-    """Nothing weighs clients in a mean, where a method has weights of its own; else it is warned of."""
+    """Nothing weighs clients in a mean, where a method has weights of its own; else users are warned."""
 
-    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
-        for other in setup.callbacks:
-            if other is not owner and other.weighting is not None:
-                setup.warn(
-                    f"{other.key}'s weighting={other.weighting!r} does nothing: {owner.key} combines the clients' models "
-                    f"with weights of its own. Remove {other.key} if it is there for that only."
-                )
+    usual = "Remove it if it is there for that only."
+    advises = True
+
+    def fault(self, owner: Any, setup: Setup) -> str:
+        other = next((one for one in setup.callbacks if one is not owner and one.weighting is not None), None)
+        what = f"weighting={other.weighting!r} of {other.key}" if other else ""
+        return f"combines the clients' models with weights of its own, and {what} does nothing" if what else ""
 
 
-@dataclass(frozen=True)
 class NoAnchors(requires.Requirement):
-    """Nothing refers to a model that is for all, where a method sends none; else it is warned of.
+    """Nothing refers to a model that is for all (by the methods `of`), where a method sends none; else users are warned."""
 
-    Attributes:
-        methods: Methods that refer to it.
-    """
+    advises = True
 
-    methods: tuple[str, ...] = ("correct_gradient",)
-
-    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
-        anchored = [
-            other.key for other in setup.callbacks if other is not owner and any(map(other.claims, self.methods))
-        ]
-        if anchored:
-            setup.warn(
-                f"{owner.key} sends no model for all, so there is no anchor that {', '.join(anchored)} could refer to: terms "
-                "that need one do nothing."
-            )
+    def fault(self, owner: Any, setup: Setup) -> str:
+        names = [other.key for other in setup.callbacks if other is not owner and any(map(other.claims, self.of))]
+        there = f"so there is no anchor that {', '.join(names)} could refer to: terms that need one do nothing"
+        return f"sends no model for all, {there}" if names else ""
 
 
-@dataclass(frozen=True)
 class DifferentStarts(requires.Requirement):
     """Several models begin different: the module can be initialised anew (options `num_clusters`, `init`)."""
 
-    def refuse(self, owner: Any, setup: Setup) -> None:
+    def fault(self, owner: Any, setup: Setup) -> str:
         if owner.num_clusters == 1:
-            return
+            return ""
         if owner.init == 0:
             setup.warn(
                 f"{owner.key}(init=0) starts all centres from one model: they never separate, all clients choose 0."
             )
         elif equal(module_state(setup.module), another_start(setup.module, owner.init, 0, owner.key)):
-            raise ValueError(
-                f"{owner.key} cannot initialise {type(setup.template).__name__} anew: no submodule has "
-                f"reset_parameters(). Use {owner.key}(init=0.1): noise on its parameters."
-            )
+            name, way = type(setup.template).__name__, f"{owner.key}(init=0.1): noise on its parameters"
+            return f"cannot initialise {name} anew: no submodule has reset_parameters(). Use {way}"
+        return ""
 
 
 class SharesPredictions(FederatedCallback):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
@@ -21,23 +20,17 @@ def is_plain_sgd(optimizer: Optimizer) -> bool:
     return type(optimizer).__name__ == "SGD" and not optimizer.defaults.get("momentum")
 
 
-@dataclass(frozen=True)
 class SeveralSteps(requires.Requirement):
-    """Visits leave the model that the server has sent, at which a term of the loss is 0; else it is warned of.
+    """Visits leave the model that the server has sent, at which the term that an option (`of`) weighs is 0."""
 
-    Attributes:
-        option: The option of the callback that weighs the term.
-    """
+    usual = "Set more local_steps or local_epochs, or remove it."
+    advises = True
 
-    option: str
-
-    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
-        weight = getattr(owner, self.option)
-        if weight and _one_step(setup) and not any(map(_moves, setup.callbacks)):
-            setup.warn(
-                f"{owner.key}({self.option}={weight}) does nothing here: a visit is one step, which is taken at the model "
-                f"that was sent, where the term is 0. Set more local_steps or local_epochs, or remove {owner.key}."
-            )
+    def fault(self, owner: Any, setup: Setup) -> str:
+        weight = getattr(owner, self.of)
+        if not weight or not _one_step(setup) or any(map(_moves, setup.callbacks)):
+            return ""
+        return f"does nothing here by {self.of}={weight}: a visit is one step at the model that was sent, where its term is 0"
 
 
 def _one_step(setup: Setup) -> bool:

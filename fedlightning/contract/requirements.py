@@ -2,357 +2,261 @@
 
 A callback lists them in its facts, `Facts(requires=[AutomaticOptimization("replaces the gradient of the step")])`, and they
 are asked before its own `check`. Words about features and predictions are beside what they look with, in
-`fedlightning/callbacks/shared/`; a word of your own is a :class:`Requirement` with a method `refuse`.
+`fedlightning/callbacks/shared/`; a word of your own is a :class:`Requirement` with a method `fault`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fedlightning.datamodules.public import has_positions
 from fedlightning.errors import listed
 
 if TYPE_CHECKING:
-    from fedlightning.contract.callback import FederatedCallback
     from fedlightning.contract.setup import Setup
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Requirement:
-    """Something that a callback requires of a federation.
-
-    In the words below, `why` is what the callback does that requires it, as the middle of a sentence after its name, and
-    `instead` the way out.
+    """Something that a callback requires of a federation. Its sentence is the callback's name, `why`, the fault, `instead`.
 
     Attributes:
+        why: What the callback does that requires it, as the middle of a sentence after its name.
+        instead: The way out, as a sentence; empty: the word's :attr:`usual` one.
+        of: What it is required of, where the word says what that is.
         when: The option or property of the callback that has to be set (to what counts as true) for it to be required, or a
             method that says so of the setup; empty: always.
+        warns: Whether users are only warned.
     """
 
+    why: str = ""
+    instead: str = ""
+    of: Any = None
     when: str = ""
+    warns: bool = False
+    usual: ClassVar[str] = ""
+    advises: ClassVar[bool] = False  # users are only warned, whatever `warns` says
 
-    def check(self, owner: FederatedCallback, setup: Setup) -> None:
+    def check(self, owner: Any, setup: Setup) -> None:
         """Refuse a federation that is not so, or warn of it, where the callback's options require it.
 
         Raises:
             ValueError: With a sentence.
         """
         applies = getattr(owner, self.when) if self.when else True
-        if applies(setup) if callable(applies) else applies:
-            self.refuse(owner, setup)
+        if (applies(setup) if callable(applies) else applies) and (fault := self.fault(owner, setup)):
+            sentence = f"{owner.key} {self.why}{fault}. {self.instead or self.usual}".strip()
+            if not (self.warns or self.advises):
+                raise ValueError(sentence)
+            setup.warn(sentence)
 
-    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
-        """Refuse a federation that is not so, or warn of it. Override."""
+    def fault(self, owner: Any, setup: Setup) -> str:
+        """Return what is not as required, as the end of a sentence; empty: nothing. It may warn, or refuse, by itself."""
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
 class AutomaticOptimization(Requirement):
     """The module does not optimize manually."""
 
-    why: str
-    instead: str = "Use automatic optimization."
+    usual = "Use automatic optimization."
 
-    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
-        if not setup.module.automatic_optimization:
-            name = type(setup.template).__name__
-            raise ValueError(f"{owner.key} {self.why}, but {name} optimizes manually. {self.instead}")
+    def fault(self, owner: Any, setup: Setup) -> str:
+        manual = not setup.module.automatic_optimization
+        return f", but {type(setup.template).__name__} optimizes manually" if manual else ""
 
 
-@dataclass(frozen=True)
 class SteadyData(Requirement):
     """The clients' training data do not change from round to round."""
 
-    why: str
+    usual = "Remove one of the two, or give data that stay."
 
-    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
-        if setup.data.drifts:
-            raise ValueError(
-                f"{owner.key} {self.why}, and here the clients' training data change from round to round. Remove "
-                f"{owner.key}, or give data that stay."
-            )
+    def fault(self, owner: Any, setup: Setup) -> str:
+        return ", and here the clients' training data change from round to round" if setup.data.drifts else ""
 
 
-@dataclass(frozen=True)
 class NumberedSamples(Requirement):
     """Training samples can be had one by one, unlike those of streams and of ready batches."""
 
-    why: str
+    usual = "Use a map-style dataset of samples, and a batch_size."
 
-    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
+    def fault(self, owner: Any, setup: Setup) -> str:
         other = next((loader for loader in setup.data.train_loaders() if not has_positions(loader)), None)
-        if other is not None:
-            raise ValueError(
-                f"{owner.key} {self.why}, and those of {type(getattr(other, 'dataset', other)).__name__} have no position: "
-                "it gives a stream or ready batches. Use a map-style dataset of samples, and a batch_size."
-            )
+        name = type(getattr(other, "dataset", other)).__name__
+        return f", and those of {name} have no position: it gives a stream or ready batches" if other else ""
 
 
-@dataclass(frozen=True)
 class Split(Requirement):
-    """Some client has samples of a split."""
+    """Some client has samples of a split (`of`)."""
 
-    split: str
-    why: str
-    instead: str
-
-    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
-        if not setup.data.has_split(self.split):
-            raise ValueError(f"{owner.key} {self.why}, but no client has any. {self.instead}")
+    def fault(self, owner: Any, setup: Setup) -> str:
+        return "" if setup.data.has_split(self.of) else ", but no client has any"
 
 
-@dataclass(frozen=True)
 class PooledSplit(Requirement):
-    """The union of the clients' data of a split can be had in one place; `why` ends with it."""
+    """The union of the clients' data of a split (`of`) can be had in one place; `why` ends with it."""
 
-    split: str
-    why: str
-    instead: str
-
-    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
-        if not setup.data.has_pooled(self.split):
-            raise ValueError(f"{owner.key} {self.why}, which cannot be had in one place here. {self.instead}")
+    def fault(self, owner: Any, setup: Setup) -> str:
+        return "" if setup.data.has_pooled(self.of) else ", which cannot be had in one place here"
 
 
-@dataclass(frozen=True)
 class PublicData(Requirement):
     """There are public data, whose samples have positions."""
 
-    why: str = "trains on public data"
-    instead: str = ""
+    usual = "Set public=0.1 (a share of every client's training samples that all may see), or public: another data set."
 
-    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
-        if not setup.public.exists():
-            raise ValueError(
-                f"{owner.key} {self.why}, but the data module has no public data. Set public=0.1 (a share of every client's "
-                f"training samples that all may see), or public: another data set{self.instead}."
-            )
-        setup.public.size()  # refuses samples without positions
+    def fault(self, owner: Any, setup: Setup) -> str:
+        if setup.public.exists():
+            setup.public.size()  # refuses samples without positions
+            return ""
+        return ", but the data module has no public data"
 
 
-@dataclass(frozen=True)
 class FreshOptimizers(Requirement):
     """Optimizers begin anew in every visit."""
 
-    why: str
-    instead: str = ""
+    usual = "Use optimizer_state='reset'."
 
-    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
-        if setup.run.optimizer_state == "keep":
-            raise ValueError(
-                f"{owner.key} {self.why}, and with optimizer_state='keep' optimizers would go on with the moments of another "
-                f"model. Use optimizer_state='reset'{self.instead}."
-            )
+    def fault(self, owner: Any, setup: Setup) -> str:
+        keeps = setup.run.optimizer_state == "keep"
+        return ", and with optimizer_state='keep' the moments and clocks of one model would go on in another" * keeps
 
 
-@dataclass(frozen=True)
 class LastingMemory(Requirement):
-    """What optimizers remember lasts from visit to visit, or they remember nothing.
+    """What optimizers remember lasts from visit to visit, or they remember nothing."""
 
-    Attributes:
-        warns: Whether it is only warned of.
-    """
+    usual = "Set optimizer_state='keep', or use SGD without momentum."
 
-    why: str
-    warns: bool = False
-
-    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
-        for optimizer in setup.optimizers if setup.run.optimizer_state != "keep" else ():
-            if type(optimizer).__name__ != "SGD" or any(group.get("momentum") for group in optimizer.param_groups):
-                sentence = (
-                    f"{owner.key} {self.why}, and with optimizer_state='reset' the memory of its {type(optimizer).__name__} "
-                    "begins anew in each. Set optimizer_state='keep', or use SGD without momentum."
-                )
-                if not self.warns:
-                    raise ValueError(sentence)
-                setup.warn(sentence)
-                return
+    def fault(self, owner: Any, setup: Setup) -> str:
+        names = [type(one).__name__ for one in setup.optimizers if not _is_sgd(one, momentum=False)]
+        forgets = setup.run.optimizer_state != "keep" and names
+        return f", and the memory of its {names[0]} begins anew in each" if forgets else ""
 
 
-@dataclass(frozen=True)
 class EveryClient(Requirement):
     """All clients take part in every round."""
 
-    why: str
-    instead: str = "Let all take part (participation=1.0)."
+    usual = "Let all take part (participation=1.0)."
 
-    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
-        if setup.run.absent:
-            raise ValueError(
-                f"{owner.key} {self.why}, and {setup.run.absent} leaves some of them out of a round. {self.instead}"
-            )
+    def fault(self, owner: Any, setup: Setup) -> str:
+        return f", and {setup.run.absent} leaves some of them out of a round" if setup.run.absent else ""
 
 
-@dataclass(frozen=True)
 class ForEveryClient(Requirement):
-    """Options that are given by client leave no client out."""
+    """Options (`of`) that are given by client leave no client out."""
 
-    options: tuple[str, ...]
+    usual = "Give one value for all, or one for each client."
 
-    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
-        for option in self.options:
-            values = getattr(owner, option)
-            missing = [client for client in setup.run.clients if isinstance(values, Mapping) and client not in values]
-            if missing:
-                raise ValueError(
-                    f"{owner.key} got no {option} for client '{missing[0]}'. Give one value for all, or one for each client."
-                )
+    def fault(self, owner: Any, setup: Setup) -> str:
+        tables = [(name, getattr(owner, name)) for name in self.of if isinstance(getattr(owner, name), Mapping)]
+        missing = [(name, client) for name, table in tables for client in setup.run.clients if client not in table]
+        return f"got no {missing[0][0]} for client '{missing[0][1]}'" if missing else ""
 
 
-@dataclass(frozen=True)
 class Travels(Requirement):
-    """Something travels; with `trainable`, something that trains."""
+    """Something travels; something that trains, where `of` is `"trainable"`."""
 
-    why: str
-    instead: str = "Remove one of the callbacks."
-    trainable: bool = False
+    usual = "Remove one of the callbacks."
 
-    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
-        names = [name for name in setup.shared_names() if not self.trainable or setup.kinds[name] == "trainable"]
-        if not names:
-            what = "no trainable entry" if self.trainable else "nothing"
-            raise ValueError(f"{owner.key} {self.why}, and {what} travels here. {self.instead}")
+    def fault(self, owner: Any, setup: Setup) -> str:
+        if any(self.of is None or setup.kinds[name] == self.of for name in setup.shared_names()):
+            return ""
+        return f", and {'nothing' if self.of is None else f'no {self.of} entry'} travels here"
 
 
-@dataclass(frozen=True)
 class LocalSteps(Requirement):
-    """Visits are counted in steps, and are one step where `count` says so."""
+    """Visits are counted in steps; of that number, if `of` is one."""
 
-    why: str
-    instead: str
-    count: int | None = 1
-
-    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
+    def fault(self, owner: Any, setup: Setup) -> str:
         steps = setup.run.local_steps
-        if steps is None or self.count not in (None, steps):
-            raise ValueError(
-                f"{owner.key} {self.why}, but local_steps={steps} and local_epochs={setup.run.local_epochs}. {self.instead}"
-            )
+        fits = steps is not None and self.of in (None, steps)
+        return "" if fits else f", but local_steps={steps} and local_epochs={setup.run.local_epochs}"
 
 
-@dataclass(frozen=True)
-class Advice(Requirement):
-    """Nothing is required: users are told something that they may not expect."""
-
-    text: str
-
-    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
-        setup.warn(f"{owner.key} {self.text}")
-
-
-@dataclass(frozen=True)
 class PlainSGD(Requirement):
-    """Optimizers are SGD; else it is warned of.
+    """Optimizers are SGD without momentum, or with it where `of` is `"momentum"`; else users are warned."""
 
-    Attributes:
-        what: What another optimizer does, after its name.
-        momentum: Whether SGD may have momentum.
-    """
+    advises = True
 
-    why: str
-    what: str
-    momentum: bool = False
-
-    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
-        for optimizer in setup.optimizers:
-            name, momentum = type(optimizer).__name__, bool(optimizer.defaults.get("momentum"))
-            if name != "SGD" or (momentum and not self.momentum):
-                setup.warn(f"{owner.key} {self.why}; {name}{' with momentum' * momentum} {self.what}")
+    def fault(self, owner: Any, setup: Setup) -> str:
+        other = next((one for one in setup.optimizers if not _is_sgd(one, self.of == "momentum")), None)
+        name = type(other).__name__.replace("SGD", "SGD with momentum")
+        return f", and the module's optimizer is {name}" if other else ""
 
 
-@dataclass(frozen=True)
+def _is_sgd(optimizer: Any, momentum: bool) -> bool:
+    """Return whether an optimizer is SGD, with momentum or without."""
+    without = not any(group.get("momentum") for group in optimizer.param_groups)
+    return type(optimizer).__name__ == "SGD" and (momentum or without)
+
+
 class NoWeightDecay(Requirement):
     """Optimizers decay no weights."""
 
-    why: str
+    usual = "Set weight_decay=0."
 
-    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
-        for optimizer in setup.optimizers:
-            if any(group.get("weight_decay") for group in optimizer.param_groups):
-                name = f"{type(setup.template).__name__}'s {type(optimizer).__name__}"
-                raise ValueError(f"{owner.key} {self.why}, and {name} decays weights. Set weight_decay=0.")
+    def fault(self, owner: Any, setup: Setup) -> str:
+        decays = any(group.get("weight_decay") for one in setup.optimizers for group in one.param_groups)
+        return f", and {type(setup.template).__name__}'s optimizer decays weights" if decays else ""
 
 
-@dataclass(frozen=True)
 class NoClipping(Requirement):
-    """Gradients are not clipped; else it is warned of."""
+    """Gradients are not clipped; else users are warned."""
 
-    why: str
-    instead: str = ""
+    advises = True
+    usual = "Leave it out."
 
-    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
-        if clip := setup.run.trainer_arguments.get("gradient_clip_val"):
-            setup.warn(
-                f"{owner.key} {self.why}, and where gradient_clip_val={clip} cuts a step, that is not the gradient of the "
-                f"loss. Leave it out{self.instead}."
-            )
+    def fault(self, owner: Any, setup: Setup) -> str:
+        clip = setup.run.trainer_arguments.get("gradient_clip_val")
+        return f", and where gradient_clip_val={clip} cuts a step, that is not the gradient of the loss" if clip else ""
 
 
 @dataclass(frozen=True)
 class NoOvershoot(Requirement):
-    """A pull moves a client by less than twice its way in a step of SGD: beyond that it diverges.
+    """A pull by an option (`of`) moves a client by less than twice its way in a step of SGD: beyond that it diverges.
 
     Attributes:
-        option: The option of the callback by which it pulls.
         pull: Method of the callback that gives the pull at learning rate 1, from the samples of each client; empty: it is
             the option.
         limit: The part of the way from which it counts.
-        warns: Whether it is warned of only, with momentum too.
     """
 
-    option: str
-    why: str
     pull: str = ""
     limit: float = 2.0
-    warns: bool = False
 
-    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
-        pull = getattr(owner, self.pull or self.option)
+    def fault(self, owner: Any, setup: Setup) -> str:
+        pull = getattr(owner, self.pull or self.of)
         pull = pull(setup.data.num_samples) if callable(pull) else pull
-        for optimizer in setup.optimizers:
-            step = pull * max(float(group["lr"]) for group in optimizer.param_groups)
-            is_sgd = type(optimizer).__name__ == "SGD" and (self.warns or not optimizer.defaults.get("momentum"))
-            if is_sgd and step >= self.limit:
-                sentence = (
-                    f"{owner.key}({self.option}={getattr(owner, self.option)}) {self.why} = {step:.3g} of its way in every "
-                    f"step, and 2 or more diverges. Use a learning rate below {2.0 / pull:.3g}, or a smaller {self.option}."
-                )
-                if not self.warns:
-                    raise ValueError(sentence)
-                setup.warn(sentence)
+        rates = [group["lr"] for one in setup.optimizers if _is_sgd(one, self.warns) for group in one.param_groups]
+        step = pull * max(rates, default=0.0)
+        way = f"in every step, and 2 or more diverges: use a learning rate below {2.0 / (pull or 1.0):.3g}"
+        return f" = {step:.3g} of the way {way}, or a smaller {self.of}" if step >= self.limit else ""
 
 
-@dataclass(frozen=True)
 class SomethingTrains(Requirement):
-    """In a part of the module that is to train by itself, something does.
+    """In a part of the module that is to train by itself (its names: the callback's method `of`), something does."""
 
-    Attributes:
-        part: Method of the callback that gives the names of the part's entries in a module; `None`: no such part.
-    """
-
-    part: str
-    instead: str
-
-    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
-        names: Any = getattr(owner, self.part)(setup.module)
-        if names is not None and not any(setup.kinds[name] == "trainable" for name in names):
-            raise ValueError(
-                f"{owner.key} trains a part of {type(setup.template).__name__} by itself ({listed(map(repr, names))}), and "
-                f"no parameter of it trains. {self.instead}"
-            )
+    def fault(self, owner: Any, setup: Setup) -> str:
+        names = getattr(owner, self.of)(setup.module)
+        if names is None or any(setup.kinds[name] == "trainable" for name in names):
+            return ""
+        part = f"a part of {type(setup.template).__name__} by itself ({listed(map(repr, names))})"
+        return f"trains {part}, and no parameter of it trains"
 
 
-@dataclass(frozen=True)
 class Clock(Requirement):
     """The loop counts virtual seconds."""
 
-    why: str
+    usual = "Give it one (trainer.loop), or limit real time with the trainer's max_time."
 
-    def refuse(self, owner: FederatedCallback, setup: Setup) -> None:
-        if not setup.run.has_clock:
-            raise ValueError(
-                f"{owner.key} {self.why}, and this loop has no clock. Give it one (trainer.loop), or limit real time with "
-                "the trainer's max_time."
-            )
+    def fault(self, owner: Any, setup: Setup) -> str:
+        return "" if setup.run.has_clock else ", and this loop has no clock"
+
+
+class Advice(Requirement):
+    """Nothing is required: users are told something that they may not expect (`why`)."""
+
+    def fault(self, owner: Any, setup: Setup) -> str:
+        setup.warn(f"{owner.key} {self.why}")
+        return ""

@@ -113,7 +113,7 @@ class PreflightQuestions:
         participation, clients = self.server.participation, len(self.server.clients)
         if not participation.is_everybody and participation.share != clients:
             return f"participation={participation.share}"
-        away = {Change.ABSENCE, Change.PARTICIPANTS}
+        away = {Change.ABSENCE, "participants"}
         return next((callback.key for callback in self.server.callbacks if away & changes_of(callback)), "")
 
     @cached_property

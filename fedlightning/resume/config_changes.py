@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedlightning.client.blueprint import Blueprint
-from fedlightning.contract import Change
 from fedlightning.datamodules.held_out import draw_clients
 from fedlightning.errors import ConfigurationError, listed, warn
 from fedlightning.models.client_models import ClientModels
@@ -131,7 +130,7 @@ def check_rescored(before: Sequence[str], server: Server, place: object, go_on: 
         return
     counts = f"{len(before)} of {len(server.clients)} clients", f"{len(server.population.scored)}"
     for callback in server.callbacks if go_on else ():
-        if Change.SELECTION in callback.facts.changes:
+        if callback.is_of("ModelSelection"):
             raise ConfigurationError(
                 f"{callback.key} compares the scores of all rounds, and the run in {place} has scored {counts[0]} and would "
                 f"score {counts[1]} now. Resume it with its own evaluation.clients (its config.yaml says which), or start a "

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule
 from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.data_summary import Description, Detail
 from fedlightning.client.optimizers import configured, schedulers_in
-from fedlightning.contract import Change, FederatedCallback
+from fedlightning.contract import FederatedCallback
 from fedlightning.models.client_models import ClientModels
 from fedlightning.options import Evaluation, Vectorized
 from fedlightning.storage.config_hash import plain
@@ -76,7 +76,7 @@ def fingerprint(
     found["callbacks"] = [callback.key for callback in callbacks] + [type(callback).__name__ for callback in ordinary]
     for callback in callbacks:
         found |= {f"{callback.key}.{name}": value for name, value in callback.hyperparameters().items()}
-    if any(Change.SELECTION in callback.facts.changes for callback in callbacks):
+    if any(callback.is_of("ModelSelection") for callback in callbacks):
         found["evaluation.every"], found["evaluation.stages"] = evaluation.every, ", ".join(sorted(evaluation.stages))
         if evaluation.seconds is not None:
             found["evaluation.seconds"] = float(evaluation.seconds)

@@ -66,7 +66,7 @@ class Method(FederatedCallback):
     def __init__(self, labels: bool = False) -> None:
         self.labels = labels
 
-    facts = Facts(requires=[PublicLogits("labels")])
+    facts = Facts(requires=[PublicLogits(labels="labels")])
 
     def check(self, setup: Setup) -> None:
         assert check_public_logits(self.key, setup, self.labels) == 3
