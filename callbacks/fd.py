@@ -29,6 +29,7 @@ from fedlightning.callbacks.shared.representations import (
     head_widths,
     labels_of,
     refuse_classes,
+    refuse_logits,
 )
 from fedlightning.callbacks.shared.server_models import SharesPredictions
 from fedlightning.ranges import Range
@@ -120,18 +121,8 @@ class FD(SharesPredictions):
                 f"FD reads the output of `{path}`, of which gradients of single records are taken, and its term would pass "
                 "them by. Name the nn.Sequential that ends with this layer as head."
             )
-        labels, found = labels_of(setup.data.first_batch(), self.key), both_classes(seen["logits"])
-        where = f"`{path}` of {type(setup.template).__name__}"
-        if len(found) != len(labels):
-            raise ValueError(
-                f"FD needs a row of logits for each sample, but {where} gives {len(found)} rows for {len(labels)} samples. "
-                "Set head=... to the submodule that gives the logits."
-            )
-        if len(labels) and int(labels.max()) >= found.shape[1]:
-            raise ValueError(
-                f"FD needs a logit for each class, but {where} gives {found.shape[1]}, and a label is {int(labels.max())}. "
-                "Set head=... to the submodule that gives the logits."
-            )
+        labels, where = labels_of(setup.data.first_batch(), self.key), f"`{path}` of {type(setup.template).__name__}"
+        refuse_logits(self.key, where, both_classes(seen["logits"]), labels)
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare a row of outputs per class, and which class it is of, down and up."""

@@ -38,6 +38,7 @@ from fedlightning.callbacks.shared.representations import (
     head_widths,
     labels_of,
     of_one_width,
+    refuse_logits,
     refuse_other_widths,
     refuse_width,
     rows,
@@ -173,12 +174,7 @@ class FedGH(FederatedCallback):
                 f"FedGH trains {where} at the server on rows of representations, and there it gives other logits than in the "
                 "model. Set head=... to layers that depend on the representation alone."
             )
-        if len(labels) != len(wanted) or (len(labels) and int(labels.max()) >= wanted.shape[1]):
-            raise ValueError(
-                f"FedGH needs a row of logits for each sample and a logit for each class, but {where} gives "
-                f"{tuple(wanted.shape)} for {len(labels)} samples whose largest label is {int(labels.max())}. Set head=... "
-                "to the submodule that gives the logits."
-            )
+        refuse_logits(self.key, where, wanted, labels)
 
     def _compare(self, setup: Setup) -> None:
         """Refuse headers and widths of representations that differ between architectures."""

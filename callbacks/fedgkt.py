@@ -26,7 +26,6 @@ from fedlightning.algorithm import (
     Stage,
     Update,
     Wire,
-    detached_copy,
     isolated,
     probes,
     requires,
@@ -37,14 +36,16 @@ from fedlightning.callbacks.shared.representations import (
     head_path,
     head_widths,
     labels_of,
+    looked_at,
     of_one_width,
+    refuse_logits,
     refuse_other_widths,
     rows,
 )
 from fedlightning.callbacks.shared.server_models import SharesPredictions
 from fedlightning.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
 from fedlightning.tensors import clone
-from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
+from fedlightning.wrappers import FeatureTap
 
 TRAIN = "train"
 """Tag of the visits of a round; others only evaluate."""
@@ -154,22 +155,15 @@ class FedGKT(SharesPredictions):
                 "FedGKT keeps the server's logits of each training sample until the next visit, but the data give another "
                 "sample every time they are read. Remove random augmentation."
             )
-        module = detached_copy(setup.module).eval()
-        batch = probes.move_batch(module, batch)
-        try:
-            with torch.no_grad(), isolated("logits"), muted(module), frozen_buffers(module):
-                found = self._predict(module, batch)
-                logits, loss = logits_of(module, batch), probes.training_loss(module, batch)
-        except (RuntimeError, ValueError, TypeError) as error:
-            raise ValueError(
-                f"FedGKT cannot read features and logits of {name}: {str(error).rstrip('.')}. Its forward must take the "
-                "inputs and return logits (batch, classes) of the head; set head=... to the client's small head."
-            ) from error
-        if len(found) != len(labels) or (len(labels) and int(labels.max()) >= logits.shape[1]):
-            raise ValueError(
-                f"FedGKT needs a row of logits for each sample and a logit for each class; {name} gives "
-                f"{tuple(logits.shape)} for {len(labels)} samples whose largest label is {int(labels.max())}."
-            )
+        failure, way_out = (
+            f"FedGKT cannot read features and logits of {name}",
+            "Set head=... to the client's small head.",
+        )
+        with looked_at(setup.module, failure, way_out) as module:
+            batch = probes.move_batch(module, batch)
+            features = self._predict(module, batch)
+            logits, loss = logits_of(module, batch), probes.training_loss(module, batch)
+        refuse_logits(self.key, name, logits[: len(features)], labels)
         entropy = F.cross_entropy(logits, labels)
         if self.alpha and not torch.allclose(loss, entropy.to(loss), rtol=1e-3, atol=1e-4):
             raise ValueError(

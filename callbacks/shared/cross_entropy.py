@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedlightning.algorithm import Setup, isolated, probes
-from fedlightning.callbacks.shared.representations import features_at_start, head_path, labels_of
+from fedlightning.callbacks.shared.representations import features_at_start, head_path, labels_of, refuse_logits
 from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
 
 
@@ -38,17 +38,7 @@ def check_cross_entropy(setup: Setup, head: str | list[str] | None, owner: str) 
         logits = tap.features
         slope = _slope(loss, logits)
     labels = labels_of(batch, owner).to(logits.device)
-    if logits.ndim != 2 or len(logits) != len(labels):
-        raise ValueError(
-            f"{owner} needs a row of logits for each sample, but `{path}` of {name} gives {tuple(logits.shape)} for "
-            f"{len(labels)} samples. Set head=... to the submodule that gives the logits."
-        )
-    classes = logits.shape[1]
-    if classes < 2 or int(labels.max()) >= classes:
-        raise ValueError(
-            f"{owner} needs a logit for each class, but `{path}` of {name} gives {classes}, and a label is "
-            f"{int(labels.max())}. Give the network an output for each class, or set head=... to what gives the logits."
-        )
+    refuse_logits(owner, f"`{path}` of {name}", logits, labels)
     plain = _slope(F.cross_entropy(logits, labels), logits)
     size = float(plain.abs().max())
     if slope.abs().max() == 0 or slope.sum(1).abs().max() > 1e-3 * float(slope.abs().max()):
@@ -56,7 +46,7 @@ def check_cross_entropy(setup: Setup, head: str | list[str] | None, owner: str) 
             f"{owner} is defined for the cross entropy, and the loss of {name} is no cross entropy of what `{path}` gives. "
             f"Use F.cross_entropy on it, set head=... to the submodule that gives the logits, or remove {owner}."
         )
-    return classes, bool((slope - plain).abs().max() <= 1e-3 * size)
+    return logits.shape[1], bool((slope - plain).abs().max() <= 1e-3 * size)
 
 
 def _slope(loss: Tensor, logits: Tensor) -> Tensor:

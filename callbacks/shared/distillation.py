@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,17 +12,17 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedlightning.algorithm import Server, Setup, isolated, probes, requires
+from fedlightning.algorithm import Server, Setup, probes, requires
 from fedlightning.callbacks.shared.representations import (
     LABEL_KEYS,
     features_at_start,
     labels_of,
+    looked_at,
     other_task,
     refuse_width,
     rows,
     targets_in,
 )
-from fedlightning.wrappers import frozen_buffers, muted
 
 
 def inputs_of(batch: Any, owner: str = "Distillation") -> Any:
@@ -189,15 +188,9 @@ def refuse_nan_in_public(owner: str, setup: Setup, modules: Sequence[LightningMo
 
 def _logits_at_start(owner: str, name: str, module: LightningModule, batch: Any) -> Tensor:
     """Return the logits of a batch by a copy of a module."""
-    module = copy.deepcopy(module).eval()
-    try:
-        with torch.no_grad(), isolated("public logits"), muted(module), frozen_buffers(module):
-            return logits_of(module, probes.move_batch(module, batch))
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        raise ValueError(
-            f"{owner} cannot read the logits of {name} on a public batch: {str(error).rstrip('.')}. Its forward must take "
-            "the inputs and return logits (batch, classes)."
-        ) from error
+    way_out = "Its forward must take the inputs and return logits (batch, classes)."
+    with looked_at(module, f"{owner} cannot read the logits of {name} on a public batch", way_out) as copied:
+        return logits_of(copied, probes.move_batch(copied, batch))
 
 
 @dataclass(frozen=True)
@@ -242,16 +235,10 @@ class NoSinglePublicSample(requires.Requirement):
             {type(setup.template).__name__: setup.module, **setup.modules} if size == 1 or count % size == 1 else {}
         )
         for name, module in modules.items():
-            module = copy.deepcopy(module).train()
-            try:
-                with torch.no_grad(), isolated("public logits"), muted(module):
-                    module(inputs_of(probes.move_batch(module, batch))[:1])
-            except (RuntimeError, ValueError) as error:
-                last = f"trains on {count} public samples in batches of {size}, so that the last batch is one sample"
-                raise ValueError(
-                    f"{owner.key} {last}, and {name} cannot train on one: {str(error).rstrip('.')}. Set {option} to another "
-                    f"size{self.instead}."
-                ) from error
+            last = f"trains on {count} public samples in batches of {size}, so that the last batch is one sample"
+            failure, way_out = f"{owner.key} {last}, and {name} cannot train on one", f"Set {option} to another size"
+            with looked_at(module, failure, f"{way_out}{self.instead}.") as copied:
+                copied.train()(inputs_of(probes.move_batch(copied, batch))[:1])
         return ""
 
 
