@@ -12,7 +12,7 @@ from fedlightning.algorithm import (
     Update,
     requires,
 )
-from fedlightning.callbacks.shared.staleness import DecayRate, MaxStaleness, StalenessName, staleness_weight
+from fedlightning.callbacks.fedasync import DecayRate, MaxStaleness, StalenessName, staleness_weight
 from fedlightning.ranges import PositiveFloat, PositiveInt, needs
 from fedlightning.tensors import narrow, widen
 

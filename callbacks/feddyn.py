@@ -24,7 +24,7 @@ from fedlightning.algorithm import (
     Wire,
     requires,
 )
-from fedlightning.callbacks.shared.reported import reported_module, send_reported
+from fedlightning.callbacks.shared.server_models import reported_module, send_reported
 from fedlightning.ranges import Range
 from fedlightning.tensors import add, narrow, select, subtract, widen, zeros_like
 

@@ -19,7 +19,7 @@ from fedlightning.algorithm import (
     Update,
     WeightingName,
 )
-from fedlightning.callbacks.shared.reported import reported_module, send_reported
+from fedlightning.callbacks.shared.server_models import reported_module, send_reported
 from fedlightning.ranges import NonNegativeFloat, Range
 from fedlightning.tensors import narrow, widen
 

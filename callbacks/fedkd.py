@@ -147,8 +147,9 @@ class FedKD(SharedPeer):
         """Two models train; what a client sends goes as factors of low rank where it is compressed."""
         changes, needs = ({Change.PARTS}, [LOW_RANK_UPDATES]) if self.compresses else (set(), [])
         advice = requires.Advice(
-            "draws each private model to a shared one, which knows less of the client's own labels: where these are skewed, "
-            "private models may stay behind local training. Compare it with Local, or lower strength.",
+            f"(strength={self.strength}) draws each private model to a shared one, which knows less of the client's own "
+            "labels: where these are skewed, private models may stay behind local training. Compare it with Local, or lower "
+            "strength.",
             when="strength",
         )
         return super().facts.extend(changes=changes, needs=needs, requires=[advice], newcomers=Newcomers(join=True))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedlightning.algorithm import Client, Facts, FederatedCallback, Setup, WeightingName
-from fedlightning.callbacks.shared.cross_entropy import check_cross_entropy
+from fedlightning.callbacks.shared.calibration import check_head
 from fedlightning.callbacks.shared.representations import head_path, labels_of, rows
 from fedlightning.callbacks.shared.steps import SeveralSteps
 from fedlightning.ranges import PositiveFloat, Range
@@ -79,7 +79,7 @@ class FedNTD(FederatedCallback):
         """Refuse other losses than the cross entropy, two classes, and a head that does not travel."""
         if self.beta == 0.0:
             return
-        classes, _ = check_cross_entropy(setup, self.head, self.key)
+        classes, _ = check_head(setup, self.head, self.key)
         if classes == 2:
             raise ValueError(
                 f"FedNTD distils the classes that are not a sample's label, and {type(setup.template).__name__} has 2: of "

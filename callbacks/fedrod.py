@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from fedlightning.algorithm import Change, Client, Facts, Need, Server, ServerModels, Setup, Stage, WeightingName
-from fedlightning.callbacks.shared.calibration import samples_by_class
-from fedlightning.callbacks.shared.cross_entropy import check_cross_entropy
+from fedlightning.callbacks.shared.calibration import check_head, samples_by_class
 from fedlightning.callbacks.shared.representations import head_path, labels_of, rows
 from fedlightning.wrappers import AddedParametersMixin, FeatureTap, mix, user_class
 from fedlightning.wrappers.heads import find_submodule, registered_names
@@ -89,7 +88,7 @@ class FedRoD(ServerModels):
     def check(self, setup: Setup) -> None:
         """Refuse other losses than the cross entropy; warn of weighted ones, and of clipping."""
         path, _ = personal_head(setup.module)
-        _, is_plain = check_cross_entropy(setup, path, self.key)
+        _, is_plain = check_head(setup, path, self.key)
         if not is_plain:
             setup.warn(
                 f"FedRoD corrects the cross entropy by the numbers of each client's classes, and that of "

@@ -37,8 +37,16 @@ from fedlightning.algorithm import (
     facts,
     requires,
 )
-from fedlightning.callbacks.pi_fl_round import CLASSES, UTILITY, PIFLRound, Steps, shares
-from fedlightning.callbacks.shared.class_scores import class_scores
+from fedlightning.callbacks.pi_fl_round import (
+    CLASSES,
+    UTILITY,
+    Ledger,
+    PIFLRound,
+    Steps,
+    class_scores,
+    shares,
+    write_ledger,
+)
 from fedlightning.callbacks.shared.memberships import best_fitted, cluster_module, in_client_order, ledger_figure, save
 from fedlightning.callbacks.shared.representations import head_path
 from fedlightning.callbacks.shared.server_models import (
@@ -48,7 +56,6 @@ from fedlightning.callbacks.shared.server_models import (
     combine,
     one_visit,
 )
-from fedlightning.callbacks.shared.tokens import Ledger, write_ledger
 from fedlightning.ranges import (
     ClientCount,
     NonNegativeFloat,

@@ -13,6 +13,8 @@ from fedlightning.algorithm import (
     Change,
     Facts,
     FederatedCallback,
+    Job,
+    Message,
     Need,
     Newcomers,
     Server,
@@ -27,6 +29,20 @@ from fedlightning.algorithm import (
     requires,
 )
 from fedlightning.tensors import WeightedMean, as_reals, clone, entry_kinds, equal, module_state, select
+
+
+def reported_module(server: Server, entries: State) -> LightningModule | None:
+    """Return the global model with other entries; `None` where a part of the model stays with the clients."""
+    if len(server.shared_names()) < len(server.kinds):
+        return None
+    return server.module_with({**server.model, **entries})
+
+
+def send_reported(job: Job, message: Message, entries: State) -> None:
+    """Put other entries into a message to a client that is evaluated: it deploys the reported model."""
+    if job.work == 0:
+        message.state = {**message.state, **select(entries, message.state)}
+
 
 NO_SERVER_STEP = Need("keeps several models at the server, and no mean of all", ("server_step", "on_reduced"))
 """Nothing can work on the one model that the clients' mean gives."""

@@ -30,7 +30,8 @@ class SeveralSteps(requires.Requirement):
         weight = getattr(owner, self.of)
         if not weight or not _one_step(setup) or any(map(_moves, setup.callbacks)):
             return ""
-        return f"does nothing here by {self.of}={weight}: a visit is one step at the model that was sent, where its term is 0"
+        at = "a visit is one step, which is taken at the model that was sent, where the term is 0"
+        return f"({self.of}={weight}) does nothing here: {at}"
 
 
 def _one_step(setup: Setup) -> bool:

@@ -47,7 +47,7 @@ class Requirement:
         """
         applies = getattr(owner, self.when) if self.when else True
         if (applies(setup) if callable(applies) else applies) and (fault := self.fault(owner, setup)):
-            sentence = f"{owner.key} {self.why}{fault}. {self.instead or self.usual}".strip()
+            sentence = f"{_with_name(owner, self.why + fault)}. {self.instead or self.usual}".strip()
             if not (self.warns or self.advises):
                 raise ValueError(sentence)
             setup.warn(sentence)
@@ -55,6 +55,11 @@ class Requirement:
     def fault(self, owner: Any, setup: Setup) -> str:
         """Return what is not as required, as the end of a sentence; empty: nothing. It may warn, or refuse, by itself."""
         raise NotImplementedError
+
+
+def _with_name(owner: Any, text: str) -> str:
+    """Return a text after a callback's name; one that begins with an option is right behind it."""
+    return f"{owner.key}{'' if text.startswith('(') else ' '}{text}"
 
 
 class AutomaticOptimization(Requirement):
@@ -110,7 +115,7 @@ class PublicData(Requirement):
         if setup.public.exists():
             setup.public.size()  # refuses samples without positions
             return ""
-        return ", but the data module has no public data"
+        return f", but the data module has {'none' if 'public data' in self.why else 'no public data'}"
 
 
 class FreshOptimizers(Requirement):
@@ -231,7 +236,7 @@ class NoOvershoot(Requirement):
         rates = [group["lr"] for one in setup.optimizers if _is_sgd(one, self.warns) for group in one.param_groups]
         step = pull * max(rates, default=0.0)
         way = f"in every step, and 2 or more diverges: use a learning rate below {2.0 / (pull or 1.0):.3g}"
-        return f" = {step:.3g} of the way {way}, or a smaller {self.of}" if step >= self.limit else ""
+        return f" = {step:.3g} of its way {way}, or a smaller {self.of}" if step >= self.limit else ""
 
 
 class SomethingTrains(Requirement):
@@ -258,5 +263,5 @@ class Advice(Requirement):
     """Nothing is required: users are told something that they may not expect (`why`)."""
 
     def fault(self, owner: Any, setup: Setup) -> str:
-        setup.warn(f"{owner.key} {self.why}")
+        setup.warn(_with_name(owner, self.why))
         return ""

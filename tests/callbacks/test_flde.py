@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fedlightning.algorithm import Facts, FederatedCallback
 from fedlightning.callbacks import APFL, FLDE, Ditto, FedAdam, FedAvg, FedBN, FedProx, Local, SampleDP
-from fedlightning.callbacks.flde_mixture import mix_outputs, mix_probabilities
+from fedlightning.callbacks.flde import mix_outputs, mix_probabilities
 from fedlightning.models import MLP, Classifier
 from fedlightning.tensors import module_state
 from tests.callbacks.common import SIZES, absent_clients_rest, batches, cut_and_resumed, fixed_data
