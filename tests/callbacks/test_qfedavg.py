@@ -266,7 +266,7 @@ def test_what_has_no_one_loss_for_each_change_is_refused(other, match):
         federate(Toy(), toy_data(), [QFedAvg(q=1.0), other])
 
 
-@pytest.mark.parametrize(("optimizer", "name"), [("adam", "Adam have"), ("momentum", "SGD with momentum have")])
+@pytest.mark.parametrize(("optimizer", "name"), [("adam", "Adam"), ("momentum", "SGD with momentum")])
 def test_optimizers_without_such_an_l_are_named(optimizer, name, recwarn):
     with pytest.warns(
         UserWarning, match=f"L = 1 / lr, which is that of plain SGD, and the module's optimizer is {name}"
