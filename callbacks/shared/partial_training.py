@@ -59,8 +59,7 @@ from fedlightning.tensors import load_state, module_state, narrow, widen
 from fedlightning.wrappers import Mixin, mix
 from fedlightning.wrappers.heads import Convolution
 from fedlightning.wrappers.slices import ElementMean, Slices, take
-from fedlightning.wrappers.submodel import Units, entry_slices, plan_cuts, shrink
-from fedlightning.wrappers.submodel_check import verify
+from fedlightning.wrappers.submodel import Units, entry_slices, plan_cuts, shrink, verify
 
 
 class ScaledMixin(Mixin):

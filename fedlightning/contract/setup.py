@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from lightning.pytorch import Callback, LightningModule
 from torch.utils.data import IterableDataset
 
-from fedlightning.datamodules.own_generators import kept
 from fedlightning.datamodules.public import first_batch, public_loader, size_of
+from fedlightning.datamodules.sampling import kept
 from fedlightning.seeding import isolated
 from fedlightning.tensors import EntryKind
 

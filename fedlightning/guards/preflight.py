@@ -25,9 +25,9 @@ from fedlightning.guards.step_trials import StepTrial, StepTrials
 from fedlightning.privacy.leaving import leaving_of
 from fedlightning.privacy.outgoing import outgoing_of
 from fedlightning.ranges import counts_of
-from fedlightning.server.architectures import refuse_mixed, refuse_uncommon
+from fedlightning.server.loop import Synchronous
+from fedlightning.server.model_store import refuse_mixed, refuse_uncommon
 from fedlightning.server.parts import Part
-from fedlightning.server.synchronous import Synchronous
 from fedlightning.wrappers import user_class
 
 if TYPE_CHECKING:

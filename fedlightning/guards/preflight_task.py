@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Protocol
 from lightning.pytorch import Callback, LightningModule
 
 from fedlightning.client.client_errors import client_failure
-from fedlightning.client.local_data import knows_groups, take_first_batch, train_loaders
+from fedlightning.client.data_summary import knows_groups, take_first_batch, train_loaders
 from fedlightning.client.optimizers import optimizers_of
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.runtime import LocalRunner

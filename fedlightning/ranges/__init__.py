@@ -10,6 +10,7 @@ from fedlightning.ranges.annotations import (
     Count,
     CountOrShare,
     Counts,
+    Init,
     Instance,
     Length,
     Natural,
@@ -24,20 +25,17 @@ from fedlightning.ranges.annotations import (
     Share,
     ShareBelowOne,
     allows,
-    described,
-    is_boundless,
-    is_finite,
-    number_in,
-    to_python,
-)
-from fedlightning.ranges.checking import (
-    Init,
     check_arguments,
     check_on_creation,
     checked,
     counts_of,
+    described,
+    is_boundless,
+    is_finite,
     may_be_infinite,
+    number_in,
     ranges_of,
+    to_python,
 )
 from fedlightning.ranges.together import (
     at_least_one,
