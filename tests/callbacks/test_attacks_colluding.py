@@ -196,7 +196,7 @@ def test_an_attack_beyond_the_limit_is_a_client_that_failed():
         ),
         ([ModelReplacement([0], "exact"), FedAvgM()], {}, "FedAvgM makes the step of the server's model"),
         ([ALIE([0, 1], z=1.0), FedProto()], {}, "nothing travels here"),
-        ([SignFlip([0]), FedProto()], {}, "SignFlip changes the models that bad clients send, and no entry"),
+        ([SignFlip([0]), FedProto()], {}, "SignFlip changes the models that bad clients send, and nothing"),
         ([ALIE([0, 1]), FedBuff(buffer_size=2)], {"loop": Asynchronous()}, "ALIE"),
         ([ModelReplacement([0], "exact"), FedBuff(buffer_size=2)], {"loop": Asynchronous()}, "ModelReplacement"),
     ],
