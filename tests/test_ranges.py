@@ -227,9 +227,7 @@ def test_the_sentence_names_class_argument_value_and_range():
     assert str(caught.value) == "Child got limit=0. Use a number in (0, inf]. No limit is inf."
     with pytest.raises(ConfigurationError, match=r"Base has no argument 'limits'\. Did you mean limit\?"):
         Base(limits=2)
-    with pytest.raises(
-        ConfigurationError, match=r"Base got 3, and takes share, limit without a name\. Leave it out"
-    ):
+    with pytest.raises(ConfigurationError, match=r"Base got 3, and takes share, limit without a name\. Leave it out"):
         Base(0.5, 2, 3)
 
 

@@ -224,7 +224,7 @@ def test_wrong_use():
         with pytest.raises(ValueError, match=sentence):
             make()
     data = toy_data(SIZES)
-    with pytest.raises(ValueError, match="weight decay in AdamWDecay's AdamW"):
+    with pytest.raises(ValueError, match="AdamWDecay's optimizer decays weights"):
         federate(AdamWDecay(), data, [pFedBayes()])
     with pytest.raises(
         ValueError, match=r"pFedBayes trains the model that travels without data.*, and FedProx corrects"

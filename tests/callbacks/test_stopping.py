@@ -266,7 +266,7 @@ def test_sites_end_as_one_process_does(tmp_path):
     ("callbacks", "options", "reason"),
     [
         ([FederatedEarlyStopping()], {"evaluation": 0}, "has nothing to select by: evaluation.every is 0"),
-        ([FederatedEarlyStopping(stage="L2")], {"participation": 1}, "stage='L2'.*participation=1 takes others"),
+        ([FederatedEarlyStopping(stage="L2")], {"participation": 1}, "participation=1 leaves some .*stage='L1'"),
         ([Budget(max_seconds=3)], {}, r"limits virtual seconds \(max_seconds\), and this loop has no clock"),
     ],
 )
