@@ -436,7 +436,7 @@ def test_refused_before_round_1(tmp_path, kind, data, options, words):
     ("change", "words"), [("local_phases", "two models in one fit"), ("wrap_module", "a gate and an expert")]
 )
 def test_others_that_train_in_phases_or_rebuild_the_module_are_refused(change, words):
-    Other = type("Other", (FederatedCallback,), {change: lambda self, *given: None})
+    Other = type("Other", (FederatedCallback,), {change: lambda self, first, *rest: first})
     with pytest.raises(ValueError, match=words):
         make_trainer(None, [FLDE(), Other()]).fit(made(), datamodule=toy_data(SIZES))
 
