@@ -11,7 +11,7 @@ from torch import Tensor
 from fedlightning.algorithm import State, address
 from fedlightning.callbacks.apfl import alpha_slope, mix, next_alpha
 from fedlightning.callbacks.apfl_mixtures import ParameterMixture
-from fedlightning.stacked.hooks import StackHooks, Turn
+from fedlightning.stacked.fit import StackHooks, Turn
 from fedlightning.stacked.stack import Stack, column, put, side_by_side, take
 from fedlightning.stacked.step import clip, gradients
 

@@ -10,10 +10,16 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from torch.utils.data import BatchSampler, ChainDataset, ConcatDataset, DataLoader, IterableDataset, RandomSampler
 
 from fedlightning.datamodules.base import SPLITS, FederatedDataModule, in_order
-from fedlightning.datamodules.own_generators import going_on
 from fedlightning.datamodules.partitioned import loader_options
-from fedlightning.datamodules.ready_batches import CombinedBatches, gives_batches, note_samples, samples_in, unchanged
-from fedlightning.datamodules.sampling import AddressedSampler
+from fedlightning.datamodules.sampling import (
+    AddressedSampler,
+    CombinedBatches,
+    gives_batches,
+    going_on,
+    note_samples,
+    samples_in,
+    unchanged,
+)
 from fedlightning.datamodules.views import worker_options
 from fedlightning.errors import listed
 

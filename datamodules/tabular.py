@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from fedlightning.datamodules.another import Public, share_of
-from fedlightning.datamodules.federate import federate, suited
+from fedlightning.datamodules.arrays import federate, suited
 from fedlightning.datamodules.groups import looks_like_identifier
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.labels import ask_about_one, ask_about_spelling, check_classes

@@ -13,7 +13,7 @@ Beside it there are ranges of arguments (:mod:`fedlightning.ranges`), arithmetic
 from fedlightning.client import probes
 from fedlightning.client.client import Client
 from fedlightning.compat import sheets
-from fedlightning.compat.attached import detached_copy
+from fedlightning.compat.lightning_runs import detached_copy
 from fedlightning.compat.system import file_name_of
 from fedlightning.contract import (
     NEWCOMER,
@@ -54,8 +54,7 @@ from fedlightning.contract.messages import GLOBAL, Extra, Message, Update, Wire,
 from fedlightning.errors import missing_package, warn
 from fedlightning.seeding import address, generator, isolated
 from fedlightning.server.server import Server
-from fedlightning.storage.files import write_secret, write_text_atomically
-from fedlightning.storage.round_table import add_round
+from fedlightning.storage.files import add_round, write_secret, write_text_atomically
 from fedlightning.tensors import State
 
 __all__ = [

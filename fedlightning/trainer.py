@@ -43,8 +43,7 @@ from fedlightning.ranges import (
     replaced,
 )
 from fedlightning.resume.lock import only_thread, only_writer
-from fedlightning.resume.restore import restore
-from fedlightning.resume.resumable import AUTO, find_run, refuse_used, rounds_saved
+from fedlightning.resume.resumable import AUTO, find_run, refuse_used, restore, rounds_saved
 from fedlightning.resume.saving import Saving
 from fedlightning.resume.stop_requests import StopRequest, requeue, stop_requests
 from fedlightning.run.folder import RunFolder, folder_of
@@ -52,7 +51,7 @@ from fedlightning.run.recorder import Recorder
 from fedlightning.scores.rows import Row
 from fedlightning.scores.table import print_results
 from fedlightning.server.federation import Federation
-from fedlightning.server.loops import Loop
+from fedlightning.server.loop import Loop
 from fedlightning.server.server import Server
 from fedlightning.storage.files import is_writer, of_first_rank
 
@@ -91,7 +90,7 @@ class FederatedTrainer:
             this machine; "ray": on Ray actors of this machine or of a cluster; with as many torch threads each, such as
             OMP_NUM_THREADS=1, these have the same results bit for bit. "vectorized": many small models as one stack, equal
             up to rounding; "auto": it where it is faster. With options: `Processes(workers=4)` (`fedlightning.options`).
-        loop: When clients are visited: "synchronous", or a loop with options (`fedlightning.server.loops`).
+        loop: When clients are visited: "synchronous", or a loop with options (`fedlightning.server.loop`).
         local_loop: What trains inside a visit. "trainer": a Lightning Trainer of the visit's own; "fast": a short loop
             that makes the same calls at a fraction of the cost per step, equal bit for bit, for one device; "auto": fast
             where it applies, else trainer, and one line says why.

@@ -41,9 +41,9 @@ from fedlightning.ranges import (
     number_in,
     ranges_of,
 )
-from fedlightning.ranges.checking import _annotations_of
+from fedlightning.ranges.annotations import _annotations_of
 from fedlightning.ranges.together import fault_of
-from fedlightning.server import loops
+from fedlightning.server import loop
 from fedlightning.virtual_time import FixedSpeed
 
 if TYPE_CHECKING:
@@ -334,7 +334,7 @@ NEEDED |= dict.fromkeys(ROOTED, lambda: {"root": "data"})
 
 
 def _classes() -> Iterator[type]:
-    for package in (callbacks, datamodules, loops, virtual_time):
+    for package in (callbacks, datamodules, loop, virtual_time):
         for name in package.__all__:
             kind = getattr(package, name)
             if isinstance(kind, type) and not inspect.isabstract(kind) and ranges_of(kind):

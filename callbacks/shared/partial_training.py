@@ -56,8 +56,7 @@ from fedlightning.layers import as_names
 from fedlightning.ranges import Length, PositiveShare
 from fedlightning.tensors import load_state, module_state, narrow, widen
 from fedlightning.wrappers.slices import ElementMean, Slices, take
-from fedlightning.wrappers.submodel import Units, entry_slices, plan_cuts, shrink
-from fedlightning.wrappers.submodel_check import verify
+from fedlightning.wrappers.submodel import Units, entry_slices, plan_cuts, shrink, verify
 
 STATISTICS = "statistics"
 """Tag of the jobs in which clients run the new global model over their data."""

@@ -38,7 +38,7 @@ MODULES = {
     "fedlightning.layers": "A module as a list of layers.",
     "fedlightning.topology": "Graphs of clients without a server.",
     "fedlightning.virtual_time": "Virtual time: speeds, links and availability of clients.",
-    "fedlightning.server.loops": "When clients are visited, and what a round is.",
+    "fedlightning.server.loop": "When clients are visited, and what a round is.",
     "fedlightning.catalogue": "The registry of algorithms.",
     "fedlightning.wire": "The bytes of a message.",
     "fedlightning.testing": "Checks for an algorithm of your own.",

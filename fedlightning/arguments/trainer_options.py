@@ -15,8 +15,8 @@ from fedlightning.arguments.values import check
 from fedlightning.contract import CallbackList, FederatedCallback
 from fedlightning.options import SHORT_FORMS
 from fedlightning.ranges import to_python
-from fedlightning.server.comparison_terms import optimizer_state_of
-from fedlightning.server.loops import Loop, Synchronous
+from fedlightning.server.loop import Loop, Synchronous
+from fedlightning.server.summary import optimizer_state_of
 
 
 @dataclass(frozen=True)

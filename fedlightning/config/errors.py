@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any
 
 from fedlightning.errors import ConfigurationError, users_line
-from fedlightning.options.engines import ENGINES
 from fedlightning.options.replaced import OF_COMMANDS, REPLACED
+from fedlightning.options.value_objects import ENGINES
 
 _TYPES = {
     "int": "a whole number",

@@ -22,7 +22,7 @@ from lightning import seed_everything
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from fedlightning.compat.hyperparameters import Maker
+from fedlightning.compat.lightning_runs import Maker
 from fedlightning.config.class_names import class_names
 from fedlightning.config.errors import InputError, constructor_sentence, root_cause
 from fedlightning.config.short_forms import CLASS_PATHS, expand_words, nested_options

@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from fedlightning.options import Evaluation, FailurePolicy
-from fedlightning.options.engines import ENGINES, EngineOptions
+from fedlightning.options.value_objects import ENGINES, EngineOptions
 
 FIELDS = {"evaluation": "every", "failures": "on_error"}
 """Argument -> what its short form says."""

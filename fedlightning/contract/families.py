@@ -226,5 +226,5 @@ class Stackable(FederatedCallback):
         return True
 
     def stack_hooks(self, fit: Any) -> Any:
-        """Return the callback's work in one phase of a stack, as `fedlightning.stacked.hooks.StackHooks`."""
+        """Return the callback's work in one phase of a stack, as `fedlightning.stacked.fit.StackHooks`."""
         raise NotImplementedError

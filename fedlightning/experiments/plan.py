@@ -238,7 +238,7 @@ class _Reader:
     def _clients(self, datamodule: Any, section: Any) -> list[str]:
         """Set up the data, downloading them if allowed, and return their clients."""
         from fedlightning.arguments import federated_data
-        from fedlightning.compat.quiet import quiet
+        from fedlightning.compat.lightning_runs import quiet
         from fedlightning.study.subgroups import check_subgroups
 
         key = json.dumps(section, sort_keys=True, default=str)
@@ -267,7 +267,7 @@ def _rehearsed(cli: Any) -> list[str]:
 
     What a dry run refuses in a sentence, every run would refuse. What else goes wrong in it, the run itself tells.
     """
-    from fedlightning.compat.quiet import quiet
+    from fedlightning.compat.lightning_runs import quiet
 
     with warnings.catch_warnings(), quiet():  # every run says it in its log
         warnings.simplefilter("ignore")

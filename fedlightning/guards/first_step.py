@@ -12,15 +12,15 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from fedlightning.client.client import Client
+from fedlightning.client.data_summary import take_first_batch
 from fedlightning.client.fit import fit
-from fedlightning.client.local_data import take_first_batch
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.requests import Fit
 from fedlightning.client.runtime import LocalRunner
-from fedlightning.compat.quiet import quiet
+from fedlightning.compat.lightning_runs import quiet
 from fedlightning.contract import Change, FederatedCallback, FirstStep, Phase
 from fedlightning.contract.messages import Message
-from fedlightning.datamodules.own_generators import kept
+from fedlightning.datamodules.sampling import kept
 from fedlightning.datamodules.views import samples_at
 from fedlightning.engines.base import Engine
 from fedlightning.errors import ConfigurationError, ControlFlow, listed, warn

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
 
-from fedlightning.client.local_data import knows_groups, take_first_batch, train_loaders
+from fedlightning.client.data_summary import knows_groups, take_first_batch, train_loaders
 from fedlightning.contract import POOLED, Change, FederatedCallback, Setup
 from fedlightning.contract.capabilities import EVERY_SCORE
 from fedlightning.datamodules.base import SPLITS
@@ -26,9 +26,9 @@ from fedlightning.guards.step_trials import StepTrials, Tried, TryStep
 from fedlightning.privacy.leaving import leaving_of
 from fedlightning.privacy.outgoing import outgoing_of
 from fedlightning.ranges import counts_of
-from fedlightning.server.architectures import refuse_mixed, refuse_uncommon
+from fedlightning.server.loop import Synchronous
+from fedlightning.server.model_store import refuse_mixed, refuse_uncommon
 from fedlightning.server.parts import Part
-from fedlightning.server.synchronous import Synchronous
 from fedlightning.wrappers import user_class
 
 if TYPE_CHECKING:

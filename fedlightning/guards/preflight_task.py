@@ -12,13 +12,13 @@ from torch.utils.data import IterableDataset
 
 from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.client_errors import client_failure
-from fedlightning.client.local_data import knows_groups, take_first_batch, train_loaders
+from fedlightning.client.data_summary import knows_groups, take_first_batch, train_loaders
 from fedlightning.client.optimizers import optimizers_of
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.runtime import LocalRunner
 from fedlightning.contract import Setup
-from fedlightning.datamodules.own_generators import kept
 from fedlightning.datamodules.public import first_batch, public_loader, size_of
+from fedlightning.datamodules.sampling import kept
 from fedlightning.engines.base import Question
 from fedlightning.guards.step_trials import Tried
 from fedlightning.seeding import isolated

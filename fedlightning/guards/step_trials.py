@@ -24,23 +24,22 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fedlightning.client.client import Client
 from fedlightning.client.client_errors import client_failure
+from fedlightning.client.data_summary import count_used_samples
 from fedlightning.client.evaluator import StepLosses
 from fedlightning.client.fit import fit
 from fedlightning.client.kept import UNCOPIED
-from fedlightning.client.local_data import count_used_samples
-from fedlightning.client.logged_numbers import NotOneNumberError
+from fedlightning.client.logged_metrics import NotOneNumberError
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.requests import Fit
 from fedlightning.client.runtime import LocalRunner
-from fedlightning.client.visit_callback import UnseenStepsError, VisitCallback, refuse_unseen
-from fedlightning.compat.quiet import quiet
+from fedlightning.client.trainer_context import UnseenStepsError, VisitCallback, refuse_unseen
+from fedlightning.compat.lightning_runs import quiet
 from fedlightning.contract import Phase
 from fedlightning.contract.messages import Message
-from fedlightning.datamodules.own_generators import kept
-from fedlightning.datamodules.ready_batches import gives_batches
+from fedlightning.datamodules.sampling import gives_batches, kept
 from fedlightning.engines.base import Engine, Question
 from fedlightning.errors import ConfigurationError, ControlFlow
-from fedlightning.fast.errors import NotInFastLoop
+from fedlightning.fast.log_sheet import NotInFastLoop
 from fedlightning.guards.first_step import ask_first_step, corrects, tell_of_batches_of_one
 from fedlightning.guards.trial_failure import step_failure
 from fedlightning.seeding import isolated

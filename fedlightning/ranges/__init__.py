@@ -1,8 +1,7 @@
 """What arguments may be, declared beside them, and checked when an object is made.
 
 `annotations.py` holds what an annotation can say of one argument (:class:`Range`, :class:`Length`, :class:`Instance`, and
-`Literal`), `together.py` what is said of several (:func:`at_most_one`, :func:`needs`), and `checking.py` the check
-(:func:`checked`).
+`Literal`), with the check (:func:`checked`), and `together.py` what is said of several (:func:`at_most_one`, :func:`needs`).
 """
 
 from fedlightning.ranges.annotations import (
@@ -10,6 +9,7 @@ from fedlightning.ranges.annotations import (
     Count,
     CountOrShare,
     Counts,
+    Init,
     Instance,
     Length,
     Natural,
@@ -24,20 +24,17 @@ from fedlightning.ranges.annotations import (
     Share,
     ShareBelowOne,
     allows,
-    described,
-    is_boundless,
-    is_finite,
-    number_in,
-    to_python,
-)
-from fedlightning.ranges.checking import (
-    Init,
     check_arguments,
     check_on_creation,
     checked,
     counts_of,
+    described,
+    is_boundless,
+    is_finite,
     may_be_infinite,
+    number_in,
     ranges_of,
+    to_python,
 )
 from fedlightning.ranges.together import (
     at_least_one,

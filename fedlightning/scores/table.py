@@ -26,7 +26,7 @@ _ORDER = {"latest": 0, "best_global": 1, "best_local": 2}
 _LABELS = {"balanced_accuracy": "balanced acc.", "f1_macro": "macro F1", "auroc": "AUROC"}
 
 Result = dict[str, Any]
-"""A row of `summary.json`: see :func:`fedlightning.scores.results.summarise`."""
+"""A row of `summary.json`: see :func:`fedlightning.scores.metrics.summarise`."""
 
 
 def important_metrics(results: Sequence[Result], limit: int | None = None) -> list[str]:

@@ -16,15 +16,13 @@ from fedlightning.engines.base import Engine
 from fedlightning.engines.records import ClientStore
 from fedlightning.run.recorder import Recorder
 from fedlightning.scores.rows import LOCAL, Row, of_clients
-from fedlightning.server import data_statistics as statistics
 from fedlightning.server import evaluation as stage_scores
-from fedlightning.server.comparison_terms import terms_of
+from fedlightning.server import population as statistics
 from fedlightning.server.costs import Costs
-from fedlightning.server.loops import Loop, Synchronous
+from fedlightning.server.loop import Loop, Synchronous, messages
 from fedlightning.server.parts import Parts
 from fedlightning.server.server import AFTER_LAST_ROUND, Server
-from fedlightning.server.summary import evaluation_of, summary_of
-from fedlightning.server.synchronous import messages
+from fedlightning.server.summary import evaluation_of, summary_of, terms_of
 from fedlightning.server.update_collector import tell_of_misses
 
 

@@ -12,8 +12,7 @@ import yaml
 
 from fedlightning.resume.manifest import is_file_name
 from fedlightning.scores.metrics import bare
-from fedlightning.scores.row_files import read_rows
-from fedlightning.scores.rows import Row
+from fedlightning.scores.rows import Row, read_rows
 from fedlightning.storage.files import UnreadableError, read_json
 from fedlightning.study.columns import GLOBAL, LOCAL, PERSONAL, UNSEEN
 

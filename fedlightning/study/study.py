@@ -57,7 +57,7 @@ class Study(StudyData):
         ValueError: If there is no run, or no run has the metric or the checkpoint.
 
     Example:
-        >>> from fedlightning.scores.results import summarise
+        >>> from fedlightning.scores.metrics import summarise
         >>> from fedlightning.scores.rows import Row
         >>> from fedlightning.study.runs import Run
         >>> def run(method, seed, *accuracies):

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from fedlightning.resume.lock import holder_of
-from fedlightning.run.long_lists import whole
+from fedlightning.resume.manifest import whole
 from fedlightning.storage.files import read_json
 
 COLUMNS = ("round", "stage", "model", "checkpoint", "data", "split", "client", "metric", "value", "num_samples")

@@ -32,7 +32,7 @@ from fedlightning.callbacks import (
 from fedlightning.contract.messages import Message, Update
 from fedlightning.engines.attempts import FederationError
 from fedlightning.options import FailurePolicy
-from fedlightning.server.loops import Synchronous
+from fedlightning.server.loop import Synchronous
 from fedlightning.virtual_time import Asynchronous, SampleSpeed, VirtualClock
 from tests.helpers import NormNet, Toy, federate, global_state, make_trainer, same, toy_data
 

@@ -23,7 +23,7 @@ from fedlightning.contract import Facts, FederatedCallback
 from fedlightning.options import Evaluation
 from fedlightning.report.build import build_report
 from fedlightning.server.costs import Costs
-from fedlightning.server.loops import Synchronous
+from fedlightning.server.loop import Synchronous
 from fedlightning.virtual_time import Asynchronous, FixedSpeed, VirtualClock, WaitFree
 from tests.callbacks.test_checkpoints import SIZES, Scripted
 from tests.helpers import Toy, make_trainer, same, toy_data

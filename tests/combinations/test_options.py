@@ -40,8 +40,7 @@ from fedlightning.callbacks.attacks import ModelReplacement
 from fedlightning.contract import FederatedCallback
 from fedlightning.engines.attempts import FederationError
 from fedlightning.errors import ConfigurationError
-from fedlightning.ranges.annotations import ranges_in
-from fedlightning.ranges.checking import _annotations as annotations_of
+from fedlightning.ranges.annotations import _annotations, ranges_in
 from fedlightning.testing.pairs import difference
 from fedlightning.testing.runs import server_of
 from tests.combinations.scenes import CALLBACKS, Refused, Scene, results
@@ -163,7 +162,7 @@ def other_values(kind: type, name: str, value: Any) -> list[Any]:
 
 def all_of(cls: type) -> dict[str, Any]:
     """Return what the annotations of a constructor say."""
-    return annotations_of(inspect.unwrap(vars(cls)["__init__"]), plain=True)
+    return _annotations(inspect.unwrap(vars(cls)["__init__"]), plain=True)
 
 
 def left_by(callback: FederatedCallback) -> tuple[list[str], Any]:

@@ -13,7 +13,7 @@ from fedlightning.callbacks import CFL, IFCA, MAPPER, FedCovid, FedGroup, FedSof
 from fedlightning.contract import CallbackList, FederatedCallback
 from fedlightning.errors import ConfigurationError
 from fedlightning.guards.preflight import Rehearsal
-from fedlightning.server.loops import Synchronous
+from fedlightning.server.loop import Synchronous
 from fedlightning.server.population import Participation, Population
 from fedlightning.virtual_time import Asynchronous, FixedSpeed, VirtualClock
 

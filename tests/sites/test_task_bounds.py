@@ -17,15 +17,14 @@ from fedlightning.callbacks import DSGD, L2GD, SCAFFOLD, FedGroup, FedPer, FLoRA
 from fedlightning.client.requests import Evaluate
 from fedlightning.client.runtime import LocalRunner
 from fedlightning.contract.messages import Message, Update
-from fedlightning.deployment.tasks import Deploy
+from fedlightning.deployment.export import Deploy
 from fedlightning.engines.base import Visit
-from fedlightning.engines.score_tasks import ScoreClient, ScoredModel, ScoreModel
-from fedlightning.engines.server_model import ServerModel
+from fedlightning.engines.score_tasks import ScoreClient, ScoredModel, ScoreModel, ServerModel
 from fedlightning.guards.preflight_task import CheckThere
 from fedlightning.guards.step_trials import TryStep
 from fedlightning.privacy.leaving import leaving_of
-from fedlightning.server.synchronous import ROUNDS
-from fedlightning.sites.request_checks import ENVELOPES
+from fedlightning.server.loop import ROUNDS
+from fedlightning.sites.message_checks import ENVELOPES
 from fedlightning.sites.site import TASKS
 from fedlightning.sites.task_bounds import RULES, Here, fault
 from fedlightning.tensors import module_state

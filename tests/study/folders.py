@@ -13,9 +13,8 @@ import numpy as np
 import fedlightning  # noqa: F401  before lightning
 
 # isort: split
-from fedlightning.scores.results import summarise
-from fedlightning.scores.row_files import write_rows
-from fedlightning.scores.rows import Row
+from fedlightning.scores.metrics import summarise
+from fedlightning.scores.rows import Row, write_rows
 from fedlightning.study.runs import Run, load_run
 
 CLIENTS = ("a", "b", "c", "d")

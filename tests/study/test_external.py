@@ -11,7 +11,7 @@ from fedlightning.datamodules import TabularFederatedDataModule
 from fedlightning.models import Classifier, LogisticRegression
 from fedlightning.report.build import make_page
 from fedlightning.report.html import render
-from fedlightning.scores.results import summarise
+from fedlightning.scores.metrics import summarise
 from fedlightning.scores.rows import Row
 from fedlightning.study import predicted, samples
 from fedlightning.study.external import NEVER, SEEN, curves_of, sites_of

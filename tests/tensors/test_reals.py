@@ -45,11 +45,11 @@ NO_ENTRIES = {
     "callbacks/shared/representations.py",
     "callbacks/shared/secret_noise.py",
     "fedlightning/stacked/logs.py",
-    "fedlightning/stacked/scoring/sums.py",
+    "fedlightning/stacked/scoring.py",
     "fedlightning/experiments/reproduce/measures.py",
     "fedlightning/guards/explosions.py",
     "fedlightning/client/probes.py",
-    "fedlightning/client/undefined_metrics.py",
+    "fedlightning/client/logged_metrics.py",
 }
 """Files in which such casts are of logits, features, losses, scores, codes or keys. This list may only shrink."""
 
