@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from fedlightning.resume.lock import holder_of
-from fedlightning.run.long_lists import whole
+from fedlightning.resume.manifest import whole
 from fedlightning.storage.files import read_json
 
 COLUMNS = ("round", "stage", "model", "checkpoint", "data", "split", "client", "metric", "value", "num_samples")
@@ -134,13 +134,13 @@ class RunFiles:
             "max_rounds": most,
             "seconds": summary.get("seconds", seconds) if done else seconds,
             "left": each * (most - rounds) if each is not None and status == "running" else None,
-            "heard": _written(self.folder / "metrics.csv"),
+            "heard": max(map(_written, (self.folder / "metrics.csv", self.folder / "checkpoints/last/manifest.json"))),
             "bytes_up": sum(entry.get("bytes_up", 0) for entry in history),
             "bytes_down": sum(entry.get("bytes_down", 0) for entry in history),
             "epsilon": self._epsilon(),
             "curves": {name: self._curve(name) for name in in_importance(self.scores.curves)},
             "clients": [one | {"failures": counts.get(one["client"], 0)} for one in clients[:SHOWN_CLIENTS]],
-            "num_clients": len(clients),
+            "num_clients": max(len(clients), len(extra.get("clients") or [])),
             "failures": failures[-SHOWN_FAILURES:][::-1],
             "num_failures": len(failures),
             "ended_why": summary.get("stopped") or extra.get("stopped"),
@@ -212,11 +212,11 @@ def _number(text: Any) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _written(path: Path) -> float | None:
+def _written(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except OSError:
-        return None
+        return 0.0
 
 
 def _natural(name: str) -> tuple[bool, int, str]:
