@@ -18,9 +18,10 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from fedlightning.ranges import NonNegativeInt, checked
 from fedlightning.seeding import address, generator, isolated
@@ -324,6 +325,43 @@ class AddressedSampler(Sampler[int]):
 _COUNTED: WeakKeyDictionary[DataLoader[Any], int] = WeakKeyDictionary()
 
 
+class CombinedBatches(IterableDataset[Any]):
+    """The batches of a Lightning `CombinedLoader`, each a dict or list of its loaders' batches; all samples count.
+
+    Args:
+        combined: The loader. Its order is the epoch's, as that of any other: by torch's global generator.
+
+    Example:
+        >>> pairs = CombinedLoader({"x": DataLoader(range(4), batch_size=2), "u": DataLoader(range(6), batch_size=2)})
+        >>> batches = CombinedBatches(pairs)
+        >>> len(batches), [batch["x"].tolist() for batch in batches], batches.num_samples
+        (2, [[0, 1], [2, 3]], 10)
+    """
+
+    def __init__(self, combined: CombinedLoader) -> None:
+        self.iterables, self.loaders = combined.iterables, combined.flattened
+        self.mode = combined._mode  # private: nothing public tells how loaders are combined
+
+    @property
+    def num_samples(self) -> int:
+        """The samples of all loaders."""
+        return sum(samples_in(loader) for loader in self.loaders)
+
+    def __len__(self) -> int:
+        return (min if self.mode == "min_size" else max)(len(loader) for loader in self.loaders)
+
+    def __iter__(self) -> Iterator[Any]:
+        for place, loader in enumerate(self.loaders):
+            readdress(loader, int(torch.randint(2**31, ())), place)
+        for batch, _, _ in CombinedLoader(self.iterables, self.mode):
+            yield batch
+
+
+def unchanged(batch: Any) -> Any:
+    """Return a batch as it is: the `collate_fn` of loaders whose datasets give batches."""
+    return batch
+
+
 def gives_batches(loader: Any) -> bool:
     """Return whether each item of a loader's dataset is a batch: it has neither a batch size nor a sampler of batches.
 
@@ -345,6 +383,8 @@ def samples_in(loader: DataLoader[Any] | None) -> int:
         return 0
     if not gives_batches(loader):
         return len(loader.dataset)  # type: ignore[arg-type]
+    if isinstance(loader.dataset, CombinedBatches):
+        return loader.dataset.num_samples
     if loader not in _COUNTED:
         with isolated(0, "samples"), kept(loader.dataset, loader.sampler):
             note_samples(loader, sum(samples_of(batch) for batch in islice(loader, len(loader))))

@@ -193,6 +193,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
             ) from None
         self._form = Form(delimiter, decimal, encoding)
         self.feature_names: list[str] = []
+        self._scaled_by_rows: list[str] = []
         self.class_names: list[str] | None = None
         self._divides = self.partitioner
 
@@ -333,7 +334,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
     ) -> np.ndarray:
         """Return the features of all rows, each scaled by its own client."""
         unused = {*self._targeted, *self._apart}
-        self.feature_names = []
+        self.feature_names, self._scaled_by_rows = [], []
         columns: list[np.ndarray] = []
         for name, column in table.items():
             if name in unused:
@@ -378,6 +379,15 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         columns += one_hot(cells, named, len(words))
 
     @property
+    def coupled_records(self) -> str:
+        if not self._scaled_by_rows:
+            return ""
+        return (
+            f"{self._scaled_by_rows[0]!r} is scaled by the mean and deviation of all rows of a client (scale: local). Give "
+            "statistics of a public sample for such columns, or scale: none."
+        )
+
+    @property
     def wanted_statistics(self) -> dict[str, Any] | None:
         return self._open.wanted(self.feature_names)
 
@@ -413,6 +423,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
                     "each client's mean; use scale: local or federated, give statistics, or drop the column."
                 )
             return values
+        self._scaled_by_rows += [] if name in self.statistics else [name]
         return standardised(values, own, rows, self.statistics.get(name))
 
 

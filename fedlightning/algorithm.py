@@ -50,6 +50,7 @@ from fedlightning.contract import (
     WeightingName,
 )
 from fedlightning.contract import capabilities as facts
+from fedlightning.contract import requirements as requires
 from fedlightning.contract.messages import GLOBAL, Extra, Message, Update, Wire, contributors
 from fedlightning.errors import missing_package, warn
 from fedlightning.seeding import address, generator, isolated
@@ -67,6 +68,7 @@ __all__ = [
     "Need",
     "Newcomers",
     "facts",
+    "requires",
     # kinds of callbacks
     "AsynchronousMethod",
     "ClientSelection",

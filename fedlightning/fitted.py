@@ -128,8 +128,8 @@ class FittedFederation:
         federation, client = self.federation, _named(client)
         given = {name: self.options.arguments[name] for name in ("accelerator", "precision", "limit_predict_batches")}
         if dataloaders is not None:
-            module = self.module(client, checkpoint)
             arguments.check_prediction_data(dataloaders, client)
+            module = self.module(client, checkpoint)
             return predictions(module, dataloaders, given, self.options.ordinary_callbacks)
         model = deployed(federation.server, federation.engine, client, checkpoint)
         deploy, model_of_server = (model, None) if isinstance(model, Deploy) else (None, model)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -29,8 +29,8 @@ from fedlightning.errors import ConfigurationError
 from fedlightning.fitted import ClientView as ClientView
 from fedlightning.fitted import FittedFederation
 from fedlightning.guards.dry_run_report import DryRun
-from fedlightning.options import SHORT_FORMS, EngineOptions, Evaluation, FailurePolicy
-from fedlightning.options.replaced import REPLACED
+from fedlightning.options import EngineOptions, Evaluation, FailurePolicy
+from fedlightning.options.replaced import ATTRIBUTES, OF_METHODS, REPLACED
 from fedlightning.ranges import (
     Count,
     Instance,
@@ -39,6 +39,7 @@ from fedlightning.ranges import (
     Range,
     at_most_one,
     checked,
+    in_words,
     replaced,
 )
 from fedlightning.resume.lock import only_thread, only_writer
@@ -65,6 +66,7 @@ Batches = Annotated[float, Range("(0, 1]", "A float is a share of an epoch, an i
 SomeBatches = Annotated[float, Range("[0, 1]", "A float is a share of the batches, an int a number of them.")]
 
 
+@in_words(OF_METHODS, ATTRIBUTES)
 class FederatedTrainer:
     """Trains one LightningModule per client, federated; used like `lightning.pytorch.Trainer`.
 
@@ -467,22 +469,19 @@ class FederatedTrainer:
 
     def __repr__(self) -> str:
         """Return the arguments that differ from their defaults, and how far the federation is."""
-        parameters = inspect.signature(type(self).__init__).parameters
-        defaults = {name: parameter.default for name, parameter in parameters.items()}
-        defaults |= {name: read(defaults[name]) for name, read in SHORT_FORMS.items()}
-        shown = {
-            name: value
-            for name, value in self.arguments.items()
-            if name not in ("callbacks", "self") and name in defaults and repr(value) != repr(defaults[name])
-        }
-        texts = [f"{name}={value!r}" for name, value in shown.items()]
-        texts += [f"callbacks={self.callbacks.callbacks + self.ordinary_callbacks!r}"]
-        done = (
-            "not fitted"
-            if self.federation is None
-            else f"{self.rounds_done} rounds done, {len(self.client_ids)} clients"
-        )
-        return f"<{type(self).__name__}({', '.join(texts)}): {done}>"
+        texts = [f"{name}={value}" for name, value in self.options.shown(type(self)).items()]
+        return f"<{type(self).__name__}({', '.join(texts)}): {self._done()}>"
+
+    def _repr_html_(self) -> str:
+        """Return the same as a table, with the newest scores and the run's folder, for notebooks."""
+        scores = {name: f"{value:.4g}" for name, value in self.callback_metrics.items()}
+        folder = {} if self.run is None else {"run": str(self.run.path)}
+        rows = self.options.shown(type(self)) | scores | folder
+        cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in rows.items())
+        return f"<table><caption>{type(self).__name__}: {self._done()}</caption>{cells}</table>"
+
+    def _done(self) -> str:
+        return f"{self.rounds_done} rounds done, {len(self.client_ids)} clients" if self.federation else "not fitted"
 
     @property
     def client_ids(self) -> list[str]:
@@ -560,14 +559,15 @@ class FederatedTrainer:
                     "test(model=..., datamodule=..., run=...)."
                 )
             self.restore(model, datamodule, run)
-        else:
+        fitted = self.fitted
+        if run is None:
             for what, given, known in zip(("model", "datamodule"), (model, datamodule), self.given, strict=True):
                 if given is not None and given is not known:
                     raise ValueError(
                         f"This trainer's federation was not fitted with this {what}, and scores are those of what was "
                         f"fitted. Leave {what} out, or restore a run: test(model=..., datamodule=..., run=FOLDER)."
                     )
-        results = self.fitted.score(split, checkpoint)
+        results = fitted.score(split, checkpoint)
         if verbose and is_writer():
             print_results(results, split)
         return results

@@ -178,6 +178,19 @@ def test_the_guide_has_the_contract_and_every_hook_has_words() -> None:
                 )
 
 
+def test_the_guide_says_where_each_name_is() -> None:
+    table = GUIDE.partition("## Where each name is")[2].partition("**Exercise")[0]
+    named: dict[str, set[str]] = {}
+    for places, names in re.findall(r"^\| (.*?) \| (.*) \|$", table, re.MULTILINE)[1:]:
+        modules = re.findall(r"`(fedlightning[\w.]*)`", places) or ["fedlightning.algorithm"]
+        for module, part in zip(modules, names.split("; "), strict=True):
+            named.setdefault(module, set()).update(re.findall(r"`(\w+)`", part))
+    for module, names in named.items():
+        assert not [name for name in names if not hasattr(importlib.import_module(module), name)], module
+    for module in ("fedlightning.algorithm", "fedlightning.callbacks.shared"):
+        assert named[module] == set(importlib.import_module(module).__all__)
+
+
 def test_the_reader_s_own_files_run(tmp_path: Path) -> None:
     blocks = re.findall(r"^```py\n(# (\w+\.py)\n.*?)^```", GUIDE, re.MULTILINE | re.DOTALL)
     for text, name in blocks:

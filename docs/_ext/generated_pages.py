@@ -31,6 +31,7 @@ MODULES = {
     "fedlightning.algorithm": "The contract that an algorithm is written to.",
     "fedlightning.callbacks": "Checkpoints, privacy, selection and diagnostics. Algorithms have "
     ":doc:`pages of their own </reference/methods/index>`.",
+    "fedlightning.callbacks.shared": "Pieces that methods share, for authors of methods.",
     "fedlightning.datamodules": "Who has which samples.",
     "fedlightning.models": "Reference networks, and modules for classification, regression and survival.",
     "fedlightning.wrappers": "Changes of somebody else's module.",

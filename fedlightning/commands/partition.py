@@ -13,10 +13,10 @@ from fedlightning.commands.json_output import print_json
 from fedlightning.commands.terminal import console, say
 from fedlightning.compat import sheets
 from fedlightning.compat.rich_tables import print_whole
-from fedlightning.config.parsing import FederatedCLI
+from fedlightning.config.parsing import CommandLine
 
 
-class PartitionCommand(FederatedCLI):
+class PartitionCommand(CommandLine):
     """The command that needs data only. The docstring of its method is the text of `--help`."""
 
     needs_model = False

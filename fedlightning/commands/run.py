@@ -18,7 +18,7 @@ from fedlightning.commands.leaks import Attack, leakage_by, show_leakage
 from fedlightning.commands.partition import PartitionCommand
 from fedlightning.commands.terminal import console, say, shown
 from fedlightning.config.errors import InputError, explain
-from fedlightning.config.parsing import FederatedCLI
+from fedlightning.config.parsing import CommandLine
 from fedlightning.errors import ConfigurationError
 from fedlightning.onboarding.onboarding import SUMMARY
 from fedlightning.ranges import PositiveInt
@@ -31,22 +31,26 @@ from fedlightning.trainer import FederatedTrainer
 
 def run(command: str, words: Sequence[str]) -> int:
     """Parse and carry out one command."""
-    flags = {"--dry-run": "--dry_run=true", "--dry_run": "--dry_run=true", "--dry-run=json": "--dry_run=json"}
-    flags |= {"--json": "--json=true"}
-    if command == "evaluate" and words and not words[0].startswith("-"):
-        words = [f"--trainer.init_from={words[0]}", *words[1:]]
-    words = with_run_config(command, [flags.get(word, word) for word in words])
-    cli = cli_class(command)(command, words)
+    cli = cli_class(command)(command, written_out(command, words))
     getattr(cli, command)(**cli.options())
     return 0
 
 
-def cli_class(command: str) -> type[FederatedCLI]:
+def written_out(command: str, words: Sequence[str]) -> list[str]:
+    """Return the words of a command with flags as options, and the configuration of its run in front."""
+    flags = {"--dry-run": "--dry_run=true", "--dry_run": "--dry_run=true", "--dry-run=json": "--dry_run=json"}
+    flags |= {"--json": "--json=true"}
+    if command == "evaluate" and words and not words[0].startswith("-"):
+        words = [f"--trainer.init_from={words[0]}", *words[1:]]
+    return with_run_config(command, [flags.get(word, word) for word in words])
+
+
+def cli_class(command: str) -> type[CommandLine]:
     """Return the class that has `command` as a method."""
     return PartitionCommand if command == "partition" else Commands
 
 
-class Commands(FederatedCLI):
+class Commands(CommandLine):
     """The commands that need a model, data and a trainer. Their docstrings are the texts of `--help`."""
 
     trainer: FederatedTrainer  # type: ignore[assignment]

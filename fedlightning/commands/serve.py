@@ -16,7 +16,7 @@ from fedlightning.commands.run import Commands
 from fedlightning.commands.site import AtSite
 from fedlightning.commands.terminal import console
 from fedlightning.config.errors import InputError, explain
-from fedlightning.config.parsing import FederatedCLI
+from fedlightning.config.parsing import CommandLine
 from fedlightning.config.short_forms import CLASS_PATHS, engine_of
 from fedlightning.datamodules.public_only import PublicDataModule
 from fedlightning.errors import warn
@@ -185,5 +185,5 @@ def _told(log: ServerLog) -> Iterator[ServerLog]:
     log.end(log.outcome)
 
 
-CLASSES: dict[str, type[FederatedCLI]] = {"serve": Serve, "site": AtSite}
+CLASSES: dict[str, type[CommandLine]] = {"serve": Serve, "site": AtSite}
 """Commands between machines that read a configuration."""

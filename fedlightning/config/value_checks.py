@@ -159,7 +159,7 @@ def check_values(config: Mapping[str, Any], trainer: type) -> None:
                     raise InputError(
                         f"{place}: {leaf!r:.80} holds {found[0]}, which is not replaced here. Write it out."
                     )
-            kind = _class_of(owner) if isinstance(owner, str) else owner
+            kind = class_of(owner) if isinstance(owner, str) else owner
             package = kind.__module__.partition(".")[0] if kind is not None else ""
             if value is None and package == "fedlightning":
                 needed = _needed(kind, key)
@@ -192,7 +192,8 @@ def _arguments(value: Any, path: str, owner: Any) -> Iterator[tuple[str, Any, st
             yield from _arguments(item, f"{path}[{index}]", None)
 
 
-def _class_of(path: str) -> Any:
+def class_of(path: str) -> Any:
+    """Return the class of an import path, or `None`."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(import_module(module), name)

@@ -48,12 +48,15 @@ def outgoing_of(federation: Federation) -> list[Outgoing]:
     }
     visit, every = "in each visit", federation.asked_evaluate_every
     items = [
-        Outgoing("sizes", "numbers of samples, classes and batches, hashes of who holds which", "before round 1"),
+        Outgoing("sizes", "numbers of samples, classes and batches, hashes of who tests on which", "before round 1"),
+        Outgoing("classes", "numbers of training samples by class, hashes of who trains on which", "before round 1"),
         Outgoing("entries", ", ".join(entries), visit),
         *(Outgoing(_kind(server, key, spec), f"'{name}' of {key}", visit, key) for (key, name), spec in extras.items()),
         Outgoing("counts", "numbers of samples and steps, and learning rates", visit),
         Outgoing("logged", "values that the module logs in training", visit),
     ]
+    if server.callbacks.covers_training:
+        items.append(Outgoing("undeclared", "what callbacks make of an update without declaring it", visit))
     if federation.stages and every > 0:
         when = "in every round" if every == 1 else f"every {every} rounds"
         items.append(Outgoing("scores", f"validation scores of stages {', '.join(federation.stages)}", when))

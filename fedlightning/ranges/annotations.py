@@ -18,7 +18,7 @@ from numbers import Integral, Real
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from fedlightning.errors import ConfigurationError
-from fedlightning.ranges.together import fault_of, replaced_in, shown
+from fedlightning.ranges.together import fault_of, refuse_call, replaced_in, shown
 
 PLAIN = {int: "a whole number", float: "a number", bool: "True or False", str: "a text"}
 """Kinds of plain values, in words."""
@@ -377,11 +377,7 @@ def checked(init: Init) -> Init:
         try:
             arguments = signature.bind(self, *args, **given).arguments
         except TypeError:
-            for name, instead in replaced_in(init).items():
-                if name in given:
-                    raise ConfigurationError(
-                        f"{type(self).__name__} has no argument {name!r}. Use {instead}."
-                    ) from None
+            refuse_call(type(self).__name__, signature, replaced_in(init) or {}, (self, *args), given)
             arguments = {}  # the call below says what is wrong
         check_arguments(self, init, arguments)
         init(self, *args, **given)

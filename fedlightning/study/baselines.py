@@ -53,18 +53,22 @@ def _fold(config: Mapping[str, Any]) -> str | None:
     return next((str(value) for key, value in given.items() if key.split("_")[-1] == "fold"), None)
 
 
-def fingerprint(run: Run, split: str) -> str:
+def fingerprint(run: Run, split: str, by_size: bool = False) -> str:
     """Return a text that is equal for two runs that were scored on the same `split`, at the same clients of it.
 
-    Runs that wrote no fingerprint are told apart by the sizes of their clients.
+    Runs that wrote no fingerprint are told apart by the sizes of their clients (`by_size`).
     """
-    known = run.summary.get("data", {}).get("splits", {}).get(split)
+    known = None if by_size else _written(run, split)
     found = str(known) if known is not None else f"sizes {sorted(run.summary.get('num_samples', {}).items())}"
     scored = run.summary.get("evaluation", {})
     if split == "val":  # a run can be tested at other clients than those it was validated at
         scored = scored.get("in_training", scored)
     who = scored.get("who")
     return found if who is None or split == "train" else f"{found}, scored at {who}"
+
+
+def _written(run: Run, split: str) -> Any:
+    return run.summary.get("data", {}).get("splits", {}).get(split)
 
 
 def odd_splits(runs: Sequence[Run], split: str) -> dict[tuple[str, int], Run]:
@@ -77,9 +81,11 @@ def odd_splits(runs: Sequence[Run], split: str) -> dict[tuple[str, int], Run]:
         by_seed.setdefault(run.seed, []).append(run)
     odd: dict[tuple[str, int], Run] = {}
     for seed, members in by_seed.items():
-        usual = Counter(fingerprint(run, split) for run in members).most_common(1)[0][0]
-        example = next(run for run in members if fingerprint(run, split) == usual)
-        odd |= {(run.name, seed): example for run in members if fingerprint(run, split) != usual}
+        by_size = any(_written(run, split) is None for run in members)  # a private run does not tell on what it trained
+        texts = [fingerprint(run, split, by_size) for run in members]
+        usual = Counter(texts).most_common(1)[0][0]
+        example = members[texts.index(usual)]
+        odd |= {(run.name, seed): example for run, text in zip(members, texts, strict=True) if text != usual}
     return odd
 
 

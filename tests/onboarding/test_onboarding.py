@@ -129,7 +129,7 @@ def test_a_run_from_its_folder(tmp_path):
         ({"newcomers": toy_data(NEW), "clients": []}, "names no client"),
         ({"newcomers": toy_data(NEW), "clients": "xy"}, "must be a list"),
         ({"newcomers": toy_data(NEW), "epochs": -1}, "must be a whole number"),
-        ({"newcomers": [1, 2]}, "does not know which client"),
+        ({"newcomers": [1, 2]}, "does not say which client"),
         ({"newcomers": toy_data({"x": 0}, val=0, test=0)}, r"None of the new clients \(x\) has a sample"),
         ({"newcomers": toy_data(NEW, val=0, test=0), "epochs": 0}, "none of x, y has validation or test data"),
     ],

@@ -11,10 +11,12 @@ from fedlightning.callbacks import SCAFFOLD, FedAvg, FedPer, Local, TopK
 from fedlightning.client.visit import carry_out
 from fedlightning.engines.base import Evaluate
 from fedlightning.options import Evaluation
+from fedlightning.study.baselines import odd_splits
+from fedlightning.study.runs import load_run
 from tests.helpers import Toy, federate, make_trainer, toy_data
 from tests.server.test_architectures import data, models
 
-KINDS = {"sizes", "entries", "counts", "logged", "scores", "tests", "texts"}
+KINDS = {"sizes", "classes", "entries", "counts", "logged", "scores", "tests", "texts"}
 
 
 class Quiet(Protection):
@@ -115,3 +117,14 @@ def test_every_architecture_is_told():
     server = federate(models(), data(), [Local()], max_rounds=1).server
     told = next(item.what for item in server.outgoing if item.kind == "entries")
     assert "of model small" in told and "of model deep" in told
+
+
+def test_classes_of_training_samples_and_who_holds_which_are_withheld_where_a_callback_says_so(tmp_path):
+    """The exact histogram of labels and a hash of the partition stood in the folder of a run that hides single records."""
+    told = run([FedAvg()], tmp_path / "open").summary["data"]
+    quiet = run([FedAvg(), Quiet(("classes",))], tmp_path / "quiet").summary["data"]
+    assert all(isinstance(held["classes"], list) for held in told["clients"].values()) and "train" in told["splits"]
+    assert all(held["classes"] is None for held in quiet["clients"].values())
+    assert quiet["splits"] == {split: told["splits"][split] for split in ("val", "test")}
+    runs = [load_run(next((tmp_path / name).rglob("summary.json")).parent) for name in ("open", "quiet")]
+    assert not odd_splits(runs, "train") and not odd_splits(runs, "test")

@@ -24,6 +24,8 @@ def privacy(context: Context) -> Section | None:
         Column("unit", "hides", "text", help="whose part in the training the guarantee is about"),
         Column("epsilon", "epsilon", decimals=3, help="the largest of all clients where each has its own; none: the noise "
                "came from a fixed seed, and nothing is private"),
+        Column("known", "participants known", decimals=3, help="the same against whoever knows who took part in which round, "
+               "as readers of a run's folder do: drawing clients hides nothing from them"),
         Column("delta", "delta", "text", help="probability with which the guarantee may fail"),
         Column("noise", "noise multiplier", decimals=3),
         Column("clip", "clip", decimals=3, help="the most that one of them may change a sum"),
@@ -58,6 +60,7 @@ def _row(method: str, seed: str, told: Mapping[str, Any]) -> dict[str, Any]:
         "seed": seed,
         "unit": str(told.get("unit", "")),
         "epsilon": number("epsilon"),
+        "known": number("epsilon_participants_known"),
         "delta": "" if delta is None else f"{delta:g}",
         "noise": number("noise_multiplier"),
         "clip": number("clip"),
