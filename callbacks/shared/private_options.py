@@ -60,8 +60,8 @@ class Private(Protection):
         """
         if self.epsilon is not None and spent > self.epsilon * (1 + 1e-9):
             raise ValueError(
-                f"{self.key}: {runs} runs would make epsilon {spent:.4g} in all in ledger {self.ledger}, more than the budget "
-                f"of {self.epsilon:g}. Make fewer, raise noise_multiplier, or tune on data that need no protection."
+                f"{self.key}: {runs} runs would make epsilon {spent:.4g} in all in ledger {self.ledger}, more than the "
+                f"budget of {self.epsilon:g}. Make fewer, raise noise_multiplier, or tune on data that need no protection."
             )
 
     @property

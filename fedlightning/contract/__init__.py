@@ -39,7 +39,7 @@ from fedlightning.contract.jobs import (
     Stage,
     WeightingName,
 )
-from fedlightning.contract.outgoing import Cover, Kind, Outgoing
+from fedlightning.contract.outgoing import Cover, Kind, Outgoing, Promise
 
 __all__ = [
     "facts",
@@ -60,6 +60,7 @@ __all__ = [
     "Newcomers",
     "Kind",
     "Outgoing",
+    "Promise",
     "Protection",
     "ServerModels",
     "Stackable",
