@@ -31,9 +31,8 @@ from benchmarks.work import WORKS, Work
 from fedlightning.assemble import CLIENT_PARTS
 from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.record import ClientRecord
-from fedlightning.client.requests import Evaluate
+from fedlightning.client.requests import Evaluate, LocalSettings
 from fedlightning.client.runtime import LocalRunner
-from fedlightning.client.settings import LocalSettings
 from fedlightning.client.visit import carry_out
 from fedlightning.contract import CallbackList
 from fedlightning.contract.messages import Message

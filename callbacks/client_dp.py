@@ -211,7 +211,7 @@ class ClientDP(ClientSelection, Private, SharesNoise):
         refuse_fixed_draws(setup)
         refuse_other_ways(self, setup, "neither bounds nor covers with noise")
         refuse_uncovered(setup)
-        refuse_other_sum(setup, self._in_sum(setup.max_rounds) if self.in_sum else None)
+        refuse_other_sum(setup, self._in_sum(setup.run.max_rounds) if self.in_sum else None)
         warn_of_few(setup, self.delta)
         if self.noise_seed is not None:
             setup.warn(self.known_noise)

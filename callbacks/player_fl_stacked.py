@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedlightning.callbacks.diagnostics.sensitivity_terms import SensitivityAccumulator
 from fedlightning.layers import ForwardOrder
-from fedlightning.stacked.hooks import StackHooks, Turn
+from fedlightning.stacked.fit import StackHooks, Turn
 from fedlightning.tensors import widen
 
 if TYPE_CHECKING:

@@ -28,6 +28,7 @@ from fedlightning.algorithm import (
     TrainingData,
     Update,
     Wire,
+    requires,
     warn,
 )
 from fedlightning.callbacks import sample_dp_checks as checks
@@ -54,7 +55,7 @@ from fedlightning.wrappers.train_loader import replaced_train_loader
 
 COVERED = Need(
     "covers with noise what a client learns from the batches of its training, and nothing else",
-    (Change.READS, Change.MIXES, Change.SHAPE, Change.BATCHES),
+    (Change.READS, Change.MIXES, "on_build", "training_batches"),
 )
 Vectors = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 
@@ -147,7 +148,10 @@ class SampleDP(TrainingData, Private):
     def facts(self) -> Facts:
         """It covers what training learns, wherever updates arrive, and lets no selection by scores beside it."""
         needs = [COVERED, NO_SELECTION]
-        return super().facts.extend(needs=needs, asynchronous=True, beside_sums=True, no_statistics=UNCOUNTED)
+        steady = requires.SteadyData("plans its noise by the records that a client has in every round")
+        return super().facts.extend(
+            needs=needs, requires=[steady], asynchronous=True, beside_sums=True, no_statistics=UNCOUNTED
+        )
 
     def epsilon_of(self, history: Steps) -> float:
         """Return what steps spend, at :attr:`delta`.
@@ -180,7 +184,6 @@ class SampleDP(TrainingData, Private):
             ValueError: With a way out.
         """
         accountant_of(self.accountant)
-        setup.refuse_drift(self.key, "plans its noise by the records that a client has in every round")
         checks.refuse_uncovered(self, setup, self.noise_multiplier is None, self.unit)
         checks.warn_of_few(setup, self.delta)
         if self.noise_seed is not None:

@@ -66,14 +66,14 @@ def refuse_uncovered(owner: FederatedCallback, setup: Setup, solves: bool, unit:
                 f"{other.key} sees batches or gradients of training ({hook}), and what it makes of them SampleDP does not "
                 "cover with noise. Remove one of the two."
             )
-    if unit == "patient" and not setup.knows_groups():
+    if unit == "patient" and not setup.data.knows_groups():
         raise ValueError(NO_GROUPS)
-    refuse_coupled(setup.coupled_records())
-    refuse_finders(setup.ordinary)
-    refuse_trainer(setup.module, setup.trainer_arguments.get, len(setup.optimizers))
-    for loader in setup.train_loaders():
+    refuse_coupled(setup.data.coupled_records())
+    refuse_finders(setup.run.lightning_callbacks)
+    refuse_trainer(setup.module, setup.run.trainer_arguments.get, len(setup.optimizers))
+    for loader in setup.data.train_loaders():
         refuse_undrawable(loader, owner.key)
-    batch = setup.first_batch()
+    batch = setup.data.first_batch()
     if batch is not None:
         refuse_mixed_records(setup.module, probes.move_batch(setup.module, batch), owner.key)
 
@@ -110,7 +110,7 @@ def refuse_coupled(why: str) -> None:
 
 def warn_of_few(setup: Setup, delta: float) -> None:
     """Warn where a client has so few records that the guarantee is worth little."""
-    least = min((count for count in setup.num_samples.values() if count), default=1)
+    least = min((count for count in setup.data.num_samples.values() if count), default=1)
     if delta * least >= 1:
         setup.warn(f"SampleDP(delta={delta:g}) lets the guarantee fail for one of {least} records of a client.")
 

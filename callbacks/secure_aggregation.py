@@ -47,8 +47,8 @@ KEYS, SHARES, OPEN = "keys", "shares", "open"
 ONE_SUM = Need(
     "opens one sum of changes of the model that everybody was sent",
     (
-        *(Change.REDUCE, Change.DENOMINATOR, Change.PLAN, Change.PARTS, Change.SMALLER, Change.SHAPE, Change.MODEL_OF),
-        *(Change.NEIGHBOURS, Change.LOSSY),
+        *("reduce", "denominator", "plan_round", Change.PARTS, Change.SMALLER, "on_build", "model_of"),
+        *("neighbours", "encode"),
     ),
 )
 

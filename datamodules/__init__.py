@@ -38,14 +38,14 @@ from fedlightning.datamodules.arrays import ArrayFederatedDataModule
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.by_inputs import EmbeddingPartitioner
 from fedlightning.datamodules.camelyon16 import Camelyon16DataModule
-from fedlightning.datamodules.digits import DigitsDataModule
+from fedlightning.datamodules.digits import DigitsDataModule, PairedDigitsDataModule
 from fedlightning.datamodules.drifting import DriftingDataModule
 from fedlightning.datamodules.given import GivenDataModule
 from fedlightning.datamodules.har import UCIHARDataModule
 from fedlightning.datamodules.heart_disease import HeartDiseaseDataModule
 from fedlightning.datamodules.huggingface import HuggingFaceDataModule
 from fedlightning.datamodules.image_folders import ImageFolderDataModule
-from fedlightning.datamodules.images import (
+from fedlightning.datamodules.image_sets import (
     CIFAR10DataModule,
     CIFAR100DataModule,
     EMNISTDataModule,
@@ -71,7 +71,6 @@ from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.datamodules.mixtures import MixtureDataModule
 from fedlightning.datamodules.modalities import ModalityDataset
 from fedlightning.datamodules.multimodal import MultimodalDataModule
-from fedlightning.datamodules.paired_digits import PairedDigitsDataModule
 from fedlightning.datamodules.partition import Partitioner, Plan, SharePlan
 from fedlightning.datamodules.partitioned import Partitioned
 from fedlightning.datamodules.partitioners import GroupPlan, IIDPartitioner, NaturalPartitioner, PathologicalPartitioner
@@ -89,8 +88,7 @@ from fedlightning.datamodules.skew import (
 )
 from fedlightning.datamodules.spoken_digits import SpokenDigitsDataModule
 from fedlightning.datamodules.survival_table import SurvivalTableDataModule
-from fedlightning.datamodules.synthetic import SyntheticDataModule
-from fedlightning.datamodules.synthetic_devices import SyntheticDevicesDataModule
+from fedlightning.datamodules.synthetic import SyntheticDataModule, SyntheticDevicesDataModule
 from fedlightning.datamodules.tabular import TabularFederatedDataModule
 from fedlightning.datamodules.tcga_brca import TCGABRCADataModule
 from fedlightning.datamodules.text_table import TextTableDataModule

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fedlightning.datamodules.base import SPLITS, FederatedDataModule
-from fedlightning.datamodules.overlap import digests, is_cheap
+from fedlightning.datamodules.groups import digests, is_cheap
 from fedlightning.datamodules.public import Unlabelled
 from fedlightning.datamodules.views import IndexView, collate_rows
 from fedlightning.seeding import generator, isolated

@@ -1,10 +1,14 @@
-"""Clients that are kept out of training: who they are, and the data module of the others."""
+"""Clients that are kept out of training: who they are, and the data module of the others.
+
+A data module of a process in which there are no clients: :class:`WithoutClients`.
+"""
 
 from __future__ import annotations
 
 import copy
+from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import DataLoader
@@ -14,6 +18,27 @@ from fedlightning.datamodules.indexed import IndexedFederatedDataModule
 from fedlightning.datamodules.loaders import LoaderDataModule, union_loader, union_of
 from fedlightning.datamodules.wrapped import WrappedDataModule
 from fedlightning.seeding import generator
+
+
+class WithoutClients(FederatedDataModule):
+    """Stands where a data module of clients stands. Whoever asks it for a client's data is told why there are none."""
+
+    @abstractmethod
+    def _refuse(self) -> NoReturn:
+        """Say why there are no clients here."""
+
+    @property
+    def client_ids(self) -> list[str]:
+        self._refuse()
+
+    def client_dataloader(self, client: str, split: str) -> Any:
+        self._refuse()
+
+    def pooled_dataloader(self, split: str) -> Any:
+        self._refuse()
+
+    def num_samples(self, client: str, split: str = "train") -> int:
+        self._refuse()
 
 
 def draw_held_out(clients: Iterable[str], how_many: int | float, seed: int) -> list[str]:

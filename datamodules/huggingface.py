@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fedlightning.datamodules.federate import federate, keys_for, suited
+from fedlightning.datamodules.arrays import federate, keys_for, suited
 from fedlightning.datamodules.image_files import floats_of, pixels_of, shown
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.labels import as_classes, check_classes, encode

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
+from fedlightning.datamodules.arrays import cut_off
 from fedlightning.datamodules.base import in_order
 from fedlightning.datamodules.download import refuse_absent
-from fedlightning.datamodules.federate import cut_off
 from fedlightning.datamodules.har import read_numbers
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.views import ArrayDataset

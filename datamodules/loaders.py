@@ -10,11 +10,18 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from torch.utils.data import BatchSampler, ChainDataset, ConcatDataset, DataLoader, IterableDataset, RandomSampler
 
 from fedlightning.datamodules.base import SPLITS, FederatedDataModule, in_order
-from fedlightning.datamodules.own_generators import going_on
 from fedlightning.datamodules.partitioned import loader_options
-from fedlightning.datamodules.ready_batches import gives_batches, note_samples, samples_in
-from fedlightning.datamodules.sampling import AddressedSampler
+from fedlightning.datamodules.sampling import (
+    AddressedSampler,
+    CombinedBatches,
+    gives_batches,
+    going_on,
+    note_samples,
+    samples_in,
+    unchanged,
+)
 from fedlightning.datamodules.views import worker_options
+from fedlightning.errors import listed
 
 
 class LoaderDataModule(FederatedDataModule):
@@ -25,8 +32,9 @@ class LoaderDataModule(FederatedDataModule):
     a resumed run. A generator of the loader's own would go on from visit to visit: a loader that shuffles by one gets
     an `AddressedSampler` instead, whose address the generator's seed is part of, and the torch generator of any other
     sampler is seeded by the visit's address. So are, in worker processes, generators that a dataset keeps; without workers
-    they go on, and a warning names them. Workers persist within a visit. Data in memory (`TensorDataset`,
-    `ArrayDataset`, and `Subset` and `ConcatDataset` of them) are read a batch at a time.
+    they go on, and a warning names them. Workers persist within a visit. A Lightning `CombinedLoader` of training loaders
+    gives a step dicts or lists of batches, as of labelled and unlabelled samples; all of them are the client's. Data in
+    memory (`TensorDataset`, `ArrayDataset`, and `Subset` and `ConcatDataset` of them) are read a batch at a time.
 
     Args:
         train: A loader per client id. Its keys are the clients.
@@ -141,15 +149,18 @@ def _checked(loader: Any, client: str, split: str) -> Any:
     if loader is None:  # the client has no samples there
         return None
     what = f"{split}_dataloaders[{client!r}]"
+    if isinstance(loader, CombinedLoader) and split == "train" and loader.limits is None:
+        return _combined(loader, client, what)
     if not isinstance(loader, DataLoader):
         several = isinstance(loader, CombinedLoader | Mapping | list | tuple)
         raise ValueError(
-            f"{what} is a {type(loader).__name__}{' of several loaders' if several else ''}. A client has one torch "
+            f"{what} is a {type(loader).__name__}{' of several loaders' if several else ''}. "
             + (
-                "DataLoader for each split: join the datasets (torch.utils.data.ConcatDataset, or a dataset whose samples "
-                "are pairs), since a client's samples are its weight and its scores are those of one set."
+                "A client's training batches may be dicts or lists of several: train_dataloaders={client: CombinedLoader("
+                "{'labelled': loader, 'unlabelled': other}, 'max_size_cycle')}, without limits. For scores join the datasets "
+                "(torch.utils.data.ConcatDataset), since they are those of one set."
                 if several
-                else "DataLoader for each split: DataLoader(dataset, batch_size=...)."
+                else "A client has one torch DataLoader for each split: DataLoader(dataset, batch_size=...)."
             )
         )
     try:
@@ -160,6 +171,27 @@ def _checked(loader: Any, client: str, split: str) -> Any:
             "samples are its weight. Give it __len__ (the samples of an epoch)."
         ) from error
     return loader
+
+
+def _combined(loader: CombinedLoader, client: str, what: str) -> DataLoader[Any]:
+    """Return a loader that gives the batches of a combined one, each a dict or a list."""
+    batches = CombinedBatches(loader)
+    modes = ("min_size", "max_size_cycle", "max_size")
+    if batches.mode not in modes:
+        raise ValueError(
+            f"{what} is a CombinedLoader of mode {batches.mode!r}, with which a step gets the batch of one loader. Use "
+            f"{listed(modes)}; or join the datasets (torch.utils.data.ConcatDataset)."
+        )
+    for one in loader.flattened:
+        if isinstance(one, CombinedLoader):
+            raise ValueError(f"{what} has a CombinedLoader in a CombinedLoader. Give all loaders in one.")
+        _checked(one, client, "train")
+        if one.persistent_workers:
+            raise ValueError(
+                f"{what} has a loader with persistent workers, whose random state would go on from visit to visit. Set "
+                "persistent_workers=False."
+            )
+    return DataLoader(batches, batch_size=None, collate_fn=unchanged)
 
 
 def _addressed(loader: Any, client: str, split: str) -> Any:
@@ -201,9 +233,16 @@ def _with_new_workers(loader: DataLoader[Any]) -> DataLoader[Any]:
     return fresh
 
 
+def _parts(loader: Any) -> list[Any]:
+    """Return the loaders that a loader reads: itself, or those that are combined in it."""
+    dataset = getattr(loader, "dataset", None)
+    return dataset.loaders if isinstance(dataset, CombinedBatches) else [loader]
+
+
 def _warn_of_generators(loaders: Mapping[str, Any]) -> None:
     """Warn once of generators that no address reaches."""
-    for client, loader in loaders.items():
+    several = [(client, part) for client, loader in loaders.items() for part in _parts(loader)]
+    for client, loader in several:
         place = going_on(loader) if isinstance(loader, DataLoader) and not loader.num_workers else None
         if place is not None:
             rank_zero_warn(

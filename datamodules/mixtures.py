@@ -9,11 +9,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from fedlightning.datamodules.arrays import ArrayFederatedDataModule
-from fedlightning.datamodules.federate import cut_off
+from fedlightning.datamodules.arrays import ArrayFederatedDataModule, cut_off
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
-from fedlightning.datamodules.partition import cut
-from fedlightning.datamodules.rounding import apportion
+from fedlightning.datamodules.partition import apportion, cut
 from fedlightning.datamodules.views import ArrayDataset, IndexView, Indices, collate_rows
 from fedlightning.ranges import Instance, Length, PositiveInt, checked, number_in
 from fedlightning.seeding import generator

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from fedlightning.datamodules.federate import federate, given_groups, keys_for, some_rows
+from fedlightning.datamodules.arrays import federate, given_groups, keys_for, some_rows
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.modalities import ModalityDataset, transition_matrix
 from fedlightning.datamodules.partition import Partitioner

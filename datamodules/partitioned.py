@@ -20,8 +20,8 @@ from torch.utils.data import (
 )
 
 from fedlightning.datamodules.another import Public, share_of
+from fedlightning.datamodules.arrays import federate, keys_for, suited
 from fedlightning.datamodules.base import refuse_drift
-from fedlightning.datamodules.federate import federate, keys_for, suited
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.labels import encode, read_keys
 from fedlightning.datamodules.partition import Partitioner

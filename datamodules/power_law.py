@@ -8,8 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from fedlightning.datamodules.partition import Partitioner, Plan, SharePlan, numpy_generator
-from fedlightning.datamodules.rounding import apportion
+from fedlightning.datamodules.partition import Partitioner, Plan, SharePlan, apportion, numpy_generator
 from fedlightning.datamodules.views import Indices
 from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from fedlightning.datamodules.labels import LABEL_KEYS
-from fedlightning.datamodules.ready_batches import gives_batches
-from fedlightning.datamodules.sampling import AddressedSampler
+from fedlightning.datamodules.sampling import AddressedSampler, gives_batches
 from fedlightning.datamodules.views import IndexView, collate_rows, samples_at, worker_options
 
 WAYS = "public=0.1 (a share of every client's training samples), or public: another data set"

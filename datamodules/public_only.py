@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from fedlightning.datamodules.another import Another, another, is_data_set, loader_of
 from fedlightning.datamodules.base import FederatedDataModule
-from fedlightning.datamodules.overlap import content_hash
+from fedlightning.datamodules.groups import content_hash
+from fedlightning.datamodules.held_out import WithoutClients
 from fedlightning.datamodules.public import has_positions
-from fedlightning.datamodules.without_clients import WithoutClients
 from fedlightning.ranges import PositiveInt, checked
 
 

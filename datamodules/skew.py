@@ -7,8 +7,15 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from fedlightning.datamodules.partition import Concentration, Partitioner, SharePlan, numpy_generator
-from fedlightning.datamodules.rounding import apportion, round_table, sinkhorn
+from fedlightning.datamodules.partition import (
+    Concentration,
+    Partitioner,
+    SharePlan,
+    apportion,
+    numpy_generator,
+    round_table,
+    sinkhorn,
+)
 from fedlightning.ranges import NonNegativeInt, PositiveInt, needs
 
 _REDRAWS = 100

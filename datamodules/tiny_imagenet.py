@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from fedlightning.datamodules.arrays import federate, keys_for, some_rows
 from fedlightning.datamodules.download import refuse_absent
-from fedlightning.datamodules.federate import federate, keys_for, some_rows
 from fedlightning.datamodules.image_files import ImageFiles, lacking_files
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import Partitioner

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from fedlightning.client.local_data import EPOCHS_OF_A_VISIT
+from fedlightning.client.data_summary import EPOCHS_OF_A_VISIT
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner
 from fedlightning.models import MLP, Classifier
 from fedlightning.seeding import first_of_permutation, generator, isolated, seed_all

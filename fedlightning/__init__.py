@@ -11,14 +11,16 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from fedlightning.contract import FederatedCallback
     from fedlightning.deployment.checkpoints import load
+    from fedlightning.project import FederatedCLI
     from fedlightning.trainer import FederatedTrainer
 
 _LAZY = {
+    "FederatedCLI": "fedlightning.project",
     "FederatedTrainer": "fedlightning.trainer",
     "FederatedCallback": "fedlightning.contract",
     "load": "fedlightning.deployment.checkpoints",
 }
-__all__ = ["FederatedCallback", "FederatedTrainer", "load"]
+__all__ = ["FederatedCLI", "FederatedCallback", "FederatedTrainer", "load"]
 
 
 def __getattr__(name: str) -> Any:

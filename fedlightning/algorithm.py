@@ -13,7 +13,7 @@ Beside it there are ranges of arguments (:mod:`fedlightning.ranges`), arithmetic
 from fedlightning.client import probes
 from fedlightning.client.client import Client
 from fedlightning.compat import sheets
-from fedlightning.compat.attached import detached_copy
+from fedlightning.compat.lightning_runs import detached_copy
 from fedlightning.compat.system import file_name_of
 from fedlightning.contract import (
     NEWCOMER,
@@ -51,12 +51,12 @@ from fedlightning.contract import (
     WeightingName,
 )
 from fedlightning.contract import capabilities as facts
+from fedlightning.contract import requirements as requires
 from fedlightning.contract.messages import GLOBAL, Extra, Message, Update, Wire, contributors
 from fedlightning.errors import missing_package, warn
 from fedlightning.seeding import address, generator, isolated
 from fedlightning.server.server import Server
-from fedlightning.storage.files import write_secret, write_text_atomically
-from fedlightning.storage.round_table import add_round
+from fedlightning.storage.files import add_round, write_secret, write_text_atomically
 from fedlightning.tensors import State
 
 __all__ = [
@@ -69,6 +69,7 @@ __all__ = [
     "Need",
     "Newcomers",
     "facts",
+    "requires",
     # kinds of callbacks
     "AsynchronousMethod",
     "ClientSelection",

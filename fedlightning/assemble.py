@@ -18,10 +18,9 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from fedlightning import arguments
 from fedlightning.arguments import TrainerOptions
-from fedlightning.client.blueprint import Blueprint
-from fedlightning.client.client_parts import ClientParts
+from fedlightning.client.blueprint import Blueprint, ClientParts
+from fedlightning.client.requests import LocalSettings
 from fedlightning.client.runtime import LocalRunner
-from fedlightning.client.settings import LocalSettings
 from fedlightning.client.warm_start import read_privacy, warm_started
 from fedlightning.contract import Protection
 from fedlightning.datamodules.base import FederatedDataModule
@@ -29,10 +28,9 @@ from fedlightning.engines.base import Engine
 from fedlightning.engines.records import ClientStore
 from fedlightning.engines.sequential import SequentialEngine
 from fedlightning.errors import ConfigurationError, refuse_without_posix, warn
-from fedlightning.fast.evaluation import FastEvaluator
+from fedlightning.fast.evaluation import FastEvaluator, RowTable
 from fedlightning.fast.fit import FastFitter
 from fedlightning.fast.module_copier import Copier
-from fedlightning.fast.row_table import RowTable
 from fedlightning.guards.dry_run import (
     DISTINCT,
     UNSEEN_CLIENTS,
@@ -52,21 +50,20 @@ from fedlightning.options import Auto, EngineOptions, Evaluation, Flower, Proces
 from fedlightning.options.lightning_arguments import OF_DEVICES, check_devices
 from fedlightning.privacy.leaving import refuse_private
 from fedlightning.privacy.outgoing import OutgoingReport
-from fedlightning.resume.fingerprint import DETAILS, fingerprint
+from fedlightning.resume.config_changes import DETAILS, fingerprint
 from fedlightning.resume.loggers import Logs
 from fedlightning.resume.resumable import refuse_requeued
 from fedlightning.resume.saving import Saving
 from fedlightning.run.folder import RunFolder
 from fedlightning.run.recorder import Recorder
 from fedlightning.seeding import preserved
-from fedlightning.server.data_statistics import agree_on_statistics
 from fedlightning.server.federation import Federation
-from fedlightning.server.loops import Synchronous
+from fedlightning.server.loop import Synchronous
 from fedlightning.server.parts import Part, Parts
-from fedlightning.server.population import Participation, Population
+from fedlightning.server.population import Participation, Population, agree_on_statistics
 from fedlightning.server.progress import RichProgress
 from fedlightning.server.server import Server
-from fedlightning.stacked.choice import choose
+from fedlightning.stacked.engine import choose
 from fedlightning.storage.files import is_writer
 from fedlightning.virtual_time.timeline import Timeline
 
@@ -239,7 +236,7 @@ def make_engine(options: EngineOptions, runner: LocalRunner, store: ClientStore)
     if isinstance(options, Processes | Ray):
         refuse_without_posix(f"engine='{options.name}'", "Use engine='sequential' or 'vectorized'.")
     if isinstance(options, Processes):
-        from fedlightning.parallel.processes import ProcessesEngine
+        from fedlightning.parallel.scheduling import ProcessesEngine
 
         return ProcessesEngine(runner, store, options.workers)
     if isinstance(options, Ray):
@@ -253,7 +250,7 @@ def make_engine(options: EngineOptions, runner: LocalRunner, store: ClientStore)
     if isinstance(options, Flower):
         from fedlightning.sites.engine import SitesEngine
         from fedlightning.sites.link import current
-        from fedlightning.sites.store import SiteStore
+        from fedlightning.sites.site_log import SiteStore
 
         return SitesEngine(runner, SiteStore(), *current())
     return SequentialEngine(runner, store)

@@ -7,13 +7,16 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, TextIO
 
 from fedlightning.commands import COMMANDS
 from fedlightning.compat.pytorch_lightning import use_lightning_if_possible
 
+Command = Callable[[list[str]], int]
+"""What carries out a command: the words that follow it -> exit code."""
 HELP = f"""usage: fedlightning COMMAND [OPTIONS]
 
 Federated learning with the LightningModule you already have.
@@ -42,8 +45,13 @@ Exit codes: 0 success, 1 a crash or failed runs, 2 bad input (one sentence says 
 """
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """Run `fedlightning` and return its exit code."""
+def main(args: Sequence[str] | None = None, instead: Mapping[str, Command] = MappingProxyType({})) -> int:
+    """Run `fedlightning` and return its exit code.
+
+    Args:
+        args: Words of the command line. Default: those of this process.
+        instead: Command -> what carries it out in the place of the usual.
+    """
     words = list(sys.argv[1:] if args is None else args)
     debug = "--debug" in words or os.environ.get("FEDLIGHTNING_DEBUG", "0") not in ("", "0")
     words = [word for word in words if word != "--debug"]
@@ -62,7 +70,7 @@ def main(args: Sequence[str] | None = None) -> int:
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # they are about Lightning's own calls
     with _short_warnings(command in ("serve", "site")):
         try:
-            return _find(command)(rest)
+            return (instead.get(command) or _find(command))(rest)
         except SystemExit as stop:  # raised by --help and --print_config
             if isinstance(
                 stop.__cause__ or stop.__context__, KeyboardInterrupt
@@ -87,8 +95,8 @@ def _interrupted(command: str) -> int:
     return 130
 
 
-def _find(command: str) -> Callable[[list[str]], int]:
-    if command in ("fit", "validate", "test", "predict", "onboard", "leakage", "partition"):
+def _find(command: str) -> Command:
+    if command in ("fit", "validate", "test", "evaluate", "predict", "onboard", "leakage", "partition"):
         from fedlightning.commands.run import run
 
         return lambda rest: run(command, rest)

@@ -19,17 +19,16 @@ from fedlightning.client.data_summary import describe
 from fedlightning.client.runtime import LocalRunner
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.deployment.checkpoints import Exporter
-from fedlightning.deployment.export import deployed, deployed_module, spent_in
-from fedlightning.deployment.tasks import Deploy, Predict, predictions
+from fedlightning.deployment.export import Deploy, Predict, deployed, deployed_module, predictions, spent_in
 from fedlightning.engines.base import Engine
-from fedlightning.engines.server_model import ServerModel
+from fedlightning.engines.score_tasks import ServerModel
 from fedlightning.errors import ConfigurationError
 from fedlightning.onboarding.held_out_scores import refusal
 from fedlightning.onboarding.onboarding import Onboarding, blueprint_of_placing, blueprint_of_visits, placing_callback
 from fedlightning.ranges import to_python
 from fedlightning.resume.lock import only_writer
 from fedlightning.run.folder import RunFolder
-from fedlightning.scores.results import summarise
+from fedlightning.scores.metrics import summarise
 from fedlightning.scores.rows import LOCAL, UNSEEN
 from fedlightning.scores.table import print_results
 from fedlightning.seeding import preserved
@@ -129,8 +128,8 @@ class FittedFederation:
         federation, client = self.federation, _named(client)
         given = {name: self.options.arguments[name] for name in ("accelerator", "precision", "limit_predict_batches")}
         if dataloaders is not None:
-            module = self.module(client, checkpoint)
             arguments.check_prediction_data(dataloaders, client)
+            module = self.module(client, checkpoint)
             return predictions(module, dataloaders, given, self.options.ordinary_callbacks)
         model = deployed(federation.server, federation.engine, client, checkpoint)
         deploy, model_of_server = (model, None) if isinstance(model, Deploy) else (None, model)

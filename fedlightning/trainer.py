@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -29,8 +29,8 @@ from fedlightning.errors import ConfigurationError
 from fedlightning.fitted import ClientView as ClientView
 from fedlightning.fitted import FittedFederation
 from fedlightning.guards.dry_run_report import DryRun
-from fedlightning.options import SHORT_FORMS, EngineOptions, Evaluation, FailurePolicy
-from fedlightning.options.replaced import REPLACED
+from fedlightning.options import EngineOptions, Evaluation, FailurePolicy
+from fedlightning.options.replaced import ATTRIBUTES, OF_METHODS, REPLACED
 from fedlightning.ranges import (
     Count,
     Instance,
@@ -39,11 +39,11 @@ from fedlightning.ranges import (
     Range,
     at_most_one,
     checked,
+    in_words,
     replaced,
 )
 from fedlightning.resume.lock import only_thread, only_writer
-from fedlightning.resume.restore import restore
-from fedlightning.resume.resumable import AUTO, find_run, refuse_used, rounds_saved
+from fedlightning.resume.resumable import AUTO, find_run, refuse_used, restore, rounds_saved
 from fedlightning.resume.saving import Saving
 from fedlightning.resume.stop_requests import StopRequest, requeue, stop_requests
 from fedlightning.run.folder import RunFolder, folder_of
@@ -51,7 +51,7 @@ from fedlightning.run.recorder import Recorder
 from fedlightning.scores.rows import Row
 from fedlightning.scores.table import print_results
 from fedlightning.server.federation import Federation
-from fedlightning.server.loops import Loop
+from fedlightning.server.loop import Loop
 from fedlightning.server.server import Server
 from fedlightning.storage.files import is_writer, of_first_rank
 
@@ -66,6 +66,7 @@ Batches = Annotated[float, Range("(0, 1]", "A float is a share of an epoch, an i
 SomeBatches = Annotated[float, Range("[0, 1]", "A float is a share of the batches, an int a number of them.")]
 
 
+@in_words(OF_METHODS, ATTRIBUTES)
 class FederatedTrainer:
     """Trains one LightningModule per client, federated; used like `lightning.pytorch.Trainer`.
 
@@ -89,7 +90,7 @@ class FederatedTrainer:
             this machine; "ray": on Ray actors of this machine or of a cluster; with as many torch threads each, such as
             OMP_NUM_THREADS=1, these have the same results bit for bit. "vectorized": many small models as one stack, equal
             up to rounding; "auto": it where it is faster. With options: `Processes(workers=4)` (`fedlightning.options`).
-        loop: When clients are visited: "synchronous", or a loop with options (`fedlightning.server.loops`).
+        loop: When clients are visited: "synchronous", or a loop with options (`fedlightning.server.loop`).
         local_loop: What trains inside a visit. "trainer": a Lightning Trainer of the visit's own; "fast": a short loop
             that makes the same calls at a fraction of the cost per step, equal bit for bit, for one device; "auto": fast
             where it applies, else trainer, and one line says why.
@@ -329,6 +330,48 @@ class FederatedTrainer:
         self._hold(federation, model, datamodule)
 
     @only_thread()
+    def evaluate(
+        self,
+        model: LightningModule | None = None,
+        datamodule: LightningDataModule | None = None,
+        *,
+        test_dataloaders: Mapping[str, Any] | None = None,
+        split: Literal["test", "val"] = "test",
+        least: int = 1,
+    ) -> list[dict[str, Any]]:
+        """Score a model as it is given at all clients; nothing is trained. Its folder is one that `report` reads.
+
+        Args:
+            model: Any LightningModule, with its weights, or those of the trainer's `init_from`.
+            datamodule: The clients' data, as for :meth:`fit`; or
+            test_dataloaders: A loader per client id.
+            split: Data to score on.
+            least: Fewest samples of a client that is scored; those of fewer are not asked.
+
+        Raises:
+            ValueError: If no client has `least` samples, or clients send their scores protected.
+        """
+        if not isinstance(least, int) or least < 1:
+            raise ConfigurationError(f"least={least!r} must be a whole number from 1 on.")
+        data = arguments.federated_data(datamodule, test_dataloaders, None, test_dataloaders)
+        run, _ = self._find_run(None)
+        self.federation, self.stopped_by = None, None
+        with ExitStack() as stack:
+            if run is not None and is_writer():
+                stack.callback(run.remove_empty)
+            model = arguments.check_model(model)
+            federation = assemble(self.options, model, data, run, go_on=False)
+            if run is not None:
+                stack.enter_context(only_writer(run.path))
+            self._hold(federation, model, datamodule)
+            stack.enter_context(federation.engine.at_work())
+            if self.config is not None and run is not None and self.recorder.writes:
+                run.write_config(self.config)
+            federation.evaluate_untrained(split, least)
+            federation.summarise(self.arguments)
+        return self.recorder.results
+
+    @only_thread()
     def dry_run(
         self,
         model: LightningModule | None = None,
@@ -426,22 +469,19 @@ class FederatedTrainer:
 
     def __repr__(self) -> str:
         """Return the arguments that differ from their defaults, and how far the federation is."""
-        parameters = inspect.signature(type(self).__init__).parameters
-        defaults = {name: parameter.default for name, parameter in parameters.items()}
-        defaults |= {name: read(defaults[name]) for name, read in SHORT_FORMS.items()}
-        shown = {
-            name: value
-            for name, value in self.arguments.items()
-            if name not in ("callbacks", "self") and name in defaults and repr(value) != repr(defaults[name])
-        }
-        texts = [f"{name}={value!r}" for name, value in shown.items()]
-        texts += [f"callbacks={self.callbacks.callbacks + self.ordinary_callbacks!r}"]
-        done = (
-            "not fitted"
-            if self.federation is None
-            else f"{self.rounds_done} rounds done, {len(self.client_ids)} clients"
-        )
-        return f"<{type(self).__name__}({', '.join(texts)}): {done}>"
+        texts = [f"{name}={value}" for name, value in self.options.shown(type(self)).items()]
+        return f"<{type(self).__name__}({', '.join(texts)}): {self._done()}>"
+
+    def _repr_html_(self) -> str:
+        """Return the same as a table, with the newest scores and the run's folder, for notebooks."""
+        scores = {name: f"{value:.4g}" for name, value in self.callback_metrics.items()}
+        folder = {} if self.run is None else {"run": str(self.run.path)}
+        rows = self.options.shown(type(self)) | scores | folder
+        cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in rows.items())
+        return f"<table><caption>{type(self).__name__}: {self._done()}</caption>{cells}</table>"
+
+    def _done(self) -> str:
+        return f"{self.rounds_done} rounds done, {len(self.client_ids)} clients" if self.federation else "not fitted"
 
     @property
     def client_ids(self) -> list[str]:
@@ -519,14 +559,15 @@ class FederatedTrainer:
                     "test(model=..., datamodule=..., run=...)."
                 )
             self.restore(model, datamodule, run)
-        else:
+        fitted = self.fitted
+        if run is None:
             for what, given, known in zip(("model", "datamodule"), (model, datamodule), self.given, strict=True):
                 if given is not None and given is not known:
                     raise ValueError(
                         f"This trainer's federation was not fitted with this {what}, and scores are those of what was "
                         f"fitted. Leave {what} out, or restore a run: test(model=..., datamodule=..., run=FOLDER)."
                     )
-        results = self.fitted.score(split, checkpoint)
+        results = fitted.score(split, checkpoint)
         if verbose and is_writer():
             print_results(results, split)
         return results

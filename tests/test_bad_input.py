@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedlightning import FederatedTrainer, load
 from fedlightning.callbacks import FedAdam, FedBN, FedPer, FedProx
 from fedlightning.contract import FederatedCallback
+from fedlightning.datamodules import IIDPartitioner
 from fedlightning.engines.attempts import FederationError
 from fedlightning.errors import ConfigurationError
+from fedlightning.options.replaced import ATTRIBUTES, OF_METHODS, REPLACED
 from tests.helpers import Toy, federate, make_trainer, toy_data
 
 
@@ -87,9 +90,40 @@ def test_arguments(arguments, sentence):
         FederatedTrainer(**arguments)
 
 
-def test_an_unknown_argument_is_pythons_business():
-    with pytest.raises(TypeError, match="max_round"):
-        FederatedTrainer(max_round=3)
+@pytest.mark.parametrize(
+    ("args", "given", "sentence"),
+    [
+        ((), {"max_round": 3}, "^FederatedTrainer has no argument 'max_round'. Did you mean max_rounds?"),
+        ((), {"gpus": 3}, "no argument 'gpus'. It has max_rounds, local_epochs"),
+        ((3,), {}, "^FederatedTrainer got 3, and takes no argument without a name. Name it, as in max_rounds=...$"),
+    ],
+)
+def test_arguments_that_there_are_not(args, given, sentence):
+    with pytest.raises(ConfigurationError, match=sentence):
+        FederatedTrainer(*args, **given)
+
+
+@pytest.mark.parametrize("name", ["__init__", *OF_METHODS])
+def test_every_argument_of_lightnings_trainer_is_here_or_has_a_sentence(name):
+    theirs = set(inspect.signature(getattr(Trainer, name)).parameters)
+    here = set(inspect.signature(getattr(FederatedTrainer, name)).parameters)
+    assert theirs <= here | set(REPLACED if name == "__init__" else OF_METHODS[name])
+
+
+@pytest.mark.parametrize(("method", "name"), [(method, name) for method, names in OF_METHODS.items() for name in names])
+def test_what_lightnings_methods_take_is_refused_in_a_sentence_before_anything_else(method, name, tmp_path):
+    with pytest.raises(ConfigurationError, match=f"^{method}\\(\\) has no argument '{name}'. Use ") as error:
+        getattr(make_trainer(tmp_path), method)(**{name: "last"})
+    assert OF_METHODS[method][name] in str(error.value) and not list(tmp_path.iterdir())
+
+
+def test_attributes_of_lightnings_trainer_name_what_takes_their_place(tmp_path):
+    trainer = make_trainer(tmp_path)
+    for name, instead in ATTRIBUTES.items():
+        with pytest.raises(AttributeError, match="has no attribute") as error:
+            getattr(trainer, name)
+        assert str(error.value).endswith(f"Use {instead}.") and hasattr(Trainer, name)
+    assert not hasattr(trainer, "nothing")
 
 
 def test_several_wrong_callbacks():
@@ -106,6 +140,11 @@ LOADER = DataLoader(TensorDataset(torch.zeros(4, 6), torch.zeros(4).long()), bat
 DATA = [
     ({"datamodule": Plain()}, r"Plain does not know which client has which samples. Wrap it: Partitioned\("),
     ({}, r"fit\(\) got no data. Pass datamodule=Partitioned"),
+    ({"datamodule": {"a": LOADER}}, r"data are a dict. Loaders by client go by their name: fit\(model, train_data"),
+    ({"datamodule": [LOADER]}, "data are a list, which does not say which client.*train_dataloaders={'site 1'"),
+    ({"datamodule": LOADER}, r"data are a DataLoader.* Partitioned\(MyDataModule\(\), IIDPartitioner\(10\)\)"),
+    ({"datamodule": IIDPartitioner(2)}, r"data are a IIDPartitioner.* Pass Partitioned\(MyDataModule\(\), IIDPart"),
+    ({"datamodule": Plain}, r"the class Plain, not an instance. Pass Plain\(...\)"),
     ({"datamodule": toy_data(), "train_dataloaders": {"a": LOADER}}, "a datamodule and train_dataloaders. Pass one"),
     (
         {"datamodule": toy_data(), "val_dataloaders": {"a": LOADER}},

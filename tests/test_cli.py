@@ -316,7 +316,7 @@ def test_algorithms_and_completion(capsys: pytest.CaptureFixture[str]) -> None:
         ([], "data and model must be given: pass --config FILE"),
         (["--config", "nope.yaml"], "File does not exist: '.*nope.yaml'"),
         (["--config", "bad.yaml"], "parsing"),
-        (["--config", "seed.yaml"], "seed_everything is replaced by trainer.seed"),
+        (["--config", "seed.yaml"], "no option 'seed_everything'. Use trainer.seed"),
         ([*SMALL, "--config", "typo.yaml"], "trainer has no option 'max_round'. Did you mean max_rounds"),
         ([*SMALL, "--trainer.callbacks+=FedPrx"], "no class 'FedPrx'. Did you mean FedProx"),
         ([*SMALL, "--trainer.callbacks+=FedProx", "--trainer.callbacks.mue=1"], "mue"),

@@ -13,7 +13,7 @@ import yaml
 from fedlightning.commands.certificates import parser
 from fedlightning.commands.run import Commands
 from fedlightning.commands.serve import CLASSES
-from fedlightning.config.parsing import FederatedCLI
+from fedlightning.config.parsing import CommandLine
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "examples" / "sites"
@@ -57,7 +57,7 @@ def test_the_page_s_commands_parse(at_a_site: Path) -> None:
         "serve": [*config[:2], "--sites=1"],
         "site": [*config, "--superlink=x:1", "--name=x"],
     }
-    made: dict[str, FederatedCLI] = {}
+    made: dict[str, CommandLine] = {}
     for _, command, *words in COMMANDS:
         if command in first:
             if command not in made:  # to build a parser takes longer than to use it

@@ -12,13 +12,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from fedlightning.callbacks import FedAvg, FedProx
 from fedlightning.study.centres import score_centres
 from fedlightning.testing import CHECKS, check_algorithm
 from fedlightning.testing.pairs import check_pair
 from fedlightning.testing.toys import ToyModule
-from tests.helpers import Quadratic, Toy, federate, global_state, quadratic_data, same, spied, toy_data
+from tests.helpers import (
+    Quadratic,
+    Toy,
+    federate,
+    global_state,
+    make_trainer,
+    mostly_slow,
+    quadratic_data,
+    same,
+    spied,
+    toy_data,
+)
 from tests.processes import script
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,13 +46,41 @@ def run(name: str, out: Path, *words: str) -> str:
     return done.stdout
 
 
+def imported(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)  # so that the class can be pickled
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture(scope="module")
 def fedcm():
-    spec = importlib.util.spec_from_file_location("own_algorithm", OWN)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["own_algorithm"] = module  # so that the class can be pickled
-    spec.loader.exec_module(module)
-    return module.FedCM
+    return imported(OWN).FedCM
+
+
+@pytest.fixture(scope="module")
+def fedrs():
+    return imported(ROOT / "examples/fedrs.py").FedRS
+
+
+@pytest.mark.parametrize("check", mostly_slow(CHECKS, ("arguments", "identical_clients")))
+def test_the_exercise_of_the_guide_is_solved(fedrs, check):
+    skipped = {"one_client"} & {check}  # a class that the only client lacks is held back, too
+    if not skipped:
+        check_algorithm(fedrs(), only=[check])
+
+
+def test_fedrs_scales_the_logits_of_absent_classes_alone(fedrs):
+    logits, counts = torch.tensor([[1.0, -2.0, 4.0]]), torch.tensor([5, 0, 1])
+    assert fedrs(alpha=0.5).restricted(logits, counts).tolist() == [[1.0, -1.0, 4.0]]
+    assert torch.equal(fedrs(alpha=1.0).restricted(logits, counts), logits)
+    x, y = torch.randn(12, 6, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 2  # no sample of class 2
+    moved = []
+    for algorithm in (FedAvg(), fedrs(alpha=0.0)):
+        module, trainer = Toy(), make_trainer(None, [algorithm], max_rounds=1)
+        trainer.fit(module, train_dataloaders={"a": DataLoader(TensorDataset(x, y), batch_size=4)})
+        moved.append(not torch.equal(global_state(trainer)["net.3.bias"][2], module.net[3].bias[2]))
+    assert moved == [True, False]
 
 
 @pytest.mark.slow  # `make quickstart` is a step of its own

@@ -82,6 +82,10 @@ def test_representations(fitted):
     assert repr(trainer).endswith("callbacks=[FedAvg(weighting='uniform')]): 2 rounds done, 2 clients>")
     assert "max_rounds=2" in repr(trainer) and "seed" not in repr(trainer)
     assert repr(make_trainer(None)).endswith(": not fitted>")
+    page = trainer._repr_html_()
+    assert "<caption>FederatedTrainer: 2 rounds done, 2 clients</caption>" in page and "<th>val_loss</th>" in page
+    assert f"<td>{trainer.run.path}</td>" in page and "[FedAvg(weighting=&#x27;uniform&#x27;)]" in page
+    assert "val_loss" not in make_trainer(None)._repr_html_()
     assert repr(trainer.server) == "<Server of Toy, 2 clients, round 2 of 2, [FedAvg(weighting='uniform')]>"
     assert repr(data) == str(data) == "<ToyData: 2 clients, 40 training samples>"
     assert repr(toy_data([8])) == "<ToyData: not set up>"

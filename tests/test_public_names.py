@@ -10,6 +10,7 @@ PACKAGES = {
     "fedlightning": {"__version__"},
     "fedlightning.algorithm": set(),
     "fedlightning.callbacks": set(),
+    "fedlightning.callbacks.shared": set(),
     "fedlightning.datamodules": set(),
     "fedlightning.models": set(),
     "fedlightning.wrappers": set(),

@@ -41,9 +41,9 @@ from fedlightning.ranges import (
     number_in,
     ranges_of,
 )
-from fedlightning.ranges.checking import _annotations_of
+from fedlightning.ranges.annotations import _annotations_of
 from fedlightning.ranges.together import fault_of
-from fedlightning.server import loops
+from fedlightning.server import loop
 from fedlightning.virtual_time import FixedSpeed
 
 if TYPE_CHECKING:
@@ -225,8 +225,10 @@ def test_the_sentence_names_class_argument_value_and_range():
     with pytest.raises(ConfigurationError) as caught:
         Child(limit=0)
     assert str(caught.value) == "Child got limit=0. Use a number in (0, inf]. No limit is inf."
-    with pytest.raises(TypeError, match="unexpected keyword argument 'limits'"):
+    with pytest.raises(ConfigurationError, match=r"Base has no argument 'limits'\. Did you mean limit\?"):
         Base(limits=2)
+    with pytest.raises(ConfigurationError, match=r"Base got 3, and takes share, limit without a name\. Leave it out"):
+        Base(0.5, 2, 3)
 
 
 def test_a_subclass_has_the_ranges_of_its_base():
@@ -334,7 +336,7 @@ NEEDED |= dict.fromkeys(ROOTED, lambda: {"root": "data"})
 
 
 def _classes() -> Iterator[type]:
-    for package in (callbacks, datamodules, loops, virtual_time):
+    for package in (callbacks, datamodules, loop, virtual_time):
         for name in package.__all__:
             kind = getattr(package, name)
             if isinstance(kind, type) and not inspect.isabstract(kind) and ranges_of(kind):

@@ -35,6 +35,7 @@ ORDER = (
     ("experiments",),
     ("commands",),
     ("cli",),
+    ("project",),
     ("__main__",),
 )
 """A room imports rooms of the lines above it, and itself."""

@@ -20,7 +20,7 @@ import fedlightning.models as fm
 from fedlightning import FederatedTrainer
 from fedlightning.options import Evaluation, FailurePolicy, Processes, Vectorized
 from fedlightning.seeding import generator
-from fedlightning.server.loops import Synchronous
+from fedlightning.server.loop import Synchronous
 from fedlightning.testing.toys import ToyData, ToyModule
 from fedlightning.virtual_time import (
     Asynchronous,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fedlightning.compat.quiet import quiet
+from fedlightning.compat.lightning_runs import quiet
 from fedlightning.contract import Facts, FederatedCallback
 from fedlightning.models import ClientModels
 from fedlightning.options import Evaluation

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from fedlightning.algorithm import Change, Cover, Need, Outgoing, Protection, Server, warn
+from fedlightning.algorithm import Cover, Need, Outgoing, Protection, Server, warn
 from fedlightning.ranges import Range, at_least_one
 
 Delta = Annotated[float, Range("(0, 1)")]
@@ -17,7 +17,7 @@ Accountant = Literal["rdp", "prv"]
 Scores = Literal["withheld", "in the clear"]
 UNCOUNTED = "accounts for updates only: sums before round 1 would leave without noise and stand in no ledger."
 """Why statistics before round 1 are refused."""
-NO_SELECTION = Need("gives no client's score away", (Change.SELECTION,), "take the model of the last round")
+NO_SELECTION = Need("gives no client's score away", ("ModelSelection",), "take the model of the last round")
 
 
 class Private(Protection):

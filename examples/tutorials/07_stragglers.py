@@ -16,7 +16,7 @@ from fedlightning.callbacks import FedAvg, FedBuff
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner
 from fedlightning.models import MLP, Classifier
 from fedlightning.options import Evaluation
-from fedlightning.server.loops import Synchronous
+from fedlightning.server.loop import Synchronous
 from fedlightning.study.curves import cumulative_costs, round_means
 from fedlightning.study.runs import load_run
 from fedlightning.virtual_time import Asynchronous, SampleSpeed, VirtualClock

@@ -21,6 +21,7 @@ from fedlightning.datamodules.base import FederatedDataModule, in_order
 from fedlightning.datamodules.held_out import draw_clients, draw_held_out
 from fedlightning.datamodules.labels import ask_about_spelling
 from fedlightning.datamodules.loaders import LoaderDataModule
+from fedlightning.datamodules.partition import Partitioner
 from fedlightning.errors import ConfigurationError, listed
 from fedlightning.models.client_models import ClientModels
 
@@ -124,11 +125,29 @@ def federated_data(
             "or train_dataloaders={client: loader}."
         )
     if not isinstance(datamodule, FederatedDataModule):
-        raise ConfigurationError(
-            f"{type(datamodule).__name__} does not know which client has which samples. "
-            "Wrap it: Partitioned(datamodule, DirichletPartitioner(num_clients=10, alpha=0.5))."
-        )
+        raise ConfigurationError(_instead_of(datamodule))
     return datamodule
+
+
+def _instead_of(given: Any) -> str:
+    """Return what is wrong with data that are no federated data module, and what to pass."""
+    if isinstance(given, type):
+        return f"The data are the class {given.__name__}, not an instance. Pass {given.__name__}(...)."
+    kind = type(given).__name__
+    if isinstance(given, LightningDataModule):
+        return (
+            f"{kind} does not know which client has which samples. Wrap it: "
+            "Partitioned(datamodule, DirichletPartitioner(num_clients=10, alpha=0.5))."
+        )
+    if isinstance(given, Partitioner):
+        return f"The data are a {kind}, which divides data and has none. Pass Partitioned(MyDataModule(), {kind}(...))."
+    by_name = "fit(model, train_dataloaders={'site 1': loader, 'site 2': other})"
+    if isinstance(given, Mapping):
+        return f"The data are a {kind}. Loaders by client go by their name: {by_name}."
+    return (
+        f"The data are a {kind}, which does not say which client has which samples. Pass a loader for each client: "
+        f"{by_name}, or divide those of a LightningDataModule: Partitioned(MyDataModule(), IIDPartitioner(10))."
+    )
 
 
 def _check_loaders(owner: str, loaders: Any) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedlightning.arguments.inputs import check_clients, federated_data
 from fedlightning.client.data_summary import Description, describe
-from fedlightning.compat.quiet import quiet
+from fedlightning.compat.lightning_runs import quiet
 from fedlightning.datamodules.base import FederatedDataModule, in_order
 from fedlightning.errors import ConfigurationError, listed
 from fedlightning.models.client_models import ClientModels

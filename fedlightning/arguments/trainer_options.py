@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,8 +15,8 @@ from fedlightning.arguments.values import check
 from fedlightning.contract import CallbackList, FederatedCallback
 from fedlightning.options import SHORT_FORMS
 from fedlightning.ranges import to_python
-from fedlightning.server.comparison_terms import optimizer_state_of
-from fedlightning.server.loops import Loop, Synchronous
+from fedlightning.server.loop import Loop, Synchronous
+from fedlightning.server.summary import optimizer_state_of
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,17 @@ class TrainerOptions:
         max_rounds = 1 if arguments["fast_dev_run"] else arguments["max_rounds"]
         loop = loop if isinstance(loop, Loop) else Synchronous()
         return cls(arguments, federated, ordinary, optimizer_state, loop, max_rounds)
+
+    def shown(self, trainer: type) -> dict[str, str]:
+        """Return the arguments that differ from the trainer's defaults, and the callbacks, as text."""
+        defaults = {name: parameter.default for name, parameter in inspect.signature(trainer).parameters.items()}
+        defaults |= {name: read(defaults[name]) for name, read in SHORT_FORMS.items()}
+        texts = {
+            name: repr(value)
+            for name, value in self.arguments.items()
+            if name != "callbacks" and name in defaults and repr(value) != repr(defaults[name])
+        }
+        return texts | {"callbacks": repr(self.callbacks.callbacks + self.ordinary_callbacks)}
 
     def copied(self, **changes: Any) -> TrainerOptions:
         """Return options with copies of the callbacks and some other arguments."""

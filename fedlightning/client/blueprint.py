@@ -1,28 +1,124 @@
-"""What every model of a federation is built from: :class:`Blueprint`."""
+"""What every model of a federation is built from: :class:`Blueprint`.
+
+Copies of a template by `copy.deepcopy`, and what every maker of copies offers: :class:`ModuleCopier`.
+
+What attaches to the client side of a federation from outside: :class:`ClientParts`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
 
-from fedlightning.client.client_parts import ClientParts
-from fedlightning.client.deep_copier import ModuleCopier
 from fedlightning.client.evaluator import StepLosses, make_evaluator
-from fedlightning.client.settings import LocalSettings
-from fedlightning.compat.attached import configure, detached
+from fedlightning.client.requests import LocalSettings
+from fedlightning.compat.lightning_runs import configure, detached
 from fedlightning.contract import CallbackList, FederatedCallback
 from fedlightning.errors import ConfigurationError
 from fedlightning.models.client_models import ClientModels
 from fedlightning.seeding import isolated
 from fedlightning.tensors import State, module_state
-from fedlightning.tensors.parametrized import keeps_vectors
+from fedlightning.tensors.modules import keeps_vectors
+
+
+class ModuleCopier(Protocol):
+    """Makes deep copies of one module."""
+
+    module: nn.Module
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether :meth:`copy` can replace every tensor of the module by name."""
+
+    def holds(self, state: Mapping[str, Tensor]) -> bool:
+        """Return whether :meth:`copy` can replace the module's own entries by `state`."""
+
+    def copy(self, state: Mapping[str, Tensor] | None = None) -> Any:
+        """Return a new deep copy; with `state` instead of its own entries where :meth:`holds` says so."""
+
+
+class DeepCopier:
+    """Copies by `copy.deepcopy`.
+
+    Args:
+        module: The module.
+    """
+
+    is_complete = False
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def holds(self, state: Mapping[str, Tensor]) -> bool:
+        """Return False: copies are of the whole module."""
+        return False
+
+    def copy(self, state: Mapping[str, Tensor] | None = None) -> Any:
+        """Return a new deep copy."""
+        return deep_copy(self.module)
+
+
+def deep_copy(module: nn.Module) -> Any:
+    """Return `copy.deepcopy(module)`.
+
+    Raises:
+        ConfigurationError: Names the attribute that cannot be copied.
+    """
+    try:
+        return copy.deepcopy(module)
+    except Exception as error:
+        raise _uncopyable(module, error) from error
+
+
+def _uncopyable(module: nn.Module, error: Exception) -> Exception:
+    """Return the refusal of a module with an attribute that cannot be copied; the error itself if it is none of them."""
+    bare = vars(nn.Module())  # what every module has: its parts, which are looked at by themselves
+    for path, child in module.named_modules():
+        for name, value in vars(child).items():
+            try:
+                None if name in bare else copy.deepcopy(value)
+            except Exception as reason:
+                kind = type(child).__name__
+                return ConfigurationError(
+                    f"{type(module).__name__} cannot be copied for each client: '{f'{path}.{name}'.lstrip('.')}' is a "
+                    f"{type(value).__name__} ({' '.join(str(reason).split())}). Make it where it is first used, or give "
+                    f"{kind} a __getstate__ that leaves it out and a __setstate__ that makes it anew."
+                )
+    return error
+
+
+@dataclass(frozen=True)
+class ClientParts:
+    """What trains and scores clients faster, or guards them; a client without any gets the same models and scores.
+
+    A blueprint carries them, so they are wherever its clients are. They are classes and functions, which a worker process can
+    be sent.
+
+    Attributes:
+        fitters: Made from the blueprint, and asked before Lightning's Trainer to train
+            (:class:`~fedlightning.client.fit.Fitter`), in this order.
+        evaluators: The same for scores (:class:`~fedlightning.client.runtime.Evaluator`).
+        loop_checks: Called with each loop of a Trainer that has ended: with the loop, the name of its step, the module, its
+            batches, their number if it is known, and `fitting=False` for a loop that scores.
+        leave_checks: Called with the blueprint, a client and its update as the last thing of a visit; what one refuses stays.
+        copier: Makes the copies of a template (:class:`~fedlightning.client.blueprint.ModuleCopier`).
+    """
+
+    fitters: tuple[Callable[[Any], Any], ...] = ()
+    evaluators: tuple[Callable[[Any], Any], ...] = ()
+    loop_checks: tuple[Callable[..., None], ...] = ()
+    leave_checks: tuple[Callable[[Any, Any, Any], None], ...] = ()
+    copier: Callable[[nn.Module], ModuleCopier] = DeepCopier
+
 
 BUILDERS = ("wrap_module", "on_build", "on_receive")
 """Events in which callbacks take part in building a client's module."""

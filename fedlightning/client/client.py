@@ -16,15 +16,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fedlightning.client import probes
-from fedlightning.client.local_data import count_used_samples, start_sampler
-from fedlightning.client.outputs import outputs
-from fedlightning.client.record import ClientRecord
-from fedlightning.client.work import VisitWork
-from fedlightning.compat.attached import detached_copy
+from fedlightning.client.data_summary import count_used_samples, start_sampler
+from fedlightning.client.probes import outputs
+from fedlightning.client.record import ClientRecord, VisitWork
+from fedlightning.compat.lightning_runs import detached_copy
 from fedlightning.contract import POOLED, Phase, Protection, SumCodec
 from fedlightning.contract.messages import ClientLog, Message
 from fedlightning.datamodules.public import addressable, has_positions, public_loader, size_of
-from fedlightning.datamodules.ready_batches import gives_batches
+from fedlightning.datamodules.sampling import gives_batches
 from fedlightning.datamodules.views import samples_at
 from fedlightning.seeding import generator
 from fedlightning.tensors import State, clone, load_state, module_state
@@ -89,7 +88,7 @@ class Client:
 
     @property
     def contributed(self) -> bool | None:
-        """Whether it counts: see :attr:`~fedlightning.client.work.VisitWork.contributed`."""
+        """Whether it counts: see :attr:`~fedlightning.client.record.VisitWork.contributed`."""
         return self.work.contributed
 
     @property
@@ -109,7 +108,7 @@ class Client:
 
     @property
     def gradient_weights(self) -> Mapping[str, float]:
-        """By parameter name, the sum of the weights of its gradients: see :class:`~fedlightning.client.work.VisitWork`."""
+        """By parameter name, the sum of the weights of its gradients: see :class:`~fedlightning.client.record.VisitWork`."""
         return self.work.gradient_weights
 
     @property

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 
 from fedlightning.client.trainer_context import ClientLogger
-from fedlightning.compat.quiet import quiet
+from fedlightning.compat.lightning_runs import quiet
 
 DROPPED = ("strategy", "devices", "num_nodes", "sync_batchnorm", "profiler", "max_epochs", "max_steps")
 """Trainer arguments of the run that evaluation on one device has no use for."""

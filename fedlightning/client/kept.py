@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from fedlightning.datamodules.own_generators import KINDS, set_state, state_of
+from fedlightning.datamodules.sampling import KINDS, set_state, state_of
 from fedlightning.errors import INSIDE, warn
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fedlightning.compat.quiet import quiet
+from fedlightning.compat.lightning_runs import quiet
 from fedlightning.errors import ConfigurationError
 from fedlightning.tensors.modules import optimizers_in
 

@@ -1,11 +1,86 @@
-"""The state of a client between visits: :class:`ClientRecord`."""
+"""The state of a client between visits: :class:`ClientRecord`.
+
+What a fit reports, and what a client's visit adds up of it: :class:`VisitWork`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from fedlightning.tensors import State
+
+
+class FitResult(Protocol):
+    """Result of a fit."""
+
+    @property
+    def contributed(self) -> bool:
+        """Whether any optimizer stepped, or trainable entries moved."""
+
+    @property
+    def unseen(self) -> str:
+        """How entries moved past the hooks of optimizers, as the end of a sentence; empty: they did not."""
+
+    @property
+    def steps(self) -> int:
+        """Steps taken by the first optimizer."""
+
+    @property
+    def attempts(self) -> int:
+        """Optimizer steps attempted; the gradient scaler may have skipped some."""
+
+    @property
+    def lr_sums(self) -> Mapping[str, float]:
+        """By parameter name, the sum of its learning rate over the steps taken."""
+
+    @property
+    def gradient_weights(self) -> Mapping[str, float]:
+        """By parameter name, the sum of the weights of its gradients in SGD's movement; none under another optimizer."""
+
+
+@dataclass
+class VisitWork:
+    """What a client has done in a visit.
+
+    Attributes:
+        contributed: Whether an optimizer has stepped in the visit's federated fits, or trainable entries have moved: whether
+            the client counts. `None`: there was no such fit.
+        steps: Steps of the first optimizer in these fits.
+        skipped: Steps of these fits that the gradient scaler skipped.
+        own_steps: Optimizer steps of the other fits.
+        selections: Passes over validation data that callbacks asked for.
+        lr_sums: By parameter name, the sum of its learning rate over these steps.
+        gradient_weights: By parameter name, the sum of the weights with which SGD has added up the gradients of these
+            steps: the distance it would have moved had every gradient been 1. With momentum this is more than
+            :attr:`lr_sums`. A parameter that another optimizer moves has none: its movement is no sum of gradients.
+    """
+
+    contributed: bool | None = None
+    steps: int = 0
+    skipped: int = 0
+    own_steps: int = 0
+    selections: int = 0
+    lr_sums: dict[str, float] = field(default_factory=dict)
+    gradient_weights: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def lr_sum(self) -> float:
+        """Largest of :attr:`lr_sums`."""
+        return max(self.lr_sums.values(), default=0.0)
+
+    def add(self, fitted: FitResult, federated: bool) -> None:
+        """Add a fit."""
+        if not federated:
+            self.own_steps += fitted.steps
+            return
+        self.contributed = bool(self.contributed) or fitted.contributed
+        self.steps += fitted.steps
+        self.skipped += fitted.attempts - fitted.steps
+        for sums, new in ((self.lr_sums, fitted.lr_sums), (self.gradient_weights, fitted.gradient_weights)):
+            for name, value in new.items():
+                sums[name] = sums.get(name, 0.0) + value
 
 
 def copy_tree(tree: Any) -> Any:

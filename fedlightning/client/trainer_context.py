@@ -1,19 +1,332 @@
-"""What a module and its callbacks find around them inside a client: folder, logger and data module of its Trainer."""
+"""What a module and its callbacks find around them inside a client: folder, logger and data module of its Trainer.
+
+The core's own part in a fit, as a Lightning callback: :class:`VisitCallback`.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial, reduce
 from numbers import Number
+from operator import add
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
+from torch.optim import SGD, Optimizer
 
+from fedlightning.client.client import Client
+from fedlightning.client.record import FitResult
+from fedlightning.client.requests import LocalSettings
+from fedlightning.contract import CallbackList, FederatedCallback, GradientContext, Phase
 from fedlightning.contract.messages import ClientLog
+from fedlightning.errors import ConfigurationError
+from fedlightning.seeding import seed_all
+from fedlightning.tensors import dense
+from fedlightning.wrappers import user_class
+
+
+@dataclass
+class _Moves:
+    """Steps of one parameter group in which the same parameters moved.
+
+    Attributes:
+        there: Whether each parameter of the group has a gradient.
+        names: Names of those that have one.
+        rates: Learning rates of the steps.
+        momenta: By the number of a step with momentum, its momentum, dampening, and whether it is Nesterov's.
+    """
+
+    there: list[bool]
+    names: list[str]
+    rates: list[float] = field(default_factory=list)
+    momenta: dict[int, tuple[float, float, bool]] = field(default_factory=dict)
+
+
+class VisitCallback(Callback):
+    """Addressed seeds, corrections of unscaled gradients, and a count of the steps that the optimizer really took.
+
+    It runs after the federated callbacks and before the ordinary ones.
+
+    Args:
+        client: Client whose module trains.
+        callbacks: All federated callbacks.
+        settings: Settings of local training.
+        phase: Phase of the visit.
+        work: Epochs or optimizer steps.
+
+    Attributes:
+        unit: `"epochs"` or `"steps"`.
+        steps: Steps taken by the first optimizer.
+        attempts: Steps attempted by the first optimizer; the gradient scaler may have skipped some.
+        lr_sums: By parameter name, the sum of its learning rate over the steps taken.
+        gradient_weights: By parameter name, the sum of the weights with which SGD has added up its gradients.
+    """
+
+    never_logs = True
+
+    def __init__(
+        self, client: Client, callbacks: CallbackList, settings: LocalSettings, phase: Phase, work: int
+    ) -> None:
+        self.client = client
+        self.correctors = acting(callbacks.correctors(), phase)
+        self.num_samples = client.num_samples
+        self.settings = settings
+        self.phase = phase.name
+        self.address = address_of(phase)
+        self.lr_factor = phase.lr_factor
+        self.unit = phase.unit or settings.unit
+        self.work = work
+        self.steps = 0
+        self.attempts = 0
+        self._others = 0  # steps of the other optimizers
+        self._moved = False
+        self._announced: set[int] = set()  # optimizers whose next step Lightning has told of
+        self._past_lightning = False
+        self._before: list[tuple[Tensor, Tensor]] = []  # what trains, and its values at the start; until a step is seen
+        self.first_epoch = 0
+        self.lr_sums: dict[str, float] = {}
+        self.gradient_weights: dict[str, float] = {}
+        self._velocities: dict[tuple[int, str], float] = {}
+        self._not_sgd: set[str] = set()
+        self._handles: list[Any] = []
+        self._names: dict[int, str] = {}
+        self._moves: dict[tuple[int, int], _Moves] = {}
+        self._payload: Mapping[str, Any] = client.message.extras
+
+    @property
+    def contributed(self) -> bool:
+        """Whether any optimizer stepped, or trainable entries moved without one that is known here."""
+        return bool(self.steps or self._others or self._moved)
+
+    @property
+    def unseen(self) -> str:
+        """How entries moved past the hooks of optimizers, as the end of a sentence; empty: they did not."""
+        if self._moved:
+            return "moves its entries without a step of the optimizers that configure_optimizers returns"
+        return "steps its optimizers past Lightning (use_pl_optimizer=False)" if self._past_lightning else ""
+
+    def look(self) -> None:
+        """Look whether entries have moved, if no optimizer is known to have moved them."""
+        self._moved = any(not torch.equal(value, before) for value, before in self._before)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.first_epoch = trainer.current_epoch
+        self._before = [(p, p.detach().clone()) for p in pl_module.parameters() if p.requires_grad]
+        self._names = {id(p): name for name, p in pl_module.named_parameters(remove_duplicate=False)}
+        scaler = self.client.record.lightning.get(self.phase, {}).get("precision")
+        if scaler and self.settings.optimizer_state == "reset":  # under "keep" Lightning itself restored it
+            trainer.precision_plugin.load_state_dict(scaler)
+        self._decay_learning_rates(trainer)
+        for index, optimizer in enumerate(trainer.optimizers):
+            if self.correctors and getattr(trainer.precision_plugin, "scaler", None) is not None:
+                self._refuse_fused(optimizer)
+            self._handles.append(optimizer.register_step_post_hook(partial(self._stepped, index)))
+
+    def _refuse_fused(self, optimizer: Optimizer) -> None:
+        """Raise ValueError if a fused optimizer would hide the unscaled gradients from the correctors."""
+        if any(group.get("fused") for group in optimizer.param_groups):
+            names = ", ".join(callback.key for callback in self.correctors)
+            raise ValueError(
+                f"{names} corrects gradients, but the fused {type(optimizer).__name__} still holds scaled gradients "
+                "under fp16 at that point. Use fused=False or precision='bf16-mixed'."
+            )
+
+    def _decay_learning_rates(self, trainer: Trainer) -> None:
+        """Apply the decay per round, which an optimizer that is made anew in every visit does not know."""
+        keeps = self.settings.optimizer_state == "keep" and "checkpoint" in self.client.record.lightning[self.phase]
+        rounds = self.client.round - (self.client.record.last_round if keeps else 0)
+        factor = self.settings.lr_decay**rounds * (1.0 if keeps else self.lr_factor)
+        if factor == 1.0:
+            return
+        for optimizer in trainer.optimizers:
+            for group in optimizer.param_groups:
+                for name in ("lr", "initial_lr", "max_lr", "min_lr"):  # the last two are OneCycleLR's
+                    if name in group:
+                        group[name] = group[name] * factor
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        while schedulers:
+            scheduler = schedulers.pop()
+            if hasattr(scheduler, "base_lrs"):
+                scheduler.base_lrs = [lr * factor for lr in scheduler.base_lrs]
+            schedulers += getattr(scheduler, "_schedulers", [])  # SequentialLR, ChainedScheduler
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        epoch = trainer.current_epoch - self.first_epoch
+        if epoch > 0 and self.unit == "steps" and not (self.attempts or self._others):
+            raise ValueError(
+                f"{user_class(pl_module).__name__} has taken no step of an optimizer in a whole epoch, and its work "
+                "is counted in steps: it would never end. Set local_epochs, or step self.optimizers()."
+            )
+        seed_all(self.settings.seed, self.client.visit, self.client.id, self.address, epoch)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        self.attempts += optimizer is trainer.optimizers[0]
+        self._announced.add(id(optimizer))
+        if not self.correctors:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and id(parameter) in self._names:
+                    name = self._names[id(parameter)]
+                    parameter.grad = self._corrected(name, parameter, float(group["lr"]))
+
+    @torch.no_grad()
+    def _corrected(self, name: str, parameter: Tensor, lr: float) -> Tensor:
+        assert parameter.grad is not None
+        anchor = self.client.anchor(name, parameter.device)
+        gradient = before = dense(parameter.grad)
+        for callback in self.correctors:
+            context = GradientContext(
+                anchor={} if anchor is None else {name: anchor},
+                payload=self._payload.get(callback.key, {}),
+                state=self.client.state.get(callback.key, {}),
+                client=self.client.id,
+                num_samples=self.num_samples,
+                lr=lr,
+                phase=self.phase,
+            )
+            gradient = callback.correct_gradient(context, name, parameter, gradient)
+        return parameter.grad if gradient is before else gradient.to(parameter.grad.dtype)
+
+    def _stepped(self, index: int, optimizer: Optimizer, *ignored: Any) -> None:
+        moved = False
+        for number, group in enumerate(optimizer.param_groups):
+            there = [parameter.grad is not None for parameter in group["params"]]
+            moves = self._moves.get((index, number))
+            if moves is None or moves.there != there:
+                self._settle((index, number))
+                names = [self._names.get(id(parameter)) for parameter in group["params"]]
+                chosen = [name for name, is_there in zip(names, there, strict=True) if is_there and name is not None]
+                moves = self._moves[index, number] = _Moves(there, chosen)
+            if group.get("momentum"):
+                momentum = float(group["momentum"]), float(group.get("dampening", 0.0)), bool(group.get("nesterov"))
+                moves.momenta[len(moves.rates)] = momentum
+            moves.rates.append(float(group["lr"]))
+            moved |= bool(moves.names)
+            if type(optimizer) is not SGD:
+                self._not_sgd.update(moves.names)
+        told = id(optimizer) in self._announced
+        self._announced.discard(id(optimizer))
+        self._past_lightning |= moved and not told
+        self.attempts += index == 0 and not told
+        self._others += index != 0 and moved
+        self.steps += index == 0 and moved  # a training_step that returned None moves nothing
+        if moved:
+            self._before = []
+
+    def _settle(self, which: tuple[int, int]) -> None:
+        """Add up the learning rates of one optimizer's group, in the order of its steps."""
+        moves = self._moves.pop(which, None)
+        if moves is None:
+            return
+        totals: dict[float, float] = {}
+        for name in moves.names:
+            before = self.lr_sums.get(name, 0.0)
+            if before not in totals:
+                totals[before] = reduce(add, moves.rates, before)
+            self.lr_sums[name] = totals[before]
+        self._weigh(which[0], moves)
+
+    def _weigh(self, index: int, moves: _Moves) -> None:
+        """Add up the weights of the gradients in SGD's movement; without momentum they are the learning rates."""
+        totals: dict[tuple[float, float | None], tuple[float, float | None]] = {}
+        for name in moves.names:
+            before = self.gradient_weights.get(name, 0.0), self._velocities.get((index, name))
+            if before not in totals:
+                weight, velocity = before
+                for number, lr in enumerate(moves.rates):
+                    step, velocity = step_of_ones(velocity, *moves.momenta.get(number, (0.0, 0.0, False)))
+                    weight += lr * step
+                totals[before] = weight, velocity
+            self.gradient_weights[name], velocity = totals[before]
+            if velocity is not None:
+                self._velocities[index, name] = velocity
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self.look()
+        self._before = []
+        for which in list(self._moves):
+            self._settle(which)
+        for name in self._not_sgd:  # no sum of gradients: there is no such weight
+            self.gradient_weights.pop(name, None)
+
+
+class KeepingVisitCallback(VisitCallback):
+    """Ends a visit where the Trainer's own limit does not.
+
+    Under `optimizer_state="keep"` that is the horizon of the whole federation; under manual optimization it counts only the
+    steps that go through Lightning.
+    """
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        if self.unit == "steps" and (self.attempts or self._others) >= self.work:
+            trainer.should_stop = True
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.unit == "epochs":
+            trainer.should_stop |= trainer.current_epoch - self.first_epoch + 1 >= self.work
+
+
+def step_of_ones(
+    velocity: float | None, momentum: float, dampening: float, nesterov: bool
+) -> tuple[float, float | None]:
+    """Return the step, over its learning rate, that torch's SGD takes along gradients that are all 1, and its velocity.
+
+    Example:
+        >>> step, velocity = step_of_ones(None, 0.5, 0.0, False)
+        >>> step, step_of_ones(velocity, 0.5, 0.0, False)
+        (1.0, (1.5, 1.5))
+    """
+    if not momentum:
+        return 1.0, velocity
+    velocity = 1.0 if velocity is None else momentum * velocity + 1.0 - dampening
+    return 1.0 + momentum * velocity if nesterov else velocity, velocity
+
+
+class UnseenStepsError(ConfigurationError):
+    """A module moves its entries past the optimizers whose steps something goes by."""
+
+
+def refuse_unseen(callbacks: Iterable[FederatedCallback], module: LightningModule, visit: FitResult, unit: str) -> None:
+    """Refuse what goes by the steps of optimizers where a module moves its entries past them.
+
+    Args:
+        callbacks: The federated callbacks.
+        module: The module that trained.
+        visit: What it did.
+        unit: What the trainer counts.
+
+    Raises:
+        UnseenStepsError: If one of them corrects gradients or counts steps that nobody sees, or the trainer counts these.
+    """
+    uncounted = not visit.steps and not visit.lr_sums
+    going = [one.key for one in callbacks if one.claims("correct_gradient") or (uncounted and one.facts.counts_steps)]
+    going += ["local_steps"] if uncounted and unit == "steps" else []
+    if going:
+        raise UnseenStepsError(
+            f"{going[0]} goes by the steps of optimizers, and {user_class(module).__name__} {visit.unseen}: they cannot be "
+            f"corrected or counted. Call step() on what self.optimizers() returns, or leave out {going[0]}."
+        )
+
+
+def address_of(phase: Phase) -> str:
+    """Return the name by which the randomness of a phase is addressed."""
+    return phase.repeats or phase.name
+
+
+def acting(callbacks: list[FederatedCallback], phase: Phase) -> list[FederatedCallback]:
+    """Return those of `callbacks` whose terms act in `phase`."""
+    return [callback for callback in callbacks if phase.federated or callback.key in phase.terms_of]
+
 
 MEDIA = ("add_image", "add_images", "add_histogram", "add_text", "add_figure")
 """Methods of a TensorBoard writer that are called again on the run's loggers, in the form (tag, value, step)."""

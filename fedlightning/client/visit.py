@@ -5,11 +5,15 @@ order in which they happen. A visit stops where it needs a fit or scores (:mod:`
 these to whoever runs it: :func:`carry_out`, or an engine that does them for several clients at once.
 
 The record that came in is never changed, so a visit that fails leaves the client as it was.
+
+A client that is open: built, with its merged model, and bound to every callback.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import copy
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +22,9 @@ from lightning.pytorch import LightningModule
 
 from fedlightning.client.client import Client
 from fedlightning.client.client_errors import client_failure, in_words
+from fedlightning.client.data_summary import count_used_samples
 from fedlightning.client.fit import fit
-from fedlightning.client.local_data import count_used_samples
-from fedlightning.client.record import ClientRecord
+from fedlightning.client.record import ClientRecord, FitResult
 from fedlightning.client.requests import (
     Evaluate,
     Fit,
@@ -31,18 +35,66 @@ from fedlightning.client.requests import (
     VisitSteps,
     score_or_miss,
 )
-from fedlightning.client.session import find_personal_module, find_scored_splits, open_client
-from fedlightning.client.visit_callback import refuse_unseen
-from fedlightning.client.work import FitResult
+from fedlightning.client.trainer_context import refuse_unseen
+from fedlightning.compat.lightning_runs import detached
 from fedlightning.contract import ALTERING, POOLED, FederatedCallback, Phase, Stage, UpdateCodec
 from fedlightning.contract.messages import Message, Update, check_extras
-from fedlightning.datamodules.ready_batches import samples_in
+from fedlightning.datamodules.sampling import samples_in
 from fedlightning.errors import Restart, warn
 from fedlightning.seeding import seed_all
 from fedlightning.tensors import State, clone, equal, first_nonfinite, load_state, pack
+from fedlightning.tensors.modules import settle
 
 if TYPE_CHECKING:
     from fedlightning.client.runtime import LocalRunner
+
+
+@contextmanager
+def open_client(
+    runner: LocalRunner, message: Message, record: ClientRecord, evaluating: bool = False
+) -> Iterator[Client]:
+    """Open a client with its merged model (stage L1), on a copy of its record, bound to every callback."""
+    entries = runner.blueprint.plain_entries(record.personal | message.state, message.client)
+    module = runner.blueprint.build(message.client) if entries is None else None
+    client = Client(runner, copy.copy(message), record.copy(), module, entries)
+    client.evaluating = evaluating
+    client.received = dict(message.state)
+    client.message.state = dict(message.state)
+    bind(runner, client)
+    try:
+        if entries is None:
+            runner.callbacks.event("on_build", client, client.message)
+            if client.record.personal:
+                load_state(client.module, client.record.personal)
+            runner.callbacks.event("on_receive", client, client.message)
+            load_state(client.module, client.message.state)
+            settle(client.module, client.message.state)
+        yield client
+    finally:
+        for callback in runner.callbacks:
+            for name in ("_client", "log", "log_dict"):  # Lightning leaves the last two on every callback
+                callback.__dict__.pop(name, None)
+        if not client.is_unbuilt:
+            detached(client.module)
+
+
+def bind(runner: LocalRunner, client: Client) -> None:
+    """Bind a client to every callback. An engine with several open clients binds the one that it continues with."""
+    for callback in runner.callbacks:
+        callback._client = client
+
+
+def find_personal_module(runner: LocalRunner, client: Client, stage: Stage) -> LightningModule:
+    """Return the model that the client deploys at `stage`."""
+    owner = runner.callbacks.role("personal_module")
+    return client.module if owner is None else owner.personal_module(client, stage)
+
+
+def find_scored_splits(runner: LocalRunner, splits: Sequence[str]) -> list[str]:
+    """Return the splits whose scores may leave: those on validation data do not where a callback withholds them."""
+    withheld = bool(runner.callbacks.withholding("scores"))
+    return [split for split in splits if split != "val" or not withheld]
+
 
 Evaluation = tuple[str, str, str, str, float, int]
 """One score of an update: stage, data, split, metric, value, number of samples."""

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedlightning.compat.attached import detached_copy
+from fedlightning.compat.lightning_runs import detached_copy
 from fedlightning.errors import ConfigurationError
 from fedlightning.tensors import load_state, module_state
 

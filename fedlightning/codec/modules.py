@@ -1,7 +1,7 @@
 """Modules as plain trees: their classes by name and their attributes, so that a wrapped module can be saved without pickle.
 
 What pickle does with a module is this: name its class, make an instance without calling `__init__`, and set its attributes.
-Here the names are data. Which of them are looked up is :mod:`fedlightning.codec.class_names`' to say, and which attributes
+Here the names are data. Which of them are looked up is :mod:`fedlightning.codec.allowed`' to say, and which attributes
 an object may be given :mod:`fedlightning.codec.allowed`'s. Nothing is called but `__new__` and `__setstate__` of these.
 """
 
@@ -15,8 +15,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from fedlightning.codec.allowed import forbidden_attribute
-from fedlightning.codec.class_names import Trust, is_trusted, look_up, path_of
+from fedlightning.codec.allowed import Trust, forbidden_attribute, is_trusted, look_up, path_of
 from fedlightning.codec.plain import NATIVE, TAG, Decoder, Encoder, NotPlainError, encode
 from fedlightning.codec.values import listed
 from fedlightning.wrappers.mixing import Mixin, mixins_of, remade, user_class

@@ -105,7 +105,8 @@ def parser() -> Parser:
     report = made.add_argument_group("report")
     report.add_argument(
         "--metric",
-        help="metric to compare, on test data; default: accuracy where the runs have it, else rmse, else loss",
+        help="metric to compare, on test data; default: accuracy where the runs have it (AUROC or balanced accuracy where "
+        "one class is much more common), else rmse, else loss",
     )
     report.add_argument(
         "--checkpoint",
@@ -172,7 +173,7 @@ def compare(words: Sequence[str], main: Main) -> int:
         watchers = [metric_watcher(str(metric), study, plan, seeds, tasks)] if watch else []
         study.data |= {
             "command": f"fedlightning compare {shlex.join(words)}",
-            "metric": metric,
+            "metric": options.metric,
             "checkpoint": options.checkpoint,
             "vary": list(dict.fromkeys(key for keys in plan.vary.values() for key in keys)),
         }
@@ -190,12 +191,12 @@ def compare(words: Sequence[str], main: Main) -> int:
         if options.leave_one_site_out and states["done"]:
             predict(study, states["done"], options, screen)
         if states["done"] and not options.no_report:
-            write_report_aside(out, [out], metric, options.checkpoint, screen)
+            write_report_aside(out, [out], options.metric, options.checkpoint, screen)
     say(screen, f"\nRuns and study.json: {shown(out)}")
     if options.json:
-        found = {"metric": metric, "checkpoint": options.checkpoint, "overview": [], "problems": []}
+        found: dict[str, Any] = {"metric": metric, "checkpoint": options.checkpoint, "overview": [], "problems": []}
         if states["done"]:
-            found = call(overview_of, [out], metric, options.checkpoint)
+            found = call(overview_of, [out], options.metric, options.checkpoint)
         page = out / "report.html" if states["done"] and not options.no_report else None
         print_json("compare", out=out, page=page, failed=len(states["failed"]), **found)
     return 1 if states["failed"] else 0

@@ -55,7 +55,7 @@ def script(shell: str) -> str:
     from fedlightning.commands.run import Commands, cli_class
     from fedlightning.commands.study import PASSED_ON
     from fedlightning.config.class_names import class_names
-    from fedlightning.config.parsing import FederatedCLI
+    from fedlightning.config.parsing import CommandLine
 
     passed_on = [option for option in Commands.option_strings("fit") if PASSED_ON.match(option)]
     choices = {
@@ -76,7 +76,7 @@ def script(shell: str) -> str:
     }
     for command in COMMANDS:
         if command not in choices:
-            kind: type[FederatedCLI] = serve.CLASSES.get(command) or cli_class(command)
+            kind: type[CommandLine] = serve.CLASSES.get(command) or cli_class(command)
             choices[command] = [*kind.option_strings(command), *class_names()]
     return _SCRIPT.format(
         shell=shell,

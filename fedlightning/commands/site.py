@@ -11,7 +11,7 @@ from lightning.pytorch import LightningDataModule
 
 from fedlightning.commands.folders import refuse_taken
 from fedlightning.config.errors import InputError
-from fedlightning.config.parsing import FederatedCLI
+from fedlightning.config.parsing import CommandLine
 from fedlightning.datamodules import FederatedDataModule, NaturalPartitioner, Partitioned
 from fedlightning.resume.lock import only_writer
 from fedlightning.resume.stop_requests import Terminated, endings
@@ -30,7 +30,7 @@ LET_IN, FAILED = "SuperNode ID", "Connection attempt failed"
 """What a SuperNode says when it is let in, and when it reaches nobody."""
 
 
-class AtSite(FederatedCLI):
+class AtSite(CommandLine):
     """A site's command. The docstring of its method is the text of `--help`."""
 
     trainer: FederatedTrainer  # type: ignore[assignment]

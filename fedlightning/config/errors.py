@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any
 
 from fedlightning.errors import ConfigurationError, users_line
-from fedlightning.options.engines import ENGINES
-from fedlightning.options.replaced import REPLACED
+from fedlightning.options.replaced import OF_COMMANDS, REPLACED
+from fedlightning.options.value_objects import ENGINES
 
 _TYPES = {
     "int": "a whole number",
@@ -231,8 +231,8 @@ def _unexpected(where: str, found: re.Match[str], text: str) -> str:
     ] or classes  # tried for an option of a list, too
     owner = classes[-1].rpartition(".")[2] if classes else where
     key = found[1]
-    if key == "seed_everything":
-        return "seed_everything is replaced by trainer.seed, which also fixes the model's first weights."
+    if key.partition(".")[0] in OF_COMMANDS:
+        return f"the configuration has no option '{key}'. Use {OF_COMMANDS[key.partition('.')[0]]}."
     hint = _options_hint(key.rpartition(".")[2], classes[-1] if classes else "")
     place = f" (in {where})" if classes and where else ""
     return f"{owner or 'the configuration'} has no option '{key}'{place}. {hint}".strip()
@@ -273,7 +273,8 @@ def _unrecognised(where: str, found: re.Match[str], text: str) -> str:
 
     words = found[1].strip()
     option = words.split()[0].partition("=")[0]
-    instead = REPLACED.get(option.removeprefix("--trainer."))
+    instead = REPLACED.get(option.removeprefix("--trainer.")) if option.startswith("--trainer.") else None
+    instead = instead or OF_COMMANDS.get(option.removeprefix("--").partition(".")[0])
     close = f"Use {instead}." if instead else suggestion(option, option_names())
     return f"there is no option '{option}'. {close or 'Options: fedlightning COMMAND --help.'}"
 

@@ -22,7 +22,7 @@ from lightning import seed_everything
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from fedlightning.compat.hyperparameters import Maker
+from fedlightning.compat.lightning_runs import Maker
 from fedlightning.config.class_names import class_names
 from fedlightning.config.errors import InputError, constructor_sentence, root_cause
 from fedlightning.config.short_forms import CLASS_PATHS, expand_words, nested_options
@@ -50,7 +50,7 @@ Options come from YAML files (--config, later ones override) and from the comman
 """Text below the description of a command in its help."""
 
 
-class FederatedCLI(LightningCLI):
+class CommandLine(LightningCLI):
     """A command line that parses the words of one command, then makes the model, the data and the trainer.
 
     The options of a command are the arguments of the method of that name.
@@ -58,12 +58,13 @@ class FederatedCLI(LightningCLI):
     Args:
         command: Name of a method.
         words: Words that follow it on the command line.
+        **options: Other arguments of LightningCLI.
     """
 
     needs_model = True
     needs_data = True
 
-    def __init__(self, command: str, words: Sequence[str]) -> None:
+    def __init__(self, command: str, words: Sequence[str], **options: Any) -> None:
         self.command = command
         guard_yaml()
         refuse_grids(words)
@@ -74,6 +75,7 @@ class FederatedCLI(LightningCLI):
             parser_kwargs=self.parser_options(command),
             args=expand_words(full_paths(words)),
             run=False,
+            **options,
         )
 
     # -- the parser ------------------------------------------------------------------------------------------------
@@ -94,6 +96,14 @@ class FederatedCLI(LightningCLI):
     @classmethod
     def add_options(cls, parser: LightningArgumentParser, command: str) -> None:
         """Add the command's own options, then `trainer`, `model` and `data`."""
+        cls.add_trainer(parser, command)
+        parser.add_subclass_arguments(LightningModule, "model", fail_untyped=False, required=cls.needs_model)
+        parser.add_subclass_arguments(LightningDataModule, "data", fail_untyped=False, required=cls.needs_data)
+        tidy_help(parser, inspect.signature(getattr(cls, command)).parameters)
+
+    @classmethod
+    def add_trainer(cls, parser: LightningArgumentParser, command: str) -> None:
+        """Add the command's own options and `trainer`."""
         parser.add_method_arguments(cls, command)
         parser.add_class_arguments(FederatedTrainer, "trainer", instantiate=False, sub_configs=True, fail_untyped=False)
         written_out = {
@@ -101,9 +111,6 @@ class FederatedCLI(LightningCLI):
         }
         written_out["engine"] = {"class_path": CLASS_PATHS["sequential"]}
         parser.set_defaults({f"trainer.{name}": value for name, value in written_out.items()})
-        parser.add_subclass_arguments(LightningModule, "model", fail_untyped=False, required=cls.needs_model)
-        parser.add_subclass_arguments(LightningDataModule, "data", fail_untyped=False, required=cls.needs_data)
-        tidy_help(parser, inspect.signature(getattr(cls, command)).parameters)
 
     @classmethod
     def option_strings(cls, command: str) -> list[str]:
@@ -262,7 +269,7 @@ def full_paths(words: Sequence[str]) -> list[str]:
     """
     out: list[str] = []
     names = class_names()
-    pattern = r"(--(?:model|data|trainer\.callbacks)[\w.]*\+?)"
+    pattern = r"(--(?:model|data|clients|trainer\.callbacks)[\w.]*\+?)"
     for word in words:
         both = re.fullmatch(pattern + r"=(\w+)", word)
         if both and both[2] in names:

@@ -13,7 +13,7 @@ from fedlightning.catalogue.algorithm import argument_texts
 from fedlightning.config.class_names import class_names
 from fedlightning.config.short_forms import CLASS_PATHS
 from fedlightning.options import EngineOptions, Evaluation, FailurePolicy
-from fedlightning.server import loops
+from fedlightning.server import loop
 from fedlightning.trainer import FederatedTrainer
 
 PLAIN = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
@@ -52,9 +52,9 @@ def _classes() -> dict[str, type]:
     for path in class_names().values():
         module, _, name = path.rpartition(".")
         found[path] = getattr(import_module(module), name)
-    for package in (loops, virtual_time):
+    for package in (loop, virtual_time):
         for name in package.__all__:
-            if name != "Loop" and issubclass(getattr(package, name), loops.Loop):
+            if name != "Loop" and issubclass(getattr(package, name), loop.Loop):
                 found[f"{package.__name__}.{name}"] = getattr(package, name)
     return found
 

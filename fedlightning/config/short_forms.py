@@ -1,4 +1,4 @@
-"""Short forms of the trainer's `engine`, `failures` and `evaluation`, written out before they are parsed.
+"""Short forms of the trainer's `engine`, `failures` and `evaluation`, and of our classes, written out before they are parsed.
 
 So files stack key by key: `evaluation: 5` sets the rounds between evaluations and leaves the stages of a file before it, and
 `--trainer.engine.workers=4` goes on from `engine: processes`.
@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from fedlightning.config.class_names import class_names
 from fedlightning.options import Evaluation, FailurePolicy
-from fedlightning.options.engines import ENGINES, EngineOptions
+from fedlightning.options.value_objects import ENGINES, EngineOptions
 
 FIELDS = {"evaluation": "every", "failures": "on_error"}
 """Argument -> what its short form says."""
@@ -22,17 +23,30 @@ CLASS_PATHS = {name: f"fedlightning.options.{kind.__name__}" for name, kind in _
 
 
 def expand_file(document: Any) -> Any:
-    """Return a YAML document with the short forms in its section `trainer` written out.
+    """Return a YAML document with the short forms in its section `trainer`, and the names of our classes, written out.
 
     Example:
         >>> expand_file({"trainer": {"engine": "processes", "evaluation": 5}})["trainer"]
         {'engine': {'class_path': 'fedlightning.options.Processes'}, 'evaluation': {'every': 5}}
     """
+    document = _with_full_paths(document)
     trainer = document.get("trainer") if isinstance(document, dict) else None
     if not isinstance(trainer, dict):
         return document
     expanded = {name: _expand(name, value) for name, value in trainer.items()}
     return document | {"trainer": expanded}
+
+
+def _with_full_paths(value: Any) -> Any:
+    """Return a document whose class paths name our classes in full, since other packages have the same names (MLP)."""
+    if isinstance(value, list):
+        return [_with_full_paths(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    filled = {key: _with_full_paths(item) for key, item in value.items()}
+    if isinstance(path := value.get("class_path"), str) and "." not in path:
+        filled["class_path"] = class_names().get(path, path)
+    return filled
 
 
 def _expand(name: str, value: Any) -> Any:

@@ -193,7 +193,7 @@ def _arguments(value: Any, path: str, owner: Any) -> Iterator[tuple[str, Any, st
 
 
 def class_of(path: str) -> Any:
-    """Return the class that a configuration names; `None` if there is none."""
+    """Return the class of an import path, or `None`."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(import_module(module), name)

@@ -11,9 +11,10 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
 from fedlightning.contract.capabilities import Facts
-from fedlightning.contract.jobs import FirstStep, GradientContext, Job, Owner, Phase, Plan, Setup, Stage, Weighting
+from fedlightning.contract.jobs import GradientContext, Job, Owner, Phase, Plan, Stage, Weighting
 from fedlightning.contract.messages import Message, Update, Wire
 from fedlightning.contract.misspelt import refuse_misspelt
+from fedlightning.contract.setup import Setup
 from fedlightning.ranges import check_on_creation
 from fedlightning.tensors import State
 from fedlightning.wrappers.features import FeatureTap
@@ -235,10 +236,7 @@ class FederatedCallback(Callback):
 
     # -- when you need it: before and after ----------------------------------------------------------------------------
     def check(self, setup: Setup) -> None:
-        """Refuse before round 1 what cannot work, with `ValueError` and a sentence."""
-
-    def check_step(self, step: FirstStep) -> None:
-        """As :meth:`check`, of what only a step shows: optimizers that need a Trainer, metrics of validation."""
+        """Refuse before round 1 what cannot work, with `ValueError` and a sentence; after `facts.requires`."""
 
     def on_federation_start(self, server: Server) -> None:
         """Run before the first round of a new federation (not when one is resumed)."""
@@ -334,6 +332,7 @@ def refuse_lost_facts(kind: type[FederatedCallback], made: FederatedCallback | N
             continue
         lost = [change.name for change in before.changes if change not in found.changes]
         lost += [f"'{need.what}'" for need in before.needs if need not in found.needs]
+        lost += [repr(one) for one in before.requires if one not in found.requires]
         lost += ["asynchronous"] if before.asynchronous is not None and found.asynchronous is None else []
         if lost:
             raise TypeError(

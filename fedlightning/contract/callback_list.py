@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedlightning.contract.callback import FAMILIES, FederatedCallback, refuse_lost_facts
-from fedlightning.contract.capabilities import FOLLOWS, Change
+from fedlightning.contract.capabilities import METHODS, Change
 from fedlightning.contract.families import Protection, UpdateInterception
 from fedlightning.contract.jobs import WEIGHTINGS
 from fedlightning.contract.messages import Update
@@ -57,7 +57,7 @@ class CallbackList:
                 raise ValueError(f"{key} is in the list of callbacks {keys.count(key)} times. Keep one of them.")
         for callback in self.callbacks:
             refuse_lost_facts(type(callback), callback)
-            for name in sorted({*FOLLOWS, *ROLES, *FAMILIES} & vars(callback).keys()):
+            for name in sorted({*METHODS, *ROLES, *FAMILIES} & vars(callback).keys()):
                 if callable(getattr(callback, name)) and not callback.claims(name):
                     raise ValueError(
                         f"{callback.key}.{name} is set on the object, where nothing calls it. Write a method of the class."

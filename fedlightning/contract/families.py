@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fedlightning.contract.callback import FederatedCallback
-from fedlightning.contract.capabilities import Change, Facts
+from fedlightning.contract.capabilities import Facts
 from fedlightning.contract.jobs import Arrivals, Job, Stage
 from fedlightning.contract.messages import Message, Update
 from fedlightning.contract.outgoing import Cover, Outgoing, Promise
@@ -92,8 +92,8 @@ class ModelSelection(FederatedCallback):
 
     @property
     def facts(self) -> Facts:
-        """It selects by scores."""
-        return super().facts.extend(changes={Change.SELECTION}, mixes_architectures=True)
+        """Scores are there for any model."""
+        return super().facts.extend(mixes_architectures=True)
 
     def on_client_evaluated(
         self, client: Client, stage: Stage, split: str, metrics: Mapping[str, float], module: LightningModule
@@ -115,11 +115,6 @@ class UpdateCodec(FederatedCallback):
     A client's update is encoded after everybody's `on_send`, and decoded on arrival, before it is checked and before anybody
     sees it. Bytes are those of the code.
     """
-
-    @property
-    def facts(self) -> Facts:
-        """What arrives is not what was trained."""
-        return super().facts.extend(changes={Change.LOSSY})
 
     def encode(self, client: Client, update: Update) -> None:
         """Put a code into `update.extras`, declared in `wire().up`, in the place of entries of `update.state`. A role."""
@@ -251,5 +246,5 @@ class Stackable(FederatedCallback):
         return True
 
     def stack_hooks(self, fit: Any) -> Any:
-        """Return the callback's work in one phase of a stack, as `fedlightning.stacked.hooks.StackHooks`."""
+        """Return the callback's work in one phase of a stack, as `fedlightning.stacked.fit.StackHooks`."""
         raise NotImplementedError

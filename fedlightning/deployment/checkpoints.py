@@ -15,13 +15,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor
 
-from fedlightning.codec.allowed import ROOMS, within
-from fedlightning.codec.class_names import Trust, UntrustedError, is_trusted, look_up, refuse_untrusted_names
-from fedlightning.codec.collisions import slow_keys
+from fedlightning.codec.allowed import ROOMS, Trust, UntrustedError, is_trusted, look_up, refuse_untrusted_names, within
 from fedlightning.codec.modules import from_tree, to_tree
 from fedlightning.codec.plain import NotPlainError, native
-from fedlightning.compat.attached import configure, detached_copy
-from fedlightning.compat.quiet import quiet
+from fedlightning.codec.values import slow_keys
+from fedlightning.compat.lightning_runs import configure, detached_copy, quiet
 from fedlightning.storage.files import UnreadableError, check_seal, read_tensors, replacing, save_tensors, seal
 from fedlightning.tensors import load_state, module_state
 

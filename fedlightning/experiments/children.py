@@ -22,9 +22,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fedlightning.compat.loader_workers import short_sockets
 from fedlightning.compat.pytorch_lightning import use_lightning_if_possible
-from fedlightning.compat.system import kill_group, lead_group
+from fedlightning.compat.system import kill_group, lead_group, short_sockets
 from fedlightning.config.errors import InputError, explain
 
 T = TypeVar("T")

@@ -69,7 +69,7 @@ def predict_runs(cli: str, folders: Sequence[Path], columns: Sequence[str], chec
         checkpoint: Models of the sites that trained.
     """
     from fedlightning.arguments import federated_data
-    from fedlightning.compat.quiet import quiet
+    from fedlightning.compat.lightning_runs import quiet
     from fedlightning.study import predicted, samples
 
     module, _, name = cli.partition(":")

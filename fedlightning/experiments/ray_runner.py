@@ -37,7 +37,7 @@ def ray_options(runner: str, address: str | None, cpus: float | None) -> Ray | N
                 raise InputError(f"{name} is about Ray, and the runs are processes of this command: add --runner ray.")
         return None
     refuse_without_posix("--runner ray", "Leave --runner out.")
-    from fedlightning.parallel import ray_cluster
+    from fedlightning.parallel import ray as ray_cluster
 
     if not ray_cluster.installed():
         raise InputError(
@@ -70,7 +70,7 @@ class RayRuns:
     """
 
     def __init__(self, options: Ray, jobs: int, main: Main) -> None:
-        from fedlightning.parallel import ray_cluster
+        from fedlightning.parallel import ray as ray_cluster
 
         ray_cluster.connect(options, jobs)
         self._needs = ray_cluster.needs_of(options, jobs, on_gpu=ray_cluster.room()[1] > 0)

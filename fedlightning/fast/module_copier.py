@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedlightning.client.deep_copier import deep_copy
+from fedlightning.client.blueprint import deep_copy
 
 ATOMIC = (
     type, FunctionType, BuiltinFunctionType, CodeType, MethodDescriptorType, WrapperDescriptorType, property,

@@ -1,7 +1,7 @@
 """The `trainer` that a module and its callbacks see under the fast loop.
 
 It offers the part of `lightning.pytorch.Trainer` that training code reads: counters, limits, optimizers, metrics,
-flags. Anything else raises :class:`~fedlightning.fast.errors.NotInFastLoop`, never a guess. Then `auto` repeats
+flags. Anything else raises :class:`~fedlightning.fast.log_sheet.NotInFastLoop`, never a guess. Then `auto` repeats
 the visit with Lightning's own Trainer, which is safe because a visit changes nothing before it has ended.
 """
 
@@ -15,8 +15,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 
 from fedlightning.client.trainer_context import TrainerContext
-from fedlightning.fast.errors import NotInFastLoop
-from fedlightning.fast.log_sheet import LogCollector
+from fedlightning.fast.log_sheet import LogCollector, NotInFastLoop
 from fedlightning.options.lightning_arguments import FORWARDED
 
 AS_GIVEN = frozenset((

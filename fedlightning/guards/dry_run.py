@@ -19,15 +19,15 @@ from fedlightning.contract import FederatedCallback
 from fedlightning.contract.messages import tree_bytes
 from fedlightning.datamodules.held_out import FewerClients
 from fedlightning.engines.base import Engine, Task
-from fedlightning.fast.hooks import of_callback
+from fedlightning.fast.eligibility import of_callback
 from fedlightning.guards.dry_run_report import CallbackRole, ClientSize, DryRun
 from fedlightning.guards.step_trials import spread
 from fedlightning.guards.trial_failure import shapes
 from fedlightning.options import FailurePolicy
 from fedlightning.privacy.outgoing import covered
 from fedlightning.scores.metrics import bare
-from fedlightning.server.architectures import describe
 from fedlightning.server.federation import Federation
+from fedlightning.server.model_store import describe
 from fedlightning.tensors import module_state
 
 DISTINCT: tuple[Detail, ...] = ("loaders", "classes")
@@ -218,8 +218,7 @@ def _role(callback: Any, module: nn.Module) -> CallbackRole:
         {name: repr(value) for name, value in callback.hyperparameters().items()},
         key=callback.key,
         weighting="its own" if callable(callback.weighting) else callback.weighting or "",
-        hooks=[name for name in own if name not in ("claims", "hyperparameters", "wire", "check", "check_step")]
-        + hooks,
+        hooks=[name for name in own if name not in ("claims", "hyperparameters", "wire", "check")] + hooks,
         down=list(wire.down),
         up=list(wire.up),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,18 +10,18 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
+from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.client import Client
+from fedlightning.client.data_summary import take_first_batch
 from fedlightning.client.fit import fit
-from fedlightning.client.local_data import take_first_batch
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.requests import Fit
 from fedlightning.client.runtime import LocalRunner
-from fedlightning.compat.quiet import quiet
-from fedlightning.contract import Change, FederatedCallback, FirstStep, Phase
+from fedlightning.compat.lightning_runs import quiet
+from fedlightning.contract import Change, FederatedCallback, Phase
 from fedlightning.contract.messages import Message
-from fedlightning.datamodules.own_generators import kept
+from fedlightning.datamodules.sampling import kept
 from fedlightning.datamodules.views import samples_at
-from fedlightning.engines.base import Engine
 from fedlightning.errors import ConfigurationError, ControlFlow, listed, warn
 from fedlightning.seeding import isolated
 from fedlightning.wrappers import user_class
@@ -33,65 +32,42 @@ OF_ONE = "Expected more than 1 value per channel"
 """Beginning of what torch says of a batch that cannot be normalised."""
 
 
-def ask_first_step(
-    engine: Engine, architecture: str, logged: Callable[[], Iterable[list[str]]], is_scored: bool
-) -> None:
-    """Let callbacks refuse what a step of training and of validation shows.
-
-    Args:
-        engine: Has the runner, and its data where they are here.
-        architecture: Name of the architecture.
-        logged: Gives what the module logs in validation, for some clients.
-        is_scored: Whether models are scored on validation data.
-    """
-    runner, blueprint = engine.runner, engine.runner.blueprint
-    asking = [one for one in blueprint.callbacks if one.claims("check_step")]
-    correcting = next((one for one in blueprint.callbacks if corrects(one)), None)
-    name = user_class(blueprint.template_of(architecture)).__name__
-    seen = Look()
-    batch = take_first_batch(runner) if engine.data_here and len(blueprint.architectures) == 1 else None
-    if batch is not None:
-        seen, _ = _first_step(runner, batch)
-    sparse_only = seen.sparse and any(isinstance(one, torch.optim.SparseAdam) for one in seen.optimizers)
-    if correcting is not None and sparse_only and not any(one.claims("shared_names") for one in blueprint.callbacks):
-        raise ConfigurationError(
-            f"The gradients of '{seen.sparse}' of {name} are sparse, {correcting.key} adds to gradients, and SparseAdam "
-            "steps with sparse ones only. Take another optimizer, or leave the callback out."
-        )
-    if asking:
-        heard = list(_found(logged))
-        known = tuple({metric: None for names in heard for metric in names})  # one client may lack what another has
-        state = blueprint.settings.optimizer_state
-        step = FirstStep(name, tuple(seen.optimizers), seen.clips, state, known if heard else None, is_scored)
-        for callback in asking:
-            callback.check_step(step)
-
-
 def corrects(callback: FederatedCallback) -> bool:
     """Return whether optimizers step with other gradients than those of the module's step."""
     return callback.claims("correct_gradient") or Change.ELSEWHERE in callback.facts.changes
 
 
-def _found(logged: Callable[[], Iterable[list[str]]]) -> Iterable[list[str]]:
-    try:
-        yield from logged()
-    except Exception:  # a step that fails is refused where all steps are tried
-        return
+def probe_first_step(runner: LocalRunner) -> FirstStepProbe:
+    """Return what a step on the first batch shows; nothing where clients' models differ."""
+    batch = take_first_batch(runner) if len(runner.blueprint.architectures) == 1 else None
+    return FirstStepProbe() if batch is None else _first_step(runner, batch)[0]
 
 
-class StepDone(ControlFlow):
+def refuse_sparse_gradients(blueprint: Blueprint, architecture: str, seen: FirstStepProbe) -> None:
+    """Refuse callbacks that add to gradients of which the optimizer takes sparse ones only."""
+    correcting = next((one for one in blueprint.callbacks if corrects(one)), None)
+    sparse_only = seen.sparse and any(isinstance(one, torch.optim.SparseAdam) for one in seen.optimizers)
+    if correcting is not None and sparse_only and not any(one.claims("shared_names") for one in blueprint.callbacks):
+        name = user_class(blueprint.template_of(architecture)).__name__
+        raise ConfigurationError(
+            f"The gradients of '{seen.sparse}' of {name} are sparse, {correcting.key} adds to gradients, and SparseAdam "
+            "steps with sparse ones only. Take another optimizer, or leave the callback out."
+        )
+
+
+class FirstStepReached(ControlFlow):
     """Ends a fit after its first batch.
 
     Args:
         seen: What was seen of it. The callback of a fit is a copy.
     """
 
-    def __init__(self, seen: Look) -> None:
+    def __init__(self, seen: FirstStepProbe) -> None:
         super().__init__()
         self.seen = seen
 
 
-class Look(Callback):
+class FirstStepProbe(Callback):
     """Looks at the first step of a fit, and ends it.
 
     Attributes:
@@ -115,25 +91,25 @@ class Look(Callback):
         kind = user_class(pl_module)
         hooks = ("configure_gradient_clipping", "on_before_optimizer_step", "on_after_backward")
         self.clips = next((hook for hook in hooks if getattr(kind, hook) is not getattr(LightningModule, hook)), "")
-        raise StepDone(self)
+        raise FirstStepReached(self)
 
 
-def _first_step(runner: LocalRunner, batch: Any) -> tuple[Look, Exception | None]:
+def _first_step(runner: LocalRunner, batch: Any) -> tuple[FirstStepProbe, Exception | None]:
     """Take one step on a copy of the module; return what was seen, and what the step raised."""
     client = next(one for one in runner.described.client_ids if runner.described.num_samples(one))
     loader: DataLoader[Any] = DataLoader([batch], batch_size=None, collate_fn=_as_it_is)  # type: ignore[arg-type]
     with isolated(runner.settings.seed, "first step"), quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        alone = runner.beside(runner.blueprint.without_callbacks([Look()], local_loop="trainer"))
+        alone = runner.beside(runner.blueprint.without_callbacks([FirstStepProbe()], local_loop="trainer"))
         visitor = Client(alone, Message(0, client, {}, ()), ClientRecord(), runner.blueprint.build(client))
         visitor.num_samples = 1
         try:
             fit(alone, Fit(visitor, visitor.message, Phase(), alone.settings.work, loader))
-        except StepDone as done:
+        except FirstStepReached as done:
             return done.seen, None
         except Exception as error:  # of the user's code: a step that fails is refused where all steps are tried
-            return Look(), error
-    return Look(), None
+            return FirstStepProbe(), error
+    return FirstStepProbe(), None
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -141,7 +117,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 # -- batches of one sample ---------------------------------------------------------------------------------------------
-def tell_of_batches_of_one(runner: LocalRunner) -> None:
+def warn_single_sample_batches(runner: LocalRunner) -> None:
     """Say which clients' last batch is a single sample, which BatchNorm cannot normalise: their visits would fail."""
     found: dict[str, tuple[Any, int]] = {}  # client -> its loader, and its samples
     for client in runner.described.client_ids[:MOST_CLIENTS]:

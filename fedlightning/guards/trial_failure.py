@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
 from fedlightning.contract import CallbackList
-from fedlightning.datamodules.own_generators import kept
+from fedlightning.datamodules.sampling import kept
 from fedlightning.errors import users_line
 
 

@@ -12,10 +12,9 @@ and a flat `state_dict`. This package defines one, by module types and module pa
 * Metrics, other modules without parameters, and buffers that are not in `state_dict` are ignored.
 """
 
-from fedlightning.layers.calls import ForwardOrder, forward_order
 from fedlightning.layers.leaves import Layer, pieces
 from fedlightning.layers.names import as_names, expand, state_names
-from fedlightning.layers.ordered import head_names, ordered_layers, partition
+from fedlightning.layers.ordered import ForwardOrder, forward_order, head_names, ordered_layers, partition
 
 __all__ = [
     "ForwardOrder",

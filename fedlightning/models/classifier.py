@@ -1,4 +1,9 @@
-"""The one classification module: any network, any number of classes."""
+"""The one classification module: any network, any number of classes.
+
+Check labels before a classifier learns from them.
+
+A classifier with a well-known mistake, to reproduce results that were published with it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,6 @@ import torch.nn.functional as F
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from fedlightning.models.labels import check_labels
 from fedlightning.models.metrics import ClassificationMetrics
 from fedlightning.models.supervised import SupervisedModule
 from fedlightning.ranges import (
@@ -22,6 +26,37 @@ from fedlightning.ranges import (
     at_most_one,
     check_arguments,
 )
+
+
+def check_labels(y: Tensor, num_classes: int) -> None:
+    """Check that labels are whole numbers `0 .. num_classes - 1`.
+
+    Nothing is checked where values cannot be read (`torch.func.vmap`).
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.models.classifier import check_labels
+        >>> check_labels(torch.tensor([0, 2]), num_classes=3)
+        >>> check_labels(torch.tensor([0, 3]), num_classes=3)
+        Traceback (most recent call last):
+        ValueError: Label 3 is outside 0 .. 2: ...
+    """
+    if y.numel() == 0 or y.dtype == torch.bool:
+        return
+    try:
+        low, high = (bound.item() for bound in torch.aminmax(y))
+        whole = not y.is_floating_point() or bool((y == y.round()).all())
+    except RuntimeError:  # inside torch.func.vmap
+        return
+    if not whole:
+        raise ValueError("The labels hold fractions. Classifier needs one whole number a sample, not probabilities.")
+    if low < 0 or high >= num_classes:
+        label = int(low if low < 0 else high)
+        way_out = "Remove unlabelled samples" if label < 0 else f"Set num_classes={label + 1}"
+        raise ValueError(
+            f"Label {label} is outside 0 .. {num_classes - 1}: the Classifier has {num_classes} classes. "
+            f"{way_out} or map the labels to 0 .. {num_classes - 1} in the dataset."
+        )
 
 
 class Classifier(SupervisedModule):
@@ -200,3 +235,30 @@ class Classifier(SupervisedModule):
         x, y = self._labelled(batch, batch_idx)
         logits = self(x)
         metrics.update(self.class_logits(logits), y, self.loss(logits, y))
+
+
+class MissingLogClassifier(Classifier):
+    r"""A `Classifier` whose network ends in a softmax and whose training loss is `NLLLoss`, with no logarithm between them.
+
+    `NLLLoss` expects logarithms of probabilities. Given probabilities it is :math:`-\frac{1}{n} \sum_i p_{y_i}`, whose
+    gradient nearly vanishes wherever the network is confident, rightly or wrongly. Programs with this mistake train more
+    slowly and stop at a lower accuracy. Arguments and scores are those of `Classifier`; options of its training loss have no
+    effect.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.models import MLP
+        >>> from fedlightning.models.classifier import MissingLogClassifier
+        >>> module = MissingLogClassifier(MLP(4, [], 2), num_classes=2)
+        >>> round(module.training_loss(torch.zeros(3, 2), torch.tensor([0, 1, 1])).item(), 6)
+        -0.5
+    """
+
+    def training_loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        """Return minus the mean probability of the labels.
+
+        Args:
+            logits: The network's output, as for `class_logits`.
+            y: Labels, shape `(batch,)`.
+        """
+        return F.nll_loss(self.class_logits(logits).softmax(1), y)

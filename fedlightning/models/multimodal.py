@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fedlightning.models.networks import Size
 from fedlightning.models.recipes import module_recipe
-from fedlightning.models.sizes import Size
 from fedlightning.ranges import Length, checked
 
 Fusion = Literal["concat", "attention", "gate"]

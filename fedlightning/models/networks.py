@@ -3,19 +3,94 @@
 All of them return raw logits of shape `(batch, num_classes)`, have one named submodule per layer, name their last layer
 in `head_name` and keep their constructor's arguments in `init_args` (see `fedlightning.models.recipes`).
 `num_classes=1` gives a single logit for binary tasks.
+
+Sizes of networks, checked before torch meets them.
+
+A linear map that begins at given weights, for runs whose trajectory is known on paper.
+
+Find the head of a network.
+
+Multiple-instance learning: one label for a bag of instances.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedlightning.models.recipes import recorded
-from fedlightning.models.sizes import Size
-from fedlightning.ranges import ShareBelowOne
+from fedlightning.ranges import Range, ShareBelowOne
+
+
+def head_name(module: nn.Module) -> str:
+    """Return the name of the submodule that turns features into logits, such as `fc2`.
+
+    It is read from the attribute `head_name` (all networks of this package) or from timm's configuration of the model.
+
+    Args:
+        module: The network.
+
+    Raises:
+        ValueError: If the module names no head, or more than one.
+
+    Example:
+        >>> from fedlightning.models import DigitsCNN, head_name
+        >>> head_name(DigitsCNN())
+        'fc'
+    """
+    name = getattr(module, "head_name", None)
+    if name is None:
+        config = getattr(module, "pretrained_cfg", None) or getattr(module, "default_cfg", None) or {}
+        name = config.get("classifier")
+    if isinstance(name, str) and name:
+        return name
+    if name:
+        several = ", ".join(map(str, name))
+        raise ValueError(f"{type(module).__name__} has several heads: {several}. Set `head_name` on it to one of them.")
+    children = ", ".join(child for child, _ in module.named_children()) or "no submodules"
+    raise ValueError(
+        f"{type(module).__name__} does not say which submodule is its head. Set the attribute `head_name` on it to one "
+        f"of: {children}."
+    )
+
+
+class GivenLinear(nn.Module):
+    """A linear map to one number, without bias, whose weights begin where they are told.
+
+    With `Regressor` and `GivenDataModule` each client has a quadratic objective: the mean of `(w x - y)^2`. Input `(batch,
+    features)`, output `(batch, 1)`. Layers: `fc` (head).
+
+    Args:
+        weights: The first weights, one for each feature.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.models import GivenLinear
+        >>> GivenLinear([2.0, -1.0])(torch.ones(1, 2)).item()
+        1.0
+    """
+
+    head_name = "fc"
+
+    @recorded
+    def __init__(self, weights: list[float]) -> None:
+        super().__init__()
+        self.fc = nn.Linear(len(weights), 1, bias=False)
+        with torch.no_grad():
+            self.fc.weight.copy_(torch.tensor([weights], dtype=self.fc.weight.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        prediction: Tensor = self.fc(x.flatten(1))
+        return prediction
+
+
+Size = Annotated[int, Range("[1, inf)", strict=True)]
+"""The size of a layer."""
+
 
 Norm = Literal["none", "batch", "group"]
 
@@ -204,3 +279,43 @@ def norm_layer(kind: Norm, channels: int) -> nn.Module:
     if kind == "group":
         return nn.GroupNorm(math.gcd(8, channels), channels)
     raise ValueError(f"norm={kind!r} is not one of 'none', 'batch', 'group'.")
+
+
+class DeepMIL(nn.Module):
+    """Attention over a bag of instances (Ilse, Tomczak, Welling 2018, equation 9), with FLamby's sizes for Fed-Camelyon16.
+
+    Input `(batch, instances, features)`, where rows of zeros are no instances; output `(batch, num_classes)`. Layers:
+    `embedding`, `values`, `gates`, `attention`, `fc1`, `fc2`, `fc` (head).
+
+    Args:
+        features: Width of an instance.
+        width: Width of the embedding and of the attention.
+        num_classes: Number of outputs; 1 is a single logit.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.models import DeepMIL
+        >>> DeepMIL(features=16, width=8)(torch.ones(5, 30, 16)).shape
+        torch.Size([5, 1])
+    """
+
+    head_name = "fc"
+
+    @recorded
+    def __init__(self, features: Size = 2048, width: Size = 128, num_classes: Size = 1) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(features, width)
+        self.values, self.gates = nn.Linear(width, width), nn.Linear(width, width)
+        self.attention = nn.Linear(width, 1)
+        self.fc1, self.fc2 = nn.Linear(width, 128), nn.Linear(128, 64)
+        self.fc = nn.Linear(64, num_classes)
+
+    def forward(self, bags: Tensor) -> Tensor:
+        inside = self.embedding(bags)
+        scores = self.attention(self.values(inside).tanh() * self.gates(inside).sigmoid()).squeeze(2)
+        filled = (bags == 0).all(dim=2)
+        filled = filled & ~filled.all(dim=1, keepdim=True)  # attention over nothing would be NaN
+        weights = scores.masked_fill(filled, float("-inf")).softmax(1)
+        pooled = (weights.unsqueeze(2) * inside).sum(1)
+        logits: Tensor = self.fc(self.fc2(self.fc1(pooled).relu()).relu())
+        return logits

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from fedlightning.models.heads import head_name
+from fedlightning.models.networks import head_name
 from fedlightning.models.recipes import INSTANTIATOR, callable_recipe, net_recipe, plain_factory
 
 _UNRECORDED = "fedlightning_unrecorded"

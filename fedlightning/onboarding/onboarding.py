@@ -22,14 +22,13 @@ from fedlightning.client.client_errors import client_failure, in_words
 from fedlightning.client.requests import Evaluate
 from fedlightning.contract import NEWCOMER, CallbackList, Facts, FederatedCallback, Job, Placing
 from fedlightning.contract.messages import Message, Update
-from fedlightning.deployment.tasks import Deploy
+from fedlightning.deployment.export import Deploy
 from fedlightning.engines.base import Engine, Visit
 from fedlightning.engines.records import ClientStore
 from fedlightning.engines.score_tasks import ScoreClient, ScoredModel
 from fedlightning.onboarding.held_out_scores import Unseen
-from fedlightning.scores.results import summarise
-from fedlightning.scores.row_files import write_rows
-from fedlightning.scores.rows import UNSEEN, Gap, Row
+from fedlightning.scores.metrics import summarise
+from fedlightning.scores.rows import UNSEEN, Gap, Row, write_rows
 from fedlightning.server.server import Server
 from fedlightning.server.summary import describe_clients
 from fedlightning.storage.files import readable_json, write_text_atomically, writing

@@ -8,9 +8,17 @@ Each has a short form: `engine="processes"`, `failures="retry"`, `evaluation=5`.
 from collections.abc import Callable
 from typing import Any
 
-from fedlightning.options.engines import Auto, EngineOptions, Flower, Processes, Ray, Sequential, Vectorized
-from fedlightning.options.evaluation import Evaluation
-from fedlightning.options.failures import FailurePolicy
+from fedlightning.options.value_objects import (
+    Auto,
+    EngineOptions,
+    Evaluation,
+    FailurePolicy,
+    Flower,
+    Processes,
+    Ray,
+    Sequential,
+    Vectorized,
+)
 
 SHORT_FORMS: dict[str, Callable[[Any], Any]] = {
     "engine": EngineOptions.from_short,

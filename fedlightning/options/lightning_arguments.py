@@ -13,7 +13,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Trainer
 
-from fedlightning.compat.quiet import quiet
+from fedlightning.compat.lightning_runs import quiet
 from fedlightning.errors import ConfigurationError
 
 CLUSTERS = (SLURMEnvironment, TorchElasticEnvironment, LSFEnvironment, MPIEnvironment)

@@ -18,7 +18,7 @@ import torch
 
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.runtime import LocalRunner
-from fedlightning.compat.loader_workers import short_sockets
+from fedlightning.compat.system import short_sockets
 from fedlightning.engines.base import Task
 from fedlightning.parallel import worker
 from fedlightning.parallel.arena import Arena, Broadcast, pack, unpack

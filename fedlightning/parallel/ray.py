@@ -2,16 +2,26 @@
 
 Ray starts the actors, moves messages and finds out that one is gone. Which actor gets which task, and what becomes of a task
 whose actor is gone, is as in `processes` (:mod:`fedlightning.parallel.scheduling`).
+
+Ray as this program has it: started here or found, quiet, and the actors that wait for their next federation.
 """
 
 from __future__ import annotations
 
+import atexit
+import importlib.util
+import logging
+import math
 import os
+import socket
 import sys
+import sysconfig
 import time
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -22,16 +32,221 @@ from fedlightning.client.runtime import LocalRunner
 from fedlightning.engines.attempts import FederationError
 from fedlightning.engines.base import Task
 from fedlightning.engines.records import ClientStore
-from fedlightning.errors import ConfigurationError
+from fedlightning.errors import ConfigurationError, missing_package
 from fedlightning.options import Ray
-from fedlightning.parallel import ray_cluster
 from fedlightning.parallel.arena import Broadcast
 from fedlightning.parallel.pool import Setup, UnpicklableError, usable_cores, warn_again
-from fedlightning.parallel.ray_cluster import Kept
-from fedlightning.parallel.ray_start import load_now
+from fedlightning.parallel.ray_start import HERE_ONLY, PATIENT, QUIET, TOKEN, environment, in_a_thread, load_now, start
 from fedlightning.parallel.ray_worker import Pieces, Source, environment_for, packed, packer, unpacked
 from fedlightning.parallel.scheduling import WorkersEngine
 from fedlightning.parallel.worker import READY, Reply
+
+MISSING = (
+    missing_package("engine='ray' needs Ray", "ray")
+    + " Without it engine='processes' trains on several cores of this machine."
+)
+
+
+@dataclass(eq=False)
+class Kept:
+    """An actor.
+
+    Attributes:
+        handle: Ray's handle.
+        needs: CPUs and GPUs that are set aside for it.
+        about: Process, Ray node and machine, once it has told.
+        holds: What it holds: the mark of a federation's parts.
+        owner: The engine that has used it last, as a token.
+        born: Time of its start; what has changed on disk since then it may not know.
+    """
+
+    handle: Any
+    needs: tuple[float, float]
+    about: tuple[int, str, str] | None = None
+    holds: object = None
+    owner: object = None
+    born: float = field(default_factory=time.time)
+
+    def end(self) -> None:
+        """End the process."""
+        import ray
+
+        with suppress(Exception):  # Ray is gone, or the actor is
+            ray.kill(self.handle)
+
+
+_kept: list[Kept] = []  # actors without work, the most recently used last
+_own = False  # whether the engine has started Ray
+_guarded = False  # whether `ray` was imported with TOKEN
+
+
+def installed() -> bool:
+    """Return whether Ray can be imported."""
+    return importlib.util.find_spec("ray") is not None
+
+
+def load(options: Ray) -> None:
+    """Import Ray, quietly."""
+    global _guarded
+    if not installed():
+        raise ConfigurationError(MISSING)
+    own, first = options.address is None, "ray" not in sys.modules
+    _guarded = _guarded or (own and first and not any(name.startswith("RAY_AUTH_") for name in os.environ))
+    with environment(QUIET | (HERE_ONLY | PATIENT if own else {}) | (TOKEN if _guarded else {})):
+        import ray
+
+    private: Any = getattr(ray, "_private", None)
+    constants: Any = getattr(private, "ray_constants", None)
+    if own and not first and hasattr(constants, "ENABLE_RAY_CLUSTER"):
+        constants.ENABLE_RAY_CLUSTER = False  # `ray` was imported before HERE_ONLY was set
+
+
+def connect(options: Ray, workers: int) -> None:
+    """Start Ray, or connect to the cluster of the options, unless the program is connected already."""
+    global _own
+    load(options)
+    if sys.modules["ray"].is_initialized():
+        if _own and options.address is not None:
+            raise ConfigurationError(
+                f"Ray got address={options.address!r}, but this program has started a Ray of its own for an earlier run. "
+                "Call ray.shutdown() first, or give every run the same address."
+            )
+        return
+    _kept.clear()
+    arguments: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if options.address is None:
+        cpus = max(usable_cores(), math.ceil(workers * options.num_cpus))
+        arguments |= {"address": "local", "include_dashboard": False, "num_cpus": cpus}
+    else:
+        arguments |= {"address": options.address}
+        _knock(options.address)
+    arguments |= dict(options.init or {})
+    try:
+        if options.address is None:
+            start(arguments, _guarded)
+        else:
+            in_a_thread(arguments)
+    except (ConnectionError, TimeoutError) as error:
+        said = " ".join(str(error).split()).rstrip(".")
+        raise ConfigurationError(
+            f"Ray got address={options.address!r}: no Ray cluster answers there ({said}). Start one with "
+            "`ray start --head`, or leave address out for a Ray of this program's own."
+        ) from error
+    _own = options.address is None
+    atexit.register(_kept.clear)
+    _without_messages()
+
+
+def _knock(address: str, seconds: float = 10.0) -> None:
+    """Refuse an address where nobody listens: `ray.init` would go on trying for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "/" in host:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=seconds).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigurationError(
+            f"Ray got address={address!r}: no Ray cluster answers there ({error}). Start one with `ray start --head`, or "
+            "leave address out for a Ray of this program's own."
+        ) from error
+
+
+def is_own() -> bool:
+    """Return whether Ray was started for engines of this program, which it ends with."""
+    return _own
+
+
+def _without_messages() -> None:
+    """Silence what Ray prints about workers: ends of workers are told by the engine. No public switch turns that off."""
+    import ray
+
+    worker = getattr(ray._private, "worker", None)
+    if worker is not None and hasattr(worker, "_worker_logs_enabled"):
+        worker._worker_logs_enabled = False
+
+
+# -- room --------------------------------------------------------------------------------------------------------------
+def room() -> tuple[float, float]:
+    """Return all CPUs and GPUs of the cluster."""
+    import ray
+
+    found = ray.cluster_resources()
+    return float(found.get("CPU", 0)), float(found.get("GPU", 0))
+
+
+def needs_of(options: Ray, workers: int | None, on_gpu: bool) -> tuple[float, float]:
+    """Return the CPUs and GPUs of one worker."""
+    cpus, gpus = room()
+    share = options.num_gpus
+    if share is None:
+        on_one = math.ceil((workers or gpus) / gpus) if on_gpu and gpus else 0  # workers that share a GPU
+        share = _floor(1 / on_one) if on_one else 0.0
+    if on_gpu and not share:
+        raise ConfigurationError(
+            f"Clients train on GPUs here, and Ray's workers would have none (num_gpus={options.num_gpus}; the cluster "
+            f"has {gpus:g} GPUs). Give each a share of one, as in Ray(num_gpus=0.5), or set accelerator='cpu'."
+        )
+    needed = options.num_cpus
+    if _own and workers is not None and workers * needed > cpus:
+        needed = _floor(cpus / workers)  # our own Ray: CPUs are numbers, and nobody else wants any
+    if needed > cpus or share > gpus:
+        raise ConfigurationError(
+            f"Ray has {cpus:g} CPUs and {gpus:g} GPUs, and each worker is to have {needed:g} and {share:g} (num_cpus, "
+            "num_gpus): there is room for none."
+        )
+    return needed, share
+
+
+def _floor(share: float) -> float:
+    return math.floor(share * 10_000) / 10_000  # as fine as Ray counts
+
+
+def workers_in(needs: tuple[float, float]) -> int:
+    """Return the number of workers that the cluster has room for."""
+    cpus, gpus = room()
+    return max(1, min(int(cpus / needs[0]), int(gpus / needs[1]) if needs[1] else sys.maxsize))
+
+
+# -- actors ------------------------------------------------------------------------------------------------------------
+def lease(needs: tuple[float, float], mark: object, owner: object) -> Kept:
+    """Return an actor: one that waits, if possible one that holds the engine's parts, or else a new one."""
+    import ray
+
+    from fedlightning.parallel.ray_worker import Actor
+
+    for kept in sorted(_kept, key=lambda one: one.holds is mark, reverse=True):
+        _kept.remove(kept)
+        if kept.needs == needs and (kept.holds is mark or kept.born > _newest_source()):
+            kept.owner = owner
+            return kept
+        kept.end()  # it would take the room of the new one
+    make = ray.remote(Actor).options(num_cpus=needs[0], num_gpus=needs[1], max_restarts=0)
+    return Kept(make.remote(), needs, owner=owner)
+
+
+def keep(kept: Kept) -> None:
+    """Let an idle actor wait for the next engine."""
+    _kept.append(kept)
+
+
+def end_kept(owner: object) -> None:
+    """End the waiting actors that an engine has used last."""
+    for kept in [one for one in _kept if one.owner is owner]:
+        _kept.remove(kept)
+        kept.end()
+
+
+def _newest_source() -> float:
+    """Return the time of the last change of the sources of imported modules; installed packages do not change."""
+    skipped = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+    newest = 0.0
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and not file.startswith(skipped):
+            with suppress(OSError):
+                newest = max(newest, Path(file).stat().st_mtime)
+    return newest
+
 
 PATIENCE = 60.0
 """Seconds without any worker after which the user is told what Ray waits for."""
@@ -191,14 +406,14 @@ class RayEngine(WorkersEngine):
 
     def check(self) -> None:
         """Refuse a machine without Ray."""
-        if not ray_cluster.installed():
-            raise ConfigurationError(ray_cluster.MISSING)
+        if not installed():
+            raise ConfigurationError(MISSING)
 
     def _start(self) -> None:
         if self._parts is None:
-            ray_cluster.load(self.options)
+            load(self.options)
             parts = Parts(self.runner)  # before Ray starts: what cannot be sent is refused at once
-            ray_cluster.connect(self.options, self.width)
+            connect(self.options, self.width)
             self._place()
             if parts.digest != self._held:  # else what the actors hold is what it was before a rest
                 self._mark, self._held = object(), parts.digest
@@ -207,18 +422,18 @@ class RayEngine(WorkersEngine):
 
     def _place(self) -> None:
         """Find out how many actors there is room for, and what each needs."""
-        own = ray_cluster.is_own()
+        own = is_own()
         on_gpu = self.runner.blueprint.device.type == "cuda"
         workers = self.width if own or self.options.workers is not None else None
-        self._needs = ray_cluster.needs_of(self.options, workers, on_gpu)
+        self._needs = needs_of(self.options, workers, on_gpu)
         if workers is None:
-            self._most = ray_cluster.workers_in(self._needs)
+            self._most = workers_in(self._needs)
 
     def _idle(self, needed: int) -> list[int]:
         assert self._parts is not None
         for index in range(self.width):
             if index not in self._workers and sum(number not in self._busy for number in self._workers) < needed:
-                kept = ray_cluster.lease(self._needs, self._mark, self._owner)
+                kept = lease(self._needs, self._mark, self._owner)
                 self._workers[index] = RayWorker(kept, self._parts, self._mark, self._broadcast)
         return [index for index in sorted(self._workers) if index not in self._busy and self._worker(index).ready]
 
@@ -232,7 +447,7 @@ class RayEngine(WorkersEngine):
         nobody = not any(worker.ready for worker in self._workers.values())
         found, _ = wait(waited, PATIENCE if nobody and timeout is None else timeout, FIRST_COMPLETED)
         waited_for = time.monotonic() - self._since
-        if nobody and not found and waited_for > LIMIT and ray_cluster.is_own():
+        if nobody and not found and waited_for > LIMIT and is_own():
             raise FederationError(
                 f"Ray has started no worker in {LIMIT:g} seconds, at a load of {load_now()}. The state of the "
                 "rounds before is intact: resume when the machine is less busy, or with engine='processes'."
@@ -270,7 +485,7 @@ class RayEngine(WorkersEngine):
         super()._forget()
         self._broadcast.clear()
         for index in list(self._workers):  # another engine of this program may need them before this one does
-            ray_cluster.keep(self._worker(index).kept)
+            keep(self._worker(index).kept)
             del self._workers[index]
 
     def rest(self) -> None:
@@ -284,4 +499,4 @@ class RayEngine(WorkersEngine):
     def close(self) -> None:
         """End the actors. The engine starts new ones if it is used again."""
         self.rest()
-        ray_cluster.end_kept(self._owner)
+        end_kept(self._owner)

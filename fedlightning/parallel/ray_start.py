@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-from fedlightning.compat.loader_workers import short_temporary_folder
+from fedlightning.compat.system import short_temporary_folder
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.parallel import ray_sweep
 from fedlightning.parallel.pool import one_thread, usable_cores

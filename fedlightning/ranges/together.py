@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from fedlightning.errors import listed
+from fedlightning.errors import ConfigurationError, listed
 
 Init = TypeVar("Init", bound=Callable[..., Any])
+Kind = TypeVar("Kind", bound=type)
 Rule = Callable[[Mapping[str, Any], Mapping[str, Any]], str | None]
 """What is wrong with arguments, as the end of a sentence: a function of the given ones, and of all of them."""
 RULES = "_arguments_together"
@@ -93,6 +96,8 @@ def idle_with(names: str | tuple[str, ...], other: str, value: Any, why: str) ->
 def replaced(**names: str) -> Callable[[Init], Init]:
     """Declare what has taken the place of arguments that an `__init__` does not have: name -> what to use.
 
+    Calls that Python would refuse are refused in words then; :func:`in_words` is the same for methods.
+
     Example:
         >>> from fedlightning.ranges import checked
         >>> class Round:
@@ -117,6 +122,85 @@ def replaced_in(init: Callable[..., None]) -> Mapping[str, str]:
     """Return what has taken the place of arguments that an `__init__` does not have, as :func:`replaced` says."""
     names: Mapping[str, str] = getattr(_constructor(init), REPLACED, {})
     return names
+
+
+def in_words(methods: Mapping[str, Mapping[str, str]], attributes: Mapping[str, str]) -> Callable[[Kind], Kind]:
+    """Refuse in words what is asked of a class as of another one that it stands in for: a decorator.
+
+    Args:
+        methods: Method -> argument that it does not have -> what to use.
+        attributes: Attribute that its objects do not have -> what to use.
+
+    Example:
+        >>> @in_words({"begin": {"batches": "steps"}}, {"batch": "step"})
+        ... class Round:
+        ...     def begin(self, steps: int = 1) -> None: ...
+        >>> Round().begin(batches=3)
+        Traceback (most recent call last):
+            ...
+        fedlightning.errors.ConfigurationError: begin() has no argument 'batches'. Use steps.
+        >>> Round().batch
+        Traceback (most recent call last):
+            ...
+        AttributeError: 'Round' object has no attribute 'batch'. Use step.
+    """
+
+    def declare(kind: Kind) -> Kind:
+        for name, instead in methods.items():
+            setattr(kind, name, _called_in_words(vars(kind)[name], instead))
+
+        def __getattr__(self: Any, name: str) -> Any:
+            hint = f". Use {attributes[name]}." if name in attributes else ""
+            raise AttributeError(f"'{kind.__name__}' object has no attribute '{name}'{hint}", name=name, obj=self)
+
+        kind.__getattr__ = __getattr__  # type: ignore[attr-defined]  # unknown to type checkers, which know every attribute
+        return kind
+
+    return declare
+
+
+def _called_in_words(method: Callable[..., Any], instead: Mapping[str, str]) -> Callable[..., Any]:
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def call(*args: Any, **given: Any) -> Any:
+        refuse_call(f"{method.__name__}()", signature, instead, args, given)
+        return method(*args, **given)
+
+    return call
+
+
+def refuse_call(
+    owner: str,
+    signature: inspect.Signature,
+    instead: Mapping[str, str],
+    args: tuple[Any, ...],
+    given: Mapping[str, Any],
+) -> None:
+    """Refuse arguments that a signature does not take; of those that are missing Python tells.
+
+    Args:
+        owner: What is called, as a sentence begins.
+        signature: Its signature, with `self`.
+        instead: Name -> what has taken its place.
+        args: The arguments without a name, with `self`.
+        given: The others.
+
+    Raises:
+        ConfigurationError: If there is one of another name, or too many without a name.
+    """
+    names = [name for name in signature.parameters if name != "self"]
+    for name in given:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"Use {instead[name]}." if name in instead else f"Did you mean {close[0]}?" if close else ""
+            raise ConfigurationError(f"{owner} has no argument {name!r}. {hint or f'It has {listed(names)}.'}")
+    ordered = [name for name in names if signature.parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    if len(args) - 1 > len(ordered):
+        rule = f"takes {listed(ordered)} without a name" if ordered else "takes no argument without a name"
+        others = [name for name in names if name not in ordered and name not in given]
+        way_out = f"Name it, as in {others[0]}=..." if others else "Leave it out."
+        raise ConfigurationError(f"{owner} got {shown(args[-1])}, and {rule}. {way_out}")
 
 
 def fault_of(init: Callable[..., None], arguments: Mapping[str, Any]) -> str | None:

@@ -1,18 +1,243 @@
-"""What may have changed when a run is resumed: its configuration, if that is allowed, and clients that join."""
+"""What may have changed when a run is resumed: its configuration, if that is allowed, and clients that join.
+
+What a run must not change when it is resumed: with another value its rounds would be those of two different runs.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning.pytorch import Callback, LightningModule
+
 from fedlightning.client.blueprint import Blueprint
-from fedlightning.contract import Change
+from fedlightning.client.data_summary import Description, Detail
+from fedlightning.client.optimizers import configured, schedulers_in
+from fedlightning.contract import FederatedCallback
 from fedlightning.datamodules.held_out import draw_clients
 from fedlightning.errors import ConfigurationError, listed, warn
 from fedlightning.models.client_models import ClientModels
-from fedlightning.resume.fingerprint import CONTENT, differences
+from fedlightning.options import Evaluation, Vectorized
 from fedlightning.server.server import Server
+from fedlightning.storage.files import plain
+from fedlightning.tensors.modules import optimizers_in
+
+ARGUMENTS = (
+    "local_epochs",
+    "local_steps",
+    "participation",
+    "seed",
+    "optimizer_state",
+    "lr_decay",
+    "float_buffers",
+    "precision",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "limit_train_batches",
+    "limit_val_batches",
+    "overfit_batches",
+)
+"""Arguments of the trainer that change its rounds."""
+PUBLIC = "data (public)"
+"""Entry of the public data."""
+PUBLIC_CONTENT = "data (public content)"
+"""Entry of what the public data hold."""
+CONTENT = "data (train samples)"
+"""Entry of a few samples of the clients' training data, where these are in memory."""
+DETAILS: tuple[Detail, ...] = ("splits", "loaders", "public content")
+"""What of the data's description a fingerprint is made of."""
+PLAIN = (int, float, str, bool, type(None))
+SHAPES = ("training", "in_features", "out_features", "in_channels", "out_channels", "num_features")
+"""Attributes that are no option: a mode, and shapes, which the saved state tells."""
+
+
+def fingerprint(
+    arguments: Mapping[str, Any],
+    callbacks: Sequence[FederatedCallback],
+    ordinary: Sequence[Callback],
+    model: LightningModule,
+    data: Description,
+    held_out: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return everything that a resumed run must not change, by a name that a person can read, as JSON can hold it.
+
+    It covers the trainer's arguments, the callbacks and their options, the module's class, hyper-parameters, plain
+    attributes (dropout rates, label smoothing) and frozen parameters, its optimizers and schedulers and their options, who
+    trains on what, and every client's batches. It cannot see code: the body of a loss or of a step.
+    """
+    found: dict[str, Any] = {name: arguments[name] for name in ARGUMENTS}
+    evaluation: Evaluation = arguments["evaluation"]
+    if evaluation.clients is not None:
+        found["evaluation.clients"] = evaluation.clients
+    found["failures.update_limit"] = arguments[
+        "failures"
+    ].update_limit  # which updates count; the rest is only about losses
+    found["engine"] = "vectorized" if isinstance(arguments["engine"], Vectorized) else "one client at a time"
+    loop = arguments.get("loop", "synchronous")
+    if not isinstance(loop, str):
+        found["loop"] = type(loop).__name__
+        found |= {f"{found['loop']}.{name}": value for name, value in loop.hyperparameters().items()}
+    callbacks = [callback for callback in callbacks if callback.facts.takes_part]
+    found["callbacks"] = [callback.key for callback in callbacks] + [type(callback).__name__ for callback in ordinary]
+    for callback in callbacks:
+        found |= {f"{callback.key}.{name}": value for name, value in callback.hyperparameters().items()}
+    if any(callback.is_of("ModelSelection") for callback in callbacks):
+        found["evaluation.every"], found["evaluation.stages"] = evaluation.every, ", ".join(sorted(evaluation.stages))
+        if evaluation.seconds is not None:
+            found["evaluation.seconds"] = float(evaluation.seconds)
+    for other in ordinary:
+        found |= {f"{type(other).__name__}.{name}": value for name, value in _options(other).items()}
+    found |= {f"data ({split} split)": data.splits[split] for split in ("train", "val")}
+    if "code" in data.splits:  # of data at sites: that of their data modules
+        found["data (code)"] = data.splits["code"]
+    if not data.together:  # else the hashes of the splits are our own
+        found["data (train sizes)"] = _hash({client: data.num_samples(client) for client in data.client_ids})
+    if held_out:
+        sizes = {client: [data.num_samples(client, split) for split in ("train", "val")] for client in held_out}
+        found["held_out"] = f"{len(held_out)} clients ({', '.join(held_out)[:200]}; {_hash(sizes)})"
+    if data.content is not None:
+        found[CONTENT] = data.content
+    found[PUBLIC], found[PUBLIC_CONTENT] = data.public_print, data.public_content
+    return plain(found | _of_loader(data) | _of_model(model))
+
+
+def of_blueprint(blueprint: Blueprint) -> dict[str, Any]:
+    """Return what of a blueprint changes what its clients do: callbacks and their options, the module and its optimizers."""
+    callbacks, ordinary = list(blueprint.callbacks), blueprint.settings.callbacks
+    found: dict[str, Any] = {"callbacks": [one.key for one in callbacks] + [type(one).__name__ for one in ordinary]}
+    for callback in callbacks:
+        found |= {f"{callback.key}.{name}": value for name, value in callback.hyperparameters().items()}
+    for other in ordinary:
+        found |= {f"{type(other).__name__}.{name}": value for name, value in _options(other).items()}
+    return found | _of_model(blueprint.template)
+
+
+def _options(callback: Callback) -> dict[str, Any]:
+    """Return the plain arguments that a Lightning callback was made with, as far as it keeps them by their names."""
+    held = vars(callback)
+    names = [name for name in inspect.signature(type(callback).__init__).parameters if name != "self"]
+    found = {name: held.get(name, held.get(f"_{name}", inspect)) for name in names}
+    return {name: value for name, value in found.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(type(key) in PLAIN and _is_plain(item) for key, item in value.items())
+    return all(map(_is_plain, value)) if isinstance(value, list | tuple) else type(value) in PLAIN
+
+
+def _of_loader(data: Description) -> dict[str, Any]:
+    names = ("batch_size", "drop_last", "shuffle")
+    held = {name: {client: loader[name] for client, loader in data.loaders.items()} for name in names}
+    return {f"data.{name}": _common(values) for name, values in held.items()}
+
+
+def _common(values: Mapping[str, Any]) -> Any:
+    """Return what all clients have; where they differ, the values and a short hash of who has which."""
+    distinct = sorted({str(value) for value in values.values()})
+    if len(distinct) > 1:
+        some = ", ".join(distinct[:5]) + (", ..." if len(distinct) > 5 else "")
+        return f"{some} ({_hash({client: str(value) for client, value in values.items()})})"
+    return next(iter(values.values()), None)
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
+
+
+def _of_model(model: LightningModule) -> dict[str, Any]:
+    found: dict[str, Any] = {"model": f"{type(model).__module__}.{type(model).__qualname__}"}
+    if isinstance(model, ClientModels):
+        found |= {"models": ", ".join(model.models), "model.server": model.server}
+        found["model.assign"] = (
+            model.assign if isinstance(model.assign, str) else "by name"
+        )  # see resume/config_changes.py
+        for name in model.models:
+            found |= {f"{name}: {key}": value for key, value in _of_model(model.model(name)).items()}
+        return found
+    found |= {f"model.{name}": value for name, value in model.hparams.items()}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if type(value) in PLAIN and not name.startswith("_") and name not in SHAPES:
+                found[f"model.{path}.{name}" if path else f"model.{name}"] = value
+    made = _configured(model)
+    for index, optimizer in enumerate(optimizers_in(made)):
+        place = f"optimizer {index + 1}" if index else "optimizer"
+        found[place] = type(optimizer).__name__
+        for number, group in enumerate(optimizer.param_groups):
+            owner = f"{place} (group {number + 1})" if number else place
+            found |= {f"{owner}.{name}": value for name, value in group.items() if name != "params"}
+    for index, scheduler in enumerate(schedulers_in(made)):
+        found |= _of_scheduler(scheduler, f"scheduler {index + 1}" if index else "scheduler")
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    found["model's frozen parameters"] = f"{len(frozen)} ({_hash(frozen)})"
+    return found
+
+
+def _of_scheduler(scheduler: Any, place: str) -> dict[str, Any]:
+    found: dict[str, Any] = {place: type(scheduler).__name__}
+    # the milestones of a chain lie under a private name, and so do its parts; what is not found there is not compared
+    options = {name: value for name, value in vars(scheduler).items() if not name.startswith("_")}
+    options["milestones"] = options.get("milestones", vars(scheduler).get("_milestones"))
+    found |= {f"{place}.{name}": value for name, value in options.items() if _is_plain(value)}
+    for index, part in enumerate(vars(scheduler).get("_schedulers", ())):
+        found |= _of_scheduler(part, f"{place} (part {index + 1})")
+    return found
+
+
+def _configured(model: LightningModule) -> Any:
+    try:
+        return configured(model)
+    except Exception:  # it needs more than a module alone: what cannot be seen cannot be compared
+        return None
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return what differs between two fingerprints in plain form, a sentence each.
+
+    Example:
+        >>> differences({"optimizer.lr": 0.1}, {"optimizer.lr": 0.2, "model.p": 0.5})
+        ['optimizer.lr was 0.1 and is 0.2', 'model.p was not there and is 0.5']
+    """
+    found = []
+    for name in [*now, *(name for name in before if name not in now)]:
+        if name in before and name in now:
+            if json.dumps(before[name], sort_keys=True) != json.dumps(now[name], sort_keys=True):  # NaN is NaN
+                found += _between(name, before[name], now[name])
+        elif name in now:
+            found.append(f"{name} was not there and is {_text(now[name])}")
+        else:
+            found.append(f"{name} was {_text(before[name])} and is not there")
+    return found
+
+
+def _between(name: str, old: Any, new: Any) -> list[str]:
+    """Return what differs between two values: of two mappings of one class, the entries that do."""
+    inner = []
+    if isinstance(old, dict) and isinstance(new, dict) and old.get("class_path") == new.get("class_path"):
+        inner = differences(_below(name, old), _below(name, new))
+    return inner or [f"{name} was {_text(old)} and is {_text(new)}"]
+
+
+def _below(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a mapping's entries under names that say where they are; of a class, its arguments stand for themselves."""
+    inner = values.get("init_args", {}) if "class_path" in values else None
+    if isinstance(inner, dict):
+        values = {key: value for key, value in values.items() if key not in ("class_path", "init_args")} | inner
+    return {f"{name}.{key}": value for key, value in values.items()}
+
+
+def _text(value: Any) -> str:
+    return repr(value) if isinstance(value, str) else str(value)
+
+
+# -- plain values -------------------------------------------------------------------------------------------------------
+
 
 Fingerprint = Callable[[Sequence[str], Sequence[str]], dict[str, Any]]
 """Returns a run's fingerprint as it would be without the clients that joined, from their ids and the held-out ones'."""
@@ -131,7 +356,7 @@ def check_rescored(before: Sequence[str], server: Server, place: object, go_on: 
         return
     counts = f"{len(before)} of {len(server.clients)} clients", f"{len(server.population.scored)}"
     for callback in server.callbacks if go_on else ():
-        if Change.SELECTION in callback.facts.changes:
+        if callback.is_of("ModelSelection"):
             raise ConfigurationError(
                 f"{callback.key} compares the scores of all rounds, and the run in {place} has scored {counts[0]} and would "
                 f"score {counts[1]} now. Resume it with its own evaluation.clients (its config.yaml says which), or start a "

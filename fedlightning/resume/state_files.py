@@ -20,8 +20,7 @@ from typing import Any
 from fedlightning.codec.plain import NotPlainError, decode, encode
 from fedlightning.contract.messages import tree_bytes
 from fedlightning.errors import DamagedStateError
-from fedlightning.resume.manifest import CHECK, fault_of_extra, fault_of_manifest, sum_of
-from fedlightning.run.long_lists import heads_of, shortened, whole
+from fedlightning.resume.manifest import CHECK, fault_of_extra, fault_of_manifest, heads_of, shortened, sum_of, whole
 from fedlightning.storage.files import (
     UnreadableError,
     is_writer,

@@ -11,11 +11,9 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 
 from fedlightning.contract.messages import Update
-from fedlightning.run.folder import RunFolder
-from fedlightning.run.metrics import METRICS_MARK
-from fedlightning.scores.results import summarise
-from fedlightning.scores.row_files import read_part
-from fedlightning.scores.rows import ADDRESS, LATEST, UNSEEN, Row, RowList, Rows, of_clients
+from fedlightning.run.folder import METRICS_MARK, RunFolder
+from fedlightning.scores.metrics import summarise
+from fedlightning.scores.rows import ADDRESS, LATEST, UNSEEN, Row, RowList, Rows, of_clients, read_part
 from fedlightning.storage.files import is_writer, writing
 
 

@@ -22,8 +22,7 @@ from fedlightning.contract.messages import GLOBAL, Update
 from fedlightning.engines.attempts import stop_at
 from fedlightning.engines.base import Engine
 from fedlightning.engines.records import ClientStore
-from fedlightning.engines.score_tasks import Lost, Place, ScoreClient, ScoredModel, ScoreModel
-from fedlightning.engines.server_model import ServerModel
+from fedlightning.engines.score_tasks import Lost, Place, ScoreClient, ScoredModel, ScoreModel, ServerModel
 from fedlightning.errors import warn
 from fedlightning.scores.rows import EVERYBODY, LATEST, LOCAL, Gap, Row
 from fedlightning.server.server import Scores as ScoresOfRound

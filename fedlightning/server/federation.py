@@ -16,15 +16,13 @@ from fedlightning.engines.base import Engine
 from fedlightning.engines.records import ClientStore
 from fedlightning.run.recorder import Recorder
 from fedlightning.scores.rows import LOCAL, Row, of_clients
-from fedlightning.server import data_statistics as statistics
 from fedlightning.server import evaluation as stage_scores
-from fedlightning.server.comparison_terms import terms_of
+from fedlightning.server import population as statistics
 from fedlightning.server.costs import Costs
-from fedlightning.server.loops import Loop, Synchronous
+from fedlightning.server.loop import Loop, Synchronous, messages
 from fedlightning.server.parts import Parts
 from fedlightning.server.server import AFTER_LAST_ROUND, Server
-from fedlightning.server.summary import evaluation_of, summary_of
-from fedlightning.server.synchronous import messages
+from fedlightning.server.summary import evaluation_of, summary_of, terms_of
 from fedlightning.server.update_collector import tell_of_misses
 
 
@@ -263,6 +261,21 @@ class Federation:
     def _validations(self) -> int:
         """Return the number of rounds so far in which models were scored on validation data."""
         return sum(map(self.is_evaluated, range(self.rounds_done)))
+
+    def evaluate_untrained(self, split: str, least: int) -> None:
+        """Score the model that the federation was made with at every client that has at least so many samples of a split."""
+        population, known = self.server.population, self.engine.runner.described
+        enough = [client for client in population.scored if known.num_samples(client, split) >= least]
+        if not enough:
+            raise ValueError(
+                f"No client has {least} {split} samples or more, so there is nobody to score the model at."
+            )
+        if len(enough) < len(population.scored):
+            population.scored = enough
+        self.test_data = tuple(
+            data for data in self.test_data if data == LOCAL or len(enough) == len(population.clients)
+        )
+        self.evaluate(split, "latest")
 
     def evaluate(self, split: str, checkpoint: str) -> list[Row]:
         """Score the models as they stand, or as callbacks selected them; see `FederatedTrainer.test`."""

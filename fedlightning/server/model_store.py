@@ -1,13 +1,158 @@
-"""The models that a server keeps, and their architectures: :class:`ModelStore`."""
+"""The models that a server keeps, and their architectures: :class:`ModelStore`.
+
+What the server knows of an architecture, and which callbacks are right where models differ: :class:`Architecture`.
+"""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule
 
 from fedlightning.client.blueprint import Blueprint
+from fedlightning.contract import FederatedCallback
 from fedlightning.contract.messages import GLOBAL
-from fedlightning.server.architectures import Architecture, architectures_of
-from fedlightning.tensors import State, clone, module_state
+from fedlightning.errors import ConfigurationError
+from fedlightning.scores.metrics import bounds_of
+from fedlightning.tensors import EntryKind, State, clone, entry_kinds, module_state, tied_names
+from fedlightning.wrappers import user_class
+
+if TYPE_CHECKING:
+    from fedlightning.server.server import Server
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture: its entries as the federation began.
+
+    Attributes:
+        name: Its name in :class:`~fedlightning.models.ClientModels`; empty where everybody has the same.
+        module: A module as the federation began, for names and layers.
+        kinds: Kind of every entry, fixed before anything is frozen.
+        trainable: Names of the trainable parameters.
+        shapes: Shape of every entry.
+        tied: By entry, all names under which it is tied.
+        metric_bounds: What metrics can be, by their names without the split.
+    """
+
+    name: str
+    module: LightningModule
+    kinds: dict[str, EntryKind] = field(init=False)
+    trainable: list[str] = field(init=False)
+    shapes: dict[str, torch.Size] = field(init=False)
+    tied: dict[str, frozenset[str]] = field(init=False)
+    metric_bounds: dict[str, tuple[float, float]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        shapes = {name: value.shape for name, value in module_state(self.module).items()}
+        kinds = entry_kinds(self.module)
+        found = {"kinds": kinds, "shapes": shapes, "tied": tied_names(self.module)}
+        found["trainable"] = [name for name, kind in kinds.items() if kind == "trainable"]
+        for name, value in (found | {"metric_bounds": bounds_of(self.module.modules())}).items():
+            object.__setattr__(self, name, value)
+
+    def first_difference(self, other: Architecture, names: tuple[str, ...]) -> str | None:
+        """Return the first of some entries of `other` that is not here in the same kind and shape; `None` if all are."""
+        for name in names:
+            if (self.kinds.get(name), self.shapes.get(name)) != (other.kinds[name], other.shapes[name]):
+                return name
+        return None
+
+
+def architectures_of(blueprint: Blueprint) -> dict[str, Architecture]:
+    """Return what is known of every architecture of a federation, by name."""
+    return {name: Architecture(name, blueprint.reference(name)) for name in blueprint.architectures}
+
+
+def describe(server: Server) -> dict[str, dict[str, Any]]:
+    """Describe the architectures: class of the module, parameters, and which clients have it."""
+    clients = (*server.clients, *server.held_out)
+    return {
+        name: {
+            "class": user_class(own.module).__name__,
+            "parameters": sum(parameter.numel() for parameter in own.module.parameters()),
+            "clients": [client for client in clients if server.architecture_of(client) is own],
+        }
+        for name, own in server.models.architectures.items()
+    }
+
+
+def refuse_mixed(server: Server) -> None:
+    """Refuse callbacks that are not written for several models at the server, or for clients' models that differ."""
+    owner = server.callbacks.role("model_of")
+    several = owner is not None and any(server.model_of(client) != GLOBAL for client in server.clients)
+    for callback in server.callbacks if several and not server.is_mixed else ():
+        if owner not in (None, callback) and not _is_right(callback):
+            assert owner is not None
+            raise ConfigurationError(
+                f"{callback.key} works on the one global model, and {owner.key} keeps several. Remove one of them."
+            )
+    if not server.is_mixed:
+        return
+    for callback in server.callbacks:
+        if not _is_right(callback):
+            raise ConfigurationError(
+                f"{callback.key} works on models of one architecture, and ClientModels gives clients several "
+                f"({', '.join(server.models.architectures)}). Use a method for models that differ "
+                "(docs/explanation/different_models.md), or one "
+                "architecture for all."
+            )
+
+
+def _is_right(callback: FederatedCallback) -> bool:
+    """Return whether a callback is right where models differ, or only watches."""
+    facts = callback.facts
+    return facts.mixes_architectures or not facts.takes_part
+
+
+def refuse_uncommon(server: Server) -> None:
+    """Refuse entries that would travel and that not all models have. Callbacks' own checks come before, and know more."""
+    if not server.is_mixed:
+        return
+    for client in (*server.clients, *server.held_out):
+        model = server.model_of(client) if server.callbacks.role("model_of") is None else None
+        own = server.architecture_of(client)
+        if model is not None and own is not server.architecture(model):
+            names = server.shared_names(model=model)
+            refuse_unlike(model, server.architecture(model), names, client, own)
+            refuse_other_choice(server, model, names, client)
+
+
+def refuse_unlike(model: str, sent: Architecture, names: tuple[str, ...], client: str, own: Architecture) -> None:
+    """Refuse to send a client entries that its model does not have."""
+    name = None if own is sent else own.first_difference(sent, names)
+    if name is not None:
+        have = tuple(own.shapes[name]) if name in own.shapes else "missing"
+        raise ConfigurationError(
+            f"'{name}' travels between clients of different architectures: it is {tuple(sent.shapes[name])} in "
+            f"'{sent.name}', the architecture of the {model} model, and {have} in '{own.name}', which client '{client}' has. "
+            "Only a part that all models have under the same names and shapes can be shared: use a method that shares "
+            "predictions, prototypes or a common part (docs/explanation/different_models.md), or one architecture for all."
+        )
+
+
+def refuse_other_choice(server: Server, model: str, names: tuple[str, ...], client: str) -> None:
+    """Refuse to send entries that the callbacks choose in the server's architecture, and others in a client's.
+
+    A rule such as "all but the last layer" names other entries in a deeper network: a layer that is a client's own would
+    travel, or one that should travel would stay.
+    """
+    sent, own = server.architecture(model), server.architecture_of(client)
+    chosen = server.shared_in(own.name)
+    differing = [name for name in (*names, *chosen) if (name in names) != (name in chosen)] if own is not sent else []
+    if differing:
+        name = differing[0]
+        yes, no = (sent.name, own.name) if name in names else (own.name, sent.name)
+        raise ConfigurationError(
+            f"'{name}' travels in '{yes}' and not in '{no}', and client '{client}' has '{own.name}' while the {model} model "
+            f"has '{sent.name}': what travels must be the same part of all models. Name the layers that all have in "
+            "common (LGFedAvg(shared=...)), use a method for models that differ "
+            "(docs/explanation/different_models.md), or one "
+            "architecture for all."
+        )
 
 
 class ModelStore(dict[str, State]):

@@ -1,12 +1,150 @@
-"""Who there is in a federation, and who takes part in a round: :class:`Population` and :class:`Participation`."""
+"""Who there is in a federation, and who takes part in a round: :class:`Population` and :class:`Participation`.
+
+Statistics of the data that clients agree on before round 1: asked once, added up, kept in the run's folder.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from fedlightning.contract import FederatedCallback
 from fedlightning.datamodules.base import in_order
+from fedlightning.datamodules.statistics import chosen_words
+from fedlightning.engines.base import Engine
+from fedlightning.errors import ConfigurationError
+from fedlightning.storage.files import read_json, readable_json, write_text_atomically, writing
+
+FILE = "statistics.json"
+FEWEST = 3
+"""Fewest sites behind a sum: of two, each subtracts its own and has the other's."""
+MOST_WORDS = 100_000
+
+
+def agree_on_statistics(
+    engine: Engine, wanted: Mapping[str, Any], callbacks: Iterable[FederatedCallback], folder: Path | None
+) -> None:
+    """Ask the clients that train for what their data modules want to agree on, and let all data be prepared with the totals.
+
+    Held-out clients give nothing, and their data are prepared with the totals of the others. A run that goes on has the
+    totals of its beginning.
+
+    Args:
+        engine: Has the clients.
+        wanted: What their data modules want to agree on.
+        callbacks: Of the federation; some refuse that statistics leave.
+        folder: Folder of the run, where the totals of a run that goes on are; `None`: there is none.
+
+    Raises:
+        ConfigurationError: If a callback refuses, too few sites are behind a sum, a site answers nonsense, or the run began
+            with other clients.
+    """
+    known = engine.runner.described
+    refuse_covered(callbacks)
+    clients = {client: known.num_samples(client) for client in in_order(known.client_ids)}
+    path = None if folder is None else folder / FILE
+    if path is not None and path.exists():
+        kept = read_json(path)
+        _refuse_others(path, kept, wanted, clients)
+    else:
+        found = engine.measure()
+        sites = engine.sites
+        totals = total({client: found.get(client) for client in clients}, lambda client: sites.get(client, client))
+        # A word's count may be one site's, so that clients are told which words have a place, and no counts.
+        for name, most in wanted.get("words", {}).items():
+            totals[f"words {name}"] = dict.fromkeys(chosen_words(totals[f"words {name}"], most), 0.0)
+        kept = {"wanted": wanted, "clients": clients, "totals": totals}
+    engine.statistics = kept
+    engine.agree(kept["totals"])
+
+
+def keep(engine: Engine, folder: Path) -> None:
+    """Write the totals into the folder of a run that begins."""
+    with writing(folder / FILE):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(folder / FILE, readable_json(engine.statistics))
+
+
+def refuse_covered(callbacks: Iterable[FederatedCallback]) -> None:
+    """Refuse statistics where a callback promises that nothing leaves uncovered."""
+    for callback in callbacks:
+        if callback.facts.no_statistics:
+            raise ConfigurationError(
+                f"The data are to agree on statistics before round 1 (scale: federated, or words of categories): "
+                f"{callback.key} {callback.facts.no_statistics} Use scale: local or none, and lists of categories."
+            )
+
+
+def total(found: Mapping[str, Any], site_of: Any = lambda client: client) -> dict[str, Any]:
+    """Return the sums over clients, in the order given.
+
+    Args:
+        found: Client -> what it gives.
+        site_of: Gives a client's site.
+
+    Raises:
+        ConfigurationError: If clients do not give the same numbers, or fewer than three sites are behind one.
+
+    Example:
+        >>> total({name: {"moments age": [5.0, 10.0, 30.0]} for name in "abc"})
+        {'moments age': [15.0, 30.0, 90.0]}
+    """
+    sums: dict[str, Any] = {}
+    givers: dict[str, set[str]] = {}
+    form = {name: _form(value) for name, value in (next(iter(found.values()), None) or {}).items()}
+    for client, given in found.items():
+        if not isinstance(given, Mapping) or {name: _form(value) for name, value in given.items()} != form:
+            raise ConfigurationError(f"Client '{client}' does not give the statistics that all agree on.")
+        for name, value in given.items():
+            if isinstance(value, list):
+                before = sums.get(name, [0.0] * len(value))
+                sums[name] = [one + other for one, other in zip(before, value, strict=True)]
+                gives = any(value)
+            else:
+                before, gives = sums.get(name, {}), bool(value)
+                sums[name] = {word: before.get(word, 0.0) + value.get(word, 0.0) for word in sorted({*before, *value})}
+            if gives:
+                givers.setdefault(name, set()).add(site_of(client))
+    for name in form:
+        count = len(givers.get(name, ()))
+        if count < FEWEST:
+            raise ConfigurationError(
+                f"'{name.partition(' ')[2]}' has enough values to give at {count} sites; sums take {FEWEST} or more, since "
+                "of two each could subtract its own. Use scale: local, give statistics for the column, or drop it."
+            )
+    return sums
+
+
+def _form(value: Any) -> Any:
+    """Return what values of clients have in common; raise nothing for nonsense, which no other client has."""
+    if isinstance(value, list) and all(type(one) is float and math.isfinite(one) for one in value):
+        return len(value)
+    if isinstance(value, dict) and len(value) <= MOST_WORDS:
+        words = all(isinstance(word, str) for word in value)
+        if words and all(type(one) is float and math.isfinite(one) and one >= 0 for one in value.values()):
+            return "words"
+    return object()
+
+
+def _refuse_others(path: Path, kept: Any, wanted: Mapping[str, Any], clients: Mapping[str, int]) -> None:
+    if not isinstance(kept, dict) or not {"wanted", "clients", "totals"} <= set(kept):
+        raise ConfigurationError(f"{path} is not what a run writes. Start a new run.")
+    if kept["wanted"] != wanted:
+        raise ConfigurationError(
+            f"The run agreed on the statistics {kept['wanted']} ({path}), and the data want {wanted} now. Resume with the "
+            "data section that the run was started with, or start a new run."
+        )
+    changed = [client for client, size in kept["clients"].items() if clients.get(client) != size]
+    if changed:
+        now = clients.get(changed[0])
+        raise ConfigurationError(
+            f"The statistics in {path} are of {kept['clients'][changed[0]]} training samples of client '{changed[0]}', which "
+            f"has {'none' if now is None else now} now. Sums of both would tell the difference, so they are not asked for "
+            "again: resume with the data of the beginning, or start a new run."
+        )
 
 
 @dataclass

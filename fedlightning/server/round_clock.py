@@ -73,5 +73,5 @@ class Clock(ABC):
             server: Keeps the time.
             engine: Carries out the visits.
             limits: Who is waited for: `deadline`, `late` and `first` of
-                :class:`~fedlightning.server.loops.Synchronous`.
+                :class:`~fedlightning.server.loop.Synchronous`.
         """

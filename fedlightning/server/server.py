@@ -31,9 +31,8 @@ from fedlightning.engines.attempts import WITHOUT, at_site
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.layers import expand
 from fedlightning.seeding import first_of_permutation, generator
-from fedlightning.server.architectures import Architecture, refuse_other_choice, refuse_unlike
 from fedlightning.server.costs import Costs
-from fedlightning.server.model_store import ModelStore
+from fedlightning.server.model_store import Architecture, ModelStore, refuse_other_choice, refuse_unlike
 from fedlightning.server.parts import Parts
 from fedlightning.server.population import Participation, Population
 from fedlightning.server.round_clock import NO_CLOCK, RoundClock

@@ -15,13 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from fedlightning.client.outputs import outputs
-from fedlightning.client.probes import move_batch
-from fedlightning.compat.attached import detached
-from fedlightning.compat.quiet import quiet
-from fedlightning.datamodules.own_generators import readdress, seed_in_workers
+from fedlightning.client.probes import move_batch, outputs
+from fedlightning.compat.lightning_runs import detached, quiet
 from fedlightning.datamodules.public import addressable, public_loader, size_of
-from fedlightning.datamodules.sampling import AddressedSampler
+from fedlightning.datamodules.sampling import AddressedSampler, readdress, seed_in_workers
 from fedlightning.seeding import address, generator, isolated
 from fedlightning.tensors import dense, ties
 from fedlightning.wrappers.muting import evaluating, muted

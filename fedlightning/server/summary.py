@@ -1,20 +1,73 @@
-"""What a run says in the end: the contents of `summary.json`."""
+"""What a run says in the end: the contents of `summary.json`.
+
+The terms on which a run was trained: what a comparison with another run must know beside the scores.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 from fedlightning.client.data_summary import Description
+from fedlightning.client.optimizers import have_memory
 from fedlightning.compat.system import peak_memory_mb
+from fedlightning.contract import CallbackList, FederatedCallback
 from fedlightning.datamodules.base import SPLITS
 from fedlightning.engines.base import Engine
-from fedlightning.run.environment import versions
-from fedlightning.server.architectures import describe
+from fedlightning.run.folder import versions
+from fedlightning.server.costs import SPENT
+from fedlightning.server.model_store import describe
 from fedlightning.server.server import Server
-from fedlightning.storage.config_hash import config_hash
+from fedlightning.storage.files import config_hash
+
+
+def weighting_of(callbacks: CallbackList) -> str:
+    """Return by what clients are weighted: `"samples"`, `"uniform"`, `"log"`, or the callback that does it its own way.
+
+    Example:
+        >>> from fedlightning.callbacks import FedAvg, FedBABU
+        >>> weighting_of(CallbackList([])), weighting_of(CallbackList([FedAvg()])), weighting_of(CallbackList([FedBABU()]))
+        ('samples', 'samples', 'uniform')
+    """
+    reducer = callbacks.role("reduce")
+    if reducer is not None:
+        return f"{reducer.key}'s own"
+    for callback in callbacks:
+        if callback.weighting is not None:
+            return callback.weighting if isinstance(callback.weighting, str) else f"{callback.key}'s own"
+    return "samples"
+
+
+def optimizer_state_of(
+    callbacks: Sequence[Any], given: Literal["reset", "keep"] | None = None
+) -> Literal["reset", "keep"]:
+    """Return what becomes of optimizers between visits: as the user says, else as an algorithm wishes, else `"reset"`."""
+    wishes: list[Literal["reset", "keep"]] = [
+        wish
+        for callback in callbacks
+        if isinstance(callback, FederatedCallback) and (wish := callback.facts.optimizer_state) is not None
+    ]
+    return given or (wishes[0] if wishes else "reset")
+
+
+def _any_memory(found: Iterable[bool | None]) -> bool | None:
+    """Return True if one of them is, `None` if none is and one cannot be told."""
+    answers = set(found)
+    return True if True in answers else None if None in answers else False
+
+
+def terms_of(server: Server, kept: Sequence[str], validations: int) -> dict[str, Any]:
+    """Return the terms of a run, for `summary.json`."""
+    return {
+        "optimizer_state": server.blueprint.settings.optimizer_state,
+        "optimizer_memory": _any_memory(have_memory(own.module) for own in server.models.architectures.values()),
+        "weighting": weighting_of(server.callbacks) if server.returned_names() else None,
+        "local_steps": server.costs.steps,
+        **{name: server.costs.spent.get(name, 0) for name in SPENT},
+        "selection": dict.fromkeys(kept, validations),
+    }
 
 
 def summary_of(

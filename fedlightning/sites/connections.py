@@ -12,8 +12,7 @@ from typing import Any, Literal
 
 from fedlightning.client.data_summary import Description
 from fedlightning.errors import warn
-from fedlightning.sites.agreement import versions
-from fedlightning.sites.greeting import CODE
+from fedlightning.sites.agreement import CODE, versions
 from fedlightning.sites.link import Link
 from fedlightning.sites.status import NAME, printable
 from fedlightning.wire import Limits, WireError, read, write

@@ -1,7 +1,9 @@
 """The engine of sites: tasks go as bytes to where the clients are, and answers come back as bytes.
 
 Nothing is pickled on the way. A client's record stays at its site; the server knows the version that is in force
-(:class:`~fedlightning.sites.store.SiteStore`) and names it with each task, so that it can go back to an earlier one.
+(:class:`~fedlightning.sites.site_log.SiteStore`) and names it with each task, so that it can go back to an earlier one.
+
+Sites that did not answer in time: each is waited for once, and the run goes on without it until it is back.
 """
 
 from __future__ import annotations
@@ -22,16 +24,68 @@ from fedlightning.engines.records import Note
 from fedlightning.errors import ConfigurationError
 from fedlightning.sites import code_hashes as code
 from fedlightning.sites.agreement import agreement, digest, state_digest
-from fedlightning.sites.connections import Connections, Reply
+from fedlightning.sites.connections import PING, Connections, Reply
 from fedlightning.sites.link import Link
-from fedlightning.sites.reply_checks import check_shares, fault, in_lines, is_note, is_version
+from fedlightning.sites.message_checks import check_shares, fault, in_lines, is_note, is_version
 from fedlightning.sites.server_log import Doing, log_of_server
+from fedlightning.sites.site_log import SiteStore
 from fedlightning.sites.status import printable, stamped
-from fedlightning.sites.store import SiteStore
-from fedlightning.sites.task_names import in_words
+from fedlightning.sites.task_bounds import in_words
 from fedlightning.sites.task_window import BUDGET, Entry, Window
-from fedlightning.sites.unreachable import Absent
 from fedlightning.tensors import module_state
+
+
+class Absent:
+    """Knows which sites are not to be waited for.
+
+    A site that was too slow once is asked whether it is there. If it says so, nothing has happened; one that is not
+    connected, was refused, or is silent for `PING` seconds more is absent until it answers
+    anything, or is greeted again.
+
+    Args:
+        connections: The sites.
+    """
+
+    def __init__(self, connections: Connections) -> None:
+        self._meeting = connections
+        self._since: dict[str, tuple[float, int]] = {}  # by site: when it was too slow, and its answers until then
+
+    def mark(self, site: str, now: float) -> None:
+        """Note that a site has not answered in time."""
+        self._since[site] = now, self._meeting.answers[site]
+
+    def since(self, site: str, now: float) -> float | None:
+        """Return since when a site is absent; `None` if it is to be waited for."""
+        if site not in self._since:
+            return None
+        marked, answers = self._since[site]
+        if self._meeting.answers[site] != answers:
+            del self._since[site]
+            return None
+        here = site in self._meeting.names.values()
+        return None if here and now <= marked + PING else marked
+
+    def to_give_up(self, window: Window, sites: Mapping[str, str], now: float) -> list[Entry]:
+        """Return tasks that came when their sites were absent already; none while there is another one to wait for."""
+        waiting = [entry for entry in window if not entry.done] if self.marked else []
+        found = []
+        for entry in waiting:
+            since = self.since(sites.get(entry.client, ""), now)
+            if since is None or entry.since is None or entry.since < since:
+                return []
+            found.append(entry)
+        return found
+
+    @property
+    def marked(self) -> bool:
+        """Whether any site has been too slow and has not answered since."""
+        return bool(self._since)
+
+    @property
+    def nodes(self) -> list[str]:
+        """Nodes of marked sites that are connected: they are to be asked."""
+        return [node for node, site in self._meeting.names.items() if site in self._since]
+
 
 POLL = 1.0
 """Seconds between looks at who is connected and who takes too long."""

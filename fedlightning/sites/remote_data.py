@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from fedlightning.datamodules.without_clients import WithoutClients
+from fedlightning.datamodules.held_out import WithoutClients
 
 
 class DataElsewhere(WithoutClients):

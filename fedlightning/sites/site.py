@@ -1,10 +1,14 @@
-"""A site's half of the work: requests from the server go in as bytes, replies come out as bytes."""
+"""A site's half of the work: requests from the server go in as bytes, replies come out as bytes.
+
+The records of a site's clients on its disk: every version that the server may come back to.
+"""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import time
+import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,33 +20,137 @@ from lightning.pytorch import LightningDataModule
 from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.client_errors import client_failure, noting
 from fedlightning.client.data_summary import Description
+from fedlightning.client.record import ClientRecord
 from fedlightning.client.runtime import LocalRunner
+from fedlightning.codec.plain import decode, encode
+from fedlightning.compat.system import file_name_of
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.public_only import public_facts
-from fedlightning.deployment.tasks import Deploy
+from fedlightning.deployment.export import Deploy
 from fedlightning.engines.base import Visit
 from fedlightning.engines.records import Note
 from fedlightning.engines.score_tasks import ScoreClient, ScoreModel
 from fedlightning.errors import ConfigurationError
-from fedlightning.guards.preflight_task import CheckThere
-from fedlightning.guards.step_trials import TryStep
+from fedlightning.guards.preflight_task import PreflightTask
+from fedlightning.guards.step_trials import StepTrial
 from fedlightning.privacy.leaving import leaving_of
-from fedlightning.resume.fingerprint import differences
-from fedlightning.server.data_statistics import refuse_covered
+from fedlightning.resume.config_changes import differences
+from fedlightning.server.population import refuse_covered
 from fedlightning.sites import code_hashes as code
-from fedlightning.sites.agreement import agreement, refusal_of_changes, versions
-from fedlightning.sites.free_text import Texts
-from fedlightning.sites.greeting import DETAILS, leaving, own_key
-from fedlightning.sites.records import Records
-from fedlightning.sites.request_checks import ENVELOPES, fault_of_request
+from fedlightning.sites.agreement import DETAILS, agreement, leaving, own_key, refusal_of_changes, versions
+from fedlightning.sites.message_checks import ENVELOPES, Texts, fault_of_request
 from fedlightning.sites.runs import MOST, Asked, make_room
 from fedlightning.sites.site_log import SiteLog
 from fedlightning.sites.task_bounds import GREETED, Here, fault, kind_of, out_of_turn
-from fedlightning.storage.files import read_json, readable_json, write_text_atomically, writing
+from fedlightning.storage.files import (
+    UnreadableError,
+    read_json,
+    read_tensors,
+    readable_json,
+    sync_folder,
+    write_atomically,
+    write_text_atomically,
+    writing,
+)
 from fedlightning.tensors import load_state, module_state
 from fedlightning.wire import read, write
 
-TASKS = (Visit, ScoreClient, ScoreModel, Deploy, CheckThere, TryStep)
+TERMS = "leaves"
+"""Beside the fields of a record in its file: a hash of what could leave the client when it was kept."""
+VERSIONS = 1000
+"""Versions of a client's record in a run. A server that was resumed lets none go until it has saved its state twice."""
+
+
+class UnknownVersionError(ConfigurationError):
+    """A version of a record that is not on this site's disk."""
+
+
+class Records:
+    """The records of a site's clients in one folder, by run, client and version. A version is never changed.
+
+    Args:
+        folder: The folder.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     records = Records(Path(folder))
+        ...     first = records.put("run", "a", ClientRecord(steps=1))
+        ...     second = records.put("run", "a", ClientRecord(steps=2))
+        ...     records.forget("run", "a", keep=[first])
+        ...     records.get("run", "a", first).steps, records.versions("run", "a") == [first]
+        (1, True)
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._last: dict[
+            tuple[str, str, str | None], tuple[str, ClientRecord]
+        ] = {}  # the newest of each client is read no more
+
+    def get(self, run: str, client: str, version: str, terms: str | None = None) -> ClientRecord:
+        """Return a version of a client's record; the empty one is that of a client that was never visited."""
+        if not version:
+            return ClientRecord()
+        known, record = self._last.get((run, client, terms), ("", ClientRecord()))
+        if known == version:
+            return record
+        path = self._path(run, client, version)
+        try:
+            content = decode(read_tensors(path))
+            kept_under = content.pop(TERMS, "")
+            found = ClientRecord(**content)
+        except FileNotFoundError:
+            raise UnknownVersionError(
+                f"the record of client '{client}' that the server goes on from ({version}) is not in the site's folder. "
+                "Start the site with the folder that it had, or begin a new run"
+            ) from None
+        except (UnreadableError, TypeError, ValueError) as error:
+            name = f"{path.parent.name}/{path.name}"
+            raise UnknownVersionError(f"{name} is damaged ({type(error).__name__}). Put it back from a copy") from None
+        if terms is not None and kept_under != terms:
+            raise UnknownVersionError(
+                f"the record of client '{client}' ({version}) was kept by a configuration of this site under which other "
+                "parts of the model leave. Begin a new run"
+            )
+        self._last[run, client, terms] = version, found
+        return found
+
+    def put(self, run: str, client: str, record: ClientRecord, terms: str = "") -> str:
+        """Write a record. It is on the disk when this returns its version."""
+        version = uuid.uuid4().hex
+        path = self._path(run, client, version)
+        if len(self.versions(run, client)) >= VERSIONS:
+            raise ConfigurationError(
+                f"{VERSIONS} versions of the record of client '{client}' are here, and the server says of none that it needs "
+                "it no more. Let it save its state more often (save_state)"
+            )
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, encode({**vars(record), TERMS: terms}, f"client '{client}'"))
+        sync_folder(path.parent)
+        self._last[run, client, terms] = version, record
+        return version
+
+    def versions(self, run: str, client: str) -> list[str]:
+        """Return the versions of a client's record that are here."""
+        return sorted(path.stem for path in self._path(run, client, "x").parent.glob("*.pt"))
+
+    def forget(self, run: str, client: str, keep: Collection[str]) -> None:
+        """Remove all versions of a client's record but some."""
+        for version in self.versions(run, client):
+            if version not in keep:
+                self._path(run, client, version).unlink(missing_ok=True)
+
+    def _path(self, run: str, client: str, version: str) -> Path:
+        if not all(part.isascii() and part.isalnum() for part in (run, version)):
+            raise UnknownVersionError(
+                f"{run!r:.60} and {version!r:.60} are no names of a run and a version of a record"
+            )
+        return self.folder / run / f"client-{file_name_of(client)}" / f"{version}.pt"
+
+
+TASKS = (Visit, ScoreClient, ScoreModel, Deploy, PreflightTask, StepTrial)
 """What a site carries out for the server."""
 REPLY_BYTES = 2**25
 """Bytes of answers after which a reply is full: tasks that are left wait for the next message."""

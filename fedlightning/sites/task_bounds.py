@@ -1,8 +1,10 @@
 """What a task for a site may say: for each field of each message a rule, by the site's own configuration.
 
-The wire has checked types already (:mod:`fedlightning.wire.objects`). A server that holds every key may still ask for more
+The wire has checked types already (:mod:`fedlightning.wire.tree`). A server that holds every key may still ask for more
 than the configuration gives, so nothing here is taken from the request that is judged. Tests walk all fields: one without a
 rule is red.
+
+What a task is, in words for people.
 """
 
 from __future__ import annotations
@@ -18,16 +20,15 @@ from fedlightning.client.requests import Evaluate
 from fedlightning.client.runtime import LocalRunner
 from fedlightning.contract import Change
 from fedlightning.contract.messages import Message, check_extras
-from fedlightning.deployment.tasks import Deploy
+from fedlightning.deployment.export import Deploy
 from fedlightning.engines.base import Visit
-from fedlightning.engines.score_tasks import ScoreClient, ScoredModel, ScoreModel
-from fedlightning.engines.server_model import ServerModel
-from fedlightning.guards.preflight_task import PLAIN, CheckThere
-from fedlightning.guards.step_trials import TryStep
+from fedlightning.engines.score_tasks import ScoreClient, ScoredModel, ScoreModel, ServerModel
+from fedlightning.guards.preflight_task import FACTS, PreflightTask
+from fedlightning.guards.step_trials import StepTrial
 from fedlightning.privacy.leaving import leaving_of
 from fedlightning.scores.rows import LOCAL, UNSEEN
-from fedlightning.server.synchronous import ROUNDS
-from fedlightning.sites.request_checks import (
+from fedlightning.server.loop import ROUNDS
+from fedlightning.sites.message_checks import (
     A_TEXT,
     NAMES,
     TEXT,
@@ -42,7 +43,18 @@ from fedlightning.sites.request_checks import (
     small,
     when,
 )
+from fedlightning.sites.status import of_clients
 from fedlightning.tensors import module_state
+
+VERBS = {Visit: "trains", ScoreClient: "scores", ScoreModel: "scores", Deploy: "writes the model of"}
+
+
+def in_words(task: Any) -> str:
+    """Return what a site does that carries out a task, such as "trains client a"."""
+    verb = next((word for kind, word in VERBS.items() if isinstance(task, kind)), "checks")
+    clients = [task.client] if task.client is not None else list(getattr(task, "clients", ()))
+    return f"{verb} {of_clients(clients)}"
+
 
 A_ROUND = 100
 """Visits of a client in a round, at most, in a method that plans its rounds."""
@@ -240,7 +252,7 @@ RULES: dict[type, dict[str, Rule]] = {
         "shared": when(lambda here, value: value is None, AT_HOME),
         "bring": when(lambda here, value: not value or here.exports, AT_HOME),
     },
-    CheckThere: {
+    PreflightTask: {
         "callback": when(
             lambda here, value: value in {one.key for one in here.runner.callbacks}, "there is no such callback"
         ),
@@ -248,7 +260,7 @@ RULES: dict[type, dict[str, Rule]] = {
             lambda here, value: value in here.runner.blueprint.architectures, "there is no such model"
         ),
         "client": _OWN,
-        "facts": all_in(lambda here: PLAIN, "it holds other facts than a check is told"),
+        "facts": all_in(lambda here: tuple(FACTS), "it holds other facts than a check is told"),
         "shared": SMALL,
         "batches": SMALL,
         "pooled": all_in(lambda here: ("train", *SPLITS), "there is no such split"),
@@ -256,7 +268,7 @@ RULES: dict[type, dict[str, Rule]] = {
         "is_mixed": YES_OR_NO,
         "has_public": YES_OR_NO,
     },
-    TryStep: {"client": _OWN, "split": one_of("train", *SPLITS), "listen": YES_OR_NO},
+    StepTrial: {"client": _OWN, "split": one_of("train", *SPLITS), "listen": YES_OR_NO},
 }
 """By class and field of what a server sends."""
 

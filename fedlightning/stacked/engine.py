@@ -4,35 +4,170 @@ Each client's visit runs as in every engine, with its own message, record, loade
 training. There the visits wait for one another, the clients of a chunk take their steps together, and each visit
 continues with its result. Results equal those of `sequential` up to the rounding of sums that are taken in another
 order. Federations that cannot be stacked are refused before the first round.
+
+The training of a stack of clients: their batches, seeds and optimizers, then their steps together.
+
+Which engine `engine="auto"` takes: stacks where they are faster, else one client after another.
+
+It goes by what the configuration says, never by measured time, so that a run chooses the same engine on every machine, and
+again when it is resumed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from fedlightning.client import visit as visits
 from fedlightning.client.client_errors import client_failure
 from fedlightning.client.fit import fit as fit_client
+from fedlightning.client.fit import start_fit
+from fedlightning.client.phases import only_training
+from fedlightning.client.probes import TRANSFERS, move_batch
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.requests import Fit, Score, ScoringTask, VisitSteps
 from fedlightning.client.runtime import LocalRunner
-from fedlightning.client.session import bind
+from fedlightning.client.trainer_context import address_of
+from fedlightning.client.visit import bind
+from fedlightning.compat.lightning_runs import on_device
+from fedlightning.contract import Phase
 from fedlightning.contract.messages import Update
 from fedlightning.engines.base import Task, Visit
 from fedlightning.engines.records import ClientStore
 from fedlightning.engines.sequential import SequentialEngine
 from fedlightning.errors import ConfigurationError
-from fedlightning.fast.errors import NotInFastLoop
+from fedlightning.fast.log_sheet import NotInFastLoop
+from fedlightning.options import EngineOptions, Sequential, Vectorized
+from fedlightning.seeding import preserved
+from fedlightning.stacked.batches import Gatherer, LoaderSource, resident
 from fedlightning.stacked.evaluation import StackedEvaluation
-from fedlightning.stacked.planning import chunk_size
-from fedlightning.stacked.stack import named_tensors
-from fedlightning.stacked.training import StackedTraining
+from fedlightning.stacked.fit import StackedFit
+from fedlightning.stacked.planning import Clock, chunk_size, configure
+from fedlightning.stacked.stack import Stack, named_tensors
+from fedlightning.stacked.trainees import Recipe, Trainee
 from fedlightning.stacked.vectorizable import Finding, examine
+from fedlightning.tensors import module_state
+
+PARAMETERS = 100_000
+"""Entries of a model above which a stack is not chosen: its weights then leave the cache, and one client alone is as fast."""
+CLIENTS = 4
+"""Clients of a round below which there is little to stack."""
+
+
+def choose(runner: LocalRunner, participants: int, synchronous: bool = True) -> tuple[EngineOptions, str]:
+    """Return the options of an engine, and why in a line."""
+    alone = "engine='auto' takes 'sequential': {}."
+    if not synchronous:
+        return Sequential(), alone.format("the loop visits clients one by one")
+    if runner.settings.log_clients:
+        return Sequential(), alone.format("log_clients needs each client's own fit")
+    if runner.settings.local_loop == "trainer":
+        return Sequential(), alone.format("local_loop='trainer'")
+    if participants < CLIENTS:
+        return Sequential(), alone.format(f"{participants} clients a round are too few to stack")
+    blueprint = runner.blueprint
+    entries = max(
+        sum(value.numel() for value in module_state(blueprint.build("server", name)).values())
+        for name in blueprint.architectures
+    )
+    if entries > PARAMETERS:
+        return Sequential(), alone.format(f"a model of {entries} entries gains nothing in a stack")
+    from fedlightning.stacked.vectorizable import analyse
+
+    with preserved():
+        reason = analyse(runner).reason
+    if reason is not None:
+        return Sequential(), alone.format(f"no stack, since {reason}")
+    return Vectorized(), (
+        f"engine='auto' takes 'vectorized': {participants} clients a round, models of {entries} entries (equal to "
+        "'sequential' up to rounding)."
+    )
+
+
+class StackedTraining:
+    """Trains clients of one architecture in one stack.
+
+    Args:
+        runner: The client side of the federation.
+        watching: Watches what is done for one client alone.
+    """
+
+    def __init__(self, runner: LocalRunner, watching: Callable[[list[str]], AbstractContextManager[None]]) -> None:
+        self.runner = runner
+        self._watching = watching
+        self._device = runner.blueprint.device
+        self._gatherer = Gatherer(self._device, runner.blueprint.precision.convert_input)
+
+    def trainees(self, fits: Sequence[Fit], template: LightningModule) -> list[Trainee]:
+        """Return the clients' batches and optimizers."""
+        first, shared = fits[0], None
+        by_rows = self._plain_transfer(template)
+        trainees = []
+        for fit in fits:
+            module = template if fit.client.is_unbuilt else fit.client.module
+            loader = fit.loader if fit.loader is not None else self.runner.loader(fit.message, "train")
+            start_fit(self.runner, fit, loader)
+            batches = self._batches(loader)
+            in_epochs = (fit.phase.unit or self.runner.settings.unit) == "epochs"
+            epochs, steps = (fit.work, None) if in_epochs else (None, fit.work)
+            clock = Clock(epochs, steps, batches)
+            recipe = shared or configure(module, self.runner.settings, fit.phase, fit.client.round, clock)
+            if fit is first and not recipe.schedules and not clock.looked:
+                shared = recipe
+            seed = partial(self._seed, fit)
+            source = resident(loader, batches, seed) if by_rows else None
+            trainees.append(
+                Trainee(
+                    fit.client,
+                    source or LoaderSource(loader, partial(self._convert, module), seed),
+                    batches,
+                    recipe,
+                    max_epochs=epochs,
+                    max_steps=steps,
+                )
+            )
+        return trainees
+
+    def fit(
+        self, phase: Phase, module: LightningModule, trainees: Sequence[Trainee], recipe: Recipe, found: Finding
+    ) -> Stack:
+        """Train clients in a stack and return it."""
+        runner = self.runner
+        stack = Stack(module, len(trainees), self._device)
+        if trainees[0].client.is_unbuilt:
+            stack.fill([trainee.client.entries for trainee in trainees])
+        else:
+            for row, trainee in enumerate(trainees):
+                stack.pull(row, trainee.client.module)
+        with (
+            nullcontext() if phase.train is None else only_training(module, phase.train),
+            on_device(module, self._device),
+        ):
+            StackedFit(
+                runner, phase, found, module, stack, trainees, recipe.optimizer, self._gatherer, self._watching
+            ).run()
+        return stack
+
+    def _batches(self, loader: Any) -> int:
+        """Return the batches of an epoch, as Lightning counts them under `limit_train_batches`."""
+        return self.runner.settings.train_batches(len(loader))
+
+    def _seed(self, fit: Fit, epoch: int) -> tuple[object, ...]:
+        return self.runner.settings.seed, fit.client.visit, fit.client.id, address_of(fit.phase), epoch
+
+    def _convert(self, module: LightningModule, batch: Any) -> Any:
+        return move_batch(module, self.runner.blueprint.precision.convert_input(batch))
+
+    @staticmethod
+    def _plain_transfer(module: LightningModule) -> bool:
+        return not any(is_overridden(hook, module) for hook in TRANSFERS)
+
 
 Answer = TypeVar("Answer")
 PLAIN = (bool, int, float, str)

@@ -4,6 +4,10 @@ Modules qualify if `vmap` can run their step and if their other evaluation hooks
 first two modules of a class are scored both ways. Where the scores differ, or anything else speaks against it, modules
 of the class are scored one after another, as in every other engine. That is decided once for each class, and once more
 for one model that all clients share.
+
+A client's own part in a stacked evaluation: its module's hooks around the epoch, and its metrics.
+
+Modules of one architecture in one stack, for their evaluation: what they must have in common, and their tensors.
 """
 
 from __future__ import annotations
@@ -11,42 +15,242 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, TypeVar, cast
 
 import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
+from torchmetrics import Metric, MetricCollection
 
 from fedlightning.client.client_errors import client_failure
 from fedlightning.client.evaluator import names_of
 from fedlightning.client.kept import Kept
+from fedlightning.client.logged_metrics import nan_where_undefined
 from fedlightning.client.probes import TRANSFERS
 from fedlightning.client.requests import ScoreRequest, Scores, Scoring, finish, score_in_turn, score_one
 from fedlightning.client.runtime import LocalRunner
-from fedlightning.compat.attached import on_device
-from fedlightning.compat.quiet import without_warnings
+from fedlightning.compat.lightning_runs import on_device, without_warnings
 from fedlightning.fast import eligibility as fast_refusals
+from fedlightning.fast.eligibility import of_module
 from fedlightning.fast.evaluation import refusal
-from fedlightning.fast.hooks import of_module
-from fedlightning.stacked.scoring.clients import Feed, hooks_of, scores_of
-from fedlightning.stacked.scoring.log_limits import NotStacked
-from fedlightning.stacked.scoring.models import Models, Signature
-from fedlightning.stacked.scoring.sources import (
+from fedlightning.fast.log_sheet import scalar
+from fedlightning.stacked.scoring import (
     Iterated,
+    MetricUpdate,
+    NotStacked,
     Rows,
+    ScoringStep,
+    Step,
+    Sums,
     can_iterate_together,
+    evaluating,
     generator_states,
     pieces,
+    plain_log,
     rewinding,
     same_states,
     set_generators,
     source_of,
     stacked_batch,
 )
-from fedlightning.stacked.scoring.step import ScoringStep
-from fedlightning.stacked.scoring.sums import Sums
+from fedlightning.stacked.stack import join_tree, side_by_side, take
+
+PLAIN = frozenset((bool, int, float, str, type(None)))
+CONTAINERS = frozenset((list, dict, set))
+RUNNING = "_current_fx_name"
+"""Attribute in which Lightning notes the running hook of a module. It comes and goes."""
+METHODS = frozenset(("log", "log_dict", "validation_step", "test_step"))
+"""A module with one of these set on the instance is scored alone."""
+
+
+class Signature:
+    """The tensors of a module and all that it must have in common with others to be scored in one stack.
+
+    Args:
+        module: The module.
+
+    Attributes:
+        module: The module.
+        tensors: Its parameters and buffers, each once, without those of its metrics.
+        key: Modules with equal keys can be scored together; `None`: this one must be scored alone. Modules of a
+            federation
+            are built from one template, so the key holds what a callback may have changed: tensors, plain values,
+                lengths
+            of lists, replaced parts, methods set on the instance, forward hooks.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self.module = module
+        self.tensors: dict[str, Tensor] = {}
+        self._traits: list[Any] = []
+        self._alone = not METHODS.isdisjoint(vars(module))
+        self._seen: set[int] = set()
+        self._walk(module, "")
+        shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()]
+        self.key = None if self._alone else (*self._traits, *shapes)
+
+    def _walk(self, module: nn.Module, prefix: str) -> None:
+        """Add a module and all inside it.
+
+        It reads the dicts in which torch keeps the content of a module. Public ways to them take as long as the
+        module's step, and there is none to its hooks.
+        """
+        own = vars(module)
+        self._traits += (prefix, type(module))
+        if isinstance(module, Metric | MetricCollection):
+            return
+        for name, value in own.items():
+            if type(value) in PLAIN and name != RUNNING:
+                self._traits += (name, value)
+            elif isinstance(value, Tensor):
+                self._alone = True  # it is no parameter and no buffer, so it cannot be stacked
+            elif type(value) in CONTAINERS:
+                self._traits += (name, len(value))
+        self._alone = self._alone or bool(own["_forward_hooks"]) or bool(own["_forward_pre_hooks"])
+        for kind in ("_parameters", "_buffers"):
+            for name, tensor in own[kind].items():
+                if tensor is not None and id(tensor) not in self._seen:
+                    self._seen.add(id(tensor))
+                    self.tensors[prefix + name] = tensor
+        for name, child in own["_modules"].items():
+            if child is not None:
+                self._walk(child, f"{prefix}{name}.")
+
+
+class Models:
+    """The tensors of modules that are scored together.
+
+    Args:
+        signatures: Modules with equal keys. One object again and again is a model that all clients share.
+        device: Device of the stack.
+
+    Attributes:
+        template: Module whose code runs.
+        names: Names of the tensors.
+        shared: Whether all clients have the same tensors.
+    """
+
+    def __init__(self, signatures: Sequence[Signature], device: torch.device) -> None:
+        self.template, self.names = signatures[0].module, tuple(signatures[0].tensors)
+        self.shared = all(signature is signatures[0] for signature in signatures)
+        self._signature, self._device, self._size = signatures[0], device, len(signatures)
+        columns = zip(*(signature.tensors.values() for signature in signatures), strict=True)
+        with torch.no_grad():
+            if self.shared:
+                self._tensors = [tensor.detach().to(device) for tensor in signatures[0].tensors.values()]
+            else:
+                self._tensors = [torch.stack(column).to(device) for column in columns]
+        self._versions = [tensor._version for tensor in self._tensors]
+
+    def tensors(self, rows: Sequence[int]) -> list[Tensor]:
+        """Return the tensors of the clients at `rows`, ascending; or those of the one model."""
+        if self.shared or len(rows) == self._size:
+            return self._tensors
+        chosen = side_by_side(rows)
+        return [take(tensor, chosen) for tensor in self._tensors]
+
+    def check(self) -> None:
+        """Refuse steps that have left something in the module, because the next batch might depend on it."""
+        if [tensor._version for tensor in self._tensors] != self._versions:
+            raise NotStacked("a buffer is changed")
+        if Signature(self.template).key != self._signature.key:
+            raise NotStacked("an attribute of the module is changed")
+
+
+Feed = list[tuple[Step, Sequence[Sequence[Tensor]], int]]
+"""A client's steps: each with its outputs, `[output][row]`, and the client's row."""
+
+
+@dataclass(frozen=True)
+class EpochHooks:
+    """Hooks around the epoch that a class of modules has.
+
+    Attributes:
+        before: Hooks before the first batch.
+        after: Hooks after the last batch.
+    """
+
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+
+def hooks_of(kind: type[LightningModule], testing: bool) -> EpochHooks:
+    """Return the hooks around the epoch of a class when it is validated, or tested."""
+    name, own = names_of(testing).hook, of_module(kind)
+    before, after = (f"on_{name}_start", f"on_{name}_epoch_start"), (f"on_{name}_epoch_end", f"on_{name}_end")
+    return EpochHooks(tuple(filter(own.__contains__, before)), tuple(filter(own.__contains__, after)))
+
+
+def scores_of(
+    module: LightningModule,
+    hooks: EpochHooks,
+    feed: Feed,
+    logged: dict[str, float | str],
+    own: Collection[str],
+    device: torch.device,
+) -> dict[str, float]:
+    """Return what a client's module has logged at the end of the epoch."""
+    noted = _Noted()
+    with on_device(module, device), evaluating(module, noted.log), nan_where_undefined(module):
+        for hook in hooks.before:
+            getattr(module, hook)()
+        metrics = _feed(module, feed)
+        values = {name: _value(module, value) for name, value in logged.items()}
+        for hook in hooks.after:
+            noted.hook = hook
+            getattr(module, hook)()
+        values |= {name: _value(module, value) for name, value in logged.items()}
+        for path in own:
+            metrics[path].reset()
+    return values | noted.values
+
+
+def _feed(module: LightningModule, feed: Feed) -> dict[str, Metric]:
+    metrics: dict[str, Any] = {}
+    for step, outputs, row in feed:
+        for event in step.events:
+            path = event.metric
+            if path is None:
+                continue
+            if path not in metrics:
+                metrics[path] = module.get_submodule(path)
+            if isinstance(event, MetricUpdate):
+                tensors = [output[row] for output in outputs[event.first : event.end]]
+                call = metrics[path] if event.forward else metrics[path].update
+                if event.positional:
+                    call(*tensors)
+                else:
+                    args, kwargs = join_tree(event.skeleton, tensors)
+                    call(*args, **kwargs)
+    return metrics
+
+
+def _value(module: LightningModule, value: float | str) -> float:
+    if not isinstance(value, str):
+        return value
+    computed: Any = module.get_submodule(value).compute()  # type: ignore[operator]
+    if not isinstance(computed, Tensor):
+        raise NotStacked(f"the metric {value!r} does not compute a tensor")
+    return float(computed)
+
+
+class _Noted:
+    """Collects what a module logs in its hooks."""
+
+    def __init__(self) -> None:
+        self.hook = ""
+        self.values: dict[str, float] = {}
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if not self.hook.endswith("_epoch_end") or name in self.values:
+            raise NotStacked(f"self.log({name!r}) is called before the epoch, or twice after it")
+        if plain_log(self.hook, name, *args, **kwargs).rule.logger:
+            self.values[name] = float(scalar(name, value, NotStacked))
+
 
 Answer = TypeVar("Answer")
 Kind = tuple[type, bool, str]

@@ -1,4 +1,7 @@
-"""Values that modules log in stacked steps, and the metrics that Lightning would have made of them for each client."""
+"""Values that modules log in stacked steps, and the metrics that Lightning would have made of them for each client.
+
+Running reductions of logged values, for many clients at once.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,51 @@ import numpy as np
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedlightning.fast.log_rules import STARTS, LogCall, log_call, scalar
-from fedlightning.stacked.reductions import Column
+from fedlightning.fast.log_sheet import STARTS, LogCall, log_call, scalar
+
+
+class Column:
+    """A value for each client under one logged name, reduced step by step in the order of the client's own steps.
+
+    The fast loop of one client keeps all values and reduces once an epoch (:func:`fedlightning.fast.log_sheet.reduce`),
+    in Lightning's own order. The clients of a stack take their steps in groups, so that here every step is added to the
+    rows of its clients.
+
+    Args:
+        clients: Number of clients.
+        reduction: `"mean"`, `"sum"`, `"min"`, `"max"`, or `"last"` for the value of the last step.
+        dtype: Type in which values are added up.
+
+    Attributes:
+        seen: Whether a client has logged a value, `(clients,)`.
+    """
+
+    def __init__(self, clients: int, reduction: str, dtype: Any = np.float64) -> None:
+        self._reduction = reduction
+        self._totals = np.full(clients, STARTS.get(reduction, 0.0), dtype=dtype)
+        self._weights = np.zeros(clients)
+        self.seen = np.zeros(clients, dtype=bool)
+
+    def add(self, rows: Sequence[int] | np.ndarray, values: np.ndarray, weight: int = 1) -> None:
+        """Add one step."""
+        totals, values = self._totals, values.astype(self._totals.dtype, copy=False)
+        self.seen[rows] = True
+        if self._reduction == "mean":
+            totals[rows] += values * totals.dtype.type(weight)
+            self._weights[rows] += weight
+        elif self._reduction == "sum":
+            totals[rows] += values
+        elif self._reduction == "last":
+            totals[rows] = values
+        else:
+            totals[rows] = (np.minimum if self._reduction == "min" else np.maximum)(totals[rows], values)
+
+    def values(self) -> list[float]:
+        """Return the reduced value of each client; without meaning for those not :attr:`seen`."""
+        if self._reduction != "mean":
+            return self._totals.tolist()
+        with np.errstate(all="ignore"):
+            return (self._totals / self._weights.astype(self._totals.dtype)).tolist()
 
 
 class StepLog:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from fedlightning.fast.step import hooks_of
+from fedlightning.fast.fit import hooks_of
 from fedlightning.stacked.stack import Rows, column, put, take
 
 Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]

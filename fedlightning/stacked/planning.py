@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
-from fedlightning.client.settings import LocalSettings
-from fedlightning.compat.attached import attached
+from fedlightning.client.requests import LocalSettings
+from fedlightning.compat.lightning_runs import attached
 from fedlightning.contract import Phase
 from fedlightning.stacked.trainees import Recipe
 from fedlightning.tensors.modules import optimizers_in

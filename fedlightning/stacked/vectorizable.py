@@ -16,18 +16,17 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import Metric
 
+from fedlightning.client.data_summary import take_first_batch
 from fedlightning.client.kept import Kept
-from fedlightning.client.local_data import take_first_batch
 from fedlightning.client.probes import move_batch
 from fedlightning.client.runtime import LocalRunner
-from fedlightning.compat.attached import takes_index
+from fedlightning.compat.lightning_runs import takes_index
 from fedlightning.contract import FederatedCallback, Stackable
 from fedlightning.errors import ConfigurationError
 from fedlightning.seeding import isolated
 from fedlightning.stacked import optimizers as stacked_optimizers
 from fedlightning.stacked.planning import Clock, quietly_attached, schedules_in
-from fedlightning.stacked.random import ClientDraws
-from fedlightning.stacked.stack import NotATreeError, Stack, join_tree, skeleton_key, split_tree
+from fedlightning.stacked.stack import ClientDraws, NotATreeError, Stack, join_tree, skeleton_key, split_tree
 from fedlightning.stacked.step import NoLossError, Place, StackedStep, gradients
 from fedlightning.tensors import module_state
 from fedlightning.tensors.modules import optimizers_in

@@ -2,6 +2,12 @@
 
 And reading them so that whatever their bytes are, they run no code, take no more memory than they are long, and fail with a
 sentence. The process that watches many runs reads and writes without torch, which is imported where tensors are.
+
+Files that others append to: how far they were when a state was saved, and whether they are still what they were.
+
+Tables of a run that grow by some rows a round, and of which a resumed run takes back what it writes again.
+
+Configurations as JSON, the same in every process, and a short hash of one.
 """
 
 from __future__ import annotations
@@ -12,7 +18,7 @@ import json
 import os
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from io import BufferedWriter
@@ -20,6 +26,52 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import yaml
+
+from fedlightning.compat import sheets
+from fedlightning.errors import warn
+
+
+def plain(config: dict[str, Any]) -> dict[str, Any]:
+    """Return `config` as JSON can hold it, the same in every process.
+
+    Example:
+        >>> plain({"classes": {2: "b", "a": 1}, "names": {"y", "x"}})
+        {'classes': {'2': 'b', 'a': 1}, 'names': ['x', 'y']}
+    """
+    return {name: json.loads(_plain(value)) for name, value in config.items()}
+
+
+def config_hash(config: Any) -> str:
+    """Return a short hash of a configuration."""
+    return hashlib.sha256(_plain(config).encode()).hexdigest()[:12]
+
+
+def _plain(value: Any) -> str:
+    return json.dumps(_with_text_keys(value), sort_keys=True, default=_stable)
+
+
+def _with_text_keys(value: Any) -> Any:
+    """Replace what JSON cannot take or sort: keys that are no texts, and sets, whose order differs between processes."""
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else _key(key): _with_text_keys(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_text_keys(entry) for entry in value]
+    if isinstance(value, set | frozenset):
+        return sorted(_plain(entry) if not isinstance(entry, str) else entry for entry in value)
+    return value
+
+
+def _key(key: Any) -> str:
+    return json.dumps(key) if key is None or isinstance(key, bool | int | float) else _stable(key)
+
+
+def _stable(value: Any) -> str:
+    """Return a text that is the same in every process: an object's text may hold addresses in memory."""
+    text = str(value)
+    if f"{id(value):x}" in text:
+        return f"{type(value).__module__}.{type(value).__qualname__}"
+    return re.sub(r"0x[0-9a-fA-F]+", "0x", text)
+
 
 ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TAKEN = (errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
@@ -305,3 +357,112 @@ def _in_short(error: Exception) -> str:
     found = re.search(r"WeightsUnpickler error: ([^\n]{1,200})", text) or re.match(r"(.{1,200}?)(?:\. |\n|$)", text)
     reason = found[1].strip().rstrip(".") if found is not None else ""
     return "it holds no tensors and plain values" if not reason or "eights only" in reason else reason
+
+
+Mark = dict[str, Any]
+"""What is known of a store when a state is saved, in plain values."""
+
+
+class Growing:
+    """A file that grows, and what is known of it without reading it again from its beginning.
+
+    Args:
+        path: The file.
+        has_header: It is a table, which is written anew when its first line changes.
+    """
+
+    def __init__(self, path: Path, has_header: bool = False) -> None:
+        self.path, self.has_header = path, has_header
+        self._begin(b"")
+
+    def _begin(self, header: bytes) -> None:
+        self._header, self._size, self._lines, self._sum = header, 0, 0, hashlib.sha256()
+
+    def __reduce__(self) -> Any:
+        """Copies and workers read the file themselves: a checksum under way cannot be pickled."""
+        return type(self), (self.path, self.has_header)
+
+    def mark(self) -> Mark:
+        """Return size and checksum of the file; of a table also its first line and the number of lines."""
+        if not self.path.exists():
+            self._begin(b"")
+        else:
+            with self.path.open("rb") as file:
+                header = file.readline() if self.has_header else b""
+                if header != self._header or self.path.stat().st_size < self._size:
+                    self._begin(header)
+                file.seek(self._size)
+                while block := file.read(1 << 20):
+                    self._lines += block.count(b"\n")
+                    self._size += len(block)
+                    self._sum.update(block)
+        table = {"lines": self._lines, "header": self._header.decode(errors="replace")}
+        return {"bytes": self._size, "sha256": self._sum.hexdigest()} | (table if self.has_header else {})
+
+
+def is_the_one(path: Path, mark: Mark) -> bool:
+    """Return whether a file begins with what it was at `mark`."""
+    return sha256(path, mark["bytes"]) == mark["sha256"]
+
+
+def set_aside(path: Path, name: str) -> None:
+    """Put a damaged log aside, and say so: the logger gets the run's scores again."""
+    os.replace(path, path.with_name(name))
+    warn(f"{path} is not what was logged: it is now called {name}, and the run's scores are logged again.")
+
+
+TAIL = 4096
+"""Bytes at the end of a file in which its last line is looked for."""
+
+
+def add_round(path: Path, columns: Sequence[str], number: int, rows: Iterable[Sequence[Any]]) -> None:
+    """Add a round's rows to a CSV table. Rows of this round and later ones, left by a run that was resumed, go.
+
+    Where there are none the rows are appended, so that a round costs what it adds. A last line that was cut off goes too.
+
+    Args:
+        path: The file; without one it begins.
+        columns: Its header. The first column is the round.
+        number: The round, from 1.
+        rows: The round's rows, the round first.
+
+    Raises:
+        UnwritableError: If it cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "rounds.csv"
+        >>> for number in (1, 2, 3, 2):  # resumed after round 1
+        ...     add_round(path, ["round", "client"], number, [(number, "a")])
+        >>> path.read_text().split()
+        ['round,client', '1,a', '2,a']
+    """
+    with writing(path):
+        if _ends_before(path, number):
+            with path.open("a", newline="") as file:
+                sheets.Writer(file).writerows(rows)
+            return
+        kept = _rows_before(path, len(columns), number)
+        with replacing(path) as beside, beside.open("w", newline="") as file:
+            sheets.Writer(file).writerows([columns, *kept, *rows])
+
+
+def _ends_before(path: Path, number: int) -> bool:
+    """Return True if the file is there, its last line is whole, and of a round before this one."""
+    if not path.exists():
+        return False
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - TAIL))
+        last = file.read().decode(errors="replace").splitlines(keepends=True)[-1:]
+    start = last[0].partition(",")[0] if last and last[0].endswith("\n") else ""
+    return start.isdecimal() and int(start) < number
+
+
+def _rows_before(path: Path, width: int, number: int) -> list[list[str]]:
+    """Return the rows of earlier rounds; not one that was cut off."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        rows = list(sheets.read_lines(file))[1:]
+    return [row for row in rows if len(row) == width and row[-1] and int(row[0]) < number]

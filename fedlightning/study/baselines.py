@@ -3,10 +3,54 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from fedlightning.study.runs import Run
+
+Sampling = Literal["training", "splits", "folds"]
+SAMPLED: Mapping[Sampling, str] = {
+    "training": "Intervals and p-values (paired t-test) are for this test set.",
+    "splits": "Their test sets overlap, so intervals and p-values are of the corrected resampled t-test (Nadeau & Bengio "
+    "2003).",
+    "folds": "Each tests another of disjoint folds of the same samples: intervals and p-values (paired t-test) are over "
+    "folds.",
+}
+"""What seeds change -> which test that takes, in a sentence."""
+
+
+def sampling(runs: Sequence[Run], split: str) -> Sampling:
+    """Return what the seeds of a study change: training alone, the split, or which fold of the data is tested.
+
+    Folds are known by the option `fold` or `..._fold` of the data, another at every seed, where the tested samples of all
+    seeds are no more than there are.
+    """
+    if len({fingerprint(run, split) for run in runs}) < 2:
+        return "training"
+    folds = {run.seed: fold for run in runs if (fold := _fold(run.config)) is not None}
+    tested = {run.seed: _samples(run, split) for run in runs}
+    disjoint = len(set(folds.values())) == len(tested) and sum(tested.values()) <= sum(
+        _samples(runs[0], one) for one in ("train", "val", "test")
+    )
+    return "folds" if disjoint else "splits"
+
+
+def test_share(runs: Sequence[Run], split: str) -> float:
+    """Return the mean over runs of samples tested for each that training and validation had; 1 if a run does not tell."""
+    shares = [
+        _samples(run, split) / given if (given := _samples(run, "train") + _samples(run, "val")) else 1.0
+        for run in runs
+    ]
+    return sum(share or 1.0 for share in shares) / len(shares)
+
+
+def _samples(run: Run, split: str) -> int:
+    return sum(held.get(split) or 0 for held in run.summary.get("data", {}).get("clients", {}).values())
+
+
+def _fold(config: Mapping[str, Any]) -> str | None:
+    given = (config.get("data") or {}).get("init_args") or {}
+    return next((str(value) for key, value in given.items() if key.split("_")[-1] == "fold"), None)
 
 
 def fingerprint(run: Run, split: str, by_size: bool = False) -> str:

@@ -31,7 +31,7 @@ class Comparison:
         split: `"test"` or `"val"`.
 
     Example:
-        >>> from fedlightning.scores.results import summarise
+        >>> from fedlightning.scores.metrics import summarise
         >>> from fedlightning.scores.rows import Row
         >>> comparison = Comparison()
         >>> for name, accuracies in {"Local": (0.5, 0.7), "APFL": (0.7, 0.9)}.items():

@@ -14,7 +14,7 @@ def ranks(studies: Mapping[str, StudyData], alpha: float = 0.05) -> dict[str, An
     """Rank the methods that every data set has by their deployed mean (1 is best, ties share a rank).
 
     Example:
-        >>> from fedlightning.scores.results import summarise
+        >>> from fedlightning.scores.metrics import summarise
         >>> from fedlightning.scores.rows import Row
         >>> from fedlightning.study.runs import Run
         >>> from fedlightning.study.study import Study

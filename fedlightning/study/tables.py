@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from fedlightning.compat import sheets
-from fedlightning.run.metrics import METRICS_MARK, MetricsFile
+from fedlightning.run.folder import METRICS_MARK, MetricsFile
 from fedlightning.storage.files import UnreadableError
 from fedlightning.study.runs import Run
 

@@ -7,19 +7,25 @@ know about one is the kind of each entry (`entry_kinds`).
 from fedlightning.tensors import ties
 from fedlightning.tensors.arithmetic import (
     add,
+    add_row,
+    as_reals,
     clone,
+    dense,
     distance,
     equal,
     first_nonfinite,
+    has_mean,
     interpolate,
+    narrow,
     select,
     subtract,
+    to_row,
+    widen,
     zeros_like,
 )
 from fedlightning.tensors.mean import WeightedMean
 from fedlightning.tensors.memory import pack, side_by_side
 from fedlightning.tensors.modules import EntryKind, State, entry_kinds, load_state, module_state, tied_names
-from fedlightning.tensors.reals import add_row, as_reals, dense, has_mean, narrow, to_row, widen
 
 __all__ = [
     "EntryKind",

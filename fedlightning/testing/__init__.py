@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlightning.catalogue import create
-from fedlightning.compat.quiet import quiet
+from fedlightning.compat.lightning_runs import quiet
 from fedlightning.contract import FederatedCallback
 from fedlightning.testing.checks import CHECKS
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedlightning.compat.quiet import quiet
+from fedlightning.compat.lightning_runs import quiet
 from fedlightning.contract import FederatedCallback
 from fedlightning.tensors import module_state, widen
 from fedlightning.testing.runs import deployed, server_of

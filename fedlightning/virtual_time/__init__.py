@@ -4,7 +4,7 @@ A :class:`VirtualClock` is a setting of an experiment, as the partition of the d
 availability, whose draws are addressed by client and visit. Nothing here waits, and nothing looks at the wall clock.
 """
 
-from fedlightning.virtual_time.asynchronous import Asynchronous
+from fedlightning.virtual_time.asynchronous import Asynchronous, DrawnStaleness
 from fedlightning.virtual_time.availability import (
     AlwaysAvailable,
     Availability,
@@ -13,7 +13,6 @@ from fedlightning.virtual_time.availability import (
     TraceAvailability,
 )
 from fedlightning.virtual_time.clock import VirtualClock
-from fedlightning.virtual_time.drawn_staleness import DrawnStaleness
 from fedlightning.virtual_time.link import DeviceLink, FixedLink, Link, LogNormalLink
 from fedlightning.virtual_time.speed import DeviceSpeed, FixedSpeed, LogNormalSpeed, SampleSpeed, Speed
 from fedlightning.virtual_time.wait_free import WaitFree

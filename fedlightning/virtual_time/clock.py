@@ -1,23 +1,190 @@
-"""The virtual clock of a federation."""
+"""The virtual clock of a federation.
+
+Synchronous rounds on a virtual clock: how long they last, who is late, who can be reached.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
+from fedlightning.client.record import ClientRecord
+from fedlightning.contract import POOLED, Change, Job
+from fedlightning.contract.messages import Message, Trip, Update, tree_bytes
+from fedlightning.engines.attempts import FederationError
+from fedlightning.engines.base import Engine
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.ranges import checked
-from fedlightning.server.round_clock import Clock
+from fedlightning.server.loop import left_behind
+from fedlightning.server.round_clock import Clock, RoundClock
+from fedlightning.server.server import Server
 from fedlightning.virtual_time.availability import AlwaysAvailable, Availability
+from fedlightning.virtual_time.in_flight import Planned
 from fedlightning.virtual_time.link import FixedLink, Link
 from fedlightning.virtual_time.settings import Described
 from fedlightning.virtual_time.speed import SampleSpeed, Speed
-from fedlightning.virtual_time.timing import RoundTimes
 
 if TYPE_CHECKING:
     from fedlightning.engines.base import Engine
     from fedlightning.server.server import Server
+
+
+@dataclass
+class RoundTimes(RoundClock):
+    """The clock of one round: its lists of jobs follow one another, the jobs of a list run side by side.
+
+    Attributes:
+        clock: Speeds, links and availability.
+        server: Keeps the time.
+        planned: Gives the training samples of a visit.
+        deadline: Seconds after which a list of jobs is over; infinity: never.
+        late: What a client does that would not be in time.
+        first: Number of updates that are waited for in a list of training jobs; `None`: all.
+        trips: What has happened, for the timeline.
+    """
+
+    takes_time = True
+
+    clock: VirtualClock
+    server: Server
+    planned: Planned
+    deadline: float
+    late: Literal["drop", "partial"]
+    first: int | None
+    trips: list[Trip] = field(default_factory=list)
+    _round_began: float = 0.0
+    _began: float = 0.0
+    _sent: list[tuple[Message, float]] = field(default_factory=list)  # with the seconds until it has computed
+    _seconds: list[float] = field(default_factory=list)
+    _reasons: list[str | None] = field(default_factory=list)  # why updates of the list are too late
+    _before: dict[str, ClientRecord] = field(default_factory=dict)  # of callbacks whose state moves with the server's
+
+    @classmethod
+    def of(
+        cls,
+        clock: VirtualClock,
+        server: Server,
+        engine: Engine,
+        deadline: float | None,
+        late: Literal["drop", "partial"],
+        first: int | None,
+    ) -> RoundTimes:
+        """Return the clock of a round that is about to begin, when somebody can be reached."""
+        waking = server.costs.virtual_time
+        if not any(clock.available(client, waking) for client in server.clients):
+            waking = min(clock.next_available(client, waking) for client in server.clients)
+        if math.isinf(waking):
+            raise FederationError(
+                f"Round {server.round + 1}: no client can be reached any more after {server.costs.virtual_time:g} virtual "
+                "seconds. Let the availability begin anew (period), or train for fewer rounds."
+            )
+        server.costs.virtual_time = waking
+        limit = math.inf if deadline is None else deadline
+        return cls(clock, server, Planned(engine), limit, late, first, _round_began=waking)
+
+    def is_reachable(self, client: str) -> bool:
+        return self.clock.available(client, self._round_began)
+
+    def begin(self, jobs: Iterable[Job | None]) -> list[Job | None]:
+        self._began, self._sent, self._seconds, self._reasons = self.server.costs.virtual_time, [], [], []
+        asked = [
+            job if job is None or job.client == POOLED or self.clock.available(job.client, self._began) else None
+            for job in jobs
+        ]
+        names = [callback.key for callback in self.server.callbacks.making(Change.IN_STEP)]
+        if names and (self.first is not None or not math.isinf(self.deadline)):
+            store = self.planned.engine.store
+            if not store.is_here:
+                raise ConfigurationError(
+                    f"{names[0]} keeps at a client what has to agree with the server's, so a late client keeps what it "
+                    "had; but here its records stay where it is. Leave out deadline and first (trainer.loop)."
+                )
+            here = [job.client for job in asked if job is not None and job.client != POOLED]
+            self._before = {client: ClientRecord(state=dict(store.get(client).state)) for client in here}
+        return asked
+
+    def leave_behind(self, client: str) -> None:
+        """Give a client whose update is too late the state back that has to agree with the server's."""
+        store, before = self.planned.engine.store, self._before.get(client)
+        if before is not None:
+            store.put(client, left_behind(self.server, before, store.get(client)))
+
+    def sent(self, messages: Iterable[Message]) -> Iterator[Message]:
+        for message in messages:
+            if self.late == "partial" and message.work != 0 and message.client != POOLED:
+                message.work = self._in_time(message)
+            self._sent.append((message, self._until_computed(message, message.work)))
+            yield message
+
+    def _until_computed(self, message: Message, work: int | None) -> float:
+        client, visit = message.client, message.visit
+        there = self.clock.download(client, visit, message.num_bytes)
+        clients = self.server.clients if client == POOLED else [client]
+        samples = 0.0 if work == 0 else sum(self.planned(one, work, message.round) for one in clients)
+        return there + self.clock.compute(client, visit, samples)
+
+    def _in_time(self, message: Message) -> int | None:
+        """Return the most work of a client that is in time, at least 1 (`None`: all of it)."""
+        usual = self.planned.engine.runner.settings.work
+        work, model = message.work or usual, self.server.models[message.model]
+        size = tree_bytes([model[name] for name in message.returns]) * (1 if message.links is None else message.links)
+        up = self.clock.upload(message.client, message.visit, size)
+        for less in range(work, 1, -1):
+            if self._until_computed(message, less) + up <= self.deadline:
+                return message.work if less == work else less
+        return message.work if work == 1 else 1
+
+    def arrivals(self, updates: Iterator[Update]) -> Iterator[tuple[Update, str | None]]:
+        told: Iterable[tuple[Update, str | None]]
+        if self.first is None:
+            told = ((update, self.came(number, update)) for number, update in enumerate(updates))
+        else:
+            held = list(updates)
+            told = zip(held, self.all_came(held), strict=True)
+        for update, reason in told:
+            self._reasons.append(reason)
+            if update.error is None and reason is not None:
+                self.leave_behind(update.client)
+            yield update, reason
+
+    def came(self, number: int, update: Update) -> str | None:
+        """Note an update of the list, and say why it is too late, if it is by the deadline."""
+        message, computed = self._sent[number]
+        up = 0.0 if update.error is not None else self.clock.upload(message.client, message.visit, update.num_bytes)
+        self._seconds.append(computed + up)
+        began, number = self._began, self.server.round
+        trip = Trip(number + 1, message.client, began, began + computed, began + computed + up, number)
+        if computed + up > self.deadline:
+            self.trips.append(trip.ended("late"))
+            return f"it took {computed + up:g} virtual seconds, and the deadline is {self.deadline:g}"
+        self.trips.append(trip.ended("failed" if update.error is not None else "taken"))
+        return None
+
+    def all_came(self, updates: Sequence[Update]) -> list[str | None]:
+        """Note all updates of a list at once, where the first ones suffice. Return why each is too late, or `None`."""
+        place, reasons = len(self.trips), [self.came(number, update) for number, update in enumerate(updates)]
+        trains = [message.work != 0 for message, _ in self._sent]
+        good = [n for n, update in enumerate(updates) if trains[n] and update.error is None and reasons[n] is None]
+        assert self.first is not None
+        ranked = sorted(good, key=lambda n: (self._seconds[n], n))
+        for n in ranked[self.first :]:
+            reasons[n] = f"the first {self.first} updates suffice, and it came after them"
+            self.trips[place + n] = self.trips[place + n].ended("late")
+        if len(ranked) >= self.first:  # nobody else is waited for
+            last = self._seconds[ranked[self.first - 1]]
+            self._seconds = [min(s, last) if trains[n] else s for n, s in enumerate(self._seconds)]
+        return reasons
+
+    def end(self) -> None:
+        """End a list of jobs: the clock goes on to the last update that is waited for, at most to the deadline."""
+        self.server.costs.virtual_time = self._began + min(max(self._seconds, default=0.0), self.deadline)
+        if self._reasons and all(reason is not None for reason in self._reasons):
+            warn(
+                f"Round {self.server.round + 1}: none of {len(self._reasons)} updates came before the deadline of "
+                f"{self.deadline:g} virtual seconds; the model stays as it is."
+            )
 
 
 class VirtualClock(Described, Clock):

@@ -11,8 +11,7 @@ from fedlightning.compat import sheets
 from fedlightning.contract.messages import Trip, Update
 from fedlightning.scores.rows import Row
 from fedlightning.server.parts import Part
-from fedlightning.storage.files import writing
-from fedlightning.storage.round_table import add_round
+from fedlightning.storage.files import add_round, writing
 
 if TYPE_CHECKING:
     from fedlightning.server.federation import Federation

@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from fedlightning.wire.container import VERSION, Limits, WireError, pack, unpack
-from fedlightning.wire.objects import KINDS, Objects
-from fedlightning.wire.tree import TreeReader, TreeWriter
+from fedlightning.wire.tree import KINDS, Objects, TreeReader, TreeWriter
 
 __all__ = ["KINDS", "VERSION", "Limits", "WireError", "read", "write"]
 

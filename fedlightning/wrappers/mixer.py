@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from fedlightning.compat.attached import takes_index
+from fedlightning.compat.lightning_runs import takes_index
 from fedlightning.seeding import isolated
 from fedlightning.wrappers.mixing import AddedParametersMixin, Mixin, mix, mixins_of, unmix, user_class
 from fedlightning.wrappers.muting import frozen_buffers, muted

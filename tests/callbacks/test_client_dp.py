@@ -37,7 +37,7 @@ from fedlightning.engines.attempts import FederationError
 from fedlightning.errors import ConfigurationError
 from fedlightning.options import FailurePolicy
 from fedlightning.privacy.release import FILE
-from fedlightning.server.loops import Synchronous
+from fedlightning.server.loop import Synchronous
 from fedlightning.virtual_time import Asynchronous, SampleSpeed, VirtualClock
 from tests.helpers import NormNet, Toy, federate, global_state, make_trainer, same, toy_data
 

@@ -20,7 +20,7 @@ from fedlightning.callbacks import (
     LocalAdaptation,
 )
 from fedlightning.contract.messages import Update
-from fedlightning.server.loops import Synchronous
+from fedlightning.server.loop import Synchronous
 from fedlightning.tensors import module_state, select
 from fedlightning.topology import contraction
 from fedlightning.virtual_time import FixedLink, FixedSpeed, VirtualClock

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from fedlightning.callbacks import FedALA, FedAvg, FedPer, FedProx, PLayerFL
-from fedlightning.client.session import open_client
+from fedlightning.client.visit import open_client
 from fedlightning.contract import Job
 from fedlightning.tensors import module_state, select
 from tests.callbacks.common import HEAD, MAKES, SIZES, deployed

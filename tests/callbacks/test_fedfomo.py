@@ -9,7 +9,7 @@ import torch
 
 from fedlightning.callbacks import FedAdam, FedFomo, FedPer, FedProx, Local
 from fedlightning.callbacks.fedfomo import first_order_weights, score
-from fedlightning.client.session import open_client
+from fedlightning.client.visit import open_client
 from fedlightning.contract import Job
 from fedlightning.tensors import module_state
 from tests.conformance.case import NO_PLAIN_FORM, Case, Kept

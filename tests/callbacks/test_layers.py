@@ -10,7 +10,7 @@ from scipy import stats
 
 from fedlightning.callbacks import Sensitivity
 from fedlightning.callbacks.diagnostics import layer_figures, layer_rows, layers
-from fedlightning.callbacks.diagnostics.layer_rows import LayerRow
+from fedlightning.callbacks.diagnostics.layer_values import LayerRow
 
 EXAMPLE = (1.0, 0.2, 0.1, 2.7, 1.0)  # F = 1, 1.2, 1.3, 4, 5: the sheet's example
 NAMES = [f"net.l{k}" for k in range(1, 6)]

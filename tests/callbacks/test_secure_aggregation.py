@@ -36,7 +36,7 @@ from fedlightning.contract import Job
 from fedlightning.contract.messages import Update
 from fedlightning.engines.attempts import FederationError
 from fedlightning.options import FailurePolicy, Processes, Ray
-from fedlightning.server.loops import Synchronous
+from fedlightning.server.loop import Synchronous
 from fedlightning.server.server import Server
 from fedlightning.virtual_time import Asynchronous
 from tests.conformance.case import Case

@@ -10,11 +10,10 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from fedlightning.assemble import CLIENT_PARTS
 from fedlightning.callbacks import SCAFFOLD
-from fedlightning.client.blueprint import Blueprint
-from fedlightning.client.client_parts import ClientParts
-from fedlightning.client.fitters import FitterChoice, LightningFitter
+from fedlightning.client.blueprint import Blueprint, ClientParts
+from fedlightning.client.fit import FitterChoice, LightningFitter
+from fedlightning.client.requests import LocalSettings
 from fedlightning.client.runtime import LocalRunner
-from fedlightning.client.settings import LocalSettings
 from fedlightning.contract import CallbackList
 from fedlightning.errors import ConfigurationError
 from fedlightning.parallel.worker import Switches, parts_of, take_over

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from torchmetrics import Metric, MetricCollection, regression
 from torchmetrics import classification as of
 
-from fedlightning.client.undefined_metrics import nan_where_undefined
+from fedlightning.client.logged_metrics import nan_where_undefined
 from fedlightning.scores.table import print_results
 from tests.helpers import FEATURES, Toy, make_trainer, toy_data
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from fedlightning.client.work import VisitWork
+from fedlightning.client.record import VisitWork
 
 
 def fitted(steps, attempts, contributed=True, **sums):

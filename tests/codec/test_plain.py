@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fedlightning.codec.class_names import UntrustedError
+from fedlightning.codec.allowed import UntrustedError
 from fedlightning.codec.plain import TAG, NotPlainError, decode, encode, native
 from fedlightning.codec.values import BY_NAME
 

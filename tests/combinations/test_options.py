@@ -40,8 +40,7 @@ from fedlightning.callbacks.attacks import ModelReplacement
 from fedlightning.contract import FederatedCallback
 from fedlightning.engines.attempts import FederationError
 from fedlightning.errors import ConfigurationError
-from fedlightning.ranges.annotations import ranges_in
-from fedlightning.ranges.checking import _annotations as annotations_of
+from fedlightning.ranges.annotations import _annotations, ranges_in
 from fedlightning.testing.pairs import difference
 from fedlightning.testing.runs import server_of
 from tests.combinations.scenes import CALLBACKS, Refused, Scene, results
@@ -100,6 +99,7 @@ INERT: dict[str, dict[str, str]] = {
         "FedET": "batch_size",
         "FLTrust": "batch_size",
         "FedGH": "server_batch_size",
+        "FedMD": "digest_batch_size",
     },
     "a split, a threshold, a slot or a tie of so small a run never comes to it": {
         "CFL": "eps1 eps2 gap start_round min_size",
@@ -119,6 +119,8 @@ INERT: dict[str, dict[str, str]] = {
         "FederatedEarlyStopping": "stage patience criterion",
         "LocalCheckpoint": "min_samples",
         "FedMultimodal": "holders_only",
+        "FedSoft": "sigma",
+        "Harmony": "num_clusters",
         "PLayerFLRandom": "clamp",
         "PIFL": "gamma max_evaluations",
         "TIFF": "performance_slots random_slots gamma max_evaluations",
@@ -163,7 +165,7 @@ def other_values(kind: type, name: str, value: Any) -> list[Any]:
 
 def all_of(cls: type) -> dict[str, Any]:
     """Return what the annotations of a constructor say."""
-    return annotations_of(inspect.unwrap(vars(cls)["__init__"]), plain=True)
+    return _annotations(inspect.unwrap(vars(cls)["__init__"]), plain=True)
 
 
 def left_by(callback: FederatedCallback) -> tuple[list[str], Any]:

@@ -8,7 +8,7 @@ import tempfile
 from multiprocessing import util
 from pathlib import Path
 
-from fedlightning.compat.loader_workers import LONGEST, short_sockets, short_temporary_folder
+from fedlightning.compat.system import LONGEST, short_sockets, short_temporary_folder
 from tests.processes import forked
 
 

@@ -12,10 +12,9 @@ import pytest
 import fedlightning
 from fedlightning.callbacks.shared.memberships import read_memberships
 from fedlightning.compat import sheets
-from fedlightning.run.metrics import MetricsFile
-from fedlightning.scores.row_files import read_part, read_rows, write_rows
-from fedlightning.scores.rows import Row
-from fedlightning.storage.round_table import add_round
+from fedlightning.run.folder import MetricsFile
+from fedlightning.scores.rows import Row, read_part, read_rows, write_rows
+from fedlightning.storage.files import add_round
 from fedlightning.study.export import as_csv
 
 FORMULAS = ["=HYPERLINK(1)", "+1+1", "-2+3", "@SUM(A1)", "\t=1", "\r=1", " =1", "'=1", "''=1", "-", "=", "'"]

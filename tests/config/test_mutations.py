@@ -12,7 +12,7 @@ import yaml
 from fedlightning.cli import main
 from fedlightning.commands.run import Commands
 from fedlightning.config.errors import InputError
-from fedlightning.config.parsing import FederatedCLI
+from fedlightning.config.parsing import CommandLine
 from fedlightning.config.value_checks import check_values
 from fedlightning.trainer import FederatedTrainer
 
@@ -234,7 +234,7 @@ def test_texts_may_look_like_such_numbers(capsys: pytest.CaptureFixture[str]) ->
     texts = {"version": "1_0", "name": "010", "held_out": ["08", "１", "0:30"]}
     config = BASE | {"trainer": BASE["trainer"] | texts}
     Path("c.yaml").write_text(yaml.safe_dump(config))
-    written = FederatedCLI.run_config(Commands("fit", ["--config", "c.yaml"]))
+    written = CommandLine.run_config(Commands("fit", ["--config", "c.yaml"]))
     assert {name: yaml.safe_load(written)["trainer"][name] for name in texts} == texts
     Path("c.yaml").write_text(written, encoding="utf-8")
-    assert FederatedCLI.run_config(Commands("fit", ["--config", "c.yaml"])) == written
+    assert CommandLine.run_config(Commands("fit", ["--config", "c.yaml"])) == written

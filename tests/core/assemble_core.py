@@ -17,8 +17,8 @@ from lightning.pytorch import LightningModule
 
 from fedlightning import callbacks
 from fedlightning.client.blueprint import Blueprint
+from fedlightning.client.requests import LocalSettings
 from fedlightning.client.runtime import LocalRunner
-from fedlightning.client.settings import LocalSettings
 from fedlightning.contract import CallbackList, FederatedCallback
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner
 from fedlightning.datamodules.base import FederatedDataModule

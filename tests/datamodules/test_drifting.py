@@ -25,7 +25,7 @@ from fedlightning.datamodules.held_out import without
 from fedlightning.models import MLP, Classifier
 from fedlightning.onboarding.onboarding import Onboarding
 from fedlightning.options import Evaluation, FailurePolicy, Processes
-from fedlightning.server.synchronous import Synchronous
+from fedlightning.server.loop import Synchronous
 from fedlightning.sites.link import connected
 from fedlightning.sites.remote_data import DataElsewhere
 from fedlightning.sites.site import Site

@@ -11,7 +11,7 @@ from torch.utils.data import (
 )
 
 from fedlightning.datamodules import AddressedSampler, LoaderDataModule
-from fedlightning.datamodules.resident import ResidentBatches, resident_batches
+from fedlightning.datamodules.indexed import ResidentBatches, resident_batches
 from tests.helpers import Toy, make_trainer
 
 
@@ -51,7 +51,7 @@ def test_other_loaders_are_left_as_they_are(shuffle):
 @pytest.mark.parametrize(
     ("loader", "sentence"),
     [
-        (CombinedLoader({"x": DataLoader(data())}), "is a CombinedLoader of several loaders.*ConcatDataset"),
+        (CombinedLoader({"x": DataLoader(data())}, "sequential"), "is a CombinedLoader .*(mode 'seq|ConcatDataset)"),
         ({"x": DataLoader(data())}, "is a dict of several loaders"),
         ([DataLoader(data()), DataLoader(data())], "is a list of several loaders"),
         (data(), "is a TensorDataset(. A client has one torch DataLoader|, which has no batches. Pass DataLoader)"),

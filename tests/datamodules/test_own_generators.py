@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 import fedlightning
-from fedlightning.datamodules.own_generators import going_on, readdress, seed_in_workers
+from fedlightning.datamodules.sampling import going_on, readdress, seed_in_workers
 from fedlightning.options import Processes
 from tests.helpers import Toy, differs, global_state, make_trainer, mostly_slow, same
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from fedlightning.datamodules import ArrayDataset, ArrayFederatedDataModule, PowerLawPartitioner, describe
-from fedlightning.datamodules.images.base import scale_of_pixels
+from fedlightning.datamodules.image_sets import scale_of_pixels
 
 MNIST = [6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958]
 LABELS = np.repeat(np.arange(10), MNIST)

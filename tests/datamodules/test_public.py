@@ -22,7 +22,7 @@ from fedlightning.datamodules import (
 )
 from fedlightning.datamodules.another import share_of
 from fedlightning.datamodules.base import SPLITS, FederatedDataModule
-from fedlightning.datamodules.overlap import content_hash
+from fedlightning.datamodules.groups import content_hash
 from fedlightning.datamodules.public import PairedBatch, public_loader
 
 IID = IIDPartitioner(3)

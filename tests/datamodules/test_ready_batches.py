@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from fedlightning.callbacks import FedGKT, FedLC, FedType, SampleDP
 from fedlightning.datamodules import LoaderDataModule
-from fedlightning.datamodules.ready_batches import samples_in, samples_of
+from fedlightning.datamodules.sampling import samples_in, samples_of
 from fedlightning.options import Evaluation
 from tests.helpers import Toy, federate, global_state, make_trainer, same, samples, spied
 

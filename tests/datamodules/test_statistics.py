@@ -18,7 +18,7 @@ from fedlightning.datamodules.statistics import (
     standardised,
     words_of,
 )
-from fedlightning.server.data_statistics import total
+from fedlightning.server.population import total
 
 
 @pytest.mark.parametrize("centre, spread", [(60, 12), (0, 1e-3), (1e5, 1.0)])

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from fedlightning.datamodules import SyntheticDevicesDataModule
-from fedlightning.datamodules.synthetic_devices import draw_devices
+from fedlightning.datamodules.synthetic import draw_devices
 
 
 def by_device(values, sizes):

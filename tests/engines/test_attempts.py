@@ -223,7 +223,7 @@ class Arms(Names):
 def test_code_that_cannot_be_interrupted_takes_the_process_with_it(tmp_path):
     code = """
 import signal, threading
-from fedlightning.engines import watchdog
+from fedlightning.guards import watchdog
 from fedlightning.engines.attempts import Attempts
 from fedlightning.assemble import assemble
 from fedlightning.options import FailurePolicy

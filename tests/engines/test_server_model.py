@@ -14,9 +14,9 @@ import fedlightning  # noqa: F401  before lightning
 # isort: split
 from fedlightning.callbacks import FML, FedAvg
 from fedlightning.client.blueprint import Blueprint
-from fedlightning.client.settings import LocalSettings
+from fedlightning.client.requests import LocalSettings
 from fedlightning.contract import CallbackList
-from fedlightning.engines.server_model import ServerModel
+from fedlightning.engines.score_tasks import ServerModel
 from fedlightning.models import ClientModels
 from fedlightning.tensors import module_state
 from fedlightning.wrappers.pair import shared_of

@@ -20,7 +20,7 @@ from fedlightning.experiments.children import Outcome
 from fedlightning.experiments.execute import Task, execute
 from fedlightning.experiments.progress import Estimate, View, duration, rounds_begun
 from fedlightning.experiments.study_file import StudyFile, only_one
-from fedlightning.scores.row_files import read_rows
+from fedlightning.scores.rows import read_rows
 from tests.experiments.tiny import HERE, small
 
 COMMON = ["--baselines", "none", "--no-report"]

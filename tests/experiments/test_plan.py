@@ -166,7 +166,7 @@ def test_what_varies_can_be_chosen(tmp_path):
             "trainer: {max_round: 3}",
             r"third \(.*a.yaml \+ third.yaml\): trainer has no option 'max_round'. Did you mean max_rounds",
         ),
-        pytest.param("trainer: {max_rounds: 0}", "third .*max_rounds=0 must be a whole number", marks=pytest.mark.slow),
+        pytest.param("trainer: {max_rounds: 0}", "third .*max_rounds=0.*whole number", marks=pytest.mark.slow),
         pytest.param(
             "data: {class_path: MNISTDataModule, init_args: {root: nowhere}}",
             "third .*MNISTDataModule did not find",

@@ -16,7 +16,7 @@ from fedlightning.cli import main
 from fedlightning.config.errors import InputError
 from fedlightning.experiments.methods import Method
 from fedlightning.experiments.ray_runner import ray_options, refuse_ray_within
-from fedlightning.parallel import ray_cluster
+from fedlightning.parallel import ray as ray_cluster
 from tests.experiments.tiny import HERE, small
 
 RAY = ["--runner=ray"]

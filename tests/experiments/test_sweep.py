@@ -15,8 +15,7 @@ from fedlightning.experiments.methods import without_place
 from fedlightning.experiments.plan import make_plan
 from fedlightning.experiments.space import combinations, parse_grid, parse_search, split_values
 from fedlightning.experiments.sweep import Proposals, Trial, objective, override, ranked
-from fedlightning.scores.row_files import read_rows
-from fedlightning.scores.rows import Row
+from fedlightning.scores.rows import Row, read_rows
 from tests.experiments.tiny import HERE, request, small
 
 
@@ -91,7 +90,7 @@ def test_proposals_are_the_same_for_the_same_seed_and_answers():
 # -- the choice --------------------------------------------------------------------------------------------------------
 def write_run(folder: Path, rows: list[tuple[str, str, str, str, float | None, int]], validating: list[str]) -> Path:
     """A finished run's summary of (model, stage, checkpoint, client, value, samples)."""
-    from fedlightning.scores.results import summarise
+    from fedlightning.scores.metrics import summarise
 
     made = [
         Row(1, s, m, c, "local", "val", client, "val_loss", math.nan if v is None else v, n)

@@ -25,8 +25,8 @@ from torchmetrics import Accuracy
 from fedlightning.assemble import CLIENT_PARTS
 from fedlightning.callbacks import APFL, SCAFFOLD, FedProx, FedRep
 from fedlightning.client.blueprint import Blueprint
-from fedlightning.client.scorer import Scorer
-from fedlightning.client.settings import LocalSettings
+from fedlightning.client.requests import LocalSettings
+from fedlightning.client.runtime import Scorer
 from fedlightning.contract import CallbackList
 from fedlightning.fast.module_copier import Copier
 from tests.helpers import CLASSES, NormNet, Spy, Toy, make_trainer, samples, spied, toy_data
@@ -37,7 +37,7 @@ from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, Timer
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from fedlightning.datamodules import ArrayDataset
-from fedlightning.datamodules.resident import ResidentBatches, SampledBatches, resident_batches
+from fedlightning.datamodules.indexed import ResidentBatches, SampledBatches, resident_batches
 
 CPU = torch.device("cpu")
 SIZES = [22, 40, 15]  # the last batches are ragged: of 6, 8 and 7

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedlightning.fast.row_table import RowTable
+from fedlightning.fast.evaluation import RowTable
 from fedlightning.scores.rows import Row
 
 

@@ -14,8 +14,7 @@ from fedlightning.algorithm import ClientSelection, Extra, Facts, Wire
 from fedlightning.callbacks import SCAFFOLD, FedAsync, FedAvg
 from fedlightning.engines.attempts import FederationError
 from fedlightning.errors import ConfigurationError
-from fedlightning.guards.update_checks import UpdateChecks
-from fedlightning.guards.update_norms import FACTOR, TINY, WINDOW, Norms, norm_of_sent
+from fedlightning.guards.update_checks import FACTOR, TINY, WINDOW, Norms, UpdateChecks, norm_of_sent
 from fedlightning.options import FailurePolicy
 from fedlightning.virtual_time import Asynchronous, SampleSpeed, VirtualClock
 from tests.helpers import CLASSES, FEATURES, NormNet, Toy, federate, make_trainer, part_of, same, toy_data

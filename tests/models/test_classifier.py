@@ -21,7 +21,7 @@ from fedlightning import FederatedTrainer
 from fedlightning.callbacks import FedAvg
 from fedlightning.datamodules import DigitsDataModule, IIDPartitioner
 from fedlightning.models import MLP, Classifier, DigitsCNN, LogisticRegression, SmallTransformer, TinyNet
-from fedlightning.models.labels import check_labels
+from fedlightning.models.classifier import check_labels
 
 
 def loader(x: Tensor, y: Tensor, batch_size: int = 16) -> DataLoader[Any]:

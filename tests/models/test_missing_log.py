@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from fedlightning.models import MLP, Classifier
-from fedlightning.models.missing_log import MissingLogClassifier
+from fedlightning.models.classifier import MissingLogClassifier
 
 
 def test_loss_is_nll_of_probabilities_and_scores_are_those_of_cross_entropy() -> None:

@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedlightning.models import CoxRegressor, LogisticRegression, SurvivalMetrics
-from fedlightning.models.survival_metrics import concordance, cox_loss, stratified_c_index, uno_concordance
+from fedlightning.models.survival import concordance, cox_loss, stratified_c_index, uno_concordance
 from tests.helpers import make_trainer
 
 

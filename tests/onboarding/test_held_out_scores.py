@@ -27,7 +27,7 @@ from fedlightning.callbacks import (
     LocalAdaptation,
     LocalCheckpoint,
 )
-from fedlightning.client.settings import limited  # noqa: F401
+from fedlightning.client.data_summary import limited  # noqa: F401
 from fedlightning.contract import FederatedCallback
 from fedlightning.errors import ConfigurationError
 from fedlightning.options import Evaluation, Processes

@@ -15,7 +15,7 @@ from fedlightning.cli import main
 from fedlightning.contract import FederatedCallback
 from fedlightning.errors import ConfigurationError
 from fedlightning.options import Evaluation, Processes
-from fedlightning.scores.row_files import read_rows
+from fedlightning.scores.rows import read_rows
 from fedlightning.tensors import module_state
 from fedlightning.testing.runs import assert_same, same_tree
 from fedlightning.testing.toys import ToyData as CheckData
@@ -129,7 +129,7 @@ def test_a_run_from_its_folder(tmp_path):
         ({"newcomers": toy_data(NEW), "clients": []}, "names no client"),
         ({"newcomers": toy_data(NEW), "clients": "xy"}, "must be a list"),
         ({"newcomers": toy_data(NEW), "epochs": -1}, "must be a whole number"),
-        ({"newcomers": [1, 2]}, "does not know which client"),
+        ({"newcomers": [1, 2]}, "does not say which client"),
         ({"newcomers": toy_data({"x": 0}, val=0, test=0)}, r"None of the new clients \(x\) has a sample"),
         ({"newcomers": toy_data(NEW, val=0, test=0), "epochs": 0}, "none of x, y has validation or test data"),
     ],
@@ -211,7 +211,7 @@ def test_a_call_that_is_cut_off_leaves_what_was_there(tmp_path, monkeypatch):
         raise Killed
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr("fedlightning.deployment.tasks.Exporter.save", killed)
+        patch.setattr("fedlightning.deployment.export.Exporter.save", killed)
         trainer.onboard(toy_data(NEW), epochs=2, verbose=False)
     assert all(path.read_bytes() == content for path, content in before.items())
     with monkeypatch.context() as patch, pytest.raises(Killed):

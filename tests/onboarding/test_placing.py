@@ -15,7 +15,7 @@ from fedlightning.contract import FederatedCallback
 from fedlightning.errors import ConfigurationError
 from fedlightning.onboarding.onboarding import placing_callback
 from fedlightning.options import Processes
-from fedlightning.scores.row_files import read_rows
+from fedlightning.scores.rows import read_rows
 from fedlightning.tensors import module_state
 from fedlightning.testing.runs import same_tree
 from tests.callbacks.common import Breaks, Plain, flat, start_of

@@ -23,7 +23,7 @@ from fedlightning.options import (
     Vectorized,
 )
 from fedlightning.options.replaced import REPLACED
-from fedlightning.storage.config_hash import config_hash
+from fedlightning.storage.files import config_hash
 
 MODEL = [
     "--model=Classifier",

@@ -32,14 +32,14 @@ from fedlightning.callbacks import (
     PLayerFL,
 )
 from fedlightning.client.blueprint import Blueprint
+from fedlightning.client.requests import LocalSettings
 from fedlightning.client.runtime import LocalRunner
-from fedlightning.client.settings import LocalSettings
 from fedlightning.contract import CallbackList
 from fedlightning.engines.attempts import FederationError
 from fedlightning.engines.records import ClientStore
 from fedlightning.errors import ConfigurationError
 from fedlightning.options import Evaluation, Processes
-from fedlightning.parallel import processes, scheduling
+from fedlightning.parallel import scheduling
 from fedlightning.parallel.arena import RemoteTraceback
 from fedlightning.parallel.pool import UnpicklableError, own_gpu
 from fedlightning.testing.toys import ToyData
@@ -363,10 +363,10 @@ def test_tasks_are_drawn_as_far_ahead_as_answers_may_be_held(engine: Any, larges
 def test_the_longest_start_first_once_all_are_seen(engine: Any) -> None:
     list(engine.map([Work(0), Work(1)]))  # both workers are there
     given = []
-    give = processes.Worker.give
+    give = scheduling.Worker.give
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            processes.Worker, "give", lambda self, task, *rest: (given.append(task.name), give(self, task, *rest))[1]
+            scheduling.Worker, "give", lambda self, task, *rest: (given.append(task.name), give(self, task, *rest))[1]
         )
         seconds = [0.0, 0.01, 0.2, 0.1]
         answers = [name for name, *_ in engine.map(Work(n, seconds=s) for n, s in enumerate(seconds))]

@@ -21,8 +21,8 @@ pytest.importorskip("ray")
 from fedlightning.assemble import make_engine
 from fedlightning.callbacks import FENDA, SCAFFOLD, FedAvg, FedMD, LocalCheckpoint
 from fedlightning.client.blueprint import Blueprint
+from fedlightning.client.requests import LocalSettings
 from fedlightning.client.runtime import LocalRunner
-from fedlightning.client.settings import LocalSettings
 from fedlightning.contract import CallbackList
 from fedlightning.datamodules import DigitsDataModule, DriftingDataModule, IIDPartitioner, ShiftedDataModule
 from fedlightning.engines.attempts import FederationError
@@ -30,7 +30,7 @@ from fedlightning.engines.records import ClientStore
 from fedlightning.errors import ConfigurationError
 from fedlightning.models import MLP, Classifier
 from fedlightning.options import Evaluation, Ray
-from fedlightning.parallel import ray_cluster
+from fedlightning.parallel import ray as ray_cluster
 from fedlightning.parallel.arena import RemoteTraceback
 from fedlightning.testing.toys import ToyData
 from fedlightning.testing.toys import federate as federate_toy

@@ -20,8 +20,9 @@ import ray
 
 from fedlightning.engines.attempts import FederationError
 from fedlightning.errors import ConfigurationError
+from fedlightning.parallel import ray as ray_cluster
 from fedlightning.parallel import ray as ray_engine
-from fedlightning.parallel import ray_cluster, ray_start, ray_sweep
+from fedlightning.parallel import ray_start, ray_sweep
 from tests.helpers import mostly_slow
 from tests.parallel.test_processes import alive, wait_until
 

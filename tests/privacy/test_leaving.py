@@ -12,10 +12,8 @@ from fedlightning.assemble import CLIENT_PARTS
 from fedlightning.callbacks import FENDA, SCAFFOLD, FedBN, FedPer, FedRep, LGFedAvg, PLayerFL
 from fedlightning.catalogue import ALGORITHMS
 from fedlightning.catalogue.algorithm import WHOLE
-from fedlightning.client.blueprint import Blueprint
-from fedlightning.client.client_parts import ClientParts
-from fedlightning.client.requests import Evaluate
-from fedlightning.client.settings import LocalSettings
+from fedlightning.client.blueprint import Blueprint, ClientParts
+from fedlightning.client.requests import Evaluate, LocalSettings
 from fedlightning.contract import POOLED, CallbackList, FederatedCallback, ModelSelection, Protection
 from fedlightning.contract.messages import Extra, Message, Wire
 from fedlightning.errors import ConfigurationError

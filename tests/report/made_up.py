@@ -9,10 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fedlightning.callbacks.diagnostics.layer_rows import LayerRow, write_layers
-from fedlightning.scores.results import summarise
-from fedlightning.scores.row_files import write_rows
-from fedlightning.scores.rows import Row
+from fedlightning.callbacks.diagnostics.layer_values import LayerRow, write_layers
+from fedlightning.scores.metrics import summarise
+from fedlightning.scores.rows import Row, write_rows
 
 CALLBACKS = {"siloed": "Local", "fedavg": "FedAvg", "central": "Central"}
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import fedlightning
-from fedlightning.codec.class_names import look_up, path_of
+from fedlightning.codec.allowed import look_up, path_of
 from fedlightning.codec.modules import from_tree, to_tree
 from fedlightning.codec.plain import TAG
 from fedlightning.deployment.checkpoints import Exporter
@@ -141,7 +141,7 @@ def evil(victim: Path) -> dict[str, Any]:
         "writer": partial_of(WRITER, leaf, "evil"),
         "mkdir": partial_of("os:mkdir", str(victim)),
         "load": name_of("fedlightning:load"),
-        "timm": partial_of("fedlightning.models.timm_bridge:TimmNet", "hf-hub:a/b", 2, pretrained=True),
+        "timm": partial_of("fedlightning.models.bridges:TimmNet", "hf-hub:a/b", 2, pretrained=True),
         "hooks": object_of(plain, own_state() | {"_forward_hooks": {0: relu}}),
         "call": object_of(plain, own_state() | {"_compiled_call_impl": relu}),
         "method": object_of(plain, own_state() | {"train": relu}),

@@ -12,7 +12,7 @@ from fedlightning.algorithm import Facts
 from fedlightning.callbacks import SCAFFOLD, LocalCheckpoint
 from fedlightning.errors import DamagedStateError
 from fedlightning.resume.state_files import BEFORE, MANIFEST
-from fedlightning.run.metrics import DamagedMetricsError
+from fedlightning.run.folder import DamagedMetricsError
 from tests.helpers import Toy, make_trainer, same, toy_data
 
 

@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedlightning.callbacks import SCAFFOLD, FedAvgM, FedProx, GlobalCheckpoint, LocalCheckpoint
 from fedlightning.client.data_summary import describe
 from fedlightning.options import Evaluation, Processes, Sequential
-from fedlightning.resume.fingerprint import ARGUMENTS as FIXED
-from fedlightning.resume.fingerprint import DETAILS, differences, fingerprint
-from fedlightning.storage.config_hash import plain
+from fedlightning.resume.config_changes import ARGUMENTS as FIXED
+from fedlightning.resume.config_changes import DETAILS, differences, fingerprint
+from fedlightning.storage.files import plain
 from fedlightning.testing.toys import ToyData, federate
 from tests.helpers import Toy, make_trainer, toy_data
 
@@ -169,7 +169,7 @@ values = {
 
 @pytest.mark.slow
 def test_values_that_json_cannot_take_are_the_same_in_the_next_process():
-    code = ODD + "import json; from fedlightning.storage.config_hash import plain; print(json.dumps(plain(values)))"
+    code = ODD + "import json; from fedlightning.storage.files import plain; print(json.dumps(plain(values)))"
     environment = os.environ | {"PYTHONHASHSEED": "7"}
     root = Path(__file__).parents[2]
     there = subprocess.run(

@@ -18,17 +18,17 @@ from hypothesis import strategies as st
 import fedlightning
 
 # isort: split
-from fedlightning.codec.class_names import UntrustedError
-from fedlightning.codec.collisions import slow_keys
+from fedlightning.codec.allowed import UntrustedError
 from fedlightning.codec.modules import from_tree, to_tree
 from fedlightning.codec.plain import TAG, NotPlainError, decode
+from fedlightning.codec.values import slow_keys
 from fedlightning.contract.messages import Message, Update
 from fedlightning.deployment.checkpoints import Exporter
 from fedlightning.errors import DamagedStateError
 from fedlightning.models import MLP, Classifier
 from fedlightning.resume import state_files as persistence
 from fedlightning.run.folder import folder_of
-from fedlightning.scores.row_files import DamagedMetricsError, read_rows
+from fedlightning.scores.rows import DamagedMetricsError, read_rows
 from fedlightning.storage.files import UnreadableError, read_tensors
 from fedlightning.study.runs import load_run
 from fedlightning.tensors import equal, module_state

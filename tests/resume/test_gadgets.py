@@ -13,8 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 import fedlightning
-from fedlightning.codec.allowed import HOOKS, forbidden
-from fedlightning.codec.class_names import UntrustedError, path_of
+from fedlightning.codec.allowed import HOOKS, UntrustedError, forbidden, path_of
 from fedlightning.codec.modules import from_tree, to_tree
 from fedlightning.deployment.checkpoints import Exporter
 from fedlightning.models import MLP, Classifier, TimmNet

@@ -16,8 +16,7 @@ from fedlightning.algorithm import Facts
 from fedlightning.callbacks import LocalAdaptation
 from fedlightning.cli import main
 from fedlightning.errors import ConfigurationError
-from fedlightning.resume.loggers import BEGINNING, Logs
-from fedlightning.resume.stores import ROUND
+from fedlightning.resume.loggers import BEGINNING, ROUND, Logs
 from fedlightning.scores.rows import Row
 from tests.experiments.tiny import small
 from tests.helpers import Toy, make_trainer, toy_data

@@ -16,7 +16,7 @@ import fedlightning
 
 # isort: split
 from fedlightning.cli import main
-from fedlightning.codec.class_names import UntrustedError
+from fedlightning.codec.allowed import UntrustedError
 from fedlightning.codec.modules import to_tree
 from fedlightning.codec.plain import TAG
 from fedlightning.deployment.checkpoints import Exporter

@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
+from fedlightning.resume import manifest as long_lists
 from fedlightning.resume.manifest import sum_of
 from fedlightning.resume.state_files import BEFORE, MANIFEST, load, save
-from fedlightning.run import long_lists
 from fedlightning.storage.files import read_tensors, sha256
 
 

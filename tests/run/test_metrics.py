@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedlightning.run.metrics import MetricsFile
+from fedlightning.run.folder import MetricsFile
 from fedlightning.scores.rows import Row
 
 

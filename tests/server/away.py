@@ -16,7 +16,7 @@ from fedlightning.client.runtime import LocalRunner
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.held_out import without
 from fedlightning.engines.records import ClientStore
-from fedlightning.parallel.processes import ProcessesEngine
+from fedlightning.parallel.scheduling import ProcessesEngine
 from tests.helpers import Toy
 
 

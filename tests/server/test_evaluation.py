@@ -12,13 +12,12 @@ from torchmetrics import Accuracy
 
 from fedlightning.callbacks import FLIU, FedAvg, FedPer
 from fedlightning.client.blueprint import Blueprint
-from fedlightning.client.scorer import Scorer
-from fedlightning.client.settings import LocalSettings
+from fedlightning.client.requests import LocalSettings
+from fedlightning.client.runtime import Scorer
 from fedlightning.contract import CallbackList
 from fedlightning.options import Evaluation
-from fedlightning.scores.results import summarise
-from fedlightning.scores.row_files import read_rows, write_rows
-from fedlightning.scores.rows import COLUMNS, Row
+from fedlightning.scores.metrics import summarise
+from fedlightning.scores.rows import COLUMNS, Row, read_rows, write_rows
 from fedlightning.tensors import module_state
 from tests.helpers import NormNet, Toy, federate, spied, toy_data
 

@@ -13,9 +13,8 @@ from fedlightning.client.requests import Evaluate
 from fedlightning.contract.messages import Update
 from fedlightning.engines.base import Engine
 from fedlightning.errors import ConfigurationError
-from fedlightning.server.loops import Loop
+from fedlightning.server.loop import Loop, run_round
 from fedlightning.server.server import Server
-from fedlightning.server.synchronous import run_round
 from fedlightning.virtual_time import VirtualClock
 from tests.helpers import Toy, federate, toy_data
 

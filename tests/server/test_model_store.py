@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedlightning.client.blueprint import Blueprint
-from fedlightning.client.settings import LocalSettings
+from fedlightning.client.requests import LocalSettings
 from fedlightning.contract import CallbackList
 from fedlightning.contract.messages import GLOBAL
 from fedlightning.server.model_store import ModelStore

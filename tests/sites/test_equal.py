@@ -123,7 +123,7 @@ def test_a_site_that_was_changed_goes_on_with_no_private_run(tmp_path, changed, 
     pytest.importorskip("opacus", reason="SampleDP counts with Opacus")
     algorithm = SampleDP(delta=1e-3, noise_multiplier=1.0, ledger=str(tmp_path / "ledger"))
     at_sites(Line(sites(tmp_path / "sites", algorithm)), tmp_path / "server", algorithm)
-    monkeypatch.setattr("fedlightning.resume.restore.changes_since", lambda *_, **__: Changes())  # the server lies
+    monkeypatch.setattr("fedlightning.resume.resumable.changes_since", lambda *_, **__: Changes())  # the server lies
     lr = {"lr": 0.05} if changed == "model.lr" else {}
     there = sites(tmp_path / "sites", algorithm, max_rounds=3, **lr)
     if changed == "hash of the training data":

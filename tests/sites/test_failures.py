@@ -8,12 +8,12 @@ import torch
 
 from fedlightning.callbacks import SCAFFOLD, FedProx
 from fedlightning.contract.messages import Message, Update
-from fedlightning.deployment.tasks import Deploy
+from fedlightning.deployment.export import Deploy
 from fedlightning.engines.attempts import TooFewClientsError
 from fedlightning.engines.base import Visit
 from fedlightning.errors import ConfigurationError
 from fedlightning.options import FailurePolicy
-from fedlightning.resume.fingerprint import differences
+from fedlightning.resume.config_changes import differences
 from fedlightning.sites.agreement import agreement
 from fedlightning.sites.remote_data import DataElsewhere
 from fedlightning.testing import runs

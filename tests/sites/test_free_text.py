@@ -12,10 +12,10 @@ import torch
 
 from fedlightning.algorithm import ModelSelection
 from fedlightning.contract.messages import ClientLog, Update
-from fedlightning.deployment.tasks import Deployed
+from fedlightning.deployment.export import Deployed
 from fedlightning.options import Evaluation
-from fedlightning.sites import free_text as texts_module
-from fedlightning.sites.free_text import Texts
+from fedlightning.sites import message_checks
+from fedlightning.sites.message_checks import Texts
 from fedlightning.wire import read, write
 from tests.sites.helpers import Line, at_sites, sites, together
 
@@ -67,7 +67,7 @@ def spoken(line):
 
 
 def logs(root):
-    return "".join(path.read_text() for path in root.rglob(texts_module.FILE))
+    return "".join(path.read_text() for path in root.rglob(message_checks.FILE))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -169,7 +169,7 @@ def test_a_model_is_where_it_is_below_the_sites_folder(tmp_path):
 
 
 def test_the_file_is_private_and_does_not_grow_for_ever(tmp_path, monkeypatch):
-    monkeypatch.setattr(texts_module, "LARGEST", 400)
+    monkeypatch.setattr(message_checks, "LARGEST", 400)
     texts = Texts(tmp_path)
     for number in range(20):
         try:

@@ -16,8 +16,8 @@ from torch.utils.data import TensorDataset
 
 from fedlightning.callbacks import FedMD
 from fedlightning.client.data_summary import Description, _hash
-from fedlightning.datamodules.overlap import look
-from fedlightning.sites.greeting import LEAVES, own_key
+from fedlightning.datamodules.groups import look
+from fedlightning.sites.agreement import LEAVES, own_key
 from fedlightning.wire import read, write
 from tests.sites.helpers import SHARES, Line, a_site, at_sites, sites
 

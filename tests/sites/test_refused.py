@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedlightning.deployment.tasks import Deploy, Deployed
+from fedlightning.deployment.export import Deploy, Deployed
 from fedlightning.errors import ConfigurationError
 from fedlightning.sites.engine import MENDING
 from fedlightning.testing.toys import ToyData

@@ -17,7 +17,7 @@ from fedlightning.client.data_summary import Description
 from fedlightning.contract.messages import Update
 from fedlightning.errors import ConfigurationError
 from fedlightning.scores.rows import Gap, Row
-from fedlightning.sites.reply_checks import check_shares
+from fedlightning.sites.message_checks import check_shares
 from fedlightning.tensors import State
 from fedlightning.wire import read, write
 from tests.sites.helpers import Line, at_sites, changed, sites

@@ -11,13 +11,12 @@ import pytest
 
 from fedlightning.callbacks import FedPer, MaxFL
 from fedlightning.client.requests import Evaluate
-from fedlightning.deployment.tasks import Deploy
+from fedlightning.deployment.export import Deploy
 from fedlightning.engines.base import Visit
-from fedlightning.engines.score_tasks import ScoreClient, ScoredModel, ScoreModel
-from fedlightning.engines.server_model import ServerModel
-from fedlightning.guards.preflight_task import CheckThere
-from fedlightning.guards.step_trials import TryStep
-from fedlightning.sites import records, runs
+from fedlightning.engines.score_tasks import ScoreClient, ScoredModel, ScoreModel, ServerModel
+from fedlightning.guards.preflight_task import PreflightTask
+from fedlightning.guards.step_trials import StepTrial
+from fedlightning.sites import runs, site
 from fedlightning.sites import task_bounds as bounds
 from fedlightning.sites.site import Site
 from fedlightning.tensors import module_state
@@ -72,8 +71,8 @@ def tasks(liar):
         "scores of a client": ScoreClient(nothing, evaluate, scored),
         "scores of a model": ScoreModel(model, ("site0",), evaluate, scored),
         "models": Deploy(nothing, write=True),
-        "trials": TryStep("site0", "train"),
-        "checks": CheckThere("FedPer", "", "site0", {}, {"": ()}, {"site0": 1}, (), ("train",), False, False),
+        "trials": StepTrial("site0", "train"),
+        "checks": PreflightTask("FedPer", "", "site0", {}, {"": ()}, {"site0": 1}, (), ("train",), False, False),
     }
 
 
@@ -169,7 +168,7 @@ def test_old_runs_without_models_make_room_and_others_stay(tmp_path):
 
 
 def test_versions_of_a_record_have_an_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "VERSIONS", 3)
+    monkeypatch.setattr(site, "VERSIONS", 3)
     liar = Liar(tmp_path)
     replies = [liar.ask(liar.visit) for _ in range(5)]
     home = tmp_path / "sites" / "0"

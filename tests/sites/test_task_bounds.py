@@ -17,15 +17,14 @@ from fedlightning.callbacks import DSGD, L2GD, SCAFFOLD, FedGroup, FedPer, FLoRA
 from fedlightning.client.requests import Evaluate
 from fedlightning.client.runtime import LocalRunner
 from fedlightning.contract.messages import Message, Update
-from fedlightning.deployment.tasks import Deploy
+from fedlightning.deployment.export import Deploy
 from fedlightning.engines.base import Visit
-from fedlightning.engines.score_tasks import ScoreClient, ScoredModel, ScoreModel
-from fedlightning.engines.server_model import ServerModel
-from fedlightning.guards.preflight_task import CheckThere
-from fedlightning.guards.step_trials import TryStep
+from fedlightning.engines.score_tasks import ScoreClient, ScoredModel, ScoreModel, ServerModel
+from fedlightning.guards.preflight_task import PreflightTask
+from fedlightning.guards.step_trials import StepTrial
 from fedlightning.privacy.leaving import leaving_of
-from fedlightning.server.synchronous import ROUNDS
-from fedlightning.sites.request_checks import ENVELOPES
+from fedlightning.server.loop import ROUNDS
+from fedlightning.sites.message_checks import ENVELOPES
 from fedlightning.sites.site import TASKS
 from fedlightning.sites.task_bounds import RULES, Here, fault
 from fedlightning.tensors import module_state
@@ -92,7 +91,7 @@ HOSTILE: dict[type, dict[str, list[Any]]] = {
         "shared": [ServerModel.of({}, ("", ""))],
         "bring": [True],
     },
-    CheckThere: {
+    PreflightTask: {
         "callback": ["Nobody"],
         "architecture": ["other"],
         "client": ["site1"],
@@ -104,7 +103,7 @@ HOSTILE: dict[type, dict[str, list[Any]]] = {
         "is_mixed": [],
         "has_public": [],
     },
-    TryStep: {"client": ["site1"], "split": ["all"], "listen": []},
+    StepTrial: {"client": ["site1"], "split": ["all"], "listen": []},
 }
 """By class and field: values that no honest server sends a site with two clients, FedPer and 2 rounds of 2 steps."""
 KEPT = {"shared": 1}
@@ -123,8 +122,10 @@ def honest(kind: type) -> Any:
         ScoreClient: ScoreClient(message, evaluate, scored),
         ScoreModel: ScoreModel(ServerModel.of(module_state(ToyModule()), ("", "")), ("site0",), evaluate, scored),
         Deploy: Deploy(message, write=True),
-        CheckThere: CheckThere("FedPer", "", "site0", facts, {"": ()}, {"site0": 1}, (), ("train",), False, False),
-        TryStep: TryStep("site0", "train"),
+        PreflightTask: PreflightTask(
+            "FedPer", "", "site0", facts, {"": ()}, {"site0": 1}, (), ("train",), False, False
+        ),
+        StepTrial: StepTrial("site0", "train"),
     }[kind]
 
 

@@ -7,7 +7,8 @@ import torch
 
 from fedlightning.callbacks import MOON, FedAvg
 from fedlightning.engines.sequential import SequentialEngine
-from fedlightning.stacked import choice, vectorizable
+from fedlightning.stacked import engine as choice
+from fedlightning.stacked import vectorizable
 from fedlightning.stacked.engine import VectorizedEngine
 from tests.helpers import Toy, federate, global_state, make_trainer, same, toy_data
 

@@ -12,8 +12,8 @@ import fedlightning  # noqa: F401  before lightning
 
 # isort: split
 from fedlightning.callbacks import SCAFFOLD, FedAvg
+from fedlightning.stacked import engine
 from fedlightning.stacked import fit as stacked_fit
-from fedlightning.stacked import training
 from fedlightning.stacked.fit import StackedFit
 from tests.helpers import NormNet, Toy, toy_data
 from tests.stacked.test_engine import Loud, assert_equal, pair
@@ -33,7 +33,7 @@ class Watched(StackedFit):
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    monkeypatch.setattr(training, "StackedFit", Watched)
+    monkeypatch.setattr(engine, "StackedFit", Watched)
     monkeypatch.setattr(Watched, "steps", [])
     return Watched.steps
 

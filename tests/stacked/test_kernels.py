@@ -13,10 +13,10 @@ from torch import Tensor
 import fedlightning  # noqa: F401  before lightning
 
 # isort: split
-from fedlightning.stacked import kernels as stacked_kernels
 from fedlightning.stacked import map as stacked_map
-from fedlightning.stacked.kernels import RULES, StackKernels
+from fedlightning.stacked import step as stacked_kernels
 from fedlightning.stacked.map import over_clients
+from fedlightning.stacked.step import RULES, StackKernels
 
 CLIENTS, BATCH = 3, 20
 Function = Callable[..., Tensor]

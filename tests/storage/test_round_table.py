@@ -6,8 +6,7 @@ import csv
 
 import pytest
 
-from fedlightning.storage.files import UnwritableError
-from fedlightning.storage.round_table import add_round
+from fedlightning.storage.files import UnwritableError, add_round
 
 COLUMNS = ("round", "client", "value")
 

@@ -13,9 +13,8 @@ import numpy as np
 import fedlightning  # noqa: F401  before lightning
 
 # isort: split
-from fedlightning.scores.results import summarise
-from fedlightning.scores.row_files import write_rows
-from fedlightning.scores.rows import Row
+from fedlightning.scores.metrics import summarise
+from fedlightning.scores.rows import Row, write_rows
 from fedlightning.study.runs import Run, load_run
 
 CLIENTS = ("a", "b", "c", "d")
@@ -105,7 +104,7 @@ def made_up_summary(callbacks: Sequence[str], seed: int) -> dict[str, Any]:
         "data": {
             "module": "Made", "partition": "up",
             "splits": {"train": f"train{seed}", "val": f"val{seed}", "test": "test"},
-            "clients": {c: {"train": 32, "val": 8, "test": TEST_SIZES[c], "classes": [20, 12]} for c in CLIENTS},
+            "clients": {c: {"train": 32, "val": 8, "test": TEST_SIZES[c], "classes": [4] * 8} for c in CLIENTS},
         },
         "callbacks": {key: {} for key in callbacks},
         "seed": seed,

@@ -16,7 +16,7 @@ from fedlightning.cli import main
 from fedlightning.client.data_summary import describe
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner, IIDPartitioner
 from fedlightning.options import Evaluation
-from fedlightning.run.metrics import METRICS_MARK, MetricsFile
+from fedlightning.run.folder import METRICS_MARK, MetricsFile
 from fedlightning.scores.metrics import bare, higher_is_better
 from fedlightning.server.summary import describe_data
 from fedlightning.study.runs import load_run, load_study

@@ -8,7 +8,7 @@ import pytest
 
 from fedlightning.report.build import make_page
 from fedlightning.report.html import render
-from fedlightning.scores.results import summarise
+from fedlightning.scores.metrics import summarise
 from fedlightning.scores.rows import Row
 from fedlightning.study.export import write_comparison
 from fedlightning.study.runs import Run

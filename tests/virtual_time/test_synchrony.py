@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedlightning.virtual_time.synchrony import refuse_synchronous
+from fedlightning.virtual_time.asynchronous import refuse_synchronous
 from tests.conformance.case import collect
 
 RUN = {

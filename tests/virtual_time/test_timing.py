@@ -16,7 +16,7 @@ from fedlightning.callbacks.stragglers import Stragglers
 from fedlightning.engines.attempts import FederationError
 from fedlightning.errors import ConfigurationError
 from fedlightning.options import Evaluation
-from fedlightning.server.loops import Synchronous
+from fedlightning.server.loop import Synchronous
 from fedlightning.virtual_time import (
     Asynchronous,
     BernoulliAvailability,

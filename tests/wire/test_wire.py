@@ -21,8 +21,7 @@ from fedlightning.engines.base import Visit
 from fedlightning.engines.score_tasks import Lost, ScoreClient, ScoredModel
 from fedlightning.scores.rows import Gap, Row
 from fedlightning.wire import KINDS, Limits, WireError, read, write
-from fedlightning.wire.container import DTYPES, pack
-from fedlightning.wire.fields import Whole, check_of
+from fedlightning.wire.container import DTYPES, Whole, check_of, pack
 
 NAN = float("nan")
 ROW = (3, "L1", "personal", "latest", "local", "val", "a", "val_loss", 0.1, 7)

@@ -14,8 +14,7 @@ from fedlightning.client.probes import training_loss
 from fedlightning.models import DigitsCNN
 from fedlightning.tensors import load_state, module_state
 from fedlightning.wrappers.slices import ElementMean, take
-from fedlightning.wrappers.submodel import entry_slices, first_units, plan_cuts, shrink
-from fedlightning.wrappers.submodel_check import verify
+from fedlightning.wrappers.submodel import entry_slices, first_units, plan_cuts, shrink, verify
 from tests.helpers import CLASSES, FEATURES, Toy, same
 
 IMAGES = (torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(1)), torch.arange(6) % CLASSES)

@@ -9,7 +9,7 @@ from typing import Any
 
 from fedlightning.config.errors import InputError
 from fedlightning.experiments.reproduce.record import commit
-from fedlightning.run.environment import versions
+from fedlightning.run.folder import versions
 from fedlightning.storage.files import UnreadableError, read_json, write_text_atomically
 from fedlightning.study.columns import LOCAL
 

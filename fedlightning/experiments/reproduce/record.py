@@ -13,7 +13,7 @@ from fedlightning.config.errors import InputError
 from fedlightning.experiments.reproduce.results import Line
 from fedlightning.experiments.reproduce.tables import Table
 from fedlightning.experiments.reproduce.verdicts import GOOD, INCONCLUSIVE, NOT_RUN
-from fedlightning.run.environment import versions
+from fedlightning.run.folder import versions
 from fedlightning.storage.files import UnreadableError, read_json, write_text_atomically
 
 FORMAT = 1

@@ -20,7 +20,7 @@ from fedlightning.experiments.baselines import algorithms_of
 from fedlightning.experiments.methods import Config, Method
 from fedlightning.experiments.plan import Request, make_plans
 from fedlightning.experiments.reproduce.tables import Data, RunSpec, Table
-from fedlightning.run.environment import versions
+from fedlightning.run.folder import versions
 
 WATCHING = ("catalogue", "cli", "commands", "configs", "experiments", "study", "testing")
 """Rooms that no number of a run depends on. The code of all others is a part of a run's name."""

@@ -11,7 +11,7 @@ from fedlightning.experiments.reproduce.record import commit, counts
 from fedlightning.experiments.reproduce.results import Line
 from fedlightning.experiments.reproduce.tables import Table
 from fedlightning.experiments.reproduce.verdicts import expected_by_chance
-from fedlightning.run.environment import versions
+from fedlightning.run.folder import versions
 from fedlightning.storage.files import write_text_atomically
 
 FILE = "reproduce.json"

@@ -13,7 +13,7 @@ from fedlightning.datamodules import (
     LEAFSyntheticDataModule,
     ShakespeareDataModule,
 )
-from fedlightning.datamodules.leaf.shakespeare import LETTERS, roles_of
+from fedlightning.datamodules.leaf.datasets import LETTERS, roles_of
 
 SIZES = {"w_2": (12, 3), "w_10": (20, 5), "w_1": (6, 2)}
 
