@@ -17,6 +17,7 @@ from fedlightning.algorithm import (
     Job,
     Message,
     Outgoing,
+    Promise,
     Protection,
     Server,
     Setup,
@@ -184,6 +185,20 @@ class ClientDP(ClientSelection, Private, SharesNoise):
         if item.kind == "logged":
             return self.scores
         return self.cover_of(item, ("entries", self.key))
+
+    @property
+    def promises(self) -> Sequence[Promise]:
+        """What epsilon says, of readers of the models and of the run's folder, and of the server where it sees sums only."""
+        what, left = "whether a client took part, beyond epsilon", "sizes, test scores, failures"
+        secret = "checkpoints/last stays secret"
+        if self.in_sum:
+            kept = f"it keeps to the protocol, {self.shares} clients stay"
+            everybody = Promise("who reads models or the folder", what, secret, f"{left}, participants")
+            return (Promise("the server", what, kept, f"{left}, participants"), everybody)
+        return (
+            Promise("who reads models", what, f"participants and {secret.replace('stays', 'stay')}", "-"),
+            Promise("who reads the folder", what.replace("epsilon", KNOWN), secret, f"{left}, participants"),
+        )
 
     # -- before round 1 ------------------------------------------------------------------------------------------------
     def check(self, setup: Setup) -> None:

@@ -20,6 +20,7 @@ from fedlightning.algorithm import (
     Facts,
     Need,
     Outgoing,
+    Promise,
     Protection,
     Server,
     Setup,
@@ -167,6 +168,13 @@ class SampleDP(TrainingData, Private):
     def covers(self, item: Outgoing) -> Cover:
         """The model gets noise; logged values are withheld, and scores unless `scores` says otherwise."""
         return self.cover_of(item, ("entries", "models", "means"))
+
+    @property
+    def promises(self) -> Sequence[Promise]:
+        """What epsilon says, of everybody but the client itself."""
+        what = f"whether a {self.unit} was trained on, beyond epsilon"
+        provided = "no Dataset mixes records, clients' records stay secret"
+        return (Promise("all but the client", what, provided, "sizes, test scores, failures"),)
 
     # -- before round 1 ------------------------------------------------------------------------------------------------
     def check(self, setup: Setup) -> None:

@@ -21,6 +21,7 @@ from fedlightning.algorithm import (
     Need,
     Newcomers,
     Plan,
+    Promise,
     Server,
     Setup,
     State,
@@ -118,6 +119,13 @@ class SecureAggregation(SumCodec):
         self.threshold = threshold
         self.clip = clip
         self.bits = bits
+
+    @property
+    def promises(self) -> Sequence[Promise]:
+        """What masks hide from a server that keeps to the protocol."""
+        left = "sizes, participants, scores, logs, the sum"
+        provided = "it keeps to the protocol, few clients help it"
+        return (Promise("the server", f"a change: it sees sums of {LEAST} or more", provided, left),)
 
     @property
     def facts(self) -> Facts:

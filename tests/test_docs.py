@@ -182,7 +182,7 @@ def test_the_guide_says_where_each_name_is() -> None:
     table = GUIDE.partition("## Where each name is")[2].partition("**Exercise")[0]
     named: dict[str, set[str]] = {}
     for places, names in re.findall(r"^\| (.*?) \| (.*) \|$", table, re.MULTILINE)[1:]:
-        modules = re.findall(r"`(fedlightning[\w.]*)`", places) or ["fedlightning.algorithm"]
+        modules = re.findall(r"`(fedlightning(?:\.\w+)*)`", places) or ["fedlightning.algorithm"]
         for module, part in zip(modules, names.split("; "), strict=True):
             named.setdefault(module, set()).update(re.findall(r"`(\w+)`", part))
     for module, names in named.items():

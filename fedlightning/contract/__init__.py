@@ -38,7 +38,7 @@ from fedlightning.contract.jobs import (
     Stage,
     WeightingName,
 )
-from fedlightning.contract.outgoing import Cover, Kind, Outgoing
+from fedlightning.contract.outgoing import Cover, Kind, Outgoing, Promise
 from fedlightning.contract.requirements import Requirement
 from fedlightning.contract.setup import DataView, FirstStep, PublicDataView, RunTerms, Setup
 
@@ -63,6 +63,7 @@ __all__ = [
     "Newcomers",
     "Kind",
     "Outgoing",
+    "Promise",
     "Protection",
     "PublicDataView",
     "Requirement",

@@ -13,7 +13,7 @@ from fedlightning.contract.callback import FederatedCallback
 from fedlightning.contract.capabilities import Facts
 from fedlightning.contract.jobs import Arrivals, Job, Stage
 from fedlightning.contract.messages import Message, Update
-from fedlightning.contract.outgoing import Cover, Outgoing
+from fedlightning.contract.outgoing import Cover, Outgoing, Promise
 from fedlightning.tensors import State
 
 if TYPE_CHECKING:
@@ -142,6 +142,11 @@ class SumCodec(UpdateCodec):
 
     promise: str = ""
 
+    @property
+    def promises(self) -> Sequence[Promise]:
+        """Who cannot learn what."""
+        return ()
+
 
 class Protection(FederatedCallback):
     """Base of callbacks that promise how little what leaves clients tells of their data, such as differential privacy.
@@ -160,6 +165,11 @@ class Protection(FederatedCallback):
 
     hides_clients: bool = False
     covers_training: bool = False
+
+    @property
+    def promises(self) -> Sequence[Promise]:
+        """Who cannot learn what."""
+        return ()
 
     def covers(self, item: Outgoing) -> Cover:
         """Return how an item of what leaves is covered. Default: it leaves in the clear.

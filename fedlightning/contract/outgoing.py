@@ -51,3 +51,20 @@ class Outgoing:
 
     def __str__(self) -> str:
         return f"{self.what} ({self.when})"
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What somebody cannot learn, because a callback sees to it. A run's `summary.json` and reports have all of them.
+
+    Attributes:
+        who: Who cannot learn it.
+        cannot_learn: What.
+        provided: What this rests on.
+        left: What they learn all the same.
+    """
+
+    who: str
+    cannot_learn: str
+    provided: str
+    left: str

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from fedlightning.contract import CallbackList, Change, Kind, Outgoing, Protection, UpdateCodec
+from fedlightning.contract import CallbackList, Change, Kind, Outgoing, Protection, SumCodec, UpdateCodec
 from fedlightning.contract.messages import Extra, Spec
 from fedlightning.errors import listed
 from fedlightning.privacy.leaving import leaving_of
@@ -31,7 +32,9 @@ class OutgoingReport(Part):
     def summary(self, federation: Federation) -> dict[str, Any]:
         items = covered(federation.server.callbacks, federation.server.outgoing)
         rows = [{"what": item.what, "when": item.when, "cover": cover} for item, cover in items]
-        return {"leaves": rows} if rows else {}
+        promising = (one for one in federation.server.callbacks if isinstance(one, Protection | SumCodec))
+        promises = [{"callback": one.key, **asdict(promise)} for one in promising for promise in one.promises]
+        return ({"leaves": rows} if rows else {}) | ({"promises": promises} if promises else {})
 
 
 def outgoing_of(federation: Federation) -> list[Outgoing]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean, variance
+from typing import TYPE_CHECKING
 
-from fedlightning.study.data import StudyData, Table
+if TYPE_CHECKING:  # the process that watches runs imports this file, without numpy
+    from fedlightning.study.data import StudyData, Table
 
 REST = "together, and by chance"
 

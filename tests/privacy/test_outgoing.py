@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from fedlightning.algorithm import FederatedCallback, Outgoing, Protection, Wire
-from fedlightning.callbacks import SCAFFOLD, FedAvg, FedPer, Local, TopK
+from fedlightning.callbacks import (
+    SCAFFOLD,
+    ClientDP,
+    FedAvg,
+    FedPer,
+    Local,
+    SampleDP,
+    SecureAggregation,
+    TopK,
+)
 from fedlightning.client.visit import carry_out
 from fedlightning.engines.base import Evaluate
 from fedlightning.options import Evaluation
@@ -34,9 +44,9 @@ class Sends(FederatedCallback):
         return Wire(up={"mine": "scalar"})
 
 
-def run(callbacks, folder=None, **options):
+def run(callbacks, folder=None, sizes=(24, 16), **options):
     trainer = make_trainer(folder, callbacks, **{"max_rounds": 2, "evaluation": 1} | options)
-    trainer.fit(Toy(), datamodule=toy_data([24, 16]))
+    trainer.fit(Toy(), datamodule=toy_data(list(sizes)))
     return trainer
 
 
@@ -128,3 +138,20 @@ def test_classes_of_training_samples_and_who_holds_which_are_withheld_where_a_ca
     assert quiet["splits"] == {split: told["splits"][split] for split in ("val", "test")}
     runs = [load_run(next((tmp_path / name).rglob("summary.json")).parent) for name in ("open", "quiet")]
     assert not odd_splits(runs, "train") and not odd_splits(runs, "test")
+
+
+def test_the_page_and_the_summary_say_who_cannot_learn_what():
+    pytest.importorskip("opacus")
+    masked = ClientDP(delta=1e-3, noise_multiplier=1.0, where="masked", shares=3)
+    ones = [
+        ClientDP(delta=1e-3, noise_multiplier=1.0),
+        masked,
+        SampleDP(delta=1e-3, noise_multiplier=1.0),
+        SecureAggregation(),
+    ]
+    page = (Path(__file__).parents[2] / "docs/explanation/who_learns_what.md").read_text(encoding="utf-8")
+    for promise in (promise for one in ones for promise in one.promises):
+        assert f"| {promise.who} | {promise.cannot_learn} | {promise.provided} | {promise.left} |" in page
+    told = run([FedAvg(), SecureAggregation()], sizes=[24, 16, 16]).summary["promises"]
+    assert [(row["callback"], row["who"]) for row in told] == [("SecureAggregation", "the server")]
+    assert "promises" not in run([FedAvg()]).summary
