@@ -9,6 +9,7 @@ import inspect
 import re
 import sys
 import textwrap
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,15 @@ def test_the_reader_s_own_files_run(tmp_path: Path) -> None:
 
     done = forked(work, tmp_path)
     assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_installation_names_every_extra() -> None:
+    named = set(
+        re.findall(
+            r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", (ROOT / "docs/start/install.md").read_text(), re.M))
+        )
+    )
+    assert named == set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 
 
 def test_numbers_agree() -> None:
