@@ -49,10 +49,9 @@ METHODS: dict[str, list[Callback]] = {
     "FedProx": [FedProx(mu=0.01), GlobalCheckpoint()],
     "APFL": [APFL()],
     "FENDA": [FENDA(head="net.fc")],
-    "FLIU": [FLIU(weighting="samples")],
-    "PLayer-FL": [PLayerFL(weighting="samples")],
+    "FLIU": [FLIU()],
+    "PLayer-FL": [PLayerFL()],
 }
-"""All on equal terms: clients weigh by their samples, and every visit begins with new optimizers, Central's too."""
 
 
 def data_module() -> DigitsDataModule:
@@ -67,7 +66,6 @@ def run(name: str, rounds: int, out: Path) -> dict[str, Any]:
     trainer = FederatedTrainer(
         max_rounds=rounds,
         local_epochs=2,
-        optimizer_state="reset",
         callbacks=[*METHODS[name], LocalCheckpoint()],
         default_root_dir=out,
         name=name,
