@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,15 @@ def test_a_table_goes_from_file_to_report(tmp_path: Path) -> None:
         assert words[0] != "partition" or "in_features=10" in " ".join(done.stdout.split())
     page = (tmp_path / "runs/table/report.html").read_text()
     assert "RMSE is in standard deviations of progression: times 75 it is in its own units" in page
+
+
+def test_the_installation_names_every_extra() -> None:
+    named = set(
+        re.findall(
+            r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", (ROOT / "docs/start/install.md").read_text(), re.M))
+        )
+    )
+    assert named == set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 
 
 def test_numbers_agree() -> None:
