@@ -19,18 +19,18 @@ from fedlightning.algorithm import (
     Newcomers,
     Server,
     ServerModels,
-    Setup,
     State,
     Update,
     Wire,
+    requires,
 )
-from fedlightning.callbacks.shared.reported import reported_module, send_reported
+from fedlightning.callbacks.shared.server_models import reported_module, send_reported
 from fedlightning.ranges import Range
 from fedlightning.tensors import has_mean, narrow, widen
 
 ONE_MODEL = Need(
     "gives each client a share of one model's step, by its loss at the model that all are sent",
-    (Change.START, Change.REDUCE, Change.MODEL_OF, Change.GLOBAL, Change.PLAN),
+    (Change.START, "reduce", "model_of", "global_module", "plan_round"),
 )
 
 
@@ -73,7 +73,13 @@ class AFL(ServerModels):
         tensor([0.3667, 0.2667, 0.3667])
     """
 
-    facts = Facts(needs=[ONE_MODEL], newcomers=Newcomers(join=True))
+    facts = Facts(
+        needs=[ONE_MODEL],
+        requires=[
+            requires.AutomaticOptimization("weighs clients by the loss that training_step returns", when="gamma")
+        ],
+        newcomers=Newcomers(join=True),
+    )
 
     def __init__(
         self,
@@ -89,15 +95,6 @@ class AFL(ServerModels):
         """Decline what is about the mean of the models where the last one is reported."""
         of_mean = role in ("server_step", "global_module", "on_broadcast")
         return super().claims(role) and not (of_mean and self.report == "last")
-
-    def check(self, setup: Setup) -> None:
-        """Refuse modules without a training loss.
-
-        Raises:
-            ValueError: If the module optimizes manually.
-        """
-        if self.gamma:
-            setup.refuse_manual("AFL", "weighs clients by the loss that training_step returns")
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare the loss, up."""

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from fedlightning.algorithm import State, address
-from fedlightning.callbacks.apfl import alpha_slope, mix, next_alpha
-from fedlightning.callbacks.apfl_mixtures import ParameterMixture
+from fedlightning.callbacks.apfl import ParameterMixture, alpha_slope, mix, next_alpha
 from fedlightning.stacked.fit import StackHooks, Turn
 from fedlightning.stacked.stack import Stack, column, put, side_by_side, take
 from fedlightning.stacked.step import clip, gradients
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class StackedMixtures(StackHooks):
-    """The steps of :class:`~fedlightning.callbacks.apfl_mixtures.ParameterMixture` for many clients at once.
+    """The steps of :class:`~fedlightning.callbacks.apfl.ParameterMixture` for many clients at once.
 
     Args:
         options: The callback with its hyper-parameters.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedlightning.algorithm import POOLED, Change, Facts, FederatedCallback, Job, Need, Plan, Server, Setup
+from fedlightning.algorithm import POOLED, Change, Facts, FederatedCallback, Job, Need, Plan, Server, requires
 
 
 class Central(FederatedCallback):
@@ -25,24 +25,19 @@ class Central(FederatedCallback):
             Need(
                 "trains one model on pooled data, without clients to act on",
                 (
-                    *(Change.PARTICIPANTS, Change.START, Change.OWN, Change.PARTS, Change.SHARED, Change.PERSONAL),
-                    *(Change.GLOBAL, Change.REDUCED, Change.REDUCE, Change.STEP),
+                    *("participants", Change.START, "keeps", Change.PARTS, "shared_names", "personal_module"),
+                    *("global_module", "on_reduced", "reduce", "server_step"),
                 ),
             )
         ],
-    )
-
-    def check(self, setup: Setup) -> None:
-        """Refuse data that are not in one place.
-
-        Raises:
-            ValueError: If there is no union of the data.
-        """
-        if not setup.has_pooled("train"):
-            raise ValueError(
-                "Central trains one model on the union of all clients' data, which cannot be had in one place here. Use "
-                "an engine that has all data in one process (engine='sequential'), or another algorithm."
+        requires=[
+            requires.PooledSplit(
+                "trains one model on the union of all clients' data",
+                "Use an engine that has all data in one process (engine='sequential'), or another algorithm.",
+                of="train",
             )
+        ],
+    )
 
     def plan_round(self, server: Server) -> Plan:
         """Plan one visit to the virtual client that holds all data."""

@@ -24,11 +24,11 @@ from fedlightning.algorithm import (
     Placing,
     Plan,
     Server,
-    Setup,
     State,
     Update,
     WeightingName,
     contributors,
+    requires,
 )
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
 from fedlightning.callbacks.shared.server_models import (
@@ -96,7 +96,11 @@ class CFL(Clusters):
     def facts(self) -> Facts:
         """Clusters have models of their own; a client is placed by its update."""
         why = "finds a client's cluster by the updates of its training, and has none for one that never trained"
-        return Facts(needs=[NO_SERVER_STEP, SPLITS], newcomers=Newcomers(no_model=why, place=self._place))
+        return Facts(
+            needs=[NO_SERVER_STEP, SPLITS],
+            requires=[requires.EveryClient("splits a cluster by the updates of all its members")],
+            newcomers=Newcomers(no_model=why, place=self._place),
+        )
 
     def __init__(
         self,
@@ -110,14 +114,6 @@ class CFL(Clusters):
     ) -> None:
         self.eps1, self.eps2, self.relative, self.gap = eps1, eps2, relative, gap
         self.start_round, self.min_size, self.weighting = start_round, min_size, weighting
-
-    def check(self, setup: Setup) -> None:
-        """Refuse rounds in which not all members of a cluster train."""
-        if setup.absent:
-            raise ValueError(
-                f"CFL splits a cluster by the updates of all its members, and {setup.absent} asks some of them. "
-                "Let all take part (participation=1.0)."
-            )
 
     # -- server --------------------------------------------------------------------------------------------------------
     def cluster_of(self, server: Server, client: str) -> str:

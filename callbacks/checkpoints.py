@@ -16,13 +16,13 @@ from fedlightning.algorithm import (
     Change,
     Client,
     Facts,
-    FirstStep,
     ModelSelection,
     Newcomers,
     Server,
     Setup,
     Stage,
     facts,
+    requires,
     warn,
 )
 from fedlightning.ranges import NonNegativeInt, PositiveInt
@@ -66,7 +66,7 @@ class LocalCheckpoint(ModelSelection):
     @property
     def facts(self) -> Facts:
         """Each client's best model is kept, by every client's scores."""
-        return super().facts.extend(changes={Change.LOCAL_SELECTION}, needs=[facts.EVERY_SCORE])
+        return super().facts.extend(changes={Change.LOCAL_SELECTION}, needs=[facts.EVERY_SCORE], requires=TO_SELECT)
 
     def __init__(
         self,
@@ -83,18 +83,13 @@ class LocalCheckpoint(ModelSelection):
         self.min_samples = min_samples
 
     def check(self, setup: Setup) -> None:
-        """Warn where there is nothing to select by, or too little for a mean."""
-        _warn_without_validation(self, setup)
-        count = setup.max_rounds // setup.evaluate_every if setup.evaluate_every else 0
-        if setup.has_split("val") and 1 < count < self.smooth:
+        """Warn where there is too little for a mean."""
+        count = setup.run.max_rounds // setup.run.evaluate_every if setup.run.evaluate_every else 0
+        if setup.data.has_split("val") and 1 < count < self.smooth:
             setup.warn(
                 f"{self.key} judges a round by the mean of {self.smooth} evaluations, and the run has {count}: every client "
                 f"keeps its latest model. Set smooth to at most {count}; 1 takes the best single evaluation."
             )
-
-    def check_step(self, step: FirstStep) -> None:
-        """Refuse a metric that validation does not log."""
-        check_monitor(self, step)
 
     def on_client_evaluated(
         self, client: Client, stage: Stage, split: str, metrics: Mapping[str, float], module: LightningModule
@@ -149,8 +144,15 @@ class GlobalCheckpoint(ModelSelection):
     @property
     def facts(self) -> Facts:
         """One model is selected by the mean of scores, in any loop; with clients that join, anew."""
-        changes = {Change.GLOBAL_SELECTION}
-        return super().facts.extend(changes=changes, asynchronous=True, newcomers=Newcomers(join=self._select_anew))
+        all_train = requires.EveryClient(
+            "compares the losses of the clients that trained", "Use stage='G', or let all take part."
+        )
+        return super().facts.extend(
+            changes={Change.GLOBAL_SELECTION},
+            requires=[*TO_SELECT, *([all_train] if self.stage == "L2" else [])],
+            asynchronous=True,
+            newcomers=Newcomers(join=self._select_anew),
+        )
 
     def __init__(
         self,
@@ -163,23 +165,6 @@ class GlobalCheckpoint(ModelSelection):
         self.mode = mode
         self.stage = stage
         self.mean = mean
-
-    def check(self, setup: Setup) -> None:
-        """Warn where there is nothing to select by, and refuse to compare losses of different clients.
-
-        Raises:
-            ValueError: With ``stage="L2"``, if only some of the clients train in a round.
-        """
-        _warn_without_validation(self, setup)
-        if self.stage == "L2" and setup.absent:
-            raise ValueError(
-                f"GlobalCheckpoint(stage='L2') compares the losses of the clients that trained, and {setup.absent} "
-                "takes others in every round. Use stage='G', or let all take part."
-            )
-
-    def check_step(self, step: FirstStep) -> None:
-        """Refuse a metric that validation does not log."""
-        check_monitor(self, step)
 
     def on_federation_start(self, server: Server) -> None:
         """Refuse methods without a global model.
@@ -309,28 +294,31 @@ def _words(metric: str) -> list[str]:
     return re.split(r"[^a-z0-9]+|_", metric.lower())
 
 
-def check_monitor(callback: Any, step: FirstStep) -> None:
-    """Refuse a metric that validation does not log; say which one stands in for the default.
+class ValidationScores(requires.Requirement):
+    """There are validation scores to go by, of a metric that validation logs; the default stands for the only loss."""
 
-    Raises:
-        ValueError: With the metrics that there are.
-    """
-    if step.logged is None or not step.is_scored:
-        return
-    found = monitor_of(callback, step.logged)
-    if found != callback.monitor:
-        rank_zero_info(
-            f"{callback.key} monitors '{found}': {step.module} logs no '{callback.monitor}' in validation, and this "
-            "is its only loss."
-        )
-    if callback.mode == "min" and MORE_IS_BETTER & set(_words(found)):
-        warn(f"{callback.key} monitors '{found}' with mode='min', so its lowest value is the best. Set mode='max'.")
+    def fault(self, owner: Any, setup: Setup) -> str:
+        every = setup.run.evaluate_every
+        if every == 0 or not setup.data.has_split("val"):
+            why = "evaluation.every is 0" if every == 0 else "no client has validation data"
+            return f"has nothing to select by: {why}"
+        step = setup.first_step()
+        if step.logged is None or not step.is_scored:
+            return ""
+        metric = monitor_of(owner, step.logged)
+        if metric != owner.monitor:
+            rank_zero_info(
+                f"{owner.key} monitors '{metric}': {type(setup.template).__name__} logs no '{owner.monitor}' in validation, "
+                "and this is its only loss."
+            )
+        if owner.mode == "min" and MORE_IS_BETTER & set(_words(metric)):
+            setup.warn(
+                f"{owner.key} monitors '{metric}' with mode='min', so its lowest value is the best. Set mode='max'."
+            )
+        return ""
 
 
-def _warn_without_validation(callback: Any, setup: Setup) -> None:
-    if setup.evaluate_every == 0 or not setup.has_split("val"):
-        why = "evaluation.every is 0" if setup.evaluate_every == 0 else "no client has validation data"
-        setup.warn(f"{callback.key} has nothing to select by: {why}. It will keep no model.")
+TO_SELECT = [ValidationScores(instead="It will keep no model.", warns=True)]
 
 
 def is_better(score: float, best: float | None, mode: str) -> bool:

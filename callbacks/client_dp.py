@@ -17,6 +17,8 @@ from fedlightning.algorithm import (
     Job,
     Message,
     Outgoing,
+    Promise,
+    Protection,
     Server,
     Setup,
     State,
@@ -25,7 +27,7 @@ from fedlightning.algorithm import (
     warn,
 )
 from fedlightning.callbacks import client_dp_clipping as clipping
-from fedlightning.callbacks.client_dp_budget import MODEL, RoundBudget
+from fedlightning.callbacks.client_dp_budget import RoundBudget
 from fedlightning.callbacks.client_dp_checks import (
     BOUNDED,
     OF_A_SUM,
@@ -49,8 +51,9 @@ from fedlightning.callbacks.shared.private_options import (
 )
 from fedlightning.callbacks.shared.secret_noise import digest_of, normal, uniform, with_noise
 from fedlightning.callbacks.shared.single_updates import refuse_other_ways
-from fedlightning.callbacks.shared.spending import accountant_of, releases_in, solved_noise
+from fedlightning.callbacks.shared.spending import KNOWN, accountant_of, merged, releases_in, solved_noise, spent_by
 from fedlightning.callbacks.shared.sum_noise import PLACE, SharesNoise, SumNoise
+from fedlightning.privacy.release import Release, store, stored
 from fedlightning.ranges import PositiveFloat, PositiveInt, PositiveShare, Range
 from fedlightning.tensors import entry_kinds, narrow, widen
 
@@ -82,7 +85,8 @@ class ClientDP(ClientSelection, Private, SharesNoise):
 
     ``(epsilon, delta)`` holds for adding or removing one client with all its data, against everybody who sees all models that
     the server has sent or kept (other clients, users of the result). It does **not** hold against the server itself, which
-    sees single updates; nor against whom knows who took part in which round (then ``rate`` counts as 1). With
+    sees single updates. Against whom knows who took part in which round, as readers of the run's folder do by its costs and
+    scores, it is `epsilon_participants_known`, in which ``rate`` counts as 1. With
     ``where="masked"`` who took part is known, and epsilon is about what a client sends: its change or none; it holds against
     the server too, if that keeps to the protocol (and was not killed between a sum and its entry in `privacy.json`).
 
@@ -95,10 +99,9 @@ class ClientDP(ClientSelection, Private, SharesNoise):
 
     Epsilon is worked out by Opacus (``pip install opacus``). What is spent is in `privacy.csv` and
     `privacy.json` before a model is released; a run ends before it would exceed `epsilon`. Noise comes from a secret of the
-    operating system's in the saved state alone: neither configuration, logs nor exported models hold it. A round that a
-    resumed run does again gives the same bits; where its mean is another one (a client failed), it counts as a further
-    release: with the server's noise anew but of the same draw of participants (k of them: a step of the noise z / sqrt(k)),
-    or with the noise of one share (clients' shares stay what they were, and the difference of two sums may show one).
+    operating system's in the saved state alone: neither configuration, logs nor exported models hold it. A round that was
+    released is never released again: a resumed run that does it again has the same bits, or takes the stored release where
+    its mean would be another one (a client failed).
     Attacks on the rounding of floating-point noise are not countered.
 
     Args:
@@ -131,8 +134,8 @@ class ClientDP(ClientSelection, Private, SharesNoise):
     """
 
     weighting = "uniform"
-    counts_everybody = True
-    rank = 1000  # clips what everybody else has made of the update
+    hides_clients = True
+    rank = 1000  # adds noise to what everybody else has made of a mean
 
     def __init__(
         self,
@@ -183,6 +186,20 @@ class ClientDP(ClientSelection, Private, SharesNoise):
             return self.scores
         return self.cover_of(item, ("entries", self.key))
 
+    @property
+    def promises(self) -> Sequence[Promise]:
+        """What epsilon says, of readers of the models and of the run's folder, and of the server where it sees sums only."""
+        what, left = "whether a client took part, beyond epsilon", "sizes, test scores, failures"
+        secret = "checkpoints/last stays secret"
+        if self.in_sum:
+            kept = f"it keeps to the protocol, {self.shares} clients stay"
+            everybody = Promise("who reads models or the folder", what, secret, f"{left}, participants")
+            return (Promise("the server", what, kept, f"{left}, participants"), everybody)
+        return (
+            Promise("who reads models", what, f"participants and {secret.replace('stays', 'stay')}", "-"),
+            Promise("who reads the folder", what.replace("epsilon", KNOWN), secret, f"{left}, participants"),
+        )
+
     # -- before round 1 ------------------------------------------------------------------------------------------------
     def check(self, setup: Setup) -> None:
         """Refuse what would leave without noise, by name.
@@ -194,10 +211,19 @@ class ClientDP(ClientSelection, Private, SharesNoise):
         refuse_fixed_draws(setup)
         refuse_other_ways(self, setup, "neither bounds nor covers with noise")
         refuse_uncovered(setup)
-        refuse_other_sum(setup, self._in_sum(setup.max_rounds) if self.in_sum else None)
+        refuse_other_sum(setup, self._in_sum(setup.run.max_rounds) if self.in_sum else None)
         warn_of_few(setup, self.delta)
         if self.noise_seed is not None:
             setup.warn(self.known_noise)
+
+    def check_runs(self, runs: Sequence[tuple[Protection, int]]) -> None:
+        """Refuse them if their rounds and what the ledger has exceed `epsilon`."""
+        planned = [(one, rounds) for one, rounds in runs if isinstance(one, ClientDP) and one.ledger == self.ledger]
+        if self.ledger is None or self.epsilon is None:
+            return
+        with Ledger(self.ledger, "clients", "").held(None) as before:
+            steps = [*before, *((one._noise(rounds), one.rate, rounds) for one, rounds in planned)]
+        self.refuse_beyond(spent_by(self.accountant, self.delta, merged(steps)), len(planned))
 
     def on_federation_start(self, server: Server) -> None:
         """Draw the secret, solve for the noise, and find out after how many rounds the budget is spent.
@@ -248,8 +274,7 @@ class ClientDP(ClientSelection, Private, SharesNoise):
         own = self._own(server)
         ledger = Ledger(self.ledger, "clients", own["secret"])
         noise = float(own["noise_multiplier"])
-        noisy = (noise, self.rate, self.accountant, ledger, self.shares)
-        return RoundBudget(self.epsilon, self.delta, *noisy)
+        return RoundBudget(self.epsilon, self.delta, noise, self.rate, self.accountant, ledger)
 
     def epsilon_after(self, rounds: int, noise_multiplier: float | None = None) -> float:
         """Return what a number of rounds spends, at :attr:`delta`.
@@ -287,14 +312,21 @@ class ClientDP(ClientSelection, Private, SharesNoise):
         drawn = uniform(self._own(server)["secret"], f"{server.round}|participants", len(server.clients))
         pairs = zip(server.clients, drawn.tolist(), strict=True)
         there = {client for client in server.clients if server.is_reachable(client) and server.num_samples[client]}
+        if self.in_sum and self._releases(server):
+            return []  # a second sum of the same shares of noise would show the change of who is in one of them
         return [client for client, coin in pairs if coin < self.rate and client in there]
+
+    def _releases(self, server: Server) -> set[str]:
+        """Return the names of the releases of this round from this model; there is one at most."""
+        place = self._place(server)
+        return {name for name in self._budget(server).released(server.run_dir) if name.startswith(place)}
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send the length to clip to, where it changes."""
         if self.quantile is not None:
             message.extras[self.key] = {"clip": torch.tensor(self._own(server)["clip"], dtype=torch.float64)}
 
-    def on_send(self, client: Client, update: Update) -> None:
+    def protect(self, client: Client, update: Update) -> None:
         """Cut the change to length ``C``; what is not trained goes back as it came.
 
         Raises:
@@ -343,29 +375,48 @@ class ClientDP(ClientSelection, Private, SharesNoise):
         return self.rate * len(server.clients)
 
     def on_reduced(self, server: Server, state: State) -> State:
-        """Write down what this round spends, then add the noise: to entries that nobody has sent too."""
+        """Add the noise, to entries that nobody has sent too: stored first, then written down as spent, then released.
+
+        A round that was released is not released again: where it comes out differently (a client failed, then or now), the
+        stored one is what it was.
+        """
         own, expected = self._own(server), self.rate * len(server.clients)
         names = sorted(set(server.trainable) & {*server.shared_names(), *state})
         mean = {name: widen(state.get(name, server.model[name])) for name in names}
         digest = digest_of(f"{own['secret']}|{server.round}|{own['count']}|{own['clip']}", mean)
-        release = digest_of(f"{server.round}", {name: server.model[name] for name in names})[:MODEL] + digest[:24]
         bound = digest if self.noise_seed is None else ""  # two means never share their noise
-        self._budget(server).spend(server.round, release, server.run_dir, self.noise_seed is None, self._told(server))
         z, clip = float(own["noise_multiplier"]), float(own["clip"])
+        further = clip
         if self.quantile is not None:
             of_count = clipping.noise_of_count(z, expected)
             drawn = float(normal(own["secret"], f"{server.round}|count|{bound}", torch.Size([1])))
             further = clipping.next_clip(clip, own["count"] + of_count * drawn, expected, self.quantile, self.clip_lr)
-            z, own = clipping.noise_of_changes(z, of_count), own | {"clip": further}
-        if self.in_sum:  # the noise is in the sum
-            return state
-        server.state[self.key] = own | {"count": 0.0}
-        noisy = with_noise(mean, z * clip / expected, own["secret"], f"{server.round}|noise", bound)
-        return dict(state) | {name: narrow(value, server.model[name]) for name, value in noisy.items()}
+            z = clipping.noise_of_changes(z, of_count)
+        noisy = {name: mean[name] for name in names if name in state}  # where the noise is in the sum
+        if not self.in_sum:
+            noisy = with_noise(mean, z * clip / expected, own["secret"], f"{server.round}|noise", bound)
+        found = {name: narrow(value, server.model[name]) for name, value in noisy.items()}
+        release, known = Release(self._place(server) + digest[:24], found, further), self._releases(server)
+        if known - {release.name}:
+            release = stored(server.run_dir, known, server.round)
+        elif server.run_dir is not None and not known:
+            store(server.run_dir, release)
+        private, told = self.noise_seed is None, self._told(server)
+        self._budget(server).spend(server.round, release.name, server.run_dir, private, told)
+        server.state[self.key] = own | {"count": 0.0, "clip": release.clip}
+        return dict(state) | dict(release.state)
+
+    def _place(self, server: Server) -> str:
+        """Return what the names of all releases of this round from this model begin with."""
+        names = set(server.trainable) & set(server.shared_names())
+        return digest_of(f"{server.round}", {name: server.model[name] for name in names})[:8]
 
     def _told(self, server: Server) -> dict[str, Any]:
         """Return what `privacy.json` says beside numbers."""
-        against = "everybody who sees the server's models; not the server, nor who knows the participants"
+        against = (
+            f"everybody who sees the server's models ({KNOWN}: and knows who took part, as readers of this folder do); not "
+            "the server"
+        )
         if self.in_sum:
             against = (
                 "everybody who sees the server's models and a server that keeps to the protocol; not who took part"

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedlightning.callbacks.shared.ledger import Ledger, Steps, forgotten
-from fedlightning.callbacks.shared.spending import merged, most_that, releases_in, spent_by, write_spending
-
-MODEL = 8
-"""Letters of a release's name that are those of its round and the model before it."""
+from fedlightning.callbacks.shared.spending import KNOWN, merged, most_that, releases_in, spent_by, write_spending
 
 
 @dataclass(frozen=True)
@@ -27,7 +22,6 @@ class RoundBudget:
         rate: Probability with which a client is in a round.
         accountant: Name of Opacus' accountant.
         ledger: What other runs have spent on these clients.
-        shares: Shares of the noise that clients add, if they do.
     """
 
     epsilon: float | None
@@ -36,30 +30,24 @@ class RoundBudget:
     rate: float
     accountant: str
     ledger: Ledger
-    shares: int | None = None
 
     def steps(self, rounds: int, releases: Collection[str] = ()) -> list[tuple[float, float, int]]:
-        """Return what a number of rounds takes: one step each, and what further releases from the same models add."""
-        counts = Counter(release[:MODEL] for release in releases)
-        more = [self.further(place) for count in counts.values() for place in range(2, count + 1)]
-        return [(self.noise, self.rate, max(len(counts), rounds)), *more]
+        """Return what a number of rounds takes: one step each, and at least one for each release."""
+        return [(self.noise, self.rate, max(len(releases), rounds))]
 
-    def further(self, place: int) -> tuple[float, float, int]:
-        """Return the step of the second, third, ... release from one model.
-
-        With the server's noise each is a step like the first where all clients take part. Else they have one draw of
-        participants, which hides a client once for all of them: `k` releases are one step of the noise ``z / sqrt(k)``. The
-        step of the last covers those before, which stay written down too.
-
-        Clients' shares of noise are not drawn anew, since their changes are the same: two sums of which one lacks a client
-        differ by that client's change with its share alone, and this is what all of them tell at most.
-        """
-        drawn_once = place if self.rate < 1 else 1
-        return (self.noise / math.sqrt(self.shares or drawn_once), self.rate, 1)
+    def released(self, folder: Path | None) -> set[str]:
+        """Return the names of all releases of this run, also of what a copy of it has written into the ledger."""
+        with self.ledger.held(None):
+            return {row[-1] for row in releases_in(folder)} | self.ledger.releases
 
     def of(self, others: Steps, rounds: int, releases: Collection[str] = ()) -> float:
         """Return what a number of rounds with all their releases spends, with steps of other runs."""
         kinds = merged([*others, *self.steps(rounds, releases)])
+        return spent_by(self.accountant, self.delta, kinds) if kinds else 0.0
+
+    def known(self, others: Steps, rounds: int, releases: Collection[str] = ()) -> float:
+        """Return the same against whoever knows who took part in which round: drawing participants hides nothing then."""
+        kinds = merged([(noise, 1.0, count) for noise, _, count in (*others, *self.steps(rounds, releases))])
         return spent_by(self.accountant, self.delta, kinds) if kinds else 0.0
 
     def after(self, rounds: int, releases: Collection[str] = ()) -> float:
@@ -68,10 +56,14 @@ class RoundBudget:
             return self.of(others, rounds, {*releases, *self.ledger.releases})
 
     def in_words(self, rounds: int, releases: Collection[str]) -> str:
-        """Return what a number of rounds and their releases spend as a sentence, with what the ledger has of other runs."""
+        """Return what a number of rounds and their releases spend in sentences, with what the ledger has of other runs."""
+        with self.ledger.held(None) as others:
+            every = {*releases, *self.ledger.releases}
+            spent, known = self.of(others, rounds, every), self.known(others, rounds, every)
         return (
-            f"epsilon={self.after(rounds, releases):.4g} at delta={self.delta:g} for each client, against "
-            f"everybody who sees the models (noise_multiplier={self.noise:.4g})."
+            f"epsilon={spent:.4g} at delta={self.delta:g} for each client, against everybody who sees the models "
+            f"(noise_multiplier={self.noise:.4g}), and {known:.4g} against who knows who took part, as readers of this run's "
+            "folder do."
         )
 
     def rounds(self, most: int) -> int:
@@ -85,14 +77,13 @@ class RoundBudget:
 
         Args:
             round: The round, from 0.
-            release: Name of the release, of which :data:`MODEL` letters are those of the round and the model before it.
+            release: Name of the release.
             folder: The run's folder, if it has one.
             private: Whether the noise is secret.
             told: What else `privacy.json` is to say.
 
         Raises:
-            ValueError: If it would exceed the budget: rounds were done again, and came out differently. If the ledger has
-                forgotten an earlier release.
+            ValueError: If it would exceed the budget. If the ledger has forgotten an earlier release.
         """
         rows = releases_in(folder)
         written = {row[-1] for row in rows}
@@ -103,21 +94,19 @@ class RoundBudget:
                 raise forgotten(self.ledger.path)
             known = written | counted
             releases = max(len(known | {release}), round + 1)
-            place = 1 + sum(other[:MODEL] == release[:MODEL] for other in known - {release})
-            if place > 1:
-                step[:] = [self.further(place)]
             epsilon = self.of(others, round + 1, known | {release})
+            participants_known = self.known(others, round + 1, known | {release})
             if self.epsilon is not None and release not in known and epsilon > self.epsilon * (1 + 1e-9):
                 raise ValueError(
-                    f"Round {round + 1} is release {releases} of this run: rounds were done again after an "
-                    "interruption, or other runs of the ledger have spent. It would make epsilon "
-                    f"{epsilon:.4g} in all, more than the budget of {self.epsilon:g}."
+                    f"Round {round + 1} is release {releases} of this run, and other runs of the ledger may have spent: it "
+                    f"would make epsilon {epsilon:.4g} in all, more than the budget of {self.epsilon:g}."
                 )
         if folder is None:
             return
         own = {
             "private": private,
             "epsilon": epsilon if private else None,
+            KNOWN: participants_known if private else None,
             "delta": self.delta,
             "rounds": round + 1,
             "releases": releases,

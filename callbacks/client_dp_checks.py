@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fedlightning.algorithm import Change, Need, Setup
+from fedlightning.algorithm import Change, Need, Setup, facts
 from fedlightning.callbacks.secure_aggregation import LEAST, SecureAggregation
 from fedlightning.callbacks.shared.fixed_point import FixedPoint
 from fedlightning.callbacks.shared.sum_noise import LEAST_STD, SumNoise
@@ -16,13 +16,13 @@ from fedlightning.tensors import as_reals, tied_names
 BOUNDED = Need(
     "adds noise to one mean of changes whose lengths it bounds",
     (
-        *(Change.REDUCE, Change.REDUCED, Change.DENOMINATOR, Change.PLAN, Change.BROADCAST, Change.MODEL_OF),
-        *(Change.VALUES, Change.LOSSY, Change.NEIGHBOURS, Change.GLOBAL, Change.SHAPE),
+        *("reduce", "on_reduced", "denominator", "plan_round", "on_broadcast", "model_of"),
+        *(Change.VALUES, "encode", "neighbours", "global_module", "on_build"),
     ),
 )
 OF_A_SUM = Need(
     BOUNDED.what,
-    tuple(one for one in BOUNDED.without if one not in (Change.REDUCE, Change.PLAN, Change.BROADCAST, Change.LOSSY)),
+    tuple(one for one in BOUNDED.without if one not in ("reduce", "plan_round", "on_broadcast", "encode")),
 )
 """The same but for what SecureAggregation itself does; it refuses others that do."""
 FEW = 100
@@ -83,9 +83,9 @@ def refuse_fixed_draws(setup: Setup) -> None:
     Raises:
         ValueError: With the way out.
     """
-    if isinstance(setup.participation, int) or setup.participation != 1.0:
+    if isinstance(setup.run.participation, int) or setup.run.participation != 1.0:
         raise ValueError(
-            f"participation={setup.participation} draws a fixed number of clients, which ClientDP does not account for. "
+            f"participation={setup.run.participation} draws a fixed number of clients, which ClientDP does not account for. "
             "Leave it out, and give ClientDP(rate=...)."
         )
 
@@ -138,9 +138,9 @@ def refuse_other_sum(setup: Setup, noise: SumNoise | None) -> None:
     for other in setup.callbacks:
         if other is not secure and other.claims("on_broadcast"):
             raise ValueError(
-                f"ClientDP {BOUNDED.what}, and {other.key} {Change.BROADCAST.value}. Remove one of the two."
+                f"ClientDP {BOUNDED.what}, and {other.key} {facts.describe_change('on_broadcast')}. Remove one of the two."
             )
-    count = sum(setup.num_samples[client] > 0 for client in setup.clients)
+    count = sum(setup.data.num_samples[client] > 0 for client in setup.run.clients)
     if noise.shares > secure.survivors(count):
         raise ValueError(
             f"ClientDP(shares={noise.shares}): SecureAggregation(threshold={secure.threshold:.3g}) opens sums of "
@@ -165,13 +165,13 @@ def refuse_other_sum(setup: Setup, noise: SumNoise | None) -> None:
 
 def warn_of_few(setup: Setup, delta: float) -> None:
     """Warn where so few clients take part that the guarantee, or the model, is worth little."""
-    if delta * len(setup.clients) >= 1:
+    if delta * len(setup.run.clients) >= 1:
         setup.warn(
-            f"ClientDP(delta={delta:g}) lets the guarantee fail for one of {len(setup.clients)} clients. Take one "
-            f"well below {1 / len(setup.clients):.2g}."
+            f"ClientDP(delta={delta:g}) lets the guarantee fail for one of {len(setup.run.clients)} clients. Take one "
+            f"well below {1 / len(setup.run.clients):.2g}."
         )
-    if len(setup.clients) < FEW:
+    if len(setup.run.clients) < FEW:
         setup.warn(
-            f"ClientDP hides one of {len(setup.clients)} clients: the noise that this takes is as large as what they "
+            f"ClientDP hides one of {len(setup.run.clients)} clients: the noise that this takes is as large as what they "
             "have learnt together, in most settings. It is made for hundreds of clients and more."
         )

@@ -16,19 +16,19 @@ from fedlightning.algorithm import (
     Message,
     Need,
     Server,
-    Setup,
     State,
     Update,
     UpdateCodec,
     Wire,
     generator,
+    requires,
 )
 from fedlightning.ranges import PositiveShare, Range
 from fedlightning.tensors import add_row, as_reals, entry_kinds, has_mean, tied_names, to_row
 
 WITH_A_SERVER = Need(
     "encodes changes of all entries that the server sent and asked for",
-    (Change.NEIGHBOURS, Change.PARTS, Change.ONE_WAY),
+    ("neighbours", Change.PARTS, Change.ONE_WAY),
 )
 
 
@@ -38,19 +38,9 @@ class _ChangeCodec(UpdateCodec):
     @property
     def facts(self) -> Facts:
         """It goes by the model that came, in synchronous rounds."""
-        return super().facts.extend(needs=[WITH_A_SERVER], asynchronous=False)
-
-    def check(self, setup: Setup) -> None:
-        """Refuse methods whose clients send no trainable entry: there would be nothing to encode.
-
-        Raises:
-            ValueError: If nothing that is trained travels.
-        """
-        if not any(setup.kinds[name] == "trainable" for name in setup.shared_names()):
-            raise ValueError(
-                f"{self.key} encodes changes of the model's trainable entries, and none of them travels "
-                f"here. Leave {self.key} out."
-            )
+        why, instead = "encodes changes of the model's trainable entries", f"Leave {self.key} out."
+        travels = requires.Travels(why, instead, "trainable")
+        return super().facts.extend(needs=[WITH_A_SERVER], requires=[travels], asynchronous=False)
 
     def encode(self, client: Client, update: Update) -> None:
         """Put the code in the place of the entries.

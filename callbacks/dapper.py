@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from fedlightning.algorithm import NEWCOMER, Change, Client, Phase, Setup, probes, warn
+from fedlightning.algorithm import NEWCOMER, Change, Client, Phase, probes, requires, warn
 from fedlightning.callbacks.local_adaptation import AdaptsAtEnd
 from fedlightning.ranges import Length, PositiveFloat, PositiveInt, Share
 
@@ -59,7 +59,19 @@ class Dapper(AdaptsAtEnd):
         1.0
     """
 
-    facts = AdaptsAtEnd.facts.extend(changes={Change.READS})
+    facts = AdaptsAtEnd.facts.extend(
+        changes={Change.READS},
+        requires=[
+            requires.AutomaticOptimization("compares models by the loss that training_step returns"),
+            requires.PublicData("trains on public data beside a client's own", when="mixes"),
+            requires.Split(
+                "chooses among the shares of its grid on validation data",
+                "Set val_fraction in the data module, or give one share.",
+                "val",
+                when="chooses_on_val",
+            ),
+        ],
+    )
     part, head, num_layers = "all", None, 1
 
     def __init__(
@@ -81,32 +93,19 @@ class Dapper(AdaptsAtEnd):
         self.lr_factor = lr_factor
         self.choose_on = choose_on
 
+    @property
+    def mixes(self) -> bool:
+        """Whether public data are used, and not own data only."""
+        return set(self.grid) != {1.0}
+
+    @property
+    def chooses_on_val(self) -> bool:
+        """Whether validation data say which copy is kept."""
+        return self.mixes and len(self.grid) > 1 and self.choose_on == "val"
+
     def claims(self, role: str) -> bool:
         """Decline the loss term where only own data are used."""
-        return super().claims(role) and not (role == "training_loss" and set(self.grid) == {1.0})
-
-    def check(self, setup: Setup) -> None:
-        """Refuse a federation without public data, or without validation data to choose on.
-
-        Raises:
-            ValueError: If there are no public data, several shares but nowhere validation data, or the module optimizes
-                manually.
-        """
-        setup.refuse_manual("Dapper", "compares models by the loss that training_step returns")
-        super().check(setup)
-        if not self.claims("training_loss"):
-            return
-        if not setup.has_public():
-            raise ValueError(
-                "Dapper trains on public data beside a client's own, but the data module has none. Set "
-                "public_fraction=0.1 (a share of every client's training samples that all may see), override "
-                "public_dataloader(), or use LocalAdaptation."
-            )
-        if len(self.grid) > 1 and self.choose_on == "val" and not setup.has_split("val"):
-            raise ValueError(
-                f"Dapper chooses among the shares {list(self.grid)} on validation data, but no client has any. Set "
-                "val_fraction in the data module, or give one share."
-            )
+        return super().claims(role) and (role != "training_loss" or self.mixes)
 
     # -- the visit after the last round --------------------------------------------------------------------------------
     def local_phases(self, client: Client) -> Iterable[Phase]:

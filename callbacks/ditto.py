@@ -7,9 +7,8 @@ from typing import Annotated
 
 from torch import Tensor
 
-from fedlightning.algorithm import Client, GradientContext, Phase, Setup, WeightingName
+from fedlightning.algorithm import Client, GradientContext, Phase, WeightingName, requires
 from fedlightning.callbacks.own_models import KeepsModel
-from fedlightning.callbacks.shared.steps import largest_lr
 from fedlightning.ranges import Range
 from fedlightning.tensors import clone, module_state
 
@@ -57,6 +56,8 @@ class Ditto(KeepsModel):
         tensor([3.])
     """
 
+    facts = KeepsModel.facts.extend(requires=[requires.NoOvershoot("pulls by lr * lam", of="lam", warns=True)])
+
     def __init__(
         self,
         lam: Annotated[float, Range("[0, inf)", "0 is training alone.")] = 1.0,
@@ -66,16 +67,6 @@ class Ditto(KeepsModel):
         self.lam = lam
         self.work = work
         self.weighting = weighting
-
-    def check(self, setup: Setup) -> None:
-        """Warn of a pull that overshoots."""
-        for optimizer in setup.optimizers:
-            step = self.lam * largest_lr(optimizer)
-            if type(optimizer).__name__ == "SGD" and step >= 2.0:
-                setup.warn(
-                    f"Ditto(lam={self.lam}) pulls by lr * lam = {step:.3g} of the distance in each step, and 2 or more "
-                    f"diverges. Use lam below {2.0 * self.lam / step:.3g}, or a smaller learning rate."
-                )
 
     def local_phases(self, client: Client) -> Iterable[Phase]:
         """Train ``w_i`` as without Ditto, then ``v_i`` on the same batches."""

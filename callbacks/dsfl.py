@@ -16,28 +16,23 @@ from fedlightning.algorithm import (
     GLOBAL,
     Client,
     Extra,
-    Facts,
     Job,
     Message,
-    Newcomers,
     Phase,
     Plan,
     Server,
     ServerModels,
-    Setup,
     Update,
     Wire,
 )
 from fedlightning.callbacks.shared.distillation import (
-    check_public_logits,
+    NoSinglePublicSample,
+    PublicLogits,
     logits_of,
     mean_rows,
-    refuse_a_last_batch_of_one,
     refuse_other_predictions,
 )
-from fedlightning.callbacks.shared.server_models import (
-    no_model,
-)
+from fedlightning.callbacks.shared.server_models import SharesPredictions
 from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from fedlightning.tensors import clone, module_state
 
@@ -54,7 +49,7 @@ def sharpened(probabilities: Tensor, temperature: float) -> Tensor:
     return (probabilities.double() / temperature).softmax(1).to(probabilities.dtype)
 
 
-class DSFL(ServerModels):
+class DSFL(SharesPredictions, ServerModels):
     """Probabilities on unlabelled public data travel, models do not: clients and a server's model learn their sharpened mean.
 
     Itahara, Nishio, Koda, Morikura, Yamamoto, "Distillation-based semi-supervised federated learning for
@@ -98,13 +93,11 @@ class DSFL(ServerModels):
         ([], ['probabilities'])
     """
 
-    facts = Facts(
-        needs=no_model(),
-        mixes_architectures=True,
-        newcomers=Newcomers(
-            no_model="shares predictions on public data and no model, and has no model for a client that never trained",
-            join=True,
-        ),
+    facts = SharesPredictions.facts.extend(
+        requires=[
+            PublicLogits(softmax="distil_epochs"),
+            NoSinglePublicSample(samples="public_samples", batch_size="distil_batch_size", when="distil_epochs"),
+        ]
     )
 
     def __init__(
@@ -126,22 +119,6 @@ class DSFL(ServerModels):
         self.distil_lr_factor = distil_lr_factor
         self.server_lr = server_lr
         self.weighting = weighting
-
-    def check(self, setup: Setup) -> None:
-        """Refuse missing public data, models without logits, and callbacks on a model.
-
-        Raises:
-            ValueError: If public data are missing or of another shape, or `forward` gives no logits for them. Also if another
-                callback works on a model that travels, or keeps something beside one.
-        """
-        check_public_logits(self.key, setup, labels=False, softmax=self.distil_epochs > 0)
-        if self.distil_epochs:
-            way_out = "DSFL(distil_batch_size=...) to another size"
-            refuse_a_last_batch_of_one(self.key, setup, self.public_samples, self.distil_batch_size, way_out)
-
-    def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
-        """Return nothing: no weight travels."""
-        return []
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare ids to predict, ids and targets to distil down, probabilities up."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fedlightning.algorithm import Server, Setup, State
+from fedlightning.algorithm import Facts, Server, State, requires
 from fedlightning.callbacks.shared.gossip import Gossip, mixed, of_a_random_graph
 from fedlightning.topology import MixingWeights, Topology
 
@@ -62,19 +62,12 @@ class DSGD(Gossip):
         self.graph_seed = graph_seed
         self.adapt_then_combine = adapt_then_combine
 
-    def check(self, setup: Setup) -> None:
-        """Refuse several steps a round; warn of momentum that is thrown away.
-
-        Raises:
-            ValueError: If the trainer's ``local_steps`` is not 1, or as :class:`DFedAvg` does.
-        """
-        super().check(setup)
-        if setup.local_steps != 1:
-            raise ValueError(
-                f"{self.key} takes one step per round, but local_steps={setup.local_steps} and local_epochs="
-                f"{setup.local_epochs}. Set local_steps=1, or use DFedAvg or LDSGD."
-            )
-        warn_of_lost_momentum(self, setup)
+    @property
+    def facts(self) -> Facts:
+        """A round is one step."""
+        steps = requires.LocalSteps("takes one step per round", "Set local_steps=1, or use DFedAvg or LDSGD.", 1)
+        memory = requires.LastingMemory("visits a client for one step at a time", warns=True)
+        return super().facts.extend(requires=[steps, memory])
 
     def mix(
         self, server: Server, matrix: Tensor, names: Sequence[str], before: Sequence[State], after: Sequence[State]
@@ -96,20 +89,3 @@ class DSGD(Gossip):
         own_share = torch.diag(matrix.diagonal())  # of its own statistics a node knows those after the step
         both = torch.cat([matrix - own_share, own_share], 1)
         return [own | more for own, more in zip(found, mixed(both, [*before, *after], statistics), strict=True)]
-
-
-def warn_of_lost_momentum(callback: Gossip, setup: Setup) -> None:
-    """Warn of optimizers whose memory is lost after every step, since it begins anew in every visit."""
-    if setup.optimizer_state == "keep":
-        return
-    for optimizer in setup.optimizers:
-        with_memory = type(optimizer).__name__ != "SGD" or any(
-            group.get("momentum") for group in optimizer.param_groups
-        )
-        if with_memory:
-            setup.warn(
-                f"{callback.key} visits a client for one step at a time, and the memory of its "
-                f"{type(optimizer).__name__} begins "
-                'anew in each. Set optimizer_state="keep", or use SGD without momentum.'
-            )
-            return

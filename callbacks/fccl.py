@@ -12,32 +12,26 @@ from torch import Tensor, nn
 from fedlightning.algorithm import (
     Client,
     Extra,
-    Facts,
-    FederatedCallback,
     Job,
     Message,
-    Newcomers,
     Phase,
     Plan,
     Server,
-    Setup,
     Update,
     Wire,
 )
 from fedlightning.callbacks.shared.distillation import (
+    NoSinglePublicSample,
+    OwnLogits,
+    PublicLogits,
     both_classes,
-    check_own_logits,
-    check_public_logits,
     kl,
     logits_of,
     mean_rows,
-    refuse_a_last_batch_of_one,
     refuse_other_predictions,
 )
 from fedlightning.callbacks.shared.representations import head_path
-from fedlightning.callbacks.shared.server_models import (
-    no_model,
-)
+from fedlightning.callbacks.shared.server_models import SharesPredictions
 from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range
 from fedlightning.wrappers import FeatureTap
 
@@ -46,7 +40,7 @@ SMALLEST = 1e-12
 """Variance below which a class's logits count as equal: its correlations are 0 then, and no gradient flows."""
 
 
-class FCCL(FederatedCallback):
+class FCCL(SharesPredictions):
     """Logits on public data are made to correlate with the mean of all clients; own old models teach in local training.
 
     Huang, Ye, Du, "Learn from others and be yourself in heterogeneous federated learning", CVPR 2022.
@@ -94,13 +88,12 @@ class FCCL(FederatedCallback):
         ([], ['rows'])
     """
 
-    facts = Facts(
-        needs=no_model(),
-        mixes_architectures=True,
-        newcomers=Newcomers(
-            no_model="shares logits on public data and no model, and has no model for a client that never trained",
-            join=True,
-        ),
+    facts = SharesPredictions.facts.extend(
+        requires=[
+            PublicLogits(),
+            NoSinglePublicSample(samples="public_samples", batch_size="public_batch_size", when="collaborate_epochs"),
+            OwnLogits(),
+        ]
     )
 
     def __init__(
@@ -127,27 +120,10 @@ class FCCL(FederatedCallback):
         self.unbiased = unbiased
         self.head = head
 
-    def check(self, setup: Setup) -> None:
-        """Refuse missing public data, models without logits, and callbacks on a model.
-
-        Raises:
-            ValueError: If public data are missing or of another shape, or `forward` or the head gives no logits. Also if
-                another callback works on a model that travels, or keeps something beside one: here none does.
-        """
-        check_public_logits(self.key, setup, labels=False)
-        if self.collaborate_epochs:
-            way_out = f"{self.key}(public_batch_size=...) to another size"
-            refuse_a_last_batch_of_one(self.key, setup, self.public_samples, self.public_batch_size, way_out)
-        check_own_logits(self.key, setup, lambda module: FeatureTap(module, head_path(module, self.head), at="output"))
-
     def claims(self, role: str) -> bool:
         """Decline the loss term where no teacher has a weight."""
         unused = self.inter == 0.0 and (self.intra == 0.0 or not self.pretrain_epochs)
         return super().claims(role) and not (role == "training_loss" and unused)
-
-    def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
-        """Return nothing: no weight travels."""
-        return []
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare ids and mean rows down, rows up."""

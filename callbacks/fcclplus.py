@@ -9,10 +9,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedlightning.algorithm import Client, Server, Setup, detached_copy, isolated, probes
+from fedlightning.algorithm import Client, Server, Setup, probes
 from fedlightning.callbacks.fccl import FCCL, correlation_loss
 from fedlightning.callbacks.shared.distillation import check_public_logits, logits_of
-from fedlightning.callbacks.shared.representations import head_path, labels_of, rows
+from fedlightning.callbacks.shared.representations import head_path, labels_of, looked_at, rows
 from fedlightning.ranges import NonNegativeFloat, PositiveFloat
 from fedlightning.wrappers import FeatureTap
 
@@ -93,16 +93,10 @@ class FCCLPlus(FCCL):
     def check(self, setup: Setup) -> None:
         """Refuse what :class:`FCCL` refuses, one class alone, and batches without labels."""
         super().check(setup)
-        public, module = setup.public_batch(), detached_copy(setup.module).eval()
-        try:
-            with torch.no_grad(), isolated("public representations"):
-                self._both(module, probes.move_batch(module, public))
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(
-                f"FCCLPlus cannot see the representations of {type(setup.template).__name__} for a public batch: "
-                f"{str(error).rstrip('.')}. Set head=... to the submodule that forward calls on them."
-            ) from error
-        batch = setup.first_batch()
+        failure = f"FCCLPlus cannot see the representations of {type(setup.template).__name__} for a public batch"
+        with looked_at(setup.module, failure, "Set head=... to the submodule that forward calls on them.") as module:
+            self._both(module, probes.move_batch(module, setup.public.batch()))
+        batch = setup.data.first_batch()
         if self.inter and batch is not None:
             labels_of(batch, self.key)
             classes = check_public_logits(self.key, setup, labels=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
@@ -13,11 +13,8 @@ from torch.nn import functional as F
 from fedlightning.algorithm import (
     Client,
     Extra,
-    Facts,
-    FederatedCallback,
     Job,
     Message,
-    Newcomers,
     Plan,
     Server,
     Setup,
@@ -32,15 +29,14 @@ from fedlightning.callbacks.shared.representations import (
     head_widths,
     labels_of,
     refuse_classes,
+    refuse_logits,
 )
-from fedlightning.callbacks.shared.server_models import (
-    no_model,
-)
+from fedlightning.callbacks.shared.server_models import SharesPredictions
 from fedlightning.ranges import Range
 from fedlightning.wrappers import FeatureTap
 
 
-class FD(FederatedCallback):
+class FD(SharesPredictions):
     """Mean predictions per class travel, models do not: a client learns from what the others predict for a label.
 
     Jeong, Oh, Kim, Park, Bennis, Kim, "Communication-efficient on-device machine learning: federated distillation and
@@ -82,14 +78,7 @@ class FD(FederatedCallback):
         ([], ['outputs', 'classes'])
     """
 
-    facts = Facts(
-        needs=no_model(),
-        mixes_architectures=True,
-        newcomers=Newcomers(
-            no_model="shares mean predictions and no model, and has no model for a client that never trained", join=True
-        ),
-        by_record=True,
-    )
+    facts = SharesPredictions.facts.extend(by_record=True)
 
     def __init__(
         self,
@@ -132,22 +121,8 @@ class FD(FederatedCallback):
                 f"FD reads the output of `{path}`, of which gradients of single records are taken, and its term would pass "
                 "them by. Name the nn.Sequential that ends with this layer as head."
             )
-        labels, found = labels_of(setup.first_batch(), self.key), both_classes(seen["logits"])
-        where = f"`{path}` of {type(setup.template).__name__}"
-        if len(found) != len(labels):
-            raise ValueError(
-                f"FD needs a row of logits for each sample, but {where} gives {len(found)} rows for {len(labels)} samples. "
-                "Set head=... to the submodule that gives the logits."
-            )
-        if len(labels) and int(labels.max()) >= found.shape[1]:
-            raise ValueError(
-                f"FD needs a logit for each class, but {where} gives {found.shape[1]}, and a label is {int(labels.max())}. "
-                "Set head=... to the submodule that gives the logits."
-            )
-
-    def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
-        """Return nothing: no weight travels."""
-        return []
+        labels, where = labels_of(setup.data.first_batch(), self.key), f"`{path}` of {type(setup.template).__name__}"
+        refuse_logits(self.key, where, both_classes(seen["logits"]), labels)
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare a row of outputs per class, and which class it is of, down and up."""

@@ -21,6 +21,7 @@ from fedlightning.algorithm import (
     State,
     Update,
     WeightingName,
+    requires,
     warn,
 )
 from fedlightning.layers import head_names
@@ -71,7 +72,14 @@ class FedALA(FederatedCallback):
         tensor([1., 2., 3.])
     """
 
-    facts = Facts(changes={Change.START, Change.READS})
+    facts = Facts(
+        changes={Change.START, Change.READS},
+        requires=[
+            requires.AutomaticOptimization(
+                "learns W from the loss that training_step returns", "Use automatic optimization, or FLIU."
+            )
+        ],
+    )
 
     def __init__(
         self,
@@ -95,9 +103,6 @@ class FedALA(FederatedCallback):
         Raises:
             ValueError: If nothing in the top layers can be merged, or the module optimizes manually.
         """
-        setup.refuse_manual(
-            "FedALA", "learns W from the loss that training_step returns", "Use automatic optimization, or FLIU."
-        )
         if not self._merged(setup.module):
             raise ValueError(
                 f"FedALA merges the last {self.num_layers} layer(s) of {type(setup.template).__name__}, "

@@ -6,6 +6,7 @@ import itertools
 import math
 import warnings
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from lightning.pytorch import LightningModule
@@ -24,13 +25,13 @@ from fedlightning.algorithm import (
     State,
     Update,
     Wire,
+    requires,
 )
 from fedlightning.callbacks.shared.server_models import (
     KeepsClientModels,
     combine,
     parameter_names,
 )
-from fedlightning.callbacks.shared.steps import largest_lr
 from fedlightning.ranges import PositiveFloat, Range
 from fedlightning.tensors import clone, distance, load_state, module_state, select
 
@@ -42,6 +43,10 @@ GONE = 20.0
 """Exponents of attention above this count no other client."""
 NEAR_TWO = 1.8
 """Share of the way to ``u_i`` in one step from which a warning is due: SGD diverges at 2."""
+ALIKE = requires.Advice(
+    "is for clients some of whom have data alike. Where the data of all differ, as under label skew by Dirichlet, it is "
+    "about as good as training alone: compare it with Local."
+)
 
 
 class FedAMP(KeepsClientModels):
@@ -124,18 +129,15 @@ class FedAMP(KeepsClientModels):
     def facts(self) -> Facts:
         """A client keeps its own model, and may train from it."""
         changes = {Change.START} if self.start == "own" else set()
-        return super().facts.extend(changes=changes, keeps=True)
+        required = [
+            ALIKE,
+            requires.NoOvershoot("pulls by lr * lam / alpha", of="lam", pull="_pull", limit=NEAR_TWO, warns=True),
+        ]
+        return super().facts.extend(changes=changes, requires=required, keeps=True)
 
     def check(self, setup: Setup) -> None:
-        """Refuse callbacks that work on a global model, and weights that could be negative; warn of a pull that diverges.
-
-        Raises:
-            ValueError: If a callback changes one global model, or ``alpha (N - 1) > sigma``.
-        """
-        super().check(setup)
-        self._say_what_it_is_for(setup)
-        self._warn_of_pull(setup)
-        others = len(setup.clients) - 1
+        """Refuse weights that could be negative: ``alpha (N - 1) > sigma``."""
+        others = len(setup.run.clients) - 1
         if self.alpha is not None and self.sigma is not None and self.alpha * others > self.sigma:
             raise ValueError(
                 f"{self.key} got alpha={self.alpha} and sigma={self.sigma} for {others + 1} clients: xi_ii could fall "
@@ -157,22 +159,8 @@ class FedAMP(KeepsClientModels):
             return PAPER_ALPHA if self.sigma is None else self.sigma / count
         return self.alpha
 
-    def _say_what_it_is_for(self, setup: Setup) -> None:
-        """Say that clients without any others like them gain nothing."""
-        setup.warn(
-            f"{self.key} is for clients some of whom have data alike. Where the data of all differ, as under label skew by "
-            "Dirichlet, it is about as good as training alone: compare it with Local."
-        )
-
-    def _warn_of_pull(self, setup: Setup) -> None:
-        """Warn of a pull with which a step of SGD overshoots ``u_i``."""
-        pull = self.lam / self._first_step(len(setup.clients))
-        for optimizer in setup.optimizers:
-            if type(optimizer).__name__ == "SGD" and largest_lr(optimizer) * pull > NEAR_TWO:
-                setup.warn(
-                    f"{self.key} pulls by lr * lam / alpha = {largest_lr(optimizer) * pull:.3g} of the way to u_i in every "
-                    "step; 1 undoes all training, and 2 or more diverges. Lower lam or the learning rate, or raise alpha."
-                )
+    def _pull(self, sizes: Mapping[str, int]) -> float:
+        return self.lam / self._first_step(len(sizes))
 
     def unlikeness(self, server: Server, a: State, b: State) -> float:
         """Return ``||a - b||^2`` over trainable parameters, which attention falls with."""

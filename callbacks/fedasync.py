@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from torch import Tensor
 
-from fedlightning.algorithm import (
-    Arrivals,
-    AsynchronousMethod,
-    GradientContext,
-    Server,
-    Setup,
-    Update,
-)
-from fedlightning.callbacks.shared.staleness import DecayRate, MaxStaleness, StalenessName, staleness_weight
+from fedlightning.algorithm import Arrivals, AsynchronousMethod, Facts, GradientContext, Server, Update, requires
 from fedlightning.ranges import PositiveInt, Range, Share, needs
+
+StalenessName = Literal["constant", "polynomial", "hinge"]
+DecayRate = Annotated[float, Range("[0, inf)", "An older update must not count more.")]
+MaxStaleness = Annotated[int, Range("[0, inf)", "None is no limit.", strict=True)]
+
+
+def staleness_weight(kind: StalenessName, staleness: float, a: float, b: float) -> float:
+    """Return the factor ``s(d)`` of an update that is ``d`` steps of the server old.
+
+    * ``"constant"``: 1
+    * ``"polynomial"``: ``(d + 1)^-a``
+    * ``"hinge"``: 1 up to ``d = b``, then ``1 / (a (d - b) + 1)``
+
+    Example:
+        >>> from fedlightning.callbacks.fedasync import staleness_weight
+        >>> staleness_weight("polynomial", 3, a=0.5, b=4), staleness_weight("hinge", 5, a=10, b=4)
+        (0.5, 0.09090909090909091)
+    """
+    if kind == "polynomial":
+        return float((staleness + 1.0) ** -a)
+    if kind == "hinge" and staleness > b:
+        return 1.0 / (a * (staleness - b) + 1.0)
+    return 1.0
 
 
 class FedAsync(AsynchronousMethod):
@@ -80,20 +95,14 @@ class FedAsync(AsynchronousMethod):
         self.decay_at = decay_at
 
     @property
+    def facts(self) -> Facts:
+        """Models travel."""
+        return super().facts.extend(requires=[requires.Travels("mixes models that arrive")])
+
+    @property
     def arrivals(self) -> Arrivals:  # type: ignore[override]
         """Make a round of every arrival, and take the model that came."""
         return Arrivals(count=1, models=True, max_staleness=self.max_staleness)
-
-    def check(self, setup: Setup) -> None:
-        """Refuse a federation in which nothing travels.
-
-        Raises:
-            ValueError: If nothing does.
-        """
-        if not setup.shared_names():
-            raise ValueError(
-                f"{self.key} mixes models that arrive, and nothing travels here. Remove one of the callbacks."
-            )
 
     def weighting(self, server: Server, update: Update) -> float:
         """Return ``alpha_t``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedlightning.algorithm import Change, Facts, FederatedCallback, Need, Setup, WeightingName
+from fedlightning.algorithm import Change, Facts, FederatedCallback, Need, Setup, WeightingName, requires
 
 
 class FedAvg(FederatedCallback):
@@ -58,44 +58,42 @@ class FedSGD(FederatedCallback):
     Example:
         >>> from types import SimpleNamespace
         >>> from fedlightning.callbacks import FedSGD
-        >>> FedSGD().check(SimpleNamespace(local_steps=None, local_epochs=2, num_samples={"0": 64, "1": 80}))
+        >>> run = SimpleNamespace(clients=["0"], trainer_arguments={})
+        >>> data = SimpleNamespace(num_samples={"0": 80}, num_batches=lambda client: 2)
+        >>> FedSGD().check(SimpleNamespace(run=run, data=data))
         Traceback (most recent call last):
-        ValueError: FedSGD takes one step per round, ... Set local_steps=1 and a batch size of at least 80.
+        ValueError: FedSGD takes the gradient over ... Set a batch size of at least 80, or use FedAvg with local_steps=1.
     """
 
-    facts = Facts(needs=[Need("takes one step per round", (Change.PHASES, Change.WORK))], mixes_architectures=True)
+    facts = Facts(
+        needs=[Need("takes one step per round", ("local_phases", Change.WORK))],
+        requires=[
+            requires.LocalSteps(
+                "takes one step per round",
+                "Set local_steps=1 and a batch size that holds a client's whole training set.",
+                1,
+            ),
+            requires.PlainSGD("takes a step that is the gradient", "Use SGD.", "momentum"),
+        ],
+        mixes_architectures=True,
+    )
 
     def __init__(self, weighting: WeightingName | None = "samples") -> None:
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse all but one step on a client's whole training set; warn of optimizers that rescale the gradient.
-
-        Raises:
-            ValueError: If the trainer's ``local_steps`` is not 1, a client has several batches or accumulates them, or
-                another callback splits the visit into several fits.
-        """
-        if setup.local_steps != 1:
-            raise ValueError(
-                f"FedSGD takes one step per round, but local_steps={setup.local_steps} and local_epochs="
-                f"{setup.local_epochs}. Set local_steps=1 and a batch size of at least {max(setup.num_samples.values())}."
-            )
-        several = {client: count for client in setup.clients if (count := setup.num_batches(client)) > 1}
+        """Refuse clients with several batches, and batches that are accumulated."""
+        several = {client: count for client in setup.run.clients if (count := setup.data.num_batches(client)) > 1}
         if several:
             client, count = next(iter(several.items()))
             raise ValueError(
                 f"FedSGD takes the gradient over a client's whole training set, but that of client '{client}' comes in "
                 f"{count} batches, of which one step would see the first. Set a batch size of at least "
-                f"{max(setup.num_samples.values())}, or use FedAvg with local_steps=1."
+                f"{max(setup.data.num_samples.values())}, or use FedAvg with local_steps=1."
             )
-        window = setup.trainer_arguments.get("accumulate_grad_batches") or 1
+        window = setup.run.trainer_arguments.get("accumulate_grad_batches") or 1
         if window != 1:
             raise ValueError(
                 f"FedSGD takes one step on one batch, but accumulate_grad_batches={window} would divide its gradient by "
                 f"{window}. Leave it out."
-            )
-        names = [type(optimizer).__name__ for optimizer in setup.optimizers if type(optimizer).__name__ != "SGD"]
-        if names:
-            setup.warn(
-                f"FedSGD is defined for plain SGD; {names[0]} rescales the step, which is then no longer the gradient."
             )

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedlightning.algorithm import Client, Phase, Server, ServerModels, Setup, WeightingName
+from fedlightning.algorithm import Client, Phase, Server, ServerModels, WeightingName, requires
 from fedlightning.callbacks.local_adaptation import AdaptsAtEnd, Part
-from fedlightning.callbacks.partial import other_names, part_names, refuse_no_body
+from fedlightning.callbacks.partial import Body, other_names, part_names
 from fedlightning.ranges import NonNegativeInt, PositiveFloat, PositiveInt, at_most_one
 
 
@@ -51,6 +51,13 @@ class FedBABU(AdaptsAtEnd, ServerModels):
         ['0.weight', '0.bias']
     """
 
+    facts = AdaptsAtEnd.facts.extend(
+        requires=[
+            Body(of="head_names"),
+            requires.SomethingTrains("", "Name another head, or use Local().", "body_names"),
+        ]
+    )
+
     @at_most_one("head", "num_layers", why="it counts the layers where none are named. Use one of them.")
     def __init__(
         self,
@@ -64,25 +71,21 @@ class FedBABU(AdaptsAtEnd, ServerModels):
         self.epochs, self.part, self.head, self.num_layers, self.lr_factor = epochs, part, head, num_layers, lr_factor
         self.weighting = weighting
 
-    def check(self, setup: Setup) -> None:
-        """Refuse names that are not there, and a head that is the whole model.
-
-        Raises:
-            ValueError: If a name matches nothing, nothing is left to share, or nothing can be fine-tuned.
-        """
-        head = part_names(setup.module, self.head, self.num_layers)
-        refuse_no_body(self, setup, head)
-        setup.refuse_frozen(self.key, other_names(setup.module, head), "Name another head, or use Local().")
-        super().check(setup)
-
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
         """Return the names of the body."""
-        return other_names(module, part_names(module, self.head, self.num_layers))
+        return self.body_names(module)
+
+    def head_names(self, module: nn.Module) -> list[str]:
+        """Return the names of the head."""
+        return part_names(module, self.head, self.num_layers)
+
+    def body_names(self, module: nn.Module) -> list[str]:
+        """Return the names of the body."""
+        return other_names(module, self.head_names(module))
 
     def federated_phases(self, client: Client) -> Iterable[Phase]:
         """Train the body only."""
-        head = part_names(client.module, self.head, self.num_layers)
-        yield Phase(train=tuple(other_names(client.module, head)))
+        yield Phase(train=tuple(self.body_names(client.module)))
 
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:
         """Return ``(u, v^0)``, or ``None`` where other methods keep parts of the body with the clients."""

@@ -8,11 +8,11 @@ from fedlightning.algorithm import (
     Facts,
     Newcomers,
     Server,
-    Setup,
     State,
     Update,
+    requires,
 )
-from fedlightning.callbacks.shared.staleness import DecayRate, MaxStaleness, StalenessName, staleness_weight
+from fedlightning.callbacks.fedasync import DecayRate, MaxStaleness, StalenessName, staleness_weight
 from fedlightning.ranges import PositiveFloat, PositiveInt, needs
 from fedlightning.tensors import narrow, widen
 
@@ -74,23 +74,13 @@ class FedBuff(AsynchronousMethod):
     @property
     def facts(self) -> Facts:
         """Between rounds the buffer is empty, so that clients may join."""
-        return super().facts.extend(newcomers=Newcomers(join=True))
+        travels = requires.Travels("buffers the clients' changes")
+        return super().facts.extend(requires=[travels], newcomers=Newcomers(join=True))
 
     @property
     def arrivals(self) -> Arrivals:  # type: ignore[override]
         """Make a round of `buffer_size` arrivals."""
         return Arrivals(count=self.buffer_size, max_staleness=self.max_staleness)
-
-    def check(self, setup: Setup) -> None:
-        """Refuse a federation in which nothing travels.
-
-        Raises:
-            ValueError: If nothing does.
-        """
-        if not setup.shared_names():
-            raise ValueError(
-                f"{self.key} buffers the clients' changes, and nothing travels here. Remove one of the callbacks."
-            )
 
     def weighting(self, server: Server, update: Update) -> float:
         """Return ``s(d)``."""

@@ -24,7 +24,7 @@ from fedlightning.algorithm import (
     WeightingName,
     Wire,
 )
-from fedlightning.callbacks.shared.representations import features_at_start, head_path, labels_of, rows
+from fedlightning.callbacks.shared.representations import features_at_start, head_path, labels_of, looked_at, rows
 from fedlightning.ranges import (
     Counts,
     NonNegativeFloat,
@@ -129,15 +129,12 @@ class FedCovid(FederatedCallback):
         if not self.claims("training_loss"):
             return
         found = features_at_start(setup, self.feature_taps, self.key)
-        batch = setup.first_batch()
+        batch = setup.data.first_batch()
         if batch is None:
             return
         labels, path = labels_of(batch, self.key), head_path(setup.module, self.head)
-        try:
-            with torch.no_grad():
-                shape = tuple(setup.module.get_submodule(path).forward(found["z"]).shape)
-        except RuntimeError as error:
-            raise ValueError(f"FedCovid calls the head '{path}' once more, and that failed: {error}") from error
+        with looked_at(setup.module, f"FedCovid calls the head '{path}' once more, and that failed") as module:
+            shape = tuple(module.get_submodule(path).forward(found["z"]).shape)
         outputs = max(2, shape[1]) if len(shape) == 2 else 2
         if shape[0] != len(labels) or len(shape) > 2 or self.positive >= outputs:
             raise ValueError(

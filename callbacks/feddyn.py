@@ -19,21 +19,20 @@ from fedlightning.algorithm import (
     Newcomers,
     Server,
     ServerModels,
-    Setup,
     State,
     Update,
     Wire,
+    requires,
 )
-from fedlightning.callbacks.shared.reported import reported_module, send_reported
-from fedlightning.callbacks.shared.steps import is_plain_sgd, largest_lr
+from fedlightning.callbacks.shared.server_models import reported_module, send_reported
 from fedlightning.ranges import Range
 from fedlightning.tensors import add, narrow, select, subtract, widen, zeros_like
 
 WHOLE_CHANGES = Need(
     "adds up the whole change of every participant, once a round, in h",
     (
-        *(Change.PLAN, Change.MODEL_OF, Change.PARTS, Change.SMALLER, Change.LOSSY),
-        *(Change.REDUCE, Change.REDUCED, Change.DENOMINATOR),
+        *("plan_round", "model_of", Change.PARTS, Change.SMALLER, "encode"),
+        *("reduce", "on_reduced", "denominator"),
     ),
 )
 
@@ -97,7 +96,16 @@ class FedDyn(ServerModels):
         """`h` agrees with the `g_k`, which the clients keep; strengths by the mean size would change with new clients."""
         newcomers = Newcomers() if self.size_scaled else Newcomers(join=self._join)
         return Facts(
-            changes={Change.IN_STEP}, keeps=True, counts_steps=True, needs=[WHOLE_CHANGES], newcomers=newcomers
+            changes={Change.IN_STEP},
+            keeps=True,
+            counts_steps=True,
+            needs=[WHOLE_CHANGES],
+            requires=[
+                requires.PlainSGD("is stated for SGD without momentum", "Another rescales its correction."),
+                requires.NoOvershoot("pulls a client by lr * alpha", of="alpha", pull="_largest_strength"),
+                requires.NoClipping("reads its g_k off the movement of the parameters"),
+            ],
+            newcomers=newcomers,
         )
 
     def claims(self, role: str) -> bool:
@@ -108,28 +116,6 @@ class FedDyn(ServerModels):
             "global_module": self.report == "model",
         }
         return super().claims(role) and not unused.get(role, False)
-
-    def check(self, setup: Setup) -> None:
-        """Refuse steps that diverge; warn where `g_k` is no gradient.
-
-        Raises:
-            ValueError: If ``eta alpha`` is 2 or more.
-        """
-        smallest = min((count for count in setup.num_samples.values() if count), default=1)
-        strength = self._strength(setup.num_samples, smallest)
-        for optimizer in setup.optimizers:
-            name, lr = type(optimizer).__name__, largest_lr(optimizer)
-            if not is_plain_sgd(optimizer):
-                setup.warn(f"FedDyn is stated for SGD without momentum; this {name} rescales its correction.")
-            elif lr * strength >= 2.0:
-                raise ValueError(
-                    f"FedDyn(alpha={self.alpha}) pulls a client by lr * alpha = {lr * strength:.3g} of its way to theta in "
-                    f"every step, and 2 or more diverges. Use a learning rate below {2.0 / strength:.3g}, or a smaller alpha."
-                )
-        if clip := setup.trainer_arguments.get("gradient_clip_val"):
-            setup.warn(
-                f"Where gradient_clip_val={clip} cuts a step of FedDyn, g_k is no gradient of the client's loss."
-            )
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare the client's strength down, where it has one of its own."""
@@ -191,6 +177,9 @@ class FedDyn(ServerModels):
     def _average(self, server: Server) -> State:
         """Return ``theta + h / alpha``."""
         return _shifted(server.model, server.state.get(self.key, {}).get("h", {}), 1.0 / self.alpha)
+
+    def _largest_strength(self, sizes: Mapping[str, int]) -> float:
+        return self._strength(sizes, min((count for count in sizes.values() if count), default=1))
 
     def _strength(self, sizes: Mapping[str, int], own: int) -> float:
         """Return the strength of a client with `own` samples."""

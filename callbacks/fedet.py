@@ -21,11 +21,10 @@ from fedlightning.algorithm import (
     Plan,
     Server,
     ServerModels,
-    Setup,
     WeightingName,
     contributors,
 )
-from fedlightning.callbacks.shared.distillation import check_public_logits, logits_of
+from fedlightning.callbacks.shared.distillation import PublicLogits, logits_of
 from fedlightning.layers import as_names, expand
 from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range
 from fedlightning.tensors import clone, module_state
@@ -35,7 +34,7 @@ LARGE = "server"
 
 OWN_ENSEMBLE = Need(
     "averages whole models for each architecture and teaches a large one by them",
-    (Change.PARTS, Change.REDUCE, Change.SHARED, Change.GLOBAL, Change.PERSONAL),
+    (Change.PARTS, "reduce", "shared_names", "global_module", "personal_module"),
 )
 OWN_STAGE_G = Need("has a large model of its own for stage G", (Change.GLOBAL_SELECTION,), "use LocalCheckpoint()")
 
@@ -86,7 +85,8 @@ class FedET(ServerModels):
     @property
     def facts(self) -> Facts:
         """Whole models make the ensemble, and the large one is FedET's; clients that join bring their architectures."""
-        return Facts(needs=[OWN_ENSEMBLE, OWN_STAGE_G], mixes_architectures=True, newcomers=Newcomers(join=self._join))
+        needs, required = [OWN_ENSEMBLE, OWN_STAGE_G], [PublicLogits(softmax="steps")]
+        return Facts(needs=needs, requires=required, mixes_architectures=True, newcomers=Newcomers(join=self._join))
 
     def __init__(
         self,
@@ -105,14 +105,6 @@ class FedET(ServerModels):
         self.diversity = diversity
         self.transfer = transfer
         self.weighting = weighting
-
-    def check(self, setup: Setup) -> None:
-        """Refuse missing public data, and models without logits.
-
-        Raises:
-            ValueError: If public data are missing or of another shape, or `forward` gives no logits for them.
-        """
-        check_public_logits(self.key, setup, labels=False, softmax=self.steps > 0)
 
     def on_federation_start(self, server: Server) -> None:
         """Make the models.

@@ -19,15 +19,15 @@ from fedlightning.algorithm import (
     Update,
     WeightingName,
 )
-from fedlightning.callbacks.shared.reported import reported_module, send_reported
+from fedlightning.callbacks.shared.server_models import reported_module, send_reported
 from fedlightning.ranges import NonNegativeFloat, Range
 from fedlightning.tensors import narrow, widen
 
 WHOLE_CHANGES = Need(
     "compares the lengths of the participants' whole changes with that of their mean, once a round",
     (
-        *(Change.PLAN, Change.MODEL_OF, Change.PARTS, Change.SMALLER, Change.LOSSY),
-        *(Change.REDUCE, Change.REDUCED, Change.DENOMINATOR),
+        *("plan_round", "model_of", Change.PARTS, Change.SMALLER, "encode"),
+        *("reduce", "on_reduced", "denominator"),
     ),
 )
 

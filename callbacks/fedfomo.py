@@ -9,13 +9,21 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor, nn
 
-from fedlightning.algorithm import Change, Client, Extra, Facts, Job, Message, Server, Setup, State, Update, Wire
-from fedlightning.callbacks.shared.representations import refuse_classes
-from fedlightning.callbacks.shared.server_models import (
-    KeepsClientModels,
-    combine,
-    sent_models,
+from fedlightning.algorithm import (
+    Change,
+    Client,
+    Extra,
+    Facts,
+    Job,
+    Message,
+    Server,
+    State,
+    Update,
+    Wire,
+    requires,
 )
+from fedlightning.callbacks.shared.representations import refuse_classes
+from fedlightning.callbacks.shared.server_models import KeepsClientModels, NoAnchors, combine, sent_models
 from fedlightning.ranges import NonNegativeFloat, Range, Share
 from fedlightning.tensors import clone, distance, module_state, select, ties
 
@@ -70,7 +78,10 @@ class FedFomo(KeepsClientModels):
     @property
     def facts(self) -> Facts:
         """Training starts from a mixture with the client's own model, and of others' models, none of which is its own."""
-        return super().facts.extend(changes={Change.START, Change.ONE_WAY})
+        loss = requires.AutomaticOptimization("compares models by the loss that training_step returns")
+        return super().facts.extend(
+            changes={Change.START, Change.ONE_WAY}, requires=[loss, NoAnchors(of=("correct_gradient",))]
+        )
 
     def __init__(
         self,
@@ -83,21 +94,6 @@ class FedFomo(KeepsClientModels):
         self.epsilon = epsilon
         self.epsilon_decay = epsilon_decay
         self.baseline = baseline
-
-    def check(self, setup: Setup) -> None:
-        """Refuse callbacks that work on a global model; warn of terms that lose their anchor.
-
-        Raises:
-            ValueError: If a callback changes one global model.
-        """
-        super().check(setup)
-        setup.refuse_manual(self.key, "compares models by the loss that training_step returns")
-        anchored = [other.key for other in setup.callbacks if other.claims("correct_gradient")]
-        if anchored:
-            setup.warn(
-                f"FedFomo sends no model for all, so there is no anchor that {', '.join(anchored)} could refer to: "
-                "terms that need one do nothing."
-            )
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare M models down, by their client's place in the order of clients; these places and their scores up."""

@@ -27,6 +27,7 @@ from fedlightning.algorithm import (
     Wire,
     detached_copy,
     isolated,
+    requires,
 )
 from fedlightning.callbacks.shared.distillation import both_classes
 from fedlightning.callbacks.shared.fusion import NORMS
@@ -37,6 +38,7 @@ from fedlightning.callbacks.shared.representations import (
     head_widths,
     labels_of,
     of_one_width,
+    refuse_logits,
     refuse_other_widths,
     refuse_width,
     rows,
@@ -101,6 +103,7 @@ class FedGH(FederatedCallback):
     facts = Facts(
         changes={Change.ONE_WAY},
         needs=no_model("takes no model back from clients but a header"),
+        requires=[requires.AutomaticOptimization("reads representations in a training_step that trains nothing")],
         mixes_architectures=True,
     )
 
@@ -135,7 +138,6 @@ class FedGH(FederatedCallback):
                 works on a model that comes back, or keeps something beside one: here none does.
         """
         name, module = type(setup.template).__name__, setup.module
-        setup.refuse_manual("FedGH", "reads representations in a training_step that trains nothing")
         seen = features_at_start(setup, self.feature_taps, self.key)
         path = head_path(module, self.head)
         where = f"`{path}` of {name}"
@@ -155,7 +157,7 @@ class FedGH(FederatedCallback):
     def _try_header(self, setup: Setup, where: str, seen: Mapping[str, Tensor]) -> None:
         """Refuse a header that does not give the logits of all classes for representations alone."""
         z, wanted = seen["z"], both_classes(seen["logits"])
-        labels = labels_of(setup.first_batch(), self.key)
+        labels = labels_of(setup.data.first_batch(), self.key)
         header = detached_copy(setup.module).get_submodule(head_path(setup.module, self.head)).eval()
         try:
             with torch.no_grad(), isolated("header"):
@@ -172,12 +174,7 @@ class FedGH(FederatedCallback):
                 f"FedGH trains {where} at the server on rows of representations, and there it gives other logits than in the "
                 "model. Set head=... to layers that depend on the representation alone."
             )
-        if len(labels) != len(wanted) or (len(labels) and int(labels.max()) >= wanted.shape[1]):
-            raise ValueError(
-                f"FedGH needs a row of logits for each sample and a logit for each class, but {where} gives "
-                f"{tuple(wanted.shape)} for {len(labels)} samples whose largest label is {int(labels.max())}. Set head=... "
-                "to the submodule that gives the logits."
-            )
+        refuse_logits(self.key, where, wanted, labels)
 
     def _compare(self, setup: Setup) -> None:
         """Refuse headers and widths of representations that differ between architectures."""

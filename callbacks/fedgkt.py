@@ -17,11 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedlightning.algorithm import (
     Client,
     Extra,
-    Facts,
-    FederatedCallback,
     Job,
     Message,
-    Newcomers,
     Phase,
     Plan,
     Server,
@@ -29,9 +26,9 @@ from fedlightning.algorithm import (
     Stage,
     Update,
     Wire,
-    detached_copy,
     isolated,
     probes,
+    requires,
 )
 from fedlightning.callbacks.shared.distillation import inputs_of, kl, logits_of
 from fedlightning.callbacks.shared.representations import (
@@ -39,22 +36,22 @@ from fedlightning.callbacks.shared.representations import (
     head_path,
     head_widths,
     labels_of,
+    looked_at,
     of_one_width,
+    refuse_logits,
     refuse_other_widths,
     rows,
 )
-from fedlightning.callbacks.shared.server_models import (
-    no_model,
-)
+from fedlightning.callbacks.shared.server_models import SharesPredictions
 from fedlightning.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
 from fedlightning.tensors import clone
-from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
+from fedlightning.wrappers import FeatureTap
 
 TRAIN = "train"
 """Tag of the visits of a round; others only evaluate."""
 
 
-class FedGKT(FederatedCallback):
+class FedGKT(SharesPredictions):
     """Clients train a small extractor and head; the server trains a large head on their features; each teaches the other.
 
     He, Annavaram, Avestimehr, "Group knowledge transfer: federated learning of large CNNs at the edge", NeurIPS 2020.
@@ -100,13 +97,11 @@ class FedGKT(FederatedCallback):
         ['features', 'logits', 'labels']
     """
 
-    facts = Facts(
-        needs=no_model(),
-        mixes_architectures=True,
-        newcomers=Newcomers(
-            no_model="shares features of training samples and no extractor, and has none for a client that never trained",
-            join=True,
-        ),
+    facts = SharesPredictions.facts.extend(
+        requires=[
+            requires.SteadyData("gives a client's samples the logits that the server found in the round before"),
+            requires.NumberedSamples("keeps logits of training samples"),
+        ]
     )
 
     def __init__(
@@ -146,48 +141,35 @@ class FedGKT(FederatedCallback):
                 entropy (with `alpha`), batches are augmented at random, or features differ in width between architectures.
                 Also if another callback works on a model that travels, or keeps something beside one: here none does.
         """
-        setup.refuse_drift(self.key, "gives a client's samples the logits that the server found in the round before")
-        setup.refuse_unnumbered(self.key, "keeps logits of training samples")
         name = type(setup.template).__name__
         features_at_start(setup, lambda module: {"z": FeatureTap(module, head_path(module, self.head))}, self.key)
         refuse_other_widths(setup, lambda module: {"z": FeatureTap(module, head_path(module, self.head))}, self.key)
-        batch = setup.first_batch()
+        batch = setup.data.first_batch()
         if batch is None:
             return
         labels = labels_of(batch, self.key)
         with isolated("another reading"):
-            again = setup.first_batch()
+            again = setup.data.first_batch()
         if not torch.equal(inputs_of(batch, self.key), inputs_of(again, self.key)):
             raise ValueError(
                 "FedGKT keeps the server's logits of each training sample until the next visit, but the data give another "
                 "sample every time they are read. Remove random augmentation."
             )
-        module = detached_copy(setup.module).eval()
-        batch = probes.move_batch(module, batch)
-        try:
-            with torch.no_grad(), isolated("logits"), muted(module), frozen_buffers(module):
-                found = self._predict(module, batch)
-                logits, loss = logits_of(module, batch), probes.training_loss(module, batch)
-        except (RuntimeError, ValueError, TypeError) as error:
-            raise ValueError(
-                f"FedGKT cannot read features and logits of {name}: {str(error).rstrip('.')}. Its forward must take the "
-                "inputs and return logits (batch, classes) of the head; set head=... to the client's small head."
-            ) from error
-        if len(found) != len(labels) or (len(labels) and int(labels.max()) >= logits.shape[1]):
-            raise ValueError(
-                f"FedGKT needs a row of logits for each sample and a logit for each class; {name} gives "
-                f"{tuple(logits.shape)} for {len(labels)} samples whose largest label is {int(labels.max())}."
-            )
+        failure, way_out = (
+            f"FedGKT cannot read features and logits of {name}",
+            "Set head=... to the client's small head.",
+        )
+        with looked_at(setup.module, failure, way_out) as module:
+            batch = probes.move_batch(module, batch)
+            features = self._predict(module, batch)
+            logits, loss = logits_of(module, batch), probes.training_loss(module, batch)
+        refuse_logits(self.key, name, logits[: len(features)], labels)
         entropy = F.cross_entropy(logits, labels)
         if self.alpha and not torch.allclose(loss, entropy.to(loss), rtol=1e-3, atol=1e-4):
             raise ValueError(
                 f"FedGKT trains clients by the cross entropy of forward's logits, and training_step of {name} has another "
                 f"loss ({float(loss):.4g}, not {float(entropy):.4g}). Use alpha=0, or a task of that kind."
             )
-
-    def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
-        """Return nothing: no weight of a client travels."""
-        return []
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare logits of samples and the server's head down; features, logits and labels of samples up."""

@@ -25,9 +25,9 @@ from fedlightning.algorithm import (
     WeightingName,
     address,
     contributors,
+    requires,
 )
-from fedlightning.callbacks.shared.grouping import first_groups
-from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
+from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, first_groups, in_client_order
 from fedlightning.callbacks.shared.server_models import (
     NO_SERVER_STEP,
     one_visit,
@@ -89,6 +89,7 @@ class FedGroup(Clusters):
         )
         return Facts(
             needs=[NO_SERVER_STEP, once],
+            requires=[requires.FreshOptimizers("lets a newcomer train twice in a round", when="_twice_in")],
             most_work=lambda usual: max(usual, self.pretrain or 0),
             newcomers=Newcomers(no_model=why, join=True, place=self._place),
         )
@@ -112,16 +113,8 @@ class FedGroup(Clusters):
         """Keys of the groups' models at the server."""
         return [f"cluster {k}" for k in range(1, self.num_clusters + 1)]
 
-    def check(self, setup: Setup) -> None:
-        """Refuse optimizers that go on from pre-training to the group."""
-        if setup.optimizer_state == "keep" and self._twice_in(setup):
-            raise ValueError(
-                "FedGroup lets a newcomer train twice in a round, from the first model and from its group's, and with "
-                "optimizer_state='keep' the moments and clocks of one would go on in the other. Use optimizer_state='reset'."
-            )
-
     def _twice_in(self, setup: Setup) -> bool:
-        return self._twice(setup.participation, len(setup.clients))
+        return self._twice(setup.run.participation, len(setup.run.clients))
 
     def _twice(self, participation: float, clients: int) -> bool:
         """Return whether a newcomer may pre-train and train with its group in one round.

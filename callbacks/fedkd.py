@@ -19,11 +19,11 @@ from fedlightning.algorithm import (
     Need,
     Newcomers,
     Server,
-    Setup,
     State,
     Update,
     WeightingName,
     Wire,
+    requires,
 )
 from fedlightning.callbacks.shared.mutual import SharedPeer, divergence
 from fedlightning.ranges import NonNegativeFloat, PositiveShare
@@ -34,7 +34,7 @@ FACTORS = ("u", "s", "v")
 
 LOW_RANK_UPDATES = Need(
     "sends a client's update as factors of low rank",
-    (Change.SENT, Change.LOSSY),
+    ("on_send", "encode"),
     "set energy_start=1 and energy_end=1, without compression",
 )
 
@@ -130,16 +130,6 @@ class FedKD(SharedPeer):
         """Decline what puts factors together where everything is sent."""
         return super().claims(role) and (self.compresses or role not in ("reduce", "server_step"))
 
-    def check(self, setup: Setup) -> None:
-        """Refuse what :class:`SharedPeer` does; say where private models may stay behind local training."""
-        super().check(setup)
-        if self.strength > 0.0:
-            setup.warn(
-                f"FedKD(strength={self.strength}) draws each private model to a shared one, which knows less of the client's "
-                "own labels: where these are skewed, private models may stay behind local training. Compare it with Local, "
-                "or lower strength."
-            )
-
     def compares(self) -> bool:
         """Return whether the losses compare predictions, as classes."""
         return self.strength > 0.0
@@ -156,7 +146,13 @@ class FedKD(SharedPeer):
     def facts(self) -> Facts:
         """Two models train; what a client sends goes as factors of low rank where it is compressed."""
         changes, needs = ({Change.PARTS}, [LOW_RANK_UPDATES]) if self.compresses else (set(), [])
-        return super().facts.extend(changes=changes, needs=needs, newcomers=Newcomers(join=True))
+        advice = requires.Advice(
+            f"(strength={self.strength}) draws each private model to a shared one, which knows less of the client's own "
+            "labels: where these are skewed, private models may stay behind local training. Compare it with Local, or lower "
+            "strength.",
+            when="strength",
+        )
+        return super().facts.extend(changes=changes, needs=needs, requires=[advice], newcomers=Newcomers(join=True))
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare the factors of every matrix of the student; down also the share of energy and the student's number."""

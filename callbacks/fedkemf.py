@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedlightning.algorithm import GLOBAL, Plan, Server, Setup, WeightingName, contributors
-from fedlightning.callbacks.shared.distillation import check_public_logits, logits_of
+from fedlightning.callbacks.shared.distillation import PublicLogits, logits_of
 from fedlightning.callbacks.shared.mutual import SharedPeer, divergence
 from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from fedlightning.tensors import clone, module_state
@@ -102,7 +102,7 @@ class FedKEMF(SharedPeer):
         super().check(setup)
         if self.steps:
             shared = shared_of(setup.module)
-            check_public_logits(self.key, replace(setup, module=shared, template=shared), labels=False)
+            PublicLogits().check(self, replace(setup, module=shared, template=shared))
 
     def plan_round(self, server: Server) -> Plan:
         """Plan ordinary visits; when all are back, distil the ensemble into their mean."""

@@ -90,7 +90,9 @@ class FedLC(FederatedCallback):
 
     def _tell_of_absent(self, setup: Setup) -> None:
         """Warn where many classes are absent: whatever the strength, nothing keeps the others' logits in their place."""
-        told = {client: setup.class_counts(client) for client in setup.clients if setup.num_samples[client]}
+        told = {
+            client: setup.data.class_counts(client) for client in setup.run.clients if setup.data.num_samples[client]
+        }
         counts = {client: count for client, count in told.items() if count is not None}
         classes = max(map(len, counts.values()), default=0)
         held = {client: sum(one > 0 for one in count) for client, count in counts.items()}

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from fedlightning.algorithm import POOLED, Change, Client, Facts, FederatedCallback, Setup, Update, WeightingName
+from fedlightning.algorithm import (
+    POOLED,
+    Change,
+    Client,
+    Facts,
+    FederatedCallback,
+    Update,
+    WeightingName,
+    requires,
+)
 from fedlightning.layers import partition
 from fedlightning.ranges import Share
 
@@ -42,21 +51,11 @@ class FedLP(FederatedCallback):
         ['1.weight', '1.bias']
     """
 
-    facts = Facts(changes={Change.PARTS})
+    facts = Facts(changes={Change.PARTS}, requires=[requires.ForEveryClient(of=("q",))])
 
     def __init__(self, q: Share | dict[str, Share] = 0.7, weighting: WeightingName | None = None) -> None:
         self.q = q
         self.weighting = weighting
-
-    def check(self, setup: Setup) -> None:
-        """Refuse a table of probabilities that leaves a client out.
-
-        Raises:
-            ValueError: If a client has no probability.
-        """
-        missing = [client for client in setup.clients if isinstance(self.q, dict) and client not in self.q]
-        if missing:
-            raise ValueError(f"FedLP got no q for client '{missing[0]}'. Give one number, or one for each client.")
 
     def on_send(self, client: Client, update: Update) -> None:
         """Send only the layers that were drawn."""

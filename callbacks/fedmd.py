@@ -13,29 +13,23 @@ from torch.nn import functional as F
 from fedlightning.algorithm import (
     Client,
     Extra,
-    Facts,
-    FederatedCallback,
     Job,
     Message,
-    Newcomers,
     Phase,
     Plan,
     Server,
-    Setup,
     Update,
     Wire,
 )
 from fedlightning.callbacks.shared.distillation import (
-    check_public_logits,
+    NoSinglePublicSample,
+    PublicLogits,
     kl,
     logits_of,
     mean_rows,
-    refuse_a_last_batch_of_one,
     refuse_other_predictions,
 )
-from fedlightning.callbacks.shared.server_models import (
-    no_model,
-)
+from fedlightning.callbacks.shared.server_models import SharesPredictions
 from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 SCORES, TRANSFER, DIGEST = "scores", "transfer", "digest"
@@ -43,7 +37,7 @@ ROUNDING = 1e-6
 """Share of a logit by which two batches that hold the same sample may differ."""
 
 
-class FedMD(FederatedCallback):
+class FedMD(SharesPredictions):
     """Logits on public data travel, models do not: clients digest the mean of their class scores, then train on their own.
 
     Li, Wang, "FedMD: heterogenous federated learning via model distillation", NeurIPS workshop on federated learning for
@@ -85,13 +79,12 @@ class FedMD(FederatedCallback):
         ([], ['logits'])
     """
 
-    facts = Facts(
-        needs=no_model(),
-        mixes_architectures=True,
-        newcomers=Newcomers(
-            no_model="shares logits on public data and no model, and has no model for a client that never trained",
-            join=True,
-        ),
+    facts = SharesPredictions.facts.extend(
+        requires=[
+            PublicLogits(labels="transfer_epochs", softmax="digests_by_kl"),
+            NoSinglePublicSample(when="transfer_epochs"),
+            NoSinglePublicSample(samples="public_samples", batch_size="digest_batch_size", when="digest_epochs"),
+        ]
     )
 
     def __init__(
@@ -112,26 +105,10 @@ class FedMD(FederatedCallback):
         self.digest_loss = digest_loss
         self.weighting = weighting
 
-    def check(self, setup: Setup) -> None:
-        """Refuse missing public data, models without logits, and callbacks on a model.
-
-        Raises:
-            ValueError: If public data are missing or of another shape, have no labels for the transfer learning, or `forward`
-                gives no logits for them. Also if another callback works on a model that travels, or keeps something beside
-                one.
-        """
-        softmax = self.digest_epochs > 0 and self.digest_loss == "kl"
-        check_public_logits(self.key, setup, labels=self.transfer_epochs > 0, softmax=softmax)
-        if self.transfer_epochs:
-            way_out = "the batch size of the public data to another one"
-            refuse_a_last_batch_of_one(self.key, setup, setup.public_size(), None, way_out)
-        if self.digest_epochs:
-            way_out = "FedMD(digest_batch_size=...) to another size"
-            refuse_a_last_batch_of_one(self.key, setup, self.public_samples, self.digest_batch_size, way_out)
-
-    def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
-        """Return nothing: no weight travels."""
-        return []
+    @property
+    def digests_by_kl(self) -> bool:
+        """Whether the digest compares predictions by their softmax."""
+        return self.digest_epochs > 0 and self.digest_loss == "kl"
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare ids and consensus down, logits up."""

@@ -26,6 +26,7 @@ from fedlightning.algorithm import (
     Update,
     WeightingName,
     Wire,
+    requires,
 )
 from fedlightning.callbacks.fedprox import FedProx
 from fedlightning.tensors import narrow, widen
@@ -71,9 +72,13 @@ class FedNova(FederatedCallback):
 
     facts = Facts(
         needs=[
-            Need(
-                "averages normalised changes, each the sum of a client's steps from w^t", (Change.REDUCE, Change.START)
-            )
+            Need("averages normalised changes, each the sum of a client's steps from w^t", ("reduce", Change.START))
+        ],
+        requires=[
+            requires.AutomaticOptimization("counts the steps of one optimizer", "Use FedAvg."),
+            requires.PlainSGD(
+                "knows how SGD weights its gradients", "Any other is normalised by its number of steps.", "momentum"
+            ),
         ],
         counts_steps=True,
     )
@@ -82,23 +87,12 @@ class FedNova(FederatedCallback):
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse updates that are not one sum of gradients; warn where ``a`` is an approximation.
-
-        Raises:
-            ValueError: If the module optimizes manually or has groups of differing momentum, or another callback
-                combines the updates or makes training start elsewhere than from ``w^t``.
-        """
-        name = type(setup.template).__name__
-        setup.refuse_manual("FedNova", "counts the steps of one optimizer", "Use FedAvg.")
-        for optimizer in setup.optimizers:
-            if type(optimizer).__name__ != "SGD":
-                setup.warn(
-                    f"FedNova knows how SGD weights its gradients; {type(optimizer).__name__} is treated as plain SGD, "
-                    "normalised by its number of steps."
-                )
-            elif len({group.get("momentum", 0.0) for group in optimizer.param_groups}) > 1:
+        """Refuse groups of differing momentum: their changes are not one sum of gradients."""
+        for optimizer in (one for one in setup.optimizers if type(one).__name__ == "SGD"):
+            if len({group.get("momentum", 0.0) for group in optimizer.param_groups}) > 1:
                 raise ValueError(
-                    f"FedNova has one count for all, but {name} has groups of differing momentum. Give them one."
+                    f"FedNova has one count for all, but {type(setup.template).__name__} has groups of differing momentum. "
+                    "Give them one."
                 )
 
     def wire(self, module: nn.Module) -> Wire:

@@ -10,10 +10,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedlightning.algorithm import Client, FederatedCallback, Setup, WeightingName
-from fedlightning.callbacks.shared.cross_entropy import check_cross_entropy
+from fedlightning.algorithm import Client, Facts, FederatedCallback, Setup, WeightingName
+from fedlightning.callbacks.shared.calibration import check_head
 from fedlightning.callbacks.shared.representations import head_path, labels_of, rows
-from fedlightning.callbacks.shared.steps import one_step_at_anchor
+from fedlightning.callbacks.shared.steps import SeveralSteps
 from fedlightning.ranges import PositiveFloat, Range
 from fedlightning.wrappers import FeatureTap
 
@@ -57,6 +57,8 @@ class FedNTD(FederatedCallback):
         tensor(0.0671)
     """
 
+    facts = Facts(requires=[SeveralSteps(of="beta")])
+
     def __init__(
         self,
         beta: Annotated[float, Range("[0, inf)", "0 is FedAvg.")] = 1.0,
@@ -74,21 +76,16 @@ class FedNTD(FederatedCallback):
         return super().claims(role) and not (role == "training_loss" and self.beta == 0.0)
 
     def check(self, setup: Setup) -> None:
-        """Refuse other losses than the cross entropy, two classes, and a head that does not travel; warn of single steps."""
+        """Refuse other losses than the cross entropy, two classes, and a head that does not travel."""
         if self.beta == 0.0:
             return
-        classes, _ = check_cross_entropy(setup, self.head, self.key)
+        classes, _ = check_head(setup, self.head, self.key)
         if classes == 2:
             raise ValueError(
                 f"FedNTD distils the classes that are not a sample's label, and {type(setup.template).__name__} has 2: of "
                 "one class alone there is nothing to learn. Use FedProx or MOON, or remove FedNTD."
             )
         self._refuse_own_heads(setup)
-        if one_step_at_anchor(setup):
-            setup.warn(
-                f"FedNTD(beta={self.beta}) does nothing here: a visit is one step, which is taken at the received model, "
-                "where the term is 0. Set more local_steps or local_epochs, or remove FedNTD."
-            )
 
     def _refuse_own_heads(self, setup: Setup) -> None:
         """Refuse a head that stays with the clients, in every round or in those that a callback chooses."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from fedlightning.algorithm import (
     Client,
     Extra,
-    Facts,
-    FederatedCallback,
     Job,
     Message,
     Newcomers,
@@ -32,23 +30,21 @@ from fedlightning.callbacks.shared.prototypes import (
     unpack,
 )
 from fedlightning.callbacks.shared.representations import (
-    features_at_start,
+    Features,
+    Labels,
     head_path,
     head_widths,
     labels_of,
     refuse_classes,
-    refuse_other_widths,
     refuse_width,
     rows,
 )
-from fedlightning.callbacks.shared.server_models import (
-    no_model,
-)
+from fedlightning.callbacks.shared.server_models import SharesPredictions
 from fedlightning.ranges import Range
 from fedlightning.wrappers import FeatureTap
 
 
-class FedProto(FederatedCallback):
+class FedProto(SharesPredictions):
     """Prototypes travel, models do not: clients agree on where the classes lie in the space of representations.
 
     Tan, Long, Liu, Zhou, Lu, Jiang, Zhang, "FedProto: federated prototype learning across heterogeneous clients", AAAI
@@ -86,12 +82,11 @@ class FedProto(FederatedCallback):
         ([], ['prototypes', 'classes'])
     """
 
-    facts = Facts(
-        needs=no_model(),
-        mixes_architectures=True,
+    facts = SharesPredictions.facts.extend(
         newcomers=Newcomers(
             no_model="shares prototypes and no model, and has no model for a client that never trained"
         ),
+        requires=[Features(of="one width"), Labels()],
         by_record=True,
     )
 
@@ -128,9 +123,6 @@ class FedProto(FederatedCallback):
                 travels, or keeps something beside one (here none does), or if clients' models have representations of
             different widths.
         """
-        if features_at_start(setup, self.feature_taps, self.key):
-            labels_of(setup.first_batch(), self.key)
-        refuse_other_widths(setup, self.feature_taps, self.key)
         during = "proto_pass='during'" if self.proto_pass == "during" else ""
         refuse_unprotected(setup, self.key, during, head_widths(setup.module, self.head)[1])
         path = head_path(setup.module, self.head)
@@ -141,10 +133,6 @@ class FedProto(FederatedCallback):
                 f"{type(setup.template).__name__} is a {type(head).__name__}. Name the last linear layer as head, or "
                 "use predictor='head'."
             )
-
-    def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
-        """Return nothing: no weight travels."""
-        return []
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare one vector per class, and which class it is of, down and up."""

@@ -6,8 +6,8 @@ from typing import Annotated
 
 from torch import Tensor
 
-from fedlightning.algorithm import Facts, FederatedCallback, GradientContext, Setup, WeightingName
-from fedlightning.callbacks.shared.steps import one_step_at_anchor
+from fedlightning.algorithm import Facts, FederatedCallback, GradientContext, WeightingName
+from fedlightning.callbacks.shared.steps import SeveralSteps
 from fedlightning.ranges import Range
 
 
@@ -44,21 +44,13 @@ class FedProx(FederatedCallback):
         tensor([ 0.5000, -1.0000])
     """
 
-    facts = Facts(mixes_architectures=True)
+    facts = Facts(requires=[SeveralSteps(of="mu")], mixes_architectures=True)
 
     def __init__(
         self, mu: Annotated[float, Range("[0, inf)", "0 is FedAvg.")] = 0.1, weighting: WeightingName | None = None
     ) -> None:
         self.mu = mu
         self.weighting = weighting
-
-    def check(self, setup: Setup) -> None:
-        """Warn of visits of one step, which is taken at the anchor, where the pull is 0."""
-        if self.mu > 0.0 and one_step_at_anchor(setup):
-            setup.warn(
-                f"FedProx(mu={self.mu}) does nothing here: a visit is one step, which is taken at the server's model, where "
-                "the pull to it is 0. Set more local_steps or local_epochs, or remove FedProx."
-            )
 
     def correct_gradient(self, ctx: GradientContext, name: str, parameter: Tensor, gradient: Tensor) -> Tensor:
         """Return ``g + mu (w - w^t)``."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated
 
-from fedlightning.algorithm import NEWCOMER, Client, Job, Phase, Server, Setup, WeightingName
-from fedlightning.callbacks.partial import FedPer, other_names, part_names
+from fedlightning.algorithm import NEWCOMER, Client, Job, Phase, Server, Setup, WeightingName, requires
+from fedlightning.callbacks.partial import FedPer
 from fedlightning.ranges import NonNegativeInt, PositiveInt, Range, at_most_one
 
 FINAL = "head"
@@ -52,6 +52,13 @@ class FedRep(FedPer):
         fit ('0.weight', '0.bias') None
     """
 
+    facts = FedPer.facts.extend(
+        requires=[
+            requires.SomethingTrains("", "Set head_epochs=0, or use FedAvg().", "head_names", when="_trains_head"),
+            requires.SomethingTrains("", "Set body_epochs=0, or use Local().", "body_names", when="_trains_body"),
+        ]
+    )
+
     @at_most_one("personal", "num_layers", why="it counts the layers where none are named. Use one of them.")
     def __init__(
         self,
@@ -67,18 +74,12 @@ class FedRep(FedPer):
         self.body_epochs = body_epochs
         self.final_head = final_head
 
-    def check(self, setup: Setup) -> None:
-        """Refuse what :class:`~fedlightning.callbacks.FedPer` does, and a head or a body in which nothing trains.
+    def _trains_head(self, setup: Setup) -> bool:
+        return self.head_epochs > 0 and bool(self.head_names(setup.module))
 
-        Raises:
-            ValueError: Naming the part.
-        """
-        super().check(setup)
-        head = part_names(setup.module, self.personal, self.num_layers)
-        if head and self.head_epochs:
-            setup.refuse_frozen(self.key, head, "Set head_epochs=0, or use FedAvg().")
-        if self.body_epochs != 0:
-            setup.refuse_frozen(self.key, other_names(setup.module, head), "Set body_epochs=0, or use Local().")
+    @property
+    def _trains_body(self) -> bool:
+        return self.body_epochs != 0
 
     def claims(self, role: str) -> bool:
         """Decline visits after the last round where heads do not train then."""
@@ -86,14 +87,14 @@ class FedRep(FedPer):
 
     def local_phases(self, client: Client) -> Iterable[Phase]:
         """Train the head first, then the body; of a client that joins a fitted federation the head only, as in the paper."""
-        head = part_names(client.module, self.personal, self.num_layers)
+        head = self.head_names(client.module)
         if client.message.tag == NEWCOMER and head:
             yield Phase("head", tuple(head), unit="epochs", federated=False)
             return
         if self.head_epochs and head:
             yield Phase("head", tuple(head), work=self.head_epochs, unit="epochs", federated=False)
         if client.message.tag != FINAL and self.body_epochs != 0:
-            body = tuple(other_names(client.module, head))
+            body = tuple(self.body_names(client.module))
             yield Phase(train=body, work=self.body_epochs, unit=None if self.body_epochs is None else "epochs")
 
     def final_jobs(self, server: Server) -> list[Job]:

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from fedlightning.algorithm import Change, Client, Facts, Need, Server, ServerModels, Setup, Stage, WeightingName
-from fedlightning.callbacks.shared.calibration import samples_by_class
-from fedlightning.callbacks.shared.cross_entropy import check_cross_entropy
+from fedlightning.callbacks.shared.calibration import check_head, samples_by_class
 from fedlightning.callbacks.shared.representations import head_path, labels_of, rows
 from fedlightning.wrappers import AddedParametersMixin, FeatureTap, mix, user_class
 from fedlightning.wrappers.heads import find_submodule, registered_names
@@ -69,9 +68,9 @@ class FedRoD(ServerModels):
 
     facts = Facts(
         needs=[
-            Need("adds a personal head to the user's own network", (Change.MODULE,)),
-            Need("shares everything but the personal head", (Change.SHARED,)),
-            Need("trains both heads in one fit", (Change.PHASES,)),
+            Need("adds a personal head to the user's own network", ("wrap_module",)),
+            Need("shares everything but the personal head", ("shared_names",)),
+            Need("trains both heads in one fit", ("local_phases",)),
             Need("calibrates the loss of its generic head by a client's classes itself", (Change.CALIBRATES,)),
         ]
     )
@@ -89,13 +88,13 @@ class FedRoD(ServerModels):
     def check(self, setup: Setup) -> None:
         """Refuse other losses than the cross entropy; warn of weighted ones, and of clipping."""
         path, _ = personal_head(setup.module)
-        _, is_plain = check_cross_entropy(setup, path, self.key)
+        _, is_plain = check_head(setup, path, self.key)
         if not is_plain:
             setup.warn(
                 f"FedRoD corrects the cross entropy by the numbers of each client's classes, and that of "
                 f"{type(setup.template).__name__} is weighted or smoothed already. Use the plain one."
             )
-        given = setup.trainer_arguments
+        given = setup.run.trainer_arguments
         if given.get("gradient_clip_val") and given.get("gradient_clip_algorithm") != "value":
             setup.warn(
                 "FedRoD trains two heads by one optimizer: clipping by the norm (gradient_clip_val) sees the gradients of "

@@ -16,13 +16,12 @@ from fedlightning.algorithm import (
     Change,
     Facts,
     FederatedCallback,
-    FirstStep,
     Need,
     Setup,
     State,
     WeightingName,
     probes,
-    warn,
+    requires,
 )
 from fedlightning.ranges import PositiveFloat, Range, needs
 from fedlightning.tensors import as_reals, clone, dense, load_state, narrow
@@ -72,6 +71,7 @@ class FedSAM(FederatedCallback):
     facts = Facts(
         changes={Change.ELSEWHERE},
         needs=[Need("takes the gradient of a step near the parameters that step", (Change.ELSEWHERE,))],
+        requires=[requires.AutomaticOptimization("replaces the gradient of the step", when="rho")],
         mixes_architectures=True,
     )
 
@@ -89,20 +89,11 @@ class FedSAM(FederatedCallback):
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse manual optimization.
-
-        Raises:
-            ValueError: If the module optimizes manually.
-        """
-        if self.rho > 0.0:
-            setup.refuse_manual("FedSAM", "replaces the gradient of the step")
-
-    def check_step(self, step: FirstStep) -> None:
         """Warn of gradients that the module changes after its own backward pass."""
-        if self.rho > 0.0 and step.clips == "on_after_backward":
-            warn(
-                f"{step.module}.on_after_backward changes gradients of its own backward pass, and FedSAM steps with those of "
-                "a second one. Move the change to on_before_optimizer_step or configure_gradient_clipping."
+        if self.rho > 0.0 and setup.first_step().clips == "on_after_backward":
+            setup.warn(
+                f"{type(setup.template).__name__}.on_after_backward changes gradients of its own backward pass, and FedSAM "
+                "steps with those of a second one. Move it to on_before_optimizer_step or configure_gradient_clipping."
             )
 
     def perturbation(self, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> State:

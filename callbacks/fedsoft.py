@@ -20,20 +20,21 @@ from fedlightning.algorithm import (
     Message,
     Plan,
     Server,
-    Setup,
     State,
     Update,
     Wire,
     contributors,
     facts,
+    requires,
 )
 from fedlightning.callbacks.shared.memberships import Clusters, best_fitted, cluster_module, in_client_order
 from fedlightning.callbacks.shared.server_models import (
     NO_SERVER_STEP,
+    DifferentStarts,
+    NoAnchors,
+    NoWeightings,
     another_start,
-    check_starts,
     parameter_names,
-    warn_of_weightings,
 )
 from fedlightning.ranges import ClientCount, NonNegativeFloat, PositiveInt, Share
 from fedlightning.tensors import WeightedMean, narrow, select, ties, widen
@@ -77,7 +78,16 @@ class FedSoft(Clusters):
         tensor([1.0000e+00, 1.0000e-04], dtype=torch.float64)
     """
 
-    facts = Facts(changes={Change.START, Change.ONE_WAY}, needs=[NO_SERVER_STEP, facts.WHOLE_UPDATES])
+    facts = Facts(
+        changes={Change.START, Change.ONE_WAY},
+        needs=[NO_SERVER_STEP, facts.WHOLE_UPDATES],
+        requires=[
+            requires.AutomaticOptimization("compares centres by the loss that training_step returns"),
+            DifferentStarts(),
+            NoWeightings(),
+            NoAnchors(of=("correct_gradient", "training_loss")),
+        ],
+    )
 
     def __init__(
         self,
@@ -95,24 +105,6 @@ class FedSoft(Clusters):
     def centres(self) -> list[str]:
         """Keys of the centres at the server."""
         return [f"centre {s}" for s in range(1, self.num_clusters + 1)]
-
-    def check(self, setup: Setup) -> None:
-        """Warn of terms that lose their anchor and of weightings; refuse centres that cannot differ.
-
-        Raises:
-            ValueError: If a callback changes one global model, or the module cannot be initialised anew.
-        """
-        setup.refuse_manual("FedSoft", "compares centres by the loss that training_step returns")
-        if self.num_clusters > 1:
-            check_starts(self, setup, self.init)
-        warn_of_weightings(self, setup)
-        terms = ("correct_gradient", "training_loss")
-        anchored = [other.key for other in setup.callbacks if other is not self and any(map(other.claims, terms))]
-        if anchored:
-            setup.warn(
-                f"FedSoft sends no model for all, so there is no anchor that {', '.join(anchored)} could refer to: terms "
-                "that need one do nothing."
-            )
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare all centres, or the point that they pull to, down; counts of samples up."""

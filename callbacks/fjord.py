@@ -10,9 +10,12 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedlightning.algorithm import Change, Client, Facts, Message, Need, Setup, Stage, WeightingName, probes
+from fedlightning.algorithm import Client, Facts, Message, Need, Stage, WeightingName, probes
 from fedlightning.callbacks.shared.partial_training import PartialTraining
-from fedlightning.callbacks.shared.representations import features_at_start, head_path, other_task, targets_in
+from fedlightning.callbacks.shared.representations import (
+    ClassLogits,
+    head_path,
+)
 from fedlightning.ranges import Length, PositiveFloat, PositiveShare, Share
 from fedlightning.tensors import module_state
 from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
@@ -20,7 +23,7 @@ from fedlightning.wrappers.submodel import Units, plan_cuts
 from fedlightning.wrappers.units import prefix_units
 from fedlightning.wrappers.widths import Widths
 
-ONE_WIDTH_A_STEP = Need("trains another width in every step", (Change.LOSS, Change.PHASES, Change.OWN))
+ONE_WIDTH_A_STEP = Need("trains another width in every step", ("training_loss", "local_phases", "keeps"))
 """A term of the loss, phases, or a model of the client's own would be of one width."""
 
 
@@ -106,21 +109,6 @@ class FjORD(PartialTraining):
         """Return the first `ceil(rate * width)` units of every layer, in every round and for every client."""
         return prefix_units(rate)
 
-    def check(self, setup: Setup) -> None:
-        """Refuse what :class:`PartialTraining` does, and self-distillation without a logit for each class."""
-        super().check(setup)
-        logits = features_at_start(setup, self.feature_taps, self.key).get("logits") if self.distillation else None
-        if logits is not None and logits.shape[1] < 2:
-            raise ValueError(
-                f"FjORD's self-distillation needs a logit for each class, and {self._head(setup.module)} gives one. "
-                "Use distillation=False."
-            )
-        if logits is not None and (why := other_task(targets_in(setup.first_batch()), logits.shape[1])):
-            raise ValueError(
-                f"FjORD's self-distillation compares predictions by softmax, one class a sample, but {why}. Use "
-                "distillation=False."
-            )
-
     def _computed(self) -> set[float]:
         largest = max(super()._computed())
         return {width for width in self.widths if width <= largest}
@@ -128,7 +116,9 @@ class FjORD(PartialTraining):
     @property
     def facts(self) -> Facts:
         """Every step trains another width, with one loss."""
-        return super().facts.extend(needs=[ONE_WIDTH_A_STEP])
+        why, instead = "compares predictions by softmax, one class a sample", "Use distillation=False."
+        logits = ClassLogits(why, instead, when="distillation")
+        return super().facts.extend(needs=[ONE_WIDTH_A_STEP], requires=[logits])
 
     def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:
         """Tap the logits: the output of the head."""

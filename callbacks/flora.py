@@ -18,11 +18,11 @@ from fedlightning.algorithm import (
     Message,
     Need,
     Server,
-    Setup,
     State,
     Update,
     WeightingName,
     Wire,
+    requires,
 )
 from fedlightning.callbacks.shared.low_rank import ClientRanks, Rank
 from fedlightning.ranges import PositiveFloat, ShareBelowOne
@@ -31,7 +31,7 @@ from fedlightning.wrappers.adapters import adapted_layers, untie_adapted
 
 NEW_ADAPTERS = Need(
     "merges the adapters into the network after every round and begins with new ones",
-    (Change.PLAN, Change.STEP, Change.REDUCED, Change.VALUES, Change.KEEPS, Change.PARTS),
+    ("plan_round", "server_step", "on_reduced", Change.VALUES, Change.KEEPS, Change.PARTS),
     "use FedIT in its place",
 )
 
@@ -79,7 +79,9 @@ class FLoRA(ClientRanks):
     @property
     def facts(self) -> Facts:
         """The adapters become a part of the network after every round, and new ones begin."""
-        return super().facts.extend(changes={Change.PRIVATE, Change.SMALLER, Change.ONE_WAY}, needs=[NEW_ADAPTERS])
+        fresh = requires.FreshOptimizers("begins every visit with new adapters")
+        changes = {Change.PRIVATE, Change.SMALLER, Change.ONE_WAY}
+        return super().facts.extend(changes=changes, needs=[NEW_ADAPTERS], requires=[fresh])
 
     def __init__(
         self,
@@ -112,15 +114,6 @@ class FLoRA(ClientRanks):
         return untie_adapted(super().wrap_module(module, owner))
 
     # -- before round 1 ------------------------------------------------------------------------------------------------
-    def check(self, setup: Setup) -> None:
-        """Refuse what would go on with adapters of an earlier round."""
-        super().check(setup)
-        if setup.optimizer_state == "keep":
-            raise ValueError(
-                f"{self.key} begins every visit with new adapters, so optimizers that go on would carry moments of others. "
-                "Use optimizer_state='reset'."
-            )
-
     def wire(self, module: Any) -> Wire:
         """Declare rank, scale, the stacks and how many rows of them are of which round."""
         down: dict[str, Any] = {"rank": "scalar", "scale": "scalar", "version": "scalar", "sizes": (-1,)}

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from fedlightning.algorithm import Change, Facts, Need, Server, Setup, isolated, probes
-from fedlightning.callbacks.shared.distillation import refuse_a_last_batch_of_one
+from fedlightning.algorithm import Change, Facts, Need, Server, Setup, isolated, probes, requires
+from fedlightning.callbacks.shared.distillation import NoSinglePublicSample
 from fedlightning.callbacks.shared.robust import Combine, RobustRule
 from fedlightning.ranges import PositiveFloat, PositiveInt
 from fedlightning.tensors import module_state, to_row
@@ -19,7 +19,7 @@ from fedlightning.wrappers import muted
 
 AS_A_WHOLE = Need(
     "compares what clients have learnt with what the server has, over all entries of the model",
-    (Change.PARTS, Change.SMALLER, Change.SHAPE, Change.SHARED),
+    (Change.PARTS, Change.SMALLER, "on_build", "shared_names"),
 )
 
 
@@ -58,24 +58,22 @@ class FLTrust(RobustRule):
     @property
     def facts(self) -> Facts:
         """It judges whole updates."""
-        return super().facts.extend(needs=[AS_A_WHOLE])
+        why = "trains at the server on data of its own"
+        required = [
+            requires.PublicData(why),
+            requires.AutomaticOptimization(why, "Take another rule."),
+            NoSinglePublicSample(batch_size="batch_size"),
+        ]
+        return super().facts.extend(needs=[AS_A_WHOLE], requires=required)
 
     def check(self, setup: Setup) -> None:
-        """Refuse missing root data, and such on which the module cannot train."""
+        """Refuse root data on which the module cannot train."""
         super().check(setup)
         name = type(setup.template).__name__
-        if not setup.has_public():
-            raise ValueError(
-                "FLTrust trains at the server on data of its own, and the data module has no public data. Set public: "
-                "another data set, or public=0.1 (a share of every client's training samples)."
-            )
-        setup.public_size()  # refuses samples without positions
-        if not setup.module.automatic_optimization:
-            raise ValueError(f"FLTrust trains {name} at the server, and it optimizes manually. Take another rule.")
         module = copy.deepcopy(setup.module).eval()
         try:
             with torch.no_grad(), isolated(self.key), muted(module):
-                loss = probes.training_loss(module, probes.move_batch(module, setup.public_batch()))
+                loss = probes.training_loss(module, probes.move_batch(module, setup.public.batch()))
         except Exception as error:
             raise ValueError(
                 f"FLTrust needs public samples with labels, like those of the clients, and {name}.training_step fails on "
@@ -83,9 +81,6 @@ class FLTrust(RobustRule):
             ) from error
         if not bool(torch.isfinite(loss)):
             raise ValueError(f"FLTrust: the loss of {name} on public data is {float(loss)}. Leave bad samples out.")
-        refuse_a_last_batch_of_one(
-            self.key, setup, setup.public_size(), self.batch_size, "FLTrust(batch_size=...) to another size"
-        )
 
     def rule_of(self, server: Server, model: str, names: Sequence[str]) -> Combine:
         """Return the rule with the change that the server's own training makes."""

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedlightning.algorithm import (
-    Change,
     Client,
     Facts,
     FederatedCallback,
@@ -19,11 +18,10 @@ from fedlightning.algorithm import (
     Message,
     Need,
     Server,
-    Setup,
     WeightingName,
 )
 from fedlightning.callbacks.shared.calibration import samples_by_class
-from fedlightning.callbacks.shared.representations import features_at_start, head_path, labels_of, rows
+from fedlightning.callbacks.shared.representations import Features, Labels, head_path, labels_of, rows
 from fedlightning.ranges import Range
 from fedlightning.wrappers import AddedParametersMixin, FeatureTap, Mixin, mix, mixins_of, user_class
 from fedlightning.wrappers.heads import find_submodule, output_width
@@ -82,7 +80,10 @@ class GPFL(FederatedCallback):
         ['net.fc1.weight', 'net.fc1.bias', 'net.fc2.conditions.embeddings.weight']
     """
 
-    facts = Facts(needs=[Need("shares everything but the head, to which it has added layers", (Change.SHARED,))])
+    facts = Facts(
+        needs=[Need("shares everything but the head, to which it has added layers", ("shared_names",))],
+        requires=[Features(), Labels()],
+    )
     rank = 1  # the contexts are those of the embeddings that a client trains from, after others have merged them
 
     def __init__(
@@ -109,11 +110,6 @@ class GPFL(FederatedCallback):
         """Decline the terms whose weights are 0."""
         unused = {"training_loss": self.lam == self.angle == 0.0, "correct_gradient": self.mu == 0.0}
         return super().claims(role) and not unused.get(role, False)
-
-    def check(self, setup: Setup) -> None:
-        """Refuse batches without labels, and features that cannot be tapped."""
-        if features_at_start(setup, self.feature_taps, self.key):
-            labels_of(setup.first_batch(), self.key)
 
     # -- the model -----------------------------------------------------------------------------------------------------
     def wrap_module(self, module: LightningModule, owner: str) -> LightningModule:

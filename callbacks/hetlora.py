@@ -10,7 +10,19 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedlightning.algorithm import Change, Client, Facts, Job, Message, Need, Server, Setup, State, Update, facts
+from fedlightning.algorithm import (
+    Change,
+    Client,
+    Facts,
+    Job,
+    Message,
+    Need,
+    Server,
+    State,
+    Update,
+    facts,
+    requires,
+)
 from fedlightning.callbacks.shared.low_rank import ClientRanks, Rank
 from fedlightning.ranges import NonNegativeFloat, PositiveFloat, Range, ShareBelowOne
 from fedlightning.tensors import WeightedMean
@@ -62,10 +74,16 @@ class HetLoRA(ClientRanks):
     """
 
     @property
+    def prunes(self) -> bool:
+        """Whether clients may lose rows."""
+        return self.gamma < 1.0
+
+    @property
     def facts(self) -> Facts:
         """Clients have adapters of their own ranks, which are pruned where gamma is below 1."""
-        needs = [facts.WHOLE_MODELS_OF_CLIENTS, BOTH_FACTORS, *([PRUNED_ROWS] if self.gamma < 1.0 else [])]
-        return super().facts.extend(changes={Change.SMALLER}, needs=needs)
+        needs = [facts.WHOLE_MODELS_OF_CLIENTS, BOTH_FACTORS, *([PRUNED_ROWS] if self.prunes else [])]
+        fresh = requires.FreshOptimizers("prunes ranks", "Use optimizer_state='reset', or gamma=1.", when="prunes")
+        return super().facts.extend(changes={Change.SMALLER}, needs=needs, requires=[fresh])
 
     def __init__(
         self,
@@ -102,15 +120,6 @@ class HetLoRA(ClientRanks):
         return max(1, math.floor(self.gamma * rank))
 
     # -- before round 1 ------------------------------------------------------------------------------------------------
-    def check(self, setup: Setup) -> None:
-        """Refuse optimizers that would bring pruned rows back."""
-        super().check(setup)
-        if self.gamma < 1.0 and setup.optimizer_state == "keep":
-            raise ValueError(
-                f"{self.key} prunes ranks, and the moments of optimizers that go on would move the rows that are gone. Use "
-                "optimizer_state='reset', or gamma=1."
-            )
-
     def on_federation_start(self, server: Server) -> None:
         """Refuse adapters of which one factor travels and the other one stays.
 

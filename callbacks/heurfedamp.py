@@ -10,7 +10,6 @@ import torch
 from fedlightning.algorithm import Server, Setup, State
 from fedlightning.callbacks.fedamp import FLAT, PAPER_ALPHA, FedAMP
 from fedlightning.callbacks.shared.server_models import (
-    KeepsClientModels,
     parameter_names,
 )
 from fedlightning.ranges import NonNegativeFloat, Share
@@ -68,14 +67,7 @@ class HeurFedAMP(FedAMP):
         self.xi_self = xi_self
 
     def check(self, setup: Setup) -> None:
-        """Refuse callbacks that work on a global model; warn of a pull that diverges. Weights are never negative here.
-
-        Raises:
-            ValueError: If a callback changes one global model.
-        """
-        KeepsClientModels.check(self, setup)
-        self._say_what_it_is_for(setup)
-        self._warn_of_pull(setup)
+        """Accept any: no weight is negative here."""
 
     def unlikeness(self, server: Server, a: State, b: State) -> float:
         """Return ``1 - cos(a, b)`` over trainable parameters."""

@@ -18,17 +18,17 @@ from fedlightning.algorithm import (
     Newcomers,
     Plan,
     Server,
-    Setup,
     State,
     Update,
     WeightingName,
     Wire,
+    requires,
 )
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
 from fedlightning.callbacks.shared.server_models import (
     NO_SERVER_STEP,
+    DifferentStarts,
     another_start,
-    check_starts,
 )
 from fedlightning.ranges import Counts, NonNegativeFloat, PositiveFloat, Range, needs
 from fedlightning.tensors import add, first_nonfinite, select, ties
@@ -107,24 +107,17 @@ class IFCA(Clusters):
     @property
     def facts(self) -> Facts:
         """Several centres have models of their own; a client that joins tries them all."""
-        return Facts(needs=[NO_SERVER_STEP] if self.num_clusters > 1 else [], newcomers=Newcomers(join=True))
+        loss = requires.AutomaticOptimization("compares models by the loss that training_step returns")
+        return Facts(
+            needs=[NO_SERVER_STEP] if self.num_clusters > 1 else [],
+            requires=[loss, DifferentStarts()] if self.num_clusters > 1 or self.option == 1 else [],
+            newcomers=Newcomers(join=True),
+        )
 
     def claims(self, role: str) -> bool:
         """Decline the plan of the round under option 2, and the global model where there is one cluster."""
         declined = {"plan_round": self.option == 2, "global_module": self.num_clusters == 1}
         return super().claims(role) and not declined.get(role, False)
-
-    def check(self, setup: Setup) -> None:
-        """Refuse server steps where there are several centres, and centres that cannot separate.
-
-        Raises:
-            ValueError: If a callback changes one global model, or the module cannot be initialised anew.
-        """
-        if self.num_clusters > 1 or self.option == 1:
-            setup.refuse_manual(self.key, "compares models by the loss that training_step returns")
-        if self.num_clusters == 1:
-            return
-        check_starts(self, setup, self.init)
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare the other centres down; the choice and, for option 1, a gradient up."""

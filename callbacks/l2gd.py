@@ -23,12 +23,13 @@ from fedlightning.algorithm import (
     Update,
     WeightingName,
     Wire,
+    requires,
 )
-from fedlightning.callbacks.shared.steps import is_plain_sgd, largest_lr
+from fedlightning.callbacks.shared.steps import largest_lr
 from fedlightning.ranges import Range
 from fedlightning.tensors import entry_kinds, has_mean, interpolate, select
 
-MEAN_MODEL = Need("pulls the clients towards the mean of their models", (Change.STEP, Change.REDUCED, Change.REDUCE))
+MEAN_MODEL = Need("pulls the clients towards the mean of their models", ("server_step", "on_reduced", "reduce"))
 
 
 class L2GD(FederatedCallback):
@@ -79,6 +80,12 @@ class L2GD(FederatedCallback):
         return Facts(
             changes={Change.START, Change.WORK},
             needs=[MEAN_MODEL],
+            requires=[
+                requires.LocalSteps("draws how many steps a round has", "Set local_steps=1 (the number is not used)."),
+                requires.PlainSGD(
+                    "balances steps of plain SGD against steps towards the mean", "Use SGD without momentum."
+                ),
+            ],
             counts_steps=True,
             most_work=lambda usual: most,
             newcomers=Newcomers(join=True),
@@ -95,17 +102,11 @@ class L2GD(FederatedCallback):
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse epochs and a step past the mean; warn where steps are not plain SGD's.
+        """Refuse several optimizers and a step past the mean.
 
         Raises:
-            ValueError: If the trainer counts epochs, ``theta > 1``, another callback makes the global model something
-                else than the mean of the clients' models, or corrects their gradients towards the mean.
+            ValueError: If there are several, or ``theta > 1``.
         """
-        if setup.local_steps is None:
-            raise ValueError(
-                f"L2GD decides by a coin how many steps a round has, but the trainer counts local_epochs="
-                f"{setup.local_epochs}. Set local_steps=1 (the number itself is not used)."
-            )
         if len(setup.optimizers) > 1:
             raise ValueError(
                 f"L2GD balances steps of one size against steps towards the mean, and the module has {len(setup.optimizers)} "
@@ -117,11 +118,6 @@ class L2GD(FederatedCallback):
                 raise ValueError(
                     f"L2GD(lam={self.lam}, p={self.p}) would step past the mean: theta = lr * lam * (1 - p) / p = "
                     f"{theta:.3g}, and 1 is the mean itself. Lower lam or the learning rate, or raise p."
-                )
-            if not is_plain_sgd(optimizer):
-                setup.warn(
-                    f"L2GD balances plain SGD steps against steps towards the mean; {type(optimizer).__name__} with a "
-                    "memory or scale of its own shifts that balance. Use SGD without momentum."
                 )
 
     def theta(self, lr: float) -> float:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fedlightning.algorithm import Facts, Plan, Server, Setup, Update
-from fedlightning.callbacks.dsgd import warn_of_lost_momentum
+from fedlightning.algorithm import Facts, Plan, Server, Update, requires
 from fedlightning.callbacks.shared.gossip import Gossip, of_a_random_graph
 from fedlightning.ranges import Range
 from fedlightning.topology import MixingWeights, Topology
@@ -61,25 +60,14 @@ class LDSGD(Gossip):
         self.graph_seed = graph_seed
         self.i2 = i2
 
-    def check(self, setup: Setup) -> None:
-        """Refuse epochs; warn of momentum that is thrown away.
-
-        Raises:
-            ValueError: If the trainer counts epochs, or as :class:`DFedAvg` does.
-        """
-        super().check(setup)
-        if setup.local_steps is None:
-            raise ValueError(
-                f"LDSGD counts steps: I1 alone, I2 that end in an average; the trainer counts local_epochs="
-                f"{setup.local_epochs}. Set local_steps=I1, or use DFedAvg."
-            )
-        if self.i2 > 1:
-            warn_of_lost_momentum(self, setup)
-
     @property
     def facts(self) -> Facts:
         """A round has visits of `I1 + 1` steps."""
-        return super().facts.extend(most_work=lambda usual: usual + 1)
+        steps = requires.LocalSteps(
+            "counts steps: I1 alone, I2 that end in an average", "Set local_steps=I1, or use DFedAvg."
+        )
+        memory = [requires.LastingMemory("visits a client for one step at a time", warns=True)] if self.i2 > 1 else []
+        return super().facts.extend(requires=[steps, *memory], most_work=lambda usual: usual + 1)
 
     def plan_round(self, server: Server) -> Plan:
         """Plan ``I1 + 1`` steps, an average, and then ``I2 - 1`` times one step and an average."""

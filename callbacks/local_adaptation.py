@@ -8,7 +8,7 @@ from typing import Literal
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedlightning.algorithm import NEWCOMER, Change, Client, Facts, Job, Message, Phase, Server, Setup, Stage
+from fedlightning.algorithm import NEWCOMER, Change, Client, Facts, Job, Message, Phase, Server, Stage, requires
 from fedlightning.callbacks.checkpoints import is_better, monitored
 from fedlightning.callbacks.own_models import KeepsModel
 from fedlightning.callbacks.partial import other_names, part_names
@@ -35,7 +35,9 @@ class AdaptsAtEnd(KeepsModel):
         lr_factor: Factor on the module's learning rate in fine-tuning.
     """
 
-    facts = Facts(keeps=False)  # the copy is made once, after the last round
+    facts = Facts(
+        requires=[requires.SomethingTrains(instead="Choose another part.", of="adapted_names")], keeps=False
+    )  # the copy is made once, after the last round
 
     epochs: int
     part: Part
@@ -49,12 +51,6 @@ class AdaptsAtEnd(KeepsModel):
             return None
         head = part_names(module, self.head, self.num_layers)
         return head if self.part == "head" else other_names(module, head)
-
-    def check(self, setup: Setup) -> None:
-        """Refuse names that are not there, and a part without anything to train."""
-        names = self.adapted_names(setup.module)
-        if names is not None:
-            setup.refuse_frozen(f"{self.key}(part={self.part!r})", names, "Choose another part.")
 
     def final_jobs(self, server: Server) -> list[Job]:
         """Plan a visit to every client with training data, sampled before or not."""

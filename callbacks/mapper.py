@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fedlightning.algorithm import Change, Client, Phase, Setup, Stage, State, WeightingName
+from fedlightning.algorithm import Change, Client, Phase, Stage, State, WeightingName, requires
 from fedlightning.callbacks.own_models import KeepsModel
 from fedlightning.ranges import Length, PositiveInt, RoundCountOrShare, Share
 from fedlightning.tensors import clone, entry_kinds, interpolate, load_state, module_state, select, ties
@@ -59,7 +59,10 @@ class MAPPER(KeepsModel):
         True
     """
 
-    facts = KeepsModel.facts.extend(changes={Change.READS, Change.ELSEWHERE})
+    facts = KeepsModel.facts.extend(
+        changes={Change.READS, Change.ELSEWHERE},
+        requires=[requires.AutomaticOptimization("takes gradients at a mixture", "Use Ditto.")],
+    )
 
     def __init__(
         self,
@@ -74,14 +77,6 @@ class MAPPER(KeepsModel):
         self.choose_on = choose_on
         self.warmup = warmup
         self.weighting = weighting
-
-    def check(self, setup: Setup) -> None:
-        """Refuse manual optimization: gradients are taken elsewhere than where the optimizer steps.
-
-        Raises:
-            ValueError: If the module optimizes manually.
-        """
-        setup.refuse_manual("MAPPER", "takes gradients at a mixture", "Use Ditto.")
 
     # -- one visit -----------------------------------------------------------------------------------------------------
     def local_phases(self, client: Client) -> Iterable[Phase]:

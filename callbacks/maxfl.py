@@ -26,6 +26,7 @@ from fedlightning.algorithm import (
     Wire,
     add_round,
     contributors,
+    requires,
     warn,
 )
 from fedlightning.callbacks.shared.server_models import (
@@ -42,7 +43,7 @@ COLUMNS = ("round", "client", "weight", "satisfied")
 FAR = 20.0
 """Distance from a requirement beyond which a client counts no less: sigmoids of more are 0 in floating point."""
 
-ONE_MODEL = Need("weighs the changes that clients make to one model", (Change.START, Change.REDUCE, Change.REDUCED))
+ONE_MODEL = Need("weighs the changes that clients make to one model", (Change.START, "reduce", "on_reduced"))
 
 
 class MaxFL(FederatedCallback):
@@ -95,27 +96,22 @@ class MaxFL(FederatedCallback):
         """Return `q_i`, which the client has sent."""
         return max(float(update.extras[self.key]["weight"]), 0.0)  # the check has some slack
 
-    def check(self, setup: Setup) -> None:
-        """Refuse modules without a training loss, and optimizers that go on from one model to another."""
-        setup.refuse_manual("MaxFL", "compares losses that training_step returns")
-        if setup.optimizer_state == "keep" and self._twice_in(setup):
-            raise ValueError(
-                "MaxFL lets a client train alone before it trains the global model, and with optimizer_state='keep' the "
-                "moments and clocks of one would go on in the other. Use optimizer_state='reset'."
-            )
-
     @property
     def facts(self) -> Facts:
         """The changes of one model are weighed; who has no requirement yet may train alone first."""
         what = "lets a client train alone before it trains the global model"
         return Facts(
             needs=[ONE_MODEL, one_visit(what, "use participation=1.0 and alone=None", self._twice_in)],
+            requires=[
+                requires.AutomaticOptimization("compares losses that training_step returns"),
+                requires.FreshOptimizers(what, when="_twice_in"),
+            ],
             most_work=lambda usual: max(usual, self.alone or 0),
             newcomers=Newcomers(join=True),
         )
 
     def _twice_in(self, setup: Setup) -> bool:
-        return self._twice(setup.participation, len(setup.clients))
+        return self._twice(setup.run.participation, len(setup.run.clients))
 
     def _twice(self, participation: float, clients: int) -> bool:
         """Return whether a client may train alone and with the others in one round.

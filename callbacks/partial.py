@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedlightning.algorithm import Facts, FederatedCallback, Newcomers, Server, Setup, WeightingName
+from fedlightning.algorithm import Facts, FederatedCallback, Newcomers, Server, Setup, WeightingName, requires
 from fedlightning.callbacks.shared.server_models import (
     no_model,
 )
 from fedlightning.layers import as_names, expand, head_names, ordered_layers
 from fedlightning.ranges import PositiveInt, at_most_one
+
+
+class Body(requires.Requirement):
+    """Something is left to share beside a head (its names: the callback's method `of`)."""
+
+    usual = "Put fewer layers there, or use Local()."
+
+    def fault(self, owner: Any, setup: Setup) -> str:
+        layers = f"{type(setup.template).__name__} has {len(ordered_layers(setup.module))} layer(s), all in the head"
+        whole = len(getattr(owner, self.of)(setup.module)) == len(setup.kinds)
+        return f"leaves nothing to share: {layers}" if whole else ""
+
+
+class KeepsSomething(requires.Requirement):
+    """Of what a callback keeps with the clients, something would travel without it; else users are warned."""
+
+    usual = "Remove it, or choose another part."
+    advises = True
+
+    def fault(self, owner: Any, setup: Setup) -> str:
+        others = [other.key for other in setup.callbacks if other is not owner and other.claims("shared_names")]
+        if not others or set(setup.shared_names(without=owner)) != set(setup.shared_names()):
+            return ""
+        return f"changes nothing beside {', '.join(others)}: what it keeps with the clients does not travel anyway"
 
 
 class FedPer(FederatedCallback):
@@ -38,7 +63,7 @@ class FedPer(FederatedCallback):
         ['0.weight', '0.bias']
     """
 
-    facts = Facts(mixes_architectures=True)
+    facts = Facts(requires=[Body(of="head_names"), KeepsSomething()], mixes_architectures=True)
 
     @at_most_one("personal", "num_layers", why="it counts the layers where none are named. Use one of them.")
     def __init__(
@@ -51,18 +76,17 @@ class FedPer(FederatedCallback):
         self.num_layers = num_layers
         self.weighting = weighting
 
-    def check(self, setup: Setup) -> None:
-        """Refuse names that are not there, and a split with nothing shared; warn where the part stays at home anyway.
-
-        Raises:
-            ValueError: If a name matches nothing, or everything is personal.
-        """
-        refuse_no_body(self, setup, part_names(setup.module, self.personal, self.num_layers))
-        warn_of_nothing_kept(self, setup)
-
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
         """Return the names of everything but the personal part."""
-        return other_names(module, part_names(module, self.personal, self.num_layers))
+        return self.body_names(module)
+
+    def head_names(self, module: nn.Module) -> list[str]:
+        """Return the names of the personal part."""
+        return part_names(module, self.personal, self.num_layers)
+
+    def body_names(self, module: nn.Module) -> list[str]:
+        """Return the names of the shared part."""
+        return other_names(module, self.head_names(module))
 
 
 class LGFedAvg(FederatedCallback):
@@ -91,7 +115,7 @@ class LGFedAvg(FederatedCallback):
         ['2.weight', '2.bias']
     """
 
-    facts = Facts(mixes_architectures=True)
+    facts = Facts(requires=[KeepsSomething()], mixes_architectures=True)
 
     @at_most_one("shared", "num_layers", why="it counts the layers where none are named. Use one of them.")
     def __init__(
@@ -115,8 +139,6 @@ class LGFedAvg(FederatedCallback):
                 f"LGFedAvg(shared={self.shared}, num_layers={self.num_layers}) shares {one} of "
                 f"{type(setup.template).__name__} ({layers}), which is {other}. Share the last layers only."
             )
-        if count < len(setup.kinds):
-            warn_of_nothing_kept(self, setup)
 
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
         """Return the names of the top layers."""
@@ -147,6 +169,8 @@ class FedBN(FederatedCallback):
         ['0.weight', '0.bias', '2.weight', '2.bias']
     """
 
+    facts = Facts(requires=[KeepsSomething()])
+
     def __init__(self, weighting: WeightingName | None = None) -> None:
         self.weighting = weighting
 
@@ -161,7 +185,6 @@ class FedBN(FederatedCallback):
                 f"FedBN keeps batch normalisation local, but {type(setup.template).__name__} has no BatchNorm layer. "
                 "Remove FedBN, or use FedPer(personal=[...])."
             )
-        warn_of_nothing_kept(self, setup)
 
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
         """Return the names of everything outside BatchNorm layers."""
@@ -220,25 +243,6 @@ def other_names(module: nn.Module, names: Iterable[str]) -> list[str]:
     """Return all state names that are not among ``names``."""
     part = set(names)
     return [name for name in module.state_dict() if name not in part]
-
-
-def refuse_no_body(callback: FederatedCallback, setup: Setup, head: Sequence[str]) -> None:
-    """Refuse a head that is the whole model."""
-    if len(head) == len(setup.kinds):
-        raise ValueError(
-            f"{callback.key} leaves nothing to share: {type(setup.template).__name__} has "
-            f"{len(ordered_layers(setup.module))} layer(s), all in the head. Put fewer layers there, or use Local()."
-        )
-
-
-def warn_of_nothing_kept(callback: FederatedCallback, setup: Setup) -> None:
-    """Warn where all that a callback keeps with the clients stays there without it."""
-    others = [other.key for other in setup.callbacks if other is not callback and other.claims("shared_names")]
-    if others and set(setup.shared_names(without=callback)) == set(setup.shared_names()):
-        setup.warn(
-            f"{callback.key} changes nothing beside {', '.join(others)}: what it keeps with the clients does not travel "
-            "anyway. Remove it, or choose another part."
-        )
 
 
 def batch_norm_names(module: nn.Module) -> set[str]:

@@ -8,7 +8,18 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
-from fedlightning.algorithm import Change, Client, Facts, FederatedCallback, Setup, Stage, State, WeightingName, probes
+from fedlightning.algorithm import (
+    Change,
+    Client,
+    Facts,
+    FederatedCallback,
+    Setup,
+    Stage,
+    State,
+    WeightingName,
+    probes,
+    requires,
+)
 from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat
 from fedlightning.tensors import add, as_reals, clone, dense, load_state, module_state
 
@@ -62,7 +73,13 @@ class PerFedAvg(FederatedCallback):
         {'w': tensor([10.])}
     """
 
-    facts = Facts(changes={Change.READS, Change.ELSEWHERE})
+    facts = Facts(
+        changes={Change.READS, Change.ELSEWHERE},
+        requires=[
+            requires.AutomaticOptimization("replaces the gradient of the step", "Use Ditto."),
+            requires.PlainSGD("makes SGD's outer step", "Another rescales the meta-gradient.", "momentum"),
+        ],
+    )
 
     def __init__(
         self,
@@ -79,13 +96,8 @@ class PerFedAvg(FederatedCallback):
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse manual optimization and too few digits; warn where the outer step is not plain SGD.
-
-        Raises:
-            ValueError: If the module optimizes manually, or the Hessian-free variant meets parameters in half precision.
-        """
-        setup.refuse_manual("PerFedAvg", "replaces the gradient of the step", "Use Ditto.")
-        precision = str(setup.trainer_arguments.get("precision") or "")
+        """Refuse the Hessian-free variant for parameters of too few digits."""
+        precision = str(setup.run.trainer_arguments.get("precision") or "")
         half = precision in ("16-true", "bf16-true")
         half |= any(p.requires_grad and p.element_size() < 4 for p in setup.module.parameters())
         if self.variant == "HF" and self.alpha and half:
@@ -93,9 +105,6 @@ class PerFedAvg(FederatedCallback):
                 f"PerFedAvg(variant='HF') takes the difference of two gradients {2 * self.delta:g} apart, which parameters "
                 "in half precision cannot resolve. Use precision='bf16-mixed' or '16-mixed', or variant='exact' or 'FO'."
             )
-        for optimizer in setup.optimizers:
-            if type(optimizer).__name__ != "SGD":
-                setup.warn(f"PerFedAvg's outer step is SGD's; {type(optimizer).__name__} rescales the meta-gradient.")
 
     # -- one step ------------------------------------------------------------------------------------------------------
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

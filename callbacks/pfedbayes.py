@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -12,13 +12,37 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from fedlightning.algorithm import Change, Client, Need, Phase, Server, Setup, State, WeightingName
+from fedlightning.algorithm import Change, Client, Need, Phase, Server, State, WeightingName, requires
 from fedlightning.callbacks.own_models import KeepsModel
-from fedlightning.callbacks.shared.gaussians import kl_gradients
-from fedlightning.callbacks.shared.steps import largest_lr, step_to_mean
+from fedlightning.callbacks.shared.steps import step_to_mean
 from fedlightning.ranges import NonNegativeFloat, PositiveInt, Range
 from fedlightning.tensors import dense, load_state
 from fedlightning.wrappers import AddedParametersMixin, mix, mixins_of
+
+
+def gaussian_kl(mu: Tensor, rho: Tensor, prior_mu: Tensor, prior_rho: Tensor) -> Tensor:
+    r"""Return `KL(N(mu, softplus(rho)^2) || N(prior_mu, softplus(prior_rho)^2))`, element by element.
+
+    .. math:: \log\frac{\sigma_w}{\sigma_q} + \frac{\sigma_q^2 + (\mu_q - \mu_w)^2}{2 \sigma_w^2} - \frac{1}{2}
+
+    Example:
+        >>> import torch
+        >>> gaussian_kl(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([1.0]), torch.tensor([0.0]))
+        tensor([0.])
+    """
+    sigma, prior = F.softplus(rho), F.softplus(prior_rho)
+    return (prior / sigma).log() + (sigma.square() + (mu - prior_mu).square()) / (2.0 * prior.square()) - 0.5
+
+
+def kl_gradients(mu: Tensor, rho: Tensor, prior_mu: Tensor, prior_rho: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the derivatives of :func:`gaussian_kl` by its four arguments."""
+    sigma, prior = F.softplus(rho), F.softplus(prior_rho)
+    apart = mu - prior_mu
+    by_mu = apart / prior.square()
+    by_rho = (sigma / prior.square() - 1.0 / sigma) * rho.sigmoid()
+    by_prior = (1.0 - (sigma.square() + apart.square()) / prior.square()) / prior * prior_rho.sigmoid()
+    return by_mu, by_rho, -by_mu, by_prior
+
 
 SUFFIX = "_rho"
 """What is added to the name of a mean for the name of its spread."""
@@ -84,8 +108,13 @@ class pFedBayes(KeepsModel):
         changes={Change.ELSEWHERE},
         real_only=True,
         needs=[
-            Need("trains the model that travels without data of its own", (Change.GRADIENT,)),
-            Need("adds a spread to every parameter of the module", (Change.MODULE,)),
+            Need("trains the model that travels without data of its own", ("correct_gradient",)),
+            Need("adds a spread to every parameter of the module", ("wrap_module",)),
+        ],
+        requires=[
+            requires.AutomaticOptimization("samples the weights of every step"),
+            requires.NoWeightDecay("has a prior of its own beside which every rho would go to 0"),
+            requires.NoOvershoot("pulls by lr * zeta / (n sigma^2)", of="zeta", pull="_pull", warns=True),
         ],
     )
 
@@ -111,24 +140,9 @@ class pFedBayes(KeepsModel):
         """Decline the server step where `b = 1`."""
         return super().claims(role) and not (role == "server_step" and self.server_lr == 1.0)
 
-    def check(self, setup: Setup) -> None:
-        """Refuse manual optimization, and weight decay; warn of a prior that overshoots."""
-        name = type(setup.template).__name__
-        setup.refuse_manual("pFedBayes", "samples the weights of every step")
-        smallest = min((count for count in setup.num_samples.values() if count), default=1)
-        for optimizer in setup.optimizers:
-            if any(group.get("weight_decay") for group in optimizer.param_groups):
-                raise ValueError(
-                    f"pFedBayes has a prior of its own, and weight decay in {name}'s {type(optimizer).__name__} would pull "
-                    "every rho to 0, a standard deviation of 0.69. Set weight_decay=0."
-                )
-            step = largest_lr(optimizer) * self.zeta / smallest / F.softplus(torch.tensor(self.rho)).item() ** 2
-            if type(optimizer).__name__ == "SGD" and step >= 2.0:
-                setup.warn(
-                    f"pFedBayes(zeta={self.zeta}) pulls the client with {smallest} samples by lr * zeta / (n sigma^2) = "
-                    f"{step:.3g} of the distance in each step, and 2 or more diverges. Use zeta below "
-                    f"{2.0 * self.zeta / step:.3g}, or a smaller learning rate."
-                )
+    def _pull(self, sizes: Mapping[str, int]) -> float:
+        smallest = min((count for count in sizes.values() if count), default=1)
+        return self.zeta / smallest / F.softplus(torch.tensor(self.rho)).item() ** 2
 
     def wrap_module(self, module: LightningModule, owner: str) -> LightningModule:
         """Add a `rho` beside every trainable parameter; tied parameters have one."""

@@ -27,9 +27,13 @@ from fedlightning.algorithm import (
     Update,
     WeightingName,
     Wire,
+    requires,
 )
 from fedlightning.callbacks.shared.dealt import refuse_new_deal
-from fedlightning.callbacks.shared.representations import features_at_start, head_path, other_task, targets_in
+from fedlightning.callbacks.shared.representations import (
+    ClassLogits,
+    head_path,
+)
 from fedlightning.layers import expand
 from fedlightning.ranges import Length, NonNegativeFloat, Share, ShareBelowOne, needs
 from fedlightning.tensors import WeightedMean, module_state, narrow, widen
@@ -39,9 +43,9 @@ LABELLED, UNLABELLED = "labelled", "unlabelled"
 
 OWN_PRUNING = Need(
     "tells from its own pruning what each client holds, of a model that its server has trained",
-    (Change.STEP, Change.REDUCED, Change.PARTS),
+    ("server_step", "on_reduced", Change.PARTS),
 )
-OWN_LOSS = Need("trains clients on a loss without labels", (Change.LOSS,))
+OWN_LOSS = Need("trains clients on a loss without labels", ("training_loss",))
 
 
 class pFedKnow(FederatedCallback):
@@ -102,29 +106,24 @@ class pFedKnow(FederatedCallback):
     @property
     def facts(self) -> Facts:
         """Clients hold pruned models and train on another loss; shares that are dealt in turn stay."""
-        return Facts(needs=[OWN_PRUNING, OWN_LOSS], newcomers=Newcomers(join=self._join), real_only=True)
+        likeliest, way_out = "trains clients on the class that a model finds likeliest", "Use it for classification."
+        unlabelled = "has no labelled data at a server: pseudo-labels come from the initial model alone."
+        return Facts(
+            needs=[OWN_PRUNING, OWN_LOSS],
+            requires=[ClassLogits(likeliest, way_out), *([] if self.server else [requires.Advice(unlabelled)])],
+            newcomers=Newcomers(join=self._join),
+            real_only=True,
+        )
 
     def check(self, setup: Setup) -> None:
-        """Refuse a server without data, a guide that trains, and a head without logits."""
-        if self.server is not None and not setup.num_samples.get(self.server):
+        """Refuse a server without data, and a guide that trains."""
+        if self.server is not None and not setup.data.num_samples.get(self.server):
             raise ValueError(
                 f"pFedKnow got server={self.server!r}, and there is no such client with training data; the clients are "
-                f"{', '.join(list(setup.clients)[:20])}. Name the one that has the labelled data."
+                f"{', '.join(list(setup.run.clients)[:20])}. Name the one that has the labelled data."
             )
-        if self.server is None:
-            setup.warn("pFedKnow without labelled data at a server: pseudo-labels come from the initial model alone.")
         if self.guide is not None and any(setup.kinds[n] == "trainable" for n in expand([self.guide], setup.kinds)):
             raise ValueError(f"pFedKnow's guide '{self.guide}' trains. Set requires_grad=False on its parameters.")
-        logits = features_at_start(setup, self.feature_taps, self.key).get("logits")
-        if logits is not None and logits.shape[1] < 2:
-            raise ValueError(
-                f"pFedKnow needs a logit for each class, and {head_path(setup.module, self.head)} gives one."
-            )
-        if logits is not None and (why := other_task(targets_in(setup.first_batch()), logits.shape[1])):
-            raise ValueError(
-                f"pFedKnow trains clients on the class that a model finds likeliest, one a sample, but {why}. Use it for "
-                "classification, or another method."
-            )
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare the pruned share down."""

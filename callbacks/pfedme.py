@@ -16,13 +16,13 @@ from fedlightning.algorithm import (
     Job,
     Plan,
     Server,
-    Setup,
     Stage,
     State,
     Update,
     WeightingName,
+    requires,
 )
-from fedlightning.callbacks.shared.steps import is_plain_sgd, largest_lr, step_to_mean
+from fedlightning.callbacks.shared.steps import step_to_mean
 from fedlightning.ranges import NonNegativeFloat, PositiveInt, Range
 from fedlightning.tensors import clone, load_state, module_state
 
@@ -70,7 +70,15 @@ class pFedMe(FederatedCallback):
         tensor([2.])
     """
 
-    facts = Facts(keeps=True, changes={Change.READS, Change.ELSEWHERE})
+    facts = Facts(
+        keeps=True,
+        changes={Change.READS, Change.ELSEWHERE},
+        requires=[
+            requires.AutomaticOptimization("replaces the gradient of the step", "Use Ditto."),
+            requires.PlainSGD("takes plain SGD steps of w", "Use SGD without momentum."),
+            requires.NoOvershoot("makes w step by lr * lam", of="lam"),
+        ],
+    )
 
     def __init__(
         self,
@@ -101,28 +109,6 @@ class pFedMe(FederatedCallback):
         """Decline the server step where ``b = 1``, and the plan of the round unless ``all_clients`` is set."""
         answered = {"server_step": self.server_lr != 1.0, "plan_round": self.all_clients}
         return super().claims(role) and answered.get(role, True)
-
-    def check(self, setup: Setup) -> None:
-        """Refuse manual optimization and steps of ``w`` that diverge; warn where they are not plain SGD's.
-
-        Raises:
-            ValueError: If the module optimizes manually, or ``eta lam`` is 2 or more.
-        """
-        name = type(setup.template).__name__
-        setup.refuse_manual("pFedMe", "replaces the gradient of the step", "Use Ditto.")
-        for optimizer in setup.optimizers:
-            rate = largest_lr(optimizer)
-            if not is_plain_sgd(optimizer):
-                setup.warn(
-                    f"pFedMe's w takes plain SGD steps; {name}'s {type(optimizer).__name__} has a memory or a scale of "
-                    "its own. Use SGD without momentum."
-                )
-            elif rate * self.lam >= 2.0:
-                raise ValueError(
-                    f"pFedMe(lam={self.lam}) makes w step by lr * lam = {rate * self.lam:.3g} of its way to "
-                    f"theta, and 2 or more diverges. Use a learning rate below {2 / self.lam:.3g} in {name}, or a "
-                    "smaller lam."
-                )
 
     def plan_round(self, server: Server) -> Plan:
         """Plan a visit to every client, of whom only the sampled send ``w_i``."""

@@ -23,9 +23,9 @@ from fedlightning.algorithm import (
     Client,
     Extra,
     Facts,
-    FirstStep,
     Job,
     Message,
+    Need,
     Newcomers,
     Plan,
     Server,
@@ -35,19 +35,27 @@ from fedlightning.algorithm import (
     WeightingName,
     Wire,
     facts,
+    requires,
 )
-from fedlightning.callbacks.pi_fl_round import CLASSES, UTILITY, PIFLRound, Steps, shares
-from fedlightning.callbacks.shared.class_scores import class_scores
+from fedlightning.callbacks.pi_fl_round import (
+    CLASSES,
+    UTILITY,
+    Ledger,
+    PIFLRound,
+    Steps,
+    class_scores,
+    shares,
+    write_ledger,
+)
 from fedlightning.callbacks.shared.memberships import best_fitted, cluster_module, in_client_order, ledger_figure, save
 from fedlightning.callbacks.shared.representations import head_path
 from fedlightning.callbacks.shared.server_models import (
     NO_SERVER_STEP,
+    DifferentStarts,
     another_start,
-    check_starts,
     combine,
     one_visit,
 )
-from fedlightning.callbacks.shared.tokens import Ledger, write_ledger
 from fedlightning.ranges import (
     ClientCount,
     NonNegativeFloat,
@@ -169,11 +177,6 @@ class PIFL(PIFLRound):
         self.pretrain_rounds = pretrain_rounds
         self.charge_first_round, self.head, self.weighting = charge_first_round, head, weighting
 
-    def check_step(self, step: FirstStep) -> None:
-        """Refuse a metric that validation does not log."""
-        if step.logged is not None and (self._pays or (self.num_clusters > 1 and self.importance == "accuracy")):
-            self._score(dict.fromkeys(step.logged, 0.0))
-
     @property
     def _pays(self) -> bool:
         """Whether it needs validation scores for what it pays."""
@@ -182,40 +185,42 @@ class PIFL(PIFLRound):
     @property
     def facts(self) -> Facts:
         """Clusters have models of their own, of which a client may train several; who joins gets tokens."""
-        needs = [NO_SERVER_STEP, facts.WHOLE_UPDATES]
+        needs: list[Need] = [NO_SERVER_STEP, facts.WHOLE_UPDATES]
+        pays, way_out = "pays by what validation data say", "Set val_fraction, or use ledger=False and incentive=False."
+        scores = "scores models on the union of all clients' validation data"
+        required: list[requires.Requirement] = [
+            DifferentStarts(when="_starts_apart"),
+            requires.Split(pays, way_out, "val", when="_pays"),
+            requires.PooledSplit(scores, f"Use {self.elsewhere}.", "val", when="_pays_in_one_place"),
+        ]
+        if self.importance == "matching":
+            required.append(requires.AutomaticOptimization("compares models by the loss that training_step returns"))
         if self.num_clusters > 1:
-            needs.append(one_visit("lets a client train several clusters' models in one round", "use one cluster"))
-        return Facts(needs=needs, newcomers=Newcomers(join=self._join))
+            several = "lets a client train several clusters' models in one round"
+            needs.append(one_visit(several, "use one cluster"))
+            required.append(requires.FreshOptimizers(several))
+        return Facts(needs=needs, requires=required, newcomers=Newcomers(join=self._join))
 
     elsewhere: ClassVar[str] = "utility='local' and pretrain_rounds=0"
     """What runs where the clients' data are not in one place, for a message."""
 
+    @property
+    def _starts_apart(self) -> bool:
+        return not self.pretrain_rounds and self.init != 0
+
+    @property
+    def _pays_in_one_place(self) -> bool:
+        return self._pays and (self._in_one_place or self.pretrain_rounds > 0)
+
     def check(self, setup: Setup) -> None:
-        """Refuse accuracies without validation data, and what would go on from one cluster's model to the next."""
-        if self.importance == "matching":
-            setup.refuse_manual(self.key, "compares models by the loss that training_step returns")
-        if self.num_clusters > 1 and not self.pretrain_rounds and self.init != 0:
-            check_starts(self, setup, self.init)
-        if self._pays and not setup.has_split("val"):
+        """Refuse a metric that validation does not log, and pre-training that never ends."""
+        logged = setup.first_step().logged
+        if logged is not None and (self._pays or (self.num_clusters > 1 and self.importance == "accuracy")):
+            self._score(dict.fromkeys(logged, 0.0))
+        if 0 < setup.run.max_rounds <= self.pretrain_rounds:
             raise ValueError(
-                f"{self.key} pays by what validation data say, and there are none. Give the data module a val_fraction, "
-                "or use ledger=False and incentive=False."
-            )
-        in_one_place = self._in_one_place or self.pretrain_rounds > 0
-        if self._pays and in_one_place and not setup.has_pooled("val"):
-            raise ValueError(
-                f"{self.key} scores models on the union of all clients' validation data, which cannot be had in one place "
-                f"here. Use {self.elsewhere}."
-            )
-        if 0 < setup.max_rounds <= self.pretrain_rounds:
-            raise ValueError(
-                f"{self.key} has {self.pretrain_rounds} rounds of pre-training and there are {setup.max_rounds} in all: "
+                f"{self.key} has {self.pretrain_rounds} rounds of pre-training and there are {setup.run.max_rounds} in all: "
                 "no cluster would ever train. Use pretrain_rounds below max_rounds."
-            )
-        if self.num_clusters > 1 and setup.optimizer_state == "keep":
-            raise ValueError(
-                f"{self.key} lets a client train several clusters' models in one round, and with optimizer_state='keep' the "
-                "moments and clocks of one would go on in the next. Use optimizer_state='reset'."
             )
 
     def wire(self, module: nn.Module) -> Wire:

@@ -28,8 +28,12 @@ from fedlightning.algorithm import (
     WeightingName,
     Wire,
 )
-from fedlightning.callbacks.diagnostics.sensitivity import Sensitivity, SensitivityAccumulator, scale_of
-from fedlightning.callbacks.diagnostics.sensitivity_files import write_sensitivity
+from fedlightning.callbacks.diagnostics.sensitivity import (
+    Sensitivity,
+    SensitivityAccumulator,
+    scale_of,
+    write_sensitivity,
+)
 from fedlightning.callbacks.diagnostics.sensitivity_terms import layers_sent
 from fedlightning.callbacks.shared.representations import refuse_classes
 from fedlightning.layers import ordered_layers, pieces, state_names

@@ -17,12 +17,11 @@ from fedlightning.algorithm import (
     Need,
     Newcomers,
     Server,
-    Setup,
     Update,
     Wire,
+    requires,
 )
 from fedlightning.callbacks.shared.server_models import parameter_names
-from fedlightning.callbacks.shared.steps import is_plain_sgd
 from fedlightning.ranges import PositiveFloat, Range
 from fedlightning.tensors import widen
 
@@ -33,7 +32,7 @@ LARGEST = 600.0
 
 LOSS_OF_WHAT_CAME = Need(
     "weighs each client's change once, by the loss of the model that it was sent",
-    (Change.START, Change.REDUCE, Change.PLAN, Change.PARTS, Change.SMALLER, Change.LOSSY),
+    (Change.START, "reduce", "plan_round", Change.PARTS, Change.SMALLER, "encode"),
 )
 
 
@@ -94,28 +93,20 @@ class QFedAvg(FederatedCallback):
     @property
     def facts(self) -> Facts:
         """Every change is weighed by one loss; what the server keeps is of one round."""
-        return Facts(needs=[LOSS_OF_WHAT_CAME] if self.q else [], counts_steps=True, newcomers=Newcomers(join=True))
+        sgd = requires.PlainSGD(
+            "takes L = 1 / lr, which is that of plain SGD", "Set lipschitz, or use SGD without momentum."
+        )
+        loss = requires.AutomaticOptimization("weighs clients by the loss that training_step returns")
+        return Facts(
+            needs=[LOSS_OF_WHAT_CAME] if self.q else [],
+            requires=[loss, *([sgd] if self.lipschitz is None else [])] if self.q else [],
+            counts_steps=True,
+            newcomers=Newcomers(join=True),
+        )
 
     def claims(self, role: str) -> bool:
         """Decline the divisor where `q = 0`, which is FedAvg."""
         return super().claims(role) and not (role == "denominator" and self.q == 0.0)
-
-    def check(self, setup: Setup) -> None:
-        """Refuse modules without a training loss; warn of optimizers whose changes are no sum of gradients.
-
-        Raises:
-            ValueError: If the module optimizes manually.
-        """
-        if self.q == 0.0:
-            return
-        setup.refuse_manual("QFedAvg", "weighs clients by the loss that training_step returns")
-        other = next((one for one in setup.optimizers if not is_plain_sgd(one)), None)
-        if other is not None and self.lipschitz is None:
-            momentum = " with momentum" if type(other).__name__ == "SGD" else ""
-            setup.warn(
-                f"QFedAvg takes L = 1 / lr, which is that of plain SGD; the changes of {type(other).__name__}{momentum} have "
-                "another size, and the server's steps with them. Set lipschitz, or use SGD without momentum."
-            )
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare the loss, up."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -19,12 +20,15 @@ from fedlightning.algorithm import (
     Facts,
     Need,
     Outgoing,
+    Promise,
+    Protection,
     Server,
     Setup,
     SumCodec,
     TrainingData,
     Update,
     Wire,
+    requires,
     warn,
 )
 from fedlightning.callbacks import sample_dp_checks as checks
@@ -46,11 +50,12 @@ from fedlightning.callbacks.shared.private_options import (
 from fedlightning.callbacks.shared.record_gradients import RecordGradients
 from fedlightning.callbacks.shared.spending import accountant_of, write_told
 from fedlightning.ranges import PositiveFloat, PositiveInt
+from fedlightning.tensors import entry_kinds
 from fedlightning.wrappers.train_loader import replaced_train_loader
 
 COVERED = Need(
     "covers with noise what a client learns from the batches of its training, and nothing else",
-    (Change.READS, Change.MIXES, Change.SHAPE, Change.BATCHES),
+    (Change.READS, Change.MIXES, "on_build", "training_batches"),
 )
 Vectors = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 
@@ -111,6 +116,7 @@ class SampleDP(TrainingData, Private):
     """
 
     rank = -1000  # others see private gradients only
+    covers_training = True
 
     def __init__(
         self,
@@ -131,7 +137,8 @@ class SampleDP(TrainingData, Private):
         self.unit, self.most, self.means_noise, self.means_clip = unit, most, means_noise, means_clip
         self._fit: RecordGradients | None = None
         self._sampler: PoissonBatches | None = None
-        self._restore: Any = None
+        self._ended: RecordGradients | None = None
+        self._undo: list[Callable[[], None]] = []
         self._secret = ""
         self._entry = Ledger(None, "", "")
         self._history: list[list[float]] = []
@@ -141,7 +148,10 @@ class SampleDP(TrainingData, Private):
     def facts(self) -> Facts:
         """It covers what training learns, wherever updates arrive, and lets no selection by scores beside it."""
         needs = [COVERED, NO_SELECTION]
-        return super().facts.extend(needs=needs, asynchronous=True, beside_sums=True, no_statistics=UNCOUNTED)
+        steady = requires.SteadyData("plans its noise by the records that a client has in every round")
+        return super().facts.extend(
+            needs=needs, requires=[steady], asynchronous=True, beside_sums=True, no_statistics=UNCOUNTED
+        )
 
     def epsilon_of(self, history: Steps) -> float:
         """Return what steps spend, at :attr:`delta`.
@@ -159,6 +169,13 @@ class SampleDP(TrainingData, Private):
         """The model gets noise; logged values are withheld, and scores unless `scores` says otherwise."""
         return self.cover_of(item, ("entries", "models", "means"))
 
+    @property
+    def promises(self) -> Sequence[Promise]:
+        """What epsilon says, of everybody but the client itself."""
+        what = f"whether a {self.unit} was trained on, beyond epsilon"
+        provided = "no Dataset mixes records, clients' records stay secret"
+        return (Promise("all but the client", what, provided, "sizes, test scores, failures"),)
+
     # -- before round 1 ------------------------------------------------------------------------------------------------
     def check(self, setup: Setup) -> None:
         """Refuse what would leave without noise, and models whose records cannot be told apart.
@@ -167,11 +184,20 @@ class SampleDP(TrainingData, Private):
             ValueError: With a way out.
         """
         accountant_of(self.accountant)
-        setup.refuse_drift(self.key, "plans its noise by the records that a client has in every round")
         checks.refuse_uncovered(self, setup, self.noise_multiplier is None, self.unit)
         checks.warn_of_few(setup, self.delta)
         if self.noise_seed is not None:
             setup.warn(self.known_noise)
+
+    def check_runs(self, runs: Sequence[tuple[Protection, int]]) -> None:
+        """Refuse several runs that each solve for the noise with which they spend all of one ledger's `epsilon`."""
+        solved = [
+            one
+            for one, _ in runs
+            if isinstance(one, SampleDP) and one.ledger == self.ledger and not one.noise_multiplier
+        ]
+        if self.ledger is not None and self.epsilon is not None and len(solved) > 1:
+            self.refuse_beyond(math.inf, len(solved))
 
     def on_federation_start(self, server: Server) -> None:
         """Refuse sites without a ledger, which a server could make forget what they have spent."""
@@ -239,18 +265,22 @@ class SampleDP(TrainingData, Private):
             address = f"{client.scratch[self.key]}|{client.phase.name}"
         if not history:
             try_records(pl_module, trainer, self.key)
-        checks.refuse_monitors(trainer)
         keeps = client is not None and client.keeps_optimizers  # then the Trainer's limit is that of the whole run
         visits = 1 if client is None or keeps else client.max_rounds
         noise = self._budget.noise(history, self._sampler.rate, planned * visits)
         self._entry = self._budget.file(client, f"{secret}|{address}")
         room = self._budget.enter(self._entry, history, (noise, self._sampler.rate), planned, all_of_them=not keeps)
+        self._undo.append(checks.refuse_monitors(trainer, pl_module))
         self._fit = RecordGradients(pl_module, self._sampler, self.clip, noise, secret, address, room)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Take note of how many records there are in the batch."""
         if self._fit is not None:
             self._fit.begin()
+            if (
+                self._client is None or trainer.current_epoch > 0
+            ):  # in a federation those of round 1 were tried before it
+                self._fit.try_batch(batch, self.key)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Put the private gradient in the place of the gradient."""
@@ -269,6 +299,8 @@ class SampleDP(TrainingData, Private):
         fit, client = self._close(), self._client
         if fit is None:
             return
+        self._ended = fit
+        fit.refuse_moved()
         fit.refuse_other_memory()
         steps = fit.counted
         self._entry.note([steps])  # what was planned, and is there until now, may be more
@@ -283,6 +315,12 @@ class SampleDP(TrainingData, Private):
                 "logs are not covered."
             )
 
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """See that no other callback has moved what leaves when training ended."""
+        ended, self._ended = self._ended, None
+        if ended is not None and self._client is not None:
+            ended.refuse_moved()
+
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Take the hooks off, and count the steps that were taken."""
         fit = self._close()
@@ -294,13 +332,15 @@ class SampleDP(TrainingData, Private):
         fit, self._fit, self._sampler = self._fit, None, None
         if fit is not None:
             fit.close()
-        if self._restore is not None:
-            self._restore()
-            self._restore = None
+        while self._undo:
+            self._undo.pop()()
         return fit
 
-    def on_send(self, client: Client, update: Update) -> None:
-        """Say what was spent, and whether the budget has room for another such visit."""
+    def protect(self, client: Client, update: Update) -> None:
+        """Send what is not trained back as it came; say what was spent, and whether there is room for another such visit."""
+        for name, kind in entry_kinds(client.module).items():
+            if kind != "trainable" and name in update.state.keys() & client.received.keys():
+                update.state[name] = client.received[name]  # nothing covers it
         kept = client.state.get(self.key, {})
         if not kept.get("history") or client.message.work == 0:
             return
@@ -319,7 +359,6 @@ class SampleDP(TrainingData, Private):
         exact = sums_by_class(vectors(), classes, self.means_clip)
         client.withhold_data(checks.ONLY_STEPS.format(client.id))
         count(client, self.key, (self.means_noise, 1.0, 1))
-        self.on_send(client, update)  # once more: it has spent more
         return released_means(exact, self.means_clip, self.means_noise, kept["secret"], address)
 
     # -- the server ----------------------------------------------------------------------------------------------------
@@ -375,7 +414,7 @@ class SampleDP(TrainingData, Private):
             made, self._sampler = poisson_loader(loader, self.key, self._secret, "batches")
             return made
 
-        self._restore = replaced_train_loader(trainer, poisson)
+        self._undo.append(replaced_train_loader(trainer, poisson))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what has been spent in a plain Trainer; the secret is in no checkpoint."""

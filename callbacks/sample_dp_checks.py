@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping, LearningRateFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 
 from fedlightning.algorithm import Extra, FederatedCallback, Setup, UpdateCodec, probes
 from fedlightning.callbacks.shared.ledger import Steps
@@ -21,8 +21,11 @@ NO_GROUPS = (
     "SampleDP(unit='patient') has to know whose a record is, and the data module knows no groups. Give it group=..., or take "
     "unit='record'."
 )
-OF_BATCHES = ("on_train_batch_start", "on_train_batch_end")
-"""Hooks of Lightning's that are given batches."""
+OF_BATCHES = (
+    *("on_train_batch_start", "on_train_batch_end", "on_before_backward", "on_after_backward"),
+    "on_before_optimizer_step",
+)
+"""Hooks of Lightning's that are given batches, losses or gradients without noise, or may put them into a step."""
 
 
 def refuse_uncovered(owner: FederatedCallback, setup: Setup, solves: bool, unit: str) -> None:
@@ -60,16 +63,17 @@ def refuse_uncovered(owner: FederatedCallback, setup: Setup, solves: bool, unit:
         hook = next(seen, None)
         if hook is not None and not other.facts.keeps:
             raise ValueError(
-                f"{other.key} sees the batches of training ({hook}), and what it makes of them SampleDP does not cover "
-                "with noise. Remove one of the two."
+                f"{other.key} sees batches or gradients of training ({hook}), and what it makes of them SampleDP does not "
+                "cover with noise. Remove one of the two."
             )
-    if unit == "patient" and not setup.knows_groups():
+    if unit == "patient" and not setup.data.knows_groups():
         raise ValueError(NO_GROUPS)
-    refuse_finders(setup.ordinary)
-    refuse_trainer(setup.module, setup.trainer_arguments.get, len(setup.optimizers))
-    for loader in setup.train_loaders():
+    refuse_coupled(setup.data.coupled_records())
+    refuse_finders(setup.run.lightning_callbacks)
+    refuse_trainer(setup.module, setup.run.trainer_arguments.get, len(setup.optimizers))
+    for loader in setup.data.train_loaders():
         refuse_undrawable(loader, owner.key)
-    batch = setup.first_batch()
+    batch = setup.data.first_batch()
     if batch is not None:
         refuse_mixed_records(setup.module, probes.move_batch(setup.module, batch), owner.key)
 
@@ -89,9 +93,24 @@ def refuse_finders(callbacks: Iterable[Callback]) -> None:
             )
 
 
+def refuse_coupled(why: str) -> None:
+    """Refuse data of which one record moves the features of others: its gradient alone would be covered.
+
+    Args:
+        why: What the data module says of it (`coupled_records`); empty: it does not.
+
+    Raises:
+        ValueError: With a way out.
+    """
+    if why:
+        raise ValueError(
+            f"SampleDP covers what each record does to a step, and here one moves the features of others: {why}"
+        )
+
+
 def warn_of_few(setup: Setup, delta: float) -> None:
     """Warn where a client has so few records that the guarantee is worth little."""
-    least = min((count for count in setup.num_samples.values() if count), default=1)
+    least = min((count for count in setup.data.num_samples.values() if count), default=1)
     if delta * least >= 1:
         setup.warn(f"SampleDP(delta={delta:g}) lets the guarantee fail for one of {least} records of a client.")
 
@@ -104,6 +123,7 @@ def refuse_plain(trainer: Trainer, module: LightningModule, unit: str) -> None:
     """
     if unit == "patient":
         raise ValueError("In a plain Trainer nobody knows whose a record is: unit='patient' takes a federation.")
+    refuse_coupled(str(getattr(getattr(trainer, "datamodule", None), "coupled_records", "")))
     refuse_trainer(module, lambda name, default: getattr(trainer, name, default), len(trainer.optimizers))
     if trainer.world_size > 1:
         raise ValueError(f"SampleDP trains on one device, and here are {trainer.world_size}. Use devices=1.")
@@ -163,19 +183,42 @@ def refuse_another_count(history: Steps) -> None:
         )
 
 
-def refuse_monitors(trainer: Any) -> None:
-    """Refuse learning rates and ends of training that go by numbers of the training data, which have no noise.
+def refuse_monitors(trainer: Any, module: LightningModule) -> Callable[[], None]:
+    """Let training log nothing that a learning rate, an end of training or a choice of checkpoints goes by.
 
-    Raises:
-        ValueError: With the metric.
+    Numbers of training data have no noise, whatever they are called. So each is looked at when it is logged.
+
+    Args:
+        trainer: The Trainer.
+        module: The module, whose `log` raises ValueError from here on if training calls it with such a metric.
+
+    Returns:
+        Puts back the `log` that was there.
     """
     plateaus = [one.monitor for one in trainer.lr_scheduler_configs if one.reduce_on_plateau]
-    stops = [one.monitor for one in trainer.callbacks if isinstance(one, EarlyStopping)]
-    for monitor in (one for one in (*plateaus, *stops) if not str(one).startswith("val")):
-        raise ValueError(
-            f"A scheduler or EarlyStopping goes by '{monitor}', and numbers of the training data have no noise: what comes "
-            "of it would give them away. Let it go by a metric of validation data, named val..., or leave it out."
-        )
+    monitored = {
+        str(name) for name in (*plateaus, *(getattr(one, "monitor", None) for one in trainer.callbacks)) if name
+    }
+    log, before = module.log, vars(module).get("log")
+
+    def checked(name: str, *values: Any, **options: Any) -> None:
+        found = monitored & {name, f"{name}_step", f"{name}_epoch"} if trainer.training else ()
+        for monitor in found:
+            raise ValueError(
+                f"A scheduler, EarlyStopping or ModelCheckpoint goes by '{monitor}', which training logs, and its numbers "
+                "have no noise: what comes of it would give them away. Let it go by a metric that only validation logs, or "
+                "leave it out."
+            )
+        log(name, *values, **options)
+
+    def restore() -> None:
+        if before is None:
+            vars(module).pop("log", None)
+        else:
+            vars(module)["log"] = before
+
+    vars(module)["log"] = checked
+    return restore
 
 
 def refuse_trainer(module: LightningModule, argument: Any, optimizers: int) -> None:

@@ -14,7 +14,6 @@ from fedlightning.algorithm import (
     Client,
     Facts,
     FederatedCallback,
-    FirstStep,
     GradientContext,
     Job,
     Message,
@@ -25,7 +24,7 @@ from fedlightning.algorithm import (
     Update,
     WeightingName,
     Wire,
-    warn,
+    requires,
 )
 from fedlightning.callbacks.shared.steps import step_to_mean
 from fedlightning.ranges import NonNegativeFloat
@@ -92,7 +91,15 @@ class SCAFFOLD(FederatedCallback):
     @property
     def facts(self) -> Facts:
         """`c` is the mean of all `c_i`, which the clients keep."""
-        return Facts(changes={Change.IN_STEP}, keeps=True, counts_steps=True, newcomers=Newcomers(join=self._join))
+        exact, instead = "takes the gradient of the loss that training_step returns", "Use SCAFFOLD(option=2)."
+        by_movement = requires.NoClipping("reads gradients off the parameters' movement", "Use SCAFFOLD(option=1).")
+        return Facts(
+            changes={Change.IN_STEP},
+            requires=[requires.AutomaticOptimization(exact, instead) if self.option == 1 else by_movement],
+            keeps=True,
+            counts_steps=True,
+            newcomers=Newcomers(join=self._join),
+        )
 
     def claims(self, role: str) -> bool:
         """Decline the server step where ``eta_s = 1``, so that a server optimizer may take the role."""
@@ -110,48 +117,28 @@ class SCAFFOLD(FederatedCallback):
                 f"SCAFFOLD keeps c = sum_i p_i c_i over all clients, but weighting={weighting!r} is a function, which "
                 f"says nothing of absent clients. Use one of {sorted(WEIGHTINGS)}."
             )
-        if self.option == 1:
-            setup.refuse_manual(
-                "SCAFFOLD(option=1)",
-                "takes the gradient of the loss that training_step returns",
-                "Use SCAFFOLD(option=2).",
-            )
         if self.option == 2:
             self._check_option_2(setup)
-        if setup.local_epochs is not None:
-            window = int(setup.trainer_arguments.get("accumulate_grad_batches") or 1)
-            of_size = {size: client for client, size in setup.num_samples.items() if size}
-            steps = {client: -(-setup.num_batches(client) // window) for client in of_size.values()}
+        if setup.run.local_epochs is not None:
+            window = int(setup.run.trainer_arguments.get("accumulate_grad_batches") or 1)
+            of_size = {size: client for client, size in setup.data.num_samples.items() if size}
+            steps = {client: -(-setup.data.num_batches(client) // window) for client in of_size.values()}
             few, many = min(steps, key=steps.__getitem__), max(steps, key=steps.__getitem__)
             if steps[few] != steps[many]:
                 setup.warn(
                     f"SCAFFOLD assumes that all clients take the same number of steps, but with local_epochs="
-                    f"{setup.local_epochs} client '{few}' takes {steps[few]} and client '{many}' {steps[many]} an epoch, "
+                    f"{setup.run.local_epochs} client '{few}' takes {steps[few]} and client '{many}' {steps[many]} an epoch, "
                     "which may make it unstable. Set local_steps instead."
                 )
 
-    def check_step(self, step: FirstStep) -> None:
-        """Refuse for option II optimizers that need a Trainer, which :meth:`check` has not seen; warn of own clipping.
-
-        Raises:
-            ValueError: If option II meets an optimizer that it cannot read a gradient from.
-        """
-        if self.option == 1:
-            return
-        _refuse_optimizers(step.optimizers, step.optimizer_state)
-        if step.clips:
-            warn(
-                f"SCAFFOLD(option=2) reads gradients off the parameters' movement; where {step.module}.{step.clips} changes "
-                "gradients, it reads others than those of the loss. SCAFFOLD(option=1) takes its gradient apart."
-            )
-
     def _check_option_2(self, setup: Setup) -> None:
-        _refuse_optimizers(setup.optimizers, setup.optimizer_state)
-        clip = setup.trainer_arguments.get("gradient_clip_val")
-        if clip:
+        step = setup.first_step()  # an optimizer may need a Trainer
+        _refuse_optimizers([*setup.optimizers, *step.optimizers], setup.run.optimizer_state)
+        if step.clips:
             setup.warn(
-                f"SCAFFOLD(option=2) reads gradients off the parameters' movement; where gradient_clip_val={clip} cuts a "
-                "step, it reads too little. SCAFFOLD(option=1) is exact with clipping."
+                f"SCAFFOLD(option=2) reads gradients off the parameters' movement; where {type(setup.template).__name__}."
+                f"{step.clips} changes gradients, it reads others than those of the loss. SCAFFOLD(option=1) takes its "
+                "gradient apart."
             )
 
     def wire(self, module: nn.Module) -> Wire:

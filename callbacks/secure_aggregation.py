@@ -21,6 +21,7 @@ from fedlightning.algorithm import (
     Need,
     Newcomers,
     Plan,
+    Promise,
     Server,
     Setup,
     State,
@@ -46,8 +47,8 @@ KEYS, SHARES, OPEN = "keys", "shares", "open"
 ONE_SUM = Need(
     "opens one sum of changes of the model that everybody was sent",
     (
-        *(Change.REDUCE, Change.DENOMINATOR, Change.PLAN, Change.PARTS, Change.SMALLER, Change.SHAPE, Change.MODEL_OF),
-        *(Change.NEIGHBOURS, Change.LOSSY),
+        *("reduce", "denominator", "plan_round", Change.PARTS, Change.SMALLER, "on_build", "model_of"),
+        *("neighbours", "encode"),
     ),
 )
 
@@ -118,6 +119,13 @@ class SecureAggregation(SumCodec):
         self.threshold = threshold
         self.clip = clip
         self.bits = bits
+
+    @property
+    def promises(self) -> Sequence[Promise]:
+        """What masks hide from a server that keeps to the protocol."""
+        left = "sizes, participants, scores, logs, the sum"
+        provided = "it keeps to the protocol, few clients help it"
+        return (Promise("the server", f"a change: it sees sums of {LEAST} or more", provided, left),)
 
     @property
     def facts(self) -> Facts:

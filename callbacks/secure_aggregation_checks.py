@@ -18,7 +18,7 @@ def refuse_unfit(setup: Setup, clip: float, bits: int, least: int) -> None:
     Raises:
         ValueError: With the way out.
     """
-    share, count = setup.participation, len(setup.clients)
+    share, count = setup.run.participation, len(setup.run.clients)
     drawn = share if isinstance(share, int) and not isinstance(share, bool) else round(share * count)
     if min(drawn, count) < least:
         raise ValueError(

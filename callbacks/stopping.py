@@ -10,14 +10,14 @@ from fedlightning.algorithm import (
     Change,
     Facts,
     FederatedCallback,
-    FirstStep,
     ModelSelection,
     Newcomers,
     Server,
     Setup,
+    requires,
     warn,
 )
-from fedlightning.callbacks.checkpoints import check_monitor, monitor_of
+from fedlightning.callbacks.checkpoints import ValidationScores, monitor_of
 from fedlightning.ranges import NonNegativeFloat, Range, at_least_one, needs
 
 Values = Mapping[str, float]
@@ -79,32 +79,18 @@ class FederatedEarlyStopping(ModelSelection):
     @property
     def facts(self) -> Facts:
         """It reads scores that are there after any round; clients that join are compared once they have two."""
-        return super().facts.extend(asynchronous=True, newcomers=Newcomers(join=True))
+        all_train = requires.EveryClient("compares the scores of the clients that trained", "Use stage='L1'.")
+        required = [ValidationScores(), *([all_train] if self.stage == "L2" else [])]
+        return super().facts.extend(requires=required, asynchronous=True, newcomers=Newcomers(join=True))
 
     def check(self, setup: Setup) -> None:
-        """Refuse a run without validation scores, and warn where nothing keeps the best models.
-
-        Raises:
-            ValueError: With what is missing.
-        """
-        if setup.evaluate_every == 0 or not setup.has_split("val"):
-            why = "evaluation.every is 0" if setup.evaluate_every == 0 else "no client has validation data"
-            raise ValueError(f"FederatedEarlyStopping has no scores to go by: {why}. Change that, or leave it out.")
-        if self.stage == "L2" and setup.absent:
-            raise ValueError(
-                f"FederatedEarlyStopping(stage='L2') compares the scores of clients that trained, and {setup.absent} takes "
-                "others in every round. Use stage='L1'."
-            )
+        """Warn where nothing keeps the best models."""
         kept = {Change.LOCAL_SELECTION, Change.GLOBAL_SELECTION}
         if not any(kept & set(other.facts.changes) for other in setup.callbacks):
             setup.warn(
                 "FederatedEarlyStopping ends the run some rounds after the best one, and nothing keeps the best models. Add "
                 "LocalCheckpoint() or GlobalCheckpoint() to the callbacks."
             )
-
-    def check_step(self, step: FirstStep) -> None:
-        """Refuse a metric that validation does not log."""
-        check_monitor(self, step)
 
     def on_round_end(self, server: Server) -> None:
         """Compare this round's scores with the best so far, and end the run if there was nothing better for too long.
@@ -201,7 +187,12 @@ class Budget(FederatedCallback):
     """
 
     rank = -100  # what others do at the end of a round may depend on whether it is the last one
-    facts = Facts(mixes_architectures=True, asynchronous=True, newcomers=Newcomers(join=True))
+    facts = Facts(
+        requires=[requires.Clock("limits virtual seconds (max_seconds)", when="max_seconds")],
+        mixes_architectures=True,
+        asynchronous=True,
+        newcomers=Newcomers(join=True),
+    )
 
     @at_least_one("max_megabytes", "max_seconds", "max_steps", why="it has no limit. Give it one of them.")
     def __init__(
@@ -213,14 +204,6 @@ class Budget(FederatedCallback):
         self.max_megabytes = max_megabytes
         self.max_seconds = max_seconds
         self.max_steps = max_steps
-
-    def check(self, setup: Setup) -> None:
-        """Refuse virtual seconds without a clock."""
-        if self.max_seconds is not None and not setup.has_clock:
-            raise ValueError(
-                f"Budget got max_seconds={self.max_seconds} of the loop's clock, and this loop has none. Give it one "
-                "(trainer.loop), or limit real time with the trainer's max_time."
-            )
 
     def on_round_end(self, server: Server) -> None:
         """End the run after this round or the next, if a further one would not fit."""

@@ -63,8 +63,8 @@ class Stragglers(ClientSelection):
         Raises:
             ValueError: If a visit is one epoch or one step, and stragglers are to be kept.
         """
-        work = setup.local_epochs if setup.local_steps is None else setup.local_steps
-        unit = "local_epochs" if setup.local_steps is None else "local_steps"
+        work = setup.run.local_epochs if setup.run.local_steps is None else setup.run.local_steps
+        unit = "local_epochs" if setup.run.local_steps is None else "local_steps"
         if self.keep and self.share > 0 and work is not None and work < 2:
             raise ValueError(
                 f"{self.key} lets clients do a part of their epochs, and {unit}={work} has no part. Raise {unit}, or use "

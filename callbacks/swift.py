@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from fedlightning.algorithm import Change, Facts, Need, Server, Setup, State, Update
+from fedlightning.algorithm import Facts, Need, Server, State, Update, requires
 from fedlightning.callbacks.shared.gossip import Gossip, mixed, of_a_random_graph
 from fedlightning.ranges import NonNegativeInt
 from fedlightning.tensors import has_mean, narrow, widen
@@ -14,7 +14,7 @@ from fedlightning.topology import MixingWeights, Topology
 
 OWN_PACE = Need(
     "lets every client take step after step at its own pace",
-    (Change.JOBS, Change.PARTICIPANTS),
+    ("on_job", "participants"),
     "say by the clock of the loop when clients are there",
 )
 
@@ -86,32 +86,13 @@ class SWIFT(Gossip):
     @property
     def facts(self) -> Facts:
         """Every client takes step after step at its own pace."""
-        return super().facts.extend(needs=[OWN_PACE])
+        steps = requires.LocalSteps("exchanges models in every optimizer step", "Set local_steps=1.", 1)
+        memory = requires.LastingMemory("visits a client for one step at a time")
+        return super().facts.extend(needs=[OWN_PACE], requires=[steps, memory])
 
     def averages(self, step: int) -> bool:
         """Return whether a client averages in its c-th step, c from 1."""
         return step % (self.s + 1) == 0
-
-    def check(self, setup: Setup) -> None:
-        """Refuse several steps between exchanges, an optimizer whose memory would be lost, and changed jobs.
-
-        Raises:
-            ValueError: With a sentence, or as :class:`DFedAvg` does.
-        """
-        super().check(setup)
-        if setup.local_steps != 1:
-            raise ValueError(
-                f"SWIFT exchanges models in every optimizer step, but local_steps={setup.local_steps} and local_epochs="
-                f"{setup.local_epochs}. Set local_steps=1."
-            )
-        if setup.optimizer_state != "keep":
-            for optimizer in setup.optimizers:
-                if type(optimizer).__name__ != "SGD" or any(group.get("momentum") for group in optimizer.param_groups):
-                    raise ValueError(
-                        f"SWIFT keeps what its {type(optimizer).__name__} remembers from step to step, and "
-                        f"optimizer_state={setup.optimizer_state!r} begins it anew in every step. Set "
-                        'optimizer_state="keep", or use SGD without momentum.'
-                    )
 
     def steps(self, server: Server) -> Mapping[str, int]:
         """Return how many steps each client has taken."""

@@ -115,6 +115,11 @@ class FederatedDataModule(LightningDataModule, ABC):
         return None
 
     @property
+    def coupled_records(self) -> str:
+        """How features of a client's record depend on its other records, and a way out, in sentences; empty: they do not."""
+        return ""
+
+    @property
     def drifts(self) -> bool:
         """Whether the clients' training data change from round to round."""
         return False

@@ -143,27 +143,34 @@ def _is_number(cell: str) -> bool:
         return False
 
 
-def plot_images(data: FederatedDataModule, split: str = "train", most: int = 8, clients: int = 20) -> Figure | None:
-    """Return the first images of each client side by side, a line a client; `None` if samples are no images.
+LINES = 40
+"""Lines of clients' images that stand below each other; more clients stand beside them."""
+
+
+def plot_images(data: FederatedDataModule, split: str = "train", most: int = 8) -> Figure | None:
+    """Return the first images of each client side by side, all clients in their order; `None` if samples are no images.
 
     Args:
         data: The data module, after `setup`.
         split: The split.
         most: Images of a client.
-        clients: Clients that are shown, the first ones.
     """
     from matplotlib.figure import Figure
 
-    shown = {client: _images(data, client, split, most) for client in data.client_ids[:clients]}
+    shown = {client: _images(data, client, split, most) for client in data.client_ids}
     if not any(shown.values()):
         return None
-    figure = Figure(figsize=(1.0 + 0.9 * most, 0.95 * len(shown)), layout="constrained")
-    for axes in figure.subplots(len(shown), most, squeeze=False).flat:
+    beside = -(-len(shown) // LINES)
+    lines = -(-len(shown) // beside)
+    figure = Figure(figsize=((1.0 + 0.9 * most) * beside, 0.95 * lines), layout="constrained")
+    grid = figure.subplots(lines, most * beside, squeeze=False)
+    for axes in grid.flat:
         axes.axis("off")
-    for line, (client, images) in enumerate(shown.items()):
-        for place, image in enumerate(images):
-            figure.axes[line * most + place].imshow(image, cmap="gray")
-        figure.axes[line * most].set_title(client, fontsize=8, loc="left", parse_math=False)
+    for number, (client, images) in enumerate(shown.items()):
+        own = grid[number % lines, number // lines * most :]
+        for axes, image in zip(own, images, strict=False):
+            axes.imshow(image, cmap="gray")
+        own[0].set_title(client, fontsize=8, loc="left", parse_math=False)
     return figure
 
 

@@ -86,11 +86,6 @@ class DriftingDataModule(WrappedIndexedDataModule):
     ) -> None:
         name = type(self).__name__
         super().__init__(source)
-        if getattr(source, "scale", None) == "local":
-            raise ValueError(
-                f"{name} got a source with scale: local, which scales by the means of all training rows, later windows "
-                "included. Give it scale: none, and statistics of columns that need scaling."
-            )
         if (windows is None) == (starts is None) or (starts is not None and (by is None or not len(starts))):
             raise ValueError(
                 f"{name} got windows={windows}, starts={starts} and by={by!r}; give a number of windows, or the times at "
@@ -104,6 +99,10 @@ class DriftingDataModule(WrappedIndexedDataModule):
 
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
         self.set_up_source()
+        if self.source.coupled_records:
+            raise ValueError(
+                f"{type(self).__name__}: {self.source.coupled_records} Here these rows are of later windows, too."
+            )
         clients, splits = self.source.client_ids, dict(self.source._splits)
         windows = self._windows(clients, splits)
         self._window = [one["train"] for one in windows]

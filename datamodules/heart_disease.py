@@ -61,6 +61,8 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
         grades: Keep the five grades of `num`, 0 ... 4, as classes (PLayer-FL) instead of `num > 0`; patients and splits
             are the same. PLayer-FL writes of five hospitals; UCI has four files, as its public code has clients (Zurich
             and Basel are one).
+        statistics: Mean and standard deviation of columns, `{"age": [54, 9]}`, of a public sample, for all hospitals; other
+            columns stay as they are then. `None`: each hospital's own.
         hospitals: The hospitals that are here, as `["cleveland"]` at that hospital's site; only their files are read and need
             to be there. `None`: all four.
         options: The other arguments of `IndexedFederatedDataModule`, by name.
@@ -88,6 +90,7 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
         val_seed: int | None = None,
         grades: bool = False,
         hospitals: Sequence[str] | None = None,
+        statistics: Mapping[str, Sequence[float]] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(batch_size, **options)
@@ -96,6 +99,13 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
         self.val_seed = self.seed if val_seed is None else val_seed
         self.grades = grades
         self.hospitals = clients_here(self, "hospitals", hospitals, HOSPITALS)
+        self.statistics = statistics
+        for column, pair in (statistics or {}).items():
+            if column not in COLUMNS or len(pair) != 2 or not np.isfinite(pair).all() or pair[1] <= 0:
+                raise ValueError(
+                    f"HeartDiseaseDataModule got statistics {list(pair)} of {column!r}. Give [mean, standard deviation > 0] "
+                    f"of columns among {', '.join(COLUMNS)}."
+                )
 
     def prepare_data(self) -> None:
         """Check that all files are there (Lightning's hook).
@@ -121,7 +131,12 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
         for name in self.hospitals:
             x, y, grade = read_hospital(self._file(name))
             train, test = _flamby_split(y, self.split_seed)
-            features.append((x - x[train].mean(axis=0)) / spread_of(x[train]))
+            centre, spread = x[train].mean(axis=0), spread_of(x[train])
+            if self.statistics is not None:
+                others = [(0.0, 1.0)] * (x.shape[1] - len(COLUMNS))
+                pairs = [*(self.statistics.get(name, (0.0, 1.0)) for name in COLUMNS), *others]
+                centre, spread = np.array(pairs, dtype=np.float64).T
+            features.append((x - centre) / spread)
             labels.append(grade if self.grades else y)
             fit, val = cut(train, self.val_fraction, generator(self.val_seed, "heart disease", "val", name), y)
             for split, indices in (("train", fit), ("val", val), ("test", test)):
@@ -133,6 +148,12 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
             torch.from_numpy(np.concatenate(features)).float(), targets.float() if self.binary_float else targets
         )
         return list(self.hospitals), {split: Split(data, held, classes) for split, held in parts.items()}
+
+    @property
+    def coupled_records(self) -> str:
+        if self.statistics is not None:
+            return ""
+        return "features are scaled by the mean and deviation of a hospital's patients. Give statistics of a public sample."
 
     @property
     def columns(self) -> list[str]:

@@ -44,14 +44,30 @@ class Column:
     numbers: np.ndarray | None
 
 
+@dataclass(frozen=True)
+class Form:
+    """How a CSV file is written; what is `None` is found out.
+
+    Attributes:
+        delimiter: Character between two cells: of comma, semicolon, tab and bar the one that gives the header and the first
+            rows as many cells, and most.
+        decimal: Sign before the fraction of a number. A comma is taken for one only where it cannot be a mark of thousands.
+        encoding: Of the text, as Python names it.
+    """
+
+    delimiter: str | None = None
+    decimal: str | None = None
+    encoding: str = "utf-8-sig"
+
+
 def read_table(
-    path: Path, delimiter: str = ",", only: Collection[str] | None = None, index: str | None = None
+    path: Path, form: Form = Form(), only: Collection[str] | None = None, index: str | None = None
 ) -> dict[str, Column]:
     r"""Return the columns of a CSV file with a header, by name.
 
     Args:
-        path: The file, in UTF-8.
-        delimiter: Character between two cells.
+        path: The file.
+        form: How it is written.
         only: Columns that are used; others are not looked at. `None`: all.
         index: Name of the first column if the header has none, as pandas writes it.
 
@@ -70,7 +86,8 @@ def read_table(
         raise FileNotFoundError(f"There is no file {path}; give the path of a CSV file with a header.")
     rows: list[list[str]] = []
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
+        delimiter = delimiter_of(path, form)
+        with path.open(newline="", encoding=form.encoding) as file:
             reader = csv.reader(file, delimiter=delimiter, skipinitialspace=True, strict=True)
             header = [name.strip() for name in next(reader, [])]
             if header[:1] == [""] and index is not None:
@@ -85,7 +102,11 @@ def read_table(
                     )
                 rows.append(row)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} cannot be read as CSV in UTF-8 ({error}); save it as that.") from error
+        named = "UTF-8" if form.encoding == "utf-8-sig" else form.encoding
+        raise ValueError(
+            f"{path} cannot be read as CSV in {named} ({error}); save it as UTF-8, or give its encoding: cp1252 is usual for "
+            "files of Excel in Western Europe, utf-16 for its Unicode text."
+        ) from error
     except csv.Error as error:  # strict: an open quote would take the next rows into its cell
         raise ValueError(
             f"{path}, line {reader.line_num}: {error}; it cannot be read as CSV, close each quote."
@@ -99,8 +120,49 @@ def read_table(
             continue
         cells = [row[place].strip() for row in rows]
         cells = ["" if cell.lower() in GAPS else cell for cell in cells]
+        if delimiter != "," or form.decimal == ",":
+            cells = _with_points(cells, form.decimal)
         table[name] = Column(name, cells, _numbers(path, name, cells))
     return table
+
+
+def delimiter_of(path: Path, form: Form = Form()) -> str:
+    r"""Return the character between two cells of a file; see :class:`Form`.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as folder:
+        ...     path = Path(folder, "klinik.csv")
+        ...     _ = path.write_text("alter;dosis\n63;0,5\n71;1,25\n")
+        ...     delimiter_of(path), read_table(path)["dosis"].numbers
+        (';', array([0.5 , 1.25]))
+    """
+    if form.delimiter is not None:
+        return form.delimiter
+    with path.open(newline="", encoding=form.encoding) as file:
+        lines = [line for _, line in zip(range(5), file, strict=False)]
+    counts = {}
+    for delimiter in ",;\t|":
+        with suppress(csv.Error):
+            found = {len(row) for row in csv.reader(lines, delimiter=delimiter, skipinitialspace=True) if row}
+            counts[delimiter] = found.pop() if len(found) == 1 else 1
+    best = max(counts, key=lambda delimiter: counts[delimiter], default=",")
+    return best if counts.get(best, 1) > 1 else ","
+
+
+_COMMA = re.compile(r"[-+]?\d*,\d+(?:[eE][-+]?\d+)?")
+"""A number with a decimal comma."""
+
+
+def _with_points(cells: list[str], decimal: str | None) -> list[str]:
+    """Return the cells of a column of numbers with points in the place of decimal commas; others as they are."""
+    commas = [cell for cell in cells if _COMMA.fullmatch(cell)]
+    plain = all(not cell or _COMMA.fullmatch(cell) or re.fullmatch(r"[-+]?\d+", cell) for cell in cells)
+    thousands = all(re.fullmatch(r"[-+]?[1-9]\d{0,2},\d{3}", cell) for cell in commas)
+    if not commas or not plain or decimal == "." or (decimal is None and thousands):
+        return cells
+    return [cell.replace(",", ".") for cell in cells]
 
 
 def text_of(path: Path) -> str:
@@ -152,10 +214,11 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} cannot be read as JSON: {deep}. Write it again.") from error
 
 
-def read_header(path: Path, delimiter: str = ",") -> list[str]:
+def read_header(path: Path, form: Form = Form()) -> list[str]:
     """Return the names of the columns of a CSV file."""
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        return [name.strip() for name in next(csv.reader(file, delimiter=delimiter, skipinitialspace=True), [])]
+    with path.open(newline="", encoding=form.encoding) as file:
+        rows = csv.reader(file, delimiter=delimiter_of(path, form), skipinitialspace=True)
+        return [name.strip() for name in next(rows, [])]
 
 
 def _numbers(path: Path, name: str, cells: Sequence[str]) -> np.ndarray | None:
@@ -188,14 +251,14 @@ def refuse_other_numbers(path: Path, column: Column, way: str) -> None:
         >>> from fedlightning.datamodules.tables import Column, refuse_other_numbers
         >>> refuse_other_numbers(Path("a.csv"), Column("dose", ["0,5", "1,25", ""], None), "give categorical: [dose]")
         Traceback (most recent call last):
-        ValueError: a.csv: column 'dose' holds '0,5', which is no number here: write it as 1234.5. If it is a word, give ...
+        ValueError: a.csv: column 'dose' holds '0,5', which is no number here: write it as 1234.5, or give ...
     """
     words = [cell for cell in column.cells if cell]
     other = [cell for cell in words if _OTHER_NUMBER.fullmatch(cell)]
     if column.numbers is None and 2 * len(other) > len(words):
         raise ValueError(
-            f"{path}: column {column.name!r} holds {other[0]!r}, which is no number here: write it as 1234.5. If it is a "
-            f"word, {way}."
+            f"{path}: column {column.name!r} holds {other[0]!r}, which is no number here: write it as 1234.5, or give "
+            f"decimal: ',' if the comma begins its fraction. If it is a word, {way}."
         )
 
 

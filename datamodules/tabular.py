@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,6 +24,7 @@ from fedlightning.datamodules.partitioners import NaturalPartitioner
 from fedlightning.datamodules.statistics import Open, check_scale, one_hot, standardised
 from fedlightning.datamodules.tables import (
     Column,
+    Form,
     classes_named,
     code_of,
     codes_of,
@@ -74,7 +77,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
     A row without a target is left out, with a warning.
 
     Args:
-        path: The file, in UTF-8.
+        path: The file.
         target: Column to predict.
         client: Column that names each row's client (a hospital, a user). It is no feature.
         partitioner: Divides the rows if no column does.
@@ -98,7 +101,10 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         val_fraction: Share of the training rows for validation, in [0, 1).
         test_fraction: Share of a client's rows for testing, in [0, 1).
         val_seed: Seed of the validation cut alone. `None` is `seed`.
-        delimiter: Character between two cells.
+        delimiter: Character between two cells; `None` finds a comma, semicolon, tab or bar.
+        decimal: Sign before the fraction of a number; `None` takes a comma for it where it cannot be a mark of thousands, in
+            files with another delimiter.
+        encoding: Of the file: `"cp1252"` or `"utf-16"` where a spreadsheet wrote it so.
         public_fraction: As `public`, for a share.
         public: Public data, which are in nobody's training, validation or test data: a share of every client's training
             samples, in [0, 1), or another data set, as a Dataset or a data module (its training data). What a client holds
@@ -146,7 +152,9 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         val_fraction: ShareBelowOne = 0.2,
         test_fraction: ShareBelowOne = 0.2,
         val_seed: int | None = None,
-        delimiter: str = ",",
+        delimiter: str | None = None,
+        decimal: Literal[".", ","] | None = None,
+        encoding: str = "utf-8-sig",
         public_fraction: ShareBelowOne = 0.0,
         public: Public = None,
         **options: Any,
@@ -162,7 +170,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
                 )
         self.path, self.target, self.client, self.task = Path(path), target, client, task
         self.partitioner = NaturalPartitioner(column=str(client)) if partitioner is None else partitioner
-        if len(delimiter) != 1 or delimiter in '"\r\n':
+        if delimiter is not None and (len(delimiter) != 1 or delimiter in '"\r\n'):
             raise ValueError(f"{name} got delimiter={delimiter!r}; give the one character between two cells.")
         if group is True:
             raise ValueError(f"{name} got group=True; give the name of a column, or False if rows are independent.")
@@ -177,8 +185,15 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         self._open = Open(self.ranges, least)
         check_scale(name, scale if scaling else f"{scale} and scaling: false", self.ranges, self.categories)
         self.val_fraction, self.test_fraction, self.val_seed = val_fraction, test_fraction, val_seed
-        self.delimiter = delimiter
+        try:
+            codecs.lookup(encoding)
+        except LookupError:
+            raise ValueError(
+                f"{name} got encoding={encoding!r}, which Python does not know; such as utf-8, cp1252."
+            ) from None
+        self._form = Form(delimiter, decimal, encoding)
         self.feature_names: list[str] = []
+        self._scaled_by_rows: list[str] = []
         self.class_names: list[str] | None = None
         self._divides = self.partitioner
 
@@ -187,7 +202,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         return f"by {self.client}" if self.client is not None else self._divides.describe()
 
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
-        table = read_table(self.path, self.delimiter)
+        table = read_table(self.path, self._form)
         targets = [column_of(table, name, "target") for name in self._targeted]
         named_columns = {"drop": self.drop, "categorical": self.categorical, "statistics": self.statistics}
         named_columns |= {"ranges": self.ranges, "categories": self.categories}
@@ -235,7 +250,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
     @property
     def columns(self) -> list[str]:
         """Names of the columns that features and target are made of."""
-        return [name for name in read_header(self.path, self.delimiter) if name not in self._apart]
+        return [name for name in read_header(self.path, self._form) if name not in self._apart]
 
     @property
     def _apart(self) -> set[Any]:
@@ -243,11 +258,10 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         return {self.client, getattr(self._divides, "column", None), self.group, *self.drop}
 
     def sample_values(self, client: str, split: str, column: str) -> list[str]:
-        table = read_table(self.path, self.delimiter, {*self._targeted, column})
-        if column not in table:
-            column_of(read_table(self.path, self.delimiter), column, "subgroup")
-        kept = complete([table[name] for name in self._targeted])
-        return np.array(table[column].cells)[kept][self.indices(client, split)].tolist()
+        stamp = self.path.stat().st_mtime_ns
+        return _kept_cells(self.path, stamp, self._form, tuple(self._targeted), column)[
+            self.indices(client, split)
+        ].tolist()
 
     @property
     def _targeted(self) -> list[str]:
@@ -320,7 +334,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
     ) -> np.ndarray:
         """Return the features of all rows, each scaled by its own client."""
         unused = {*self._targeted, *self._apart}
-        self.feature_names = []
+        self.feature_names, self._scaled_by_rows = [], []
         columns: list[np.ndarray] = []
         for name, column in table.items():
             if name in unused:
@@ -365,6 +379,15 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         columns += one_hot(cells, named, len(words))
 
     @property
+    def coupled_records(self) -> str:
+        if not self._scaled_by_rows:
+            return ""
+        return (
+            f"{self._scaled_by_rows[0]!r} is scaled by the mean and deviation of all rows of a client (scale: local). Give "
+            "statistics of a public sample for such columns, or scale: none."
+        )
+
+    @property
     def wanted_statistics(self) -> dict[str, Any] | None:
         return self._open.wanted(self.feature_names)
 
@@ -400,4 +423,17 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
                     "each client's mean; use scale: local or federated, give statistics, or drop the column."
                 )
             return values
+        self._scaled_by_rows += [] if name in self.statistics else [name]
         return standardised(values, own, rows, self.statistics.get(name))
+
+
+@lru_cache(maxsize=2)
+def _kept_cells(path: Path, stamp: int, form: Form, targets: tuple[str, ...], column: str) -> np.ndarray:
+    """Return the cells of a column in rows with a target, for all clients, which ask for it one after the other.
+
+    `stamp` is the time of the file's last change.
+    """
+    table = read_table(path, form, {*targets, column})
+    if column not in table:
+        column_of(read_table(path, form), column, "subgroup")
+    return np.array(table[column].cells)[complete([table[name] for name in targets])]

@@ -39,6 +39,10 @@ class WrappedDataModule(FederatedDataModule):
         return self.whole.pooled_dataloader(self.source_of(split))
 
     @property
+    def coupled_records(self) -> str:
+        return self.whole.coupled_records
+
+    @property
     def drifts(self) -> bool:
         return self.whole.drifts
 
@@ -117,6 +121,10 @@ class WrappedIndexedDataModule(IndexedFederatedDataModule):
             )
         super().__init__(source.batch_size, source.seed, source.num_workers, source.pin_memory, source.drop_last)
         self.source, self.collate_fn = source, source.collate_fn
+
+    @property
+    def coupled_records(self) -> str:
+        return self.source.coupled_records
 
     def prepare_data(self) -> None:
         """Call the source's `prepare_data`."""

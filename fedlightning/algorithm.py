@@ -37,6 +37,7 @@ from fedlightning.contract import (
     Phase,
     Placing,
     Plan,
+    Promise,
     Protection,
     ServerModels,
     Setup,
@@ -50,6 +51,7 @@ from fedlightning.contract import (
     WeightingName,
 )
 from fedlightning.contract import capabilities as facts
+from fedlightning.contract import requirements as requires
 from fedlightning.contract.messages import GLOBAL, Extra, Message, Update, Wire, contributors
 from fedlightning.errors import missing_package, warn
 from fedlightning.seeding import address, generator, isolated
@@ -67,6 +69,7 @@ __all__ = [
     "Need",
     "Newcomers",
     "facts",
+    "requires",
     # kinds of callbacks
     "AsynchronousMethod",
     "ClientSelection",
@@ -91,6 +94,7 @@ __all__ = [
     "Stage",
     "Cover",
     "Outgoing",
+    "Promise",
     "GLOBAL",
     "NEWCOMER",
     "POOLED",

@@ -97,7 +97,7 @@ def _interrupted(command: str) -> int:
 
 
 def _find(command: str) -> Command:
-    if command in ("fit", "validate", "test", "predict", "onboard", "leakage", "partition"):
+    if command in ("fit", "validate", "test", "evaluate", "predict", "onboard", "leakage", "partition"):
         from fedlightning.commands.run import run
 
         return lambda rest: run(command, rest)

@@ -330,6 +330,48 @@ class FederatedTrainer:
         self._hold(federation, model, datamodule)
 
     @only_thread()
+    def evaluate(
+        self,
+        model: LightningModule | None = None,
+        datamodule: LightningDataModule | None = None,
+        *,
+        test_dataloaders: Mapping[str, Any] | None = None,
+        split: Literal["test", "val"] = "test",
+        least: int = 1,
+    ) -> list[dict[str, Any]]:
+        """Score a model as it is given at all clients; nothing is trained. Its folder is one that `report` reads.
+
+        Args:
+            model: Any LightningModule, with its weights, or those of the trainer's `init_from`.
+            datamodule: The clients' data, as for :meth:`fit`; or
+            test_dataloaders: A loader per client id.
+            split: Data to score on.
+            least: Fewest samples of a client that is scored; those of fewer are not asked.
+
+        Raises:
+            ValueError: If no client has `least` samples, or clients send their scores protected.
+        """
+        if not isinstance(least, int) or least < 1:
+            raise ConfigurationError(f"least={least!r} must be a whole number from 1 on.")
+        data = arguments.federated_data(datamodule, test_dataloaders, None, test_dataloaders)
+        run, _ = self._find_run(None)
+        self.federation, self.stopped_by = None, None
+        with ExitStack() as stack:
+            if run is not None and is_writer():
+                stack.callback(run.remove_empty)
+            model = arguments.check_model(model)
+            federation = assemble(self.options, model, data, run, go_on=False)
+            if run is not None:
+                stack.enter_context(only_writer(run.path))
+            self._hold(federation, model, datamodule)
+            stack.enter_context(federation.engine.at_work())
+            if self.config is not None and run is not None and self.recorder.writes:
+                run.write_config(self.config)
+            federation.evaluate_untrained(split, least)
+            federation.summarise(self.arguments)
+        return self.recorder.results
+
+    @only_thread()
     def dry_run(
         self,
         model: LightningModule | None = None,

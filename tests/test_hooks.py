@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback
 
 from fedlightning import FederatedCallback, algorithm
-from fedlightning.algorithm import AsynchronousMethod, Change, Facts, ModelSelection, Need
+from fedlightning.algorithm import AsynchronousMethod, Change, Facts, Need
 from fedlightning.callbacks import (
     FLIU,
     SCAFFOLD,
@@ -44,7 +44,7 @@ def test_what_facts_say_is_refused_as_an_attribute_of_the_class():
 
 
 def test_facts_that_are_extended_keep_what_they_had():
-    first, second = Need("goes first", (Change.PARTS,)), Need("goes second", (Change.STEP,))
+    first, second = Need("goes first", (Change.PARTS,)), Need("goes second", ("server_step",))
     found = Facts({Change.START}, [first], keeps=True).extend({Change.PARTS}, [second], takes_part=False)
     assert (found.changes, found.needs) == ({Change.START, Change.PARTS}, (first, second))
     assert (found.keeps, found.takes_part) == (True, False)
@@ -381,11 +381,7 @@ class Stubborn:
         ((Stubborn, FederatedCallback), {}, "Stray sets takes_part, which nothing reads there"),
         ((FederatedCallback,), {"facts": lambda self: Facts()}, r"Stray.facts is <function .*Write facts = Facts\("),
         ((FederatedCallback,), {"facts": None}, "Stray.facts is None"),
-        (
-            (ModelSelection,),
-            {"facts": Facts(keeps=True)},
-            "Stray.facts takes the place of ModelSelection.facts .*SELECTION",
-        ),
+        ((FedPer,), {"facts": Facts(keeps=True)}, "Stray.facts takes the place of FedPer.facts .* leaves out Body"),
         ((AsynchronousMethod,), {"facts": Facts(keeps=True)}, "leaves out asynchronous"),
         ((pFedBayes,), {"facts": Facts(keeps=True)}, "Stray.facts takes the place of pFedBayes.facts .*adds a spread"),
     ],
@@ -453,10 +449,11 @@ def test_facts_of_several_bases_are_put_together():
         lambda: Facts(changes="START"),
         lambda: Facts(changes=["START"]),
         lambda: Facts(changes=Change.START),
-        lambda: Facts(needs=Need("needs it", [Change.REDUCE])),
+        lambda: Facts(needs=Need("needs it", ["reduce"])),
         lambda: Facts(newcomers="none"),
-        lambda: Need("needs it", Change.REDUCE),
-        lambda: Need("needs it", ["reduce"]),
+        lambda: Need("needs it", "reduce"),
+        lambda: Need("needs it", ["REDUCE"]),
+        lambda: Facts(requires=["labels"]),
     ],
 )
 def test_facts_in_other_words_are_refused(made):

@@ -225,8 +225,10 @@ def test_the_sentence_names_class_argument_value_and_range():
     with pytest.raises(ConfigurationError) as caught:
         Child(limit=0)
     assert str(caught.value) == "Child got limit=0. Use a number in (0, inf]. No limit is inf."
-    with pytest.raises(TypeError, match="unexpected keyword argument 'limits'"):
+    with pytest.raises(ConfigurationError, match=r"Base has no argument 'limits'\. Did you mean limit\?"):
         Base(limits=2)
+    with pytest.raises(ConfigurationError, match=r"Base got 3, and takes share, limit without a name\. Leave it out"):
+        Base(0.5, 2, 3)
 
 
 def test_a_subclass_has_the_ranges_of_its_base():

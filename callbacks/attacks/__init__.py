@@ -1,11 +1,9 @@
 """Attacks of clients, for research on robust aggregation: never beside real sites."""
 
-from fedlightning.callbacks.attacks.backdoor import Backdoor
+from fedlightning.callbacks.attacks.backdoor import Backdoor, LabelFlip
 from fedlightning.callbacks.attacks.base import Attack
 from fedlightning.callbacks.attacks.colluding import ALIE, Colluding, InnerProductManipulation
-from fedlightning.callbacks.attacks.labels import LabelFlip
-from fedlightning.callbacks.attacks.replacement import ModelReplacement
-from fedlightning.callbacks.attacks.sent import GaussianAttack, SignFlip
+from fedlightning.callbacks.attacks.replacement import GaussianAttack, ModelReplacement, SignFlip
 
 __all__ = [
     "ALIE",

@@ -11,13 +11,17 @@ from typing import Annotated, Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fedlightning.algorithm import Client, Facts, FederatedCallback, Newcomers, Server, Setup, Update
+from fedlightning.algorithm import Change, Client, Facts, FederatedCallback, Newcomers, Server, Setup, Update, requires
 from fedlightning.ranges import Range
 from fedlightning.tensors import narrow, tied_names, widen
 
 Positive = Annotated[float, Range("(0, inf)")]
 FACTS = Facts(mixes_architectures=True, asynchronous=True, newcomers=Newcomers(join=True))
 """Of an attack by which each bad client acts alone."""
+MODELS_TRAVEL = requires.Travels(
+    "changes the models that bad clients send",
+    "Remove it, or let bad clients train on other data: LabelFlip, Backdoor.",
+)
 
 
 class BadClients(FederatedCallback):
@@ -36,10 +40,10 @@ class BadClients(FederatedCallback):
         Raises:
             ValueError: Naming one.
         """
-        unknown = [client for client in self.clients if client not in set(map(str, setup.clients))]
+        unknown = [client for client in self.clients if client not in set(map(str, setup.run.clients))]
         if unknown:
             raise ValueError(
-                f"{self.key} is to be made by client '{unknown[0]}', who is not among {list(setup.clients)[:20]}."
+                f"{self.key} is to be made by client '{unknown[0]}', who is not among {list(setup.run.clients)[:20]}."
             )
 
     def on_federation_start(self, server: Server) -> None:
@@ -67,19 +71,6 @@ def _changed(change: Callable[[Any], Any], collate: Callable[[Any], Any], sample
     return change(collate(samples))
 
 
-def refuse_nothing(attack: BadClients, setup: Setup) -> None:
-    """Refuse to attack what is sent where no model travels.
-
-    Raises:
-        ValueError: If nothing does.
-    """
-    if not setup.shared_names():
-        raise ValueError(
-            f"{attack.key} changes the models that bad clients send, and no entry of a model travels here. Remove it, or let "
-            "bad clients train on other data: LabelFlip, Backdoor."
-        )
-
-
 class Attack(BadClients):
     """Base of attacks: some clients train as all do, and send something else.
 
@@ -95,12 +86,7 @@ class Attack(BadClients):
     @property
     def facts(self) -> Facts:
         """Each bad client acts alone, in any loop."""
-        return FACTS
-
-    def check(self, setup: Setup) -> None:
-        """Refuse unknown clients, and methods without a model that travels."""
-        super().check(setup)
-        refuse_nothing(self, setup)
+        return FACTS.extend(changes={Change.ALTERS}, requires=[MODELS_TRAVEL])
 
     @abstractmethod
     def attacked(self, client: Client, change: Tensor, name: str) -> Tensor:

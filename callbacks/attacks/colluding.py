@@ -24,13 +24,13 @@ from fedlightning.algorithm import (
     contributors,
     warn,
 )
-from fedlightning.callbacks.attacks.base import BadClients, Positive, refuse_nothing
+from fedlightning.callbacks.attacks.base import MODELS_TRAVEL, BadClients, Positive
 from fedlightning.tensors import add_row, to_row
 
 Knows = Literal["colluders", "everybody"]
 WHOLE = Need(
     "makes one update out of those of all bad clients",
-    (Change.PARTS, Change.SMALLER, Change.SHAPE, Change.LOSSY, Change.MODEL_OF, Change.PLACES),
+    (Change.PARTS, Change.SMALLER, "on_build", "encode", "model_of", "place"),
 )
 """A codec's code would stand for something else than the attack; of several models some have a single attacker."""
 
@@ -57,12 +57,8 @@ class Colluding(UpdateInterception, BadClients):
     @property
     def facts(self) -> Facts:
         """It needs whole updates, and has no state."""
-        return super().facts.extend(needs=[WHOLE], mixes_architectures=True, newcomers=Newcomers(join=True))
-
-    def check(self, setup: Setup) -> None:
-        """Refuse unknown clients, and methods without a model that travels."""
-        super().check(setup)
-        refuse_nothing(self, setup)
+        needs, join = [WHOLE], Newcomers(join=True)
+        return super().facts.extend(needs=needs, requires=[MODELS_TRAVEL], mixes_architectures=True, newcomers=join)
 
     @abstractmethod
     def crafted(self, known: Tensor, clients: int, bad: int) -> Tensor:
@@ -165,7 +161,7 @@ class ALIE(Colluding):
             ValueError: With the numbers.
         """
         super().check(setup)
-        count, bad = len(setup.clients), len(set(self.clients))
+        count, bad = len(setup.run.clients), len(set(self.clients))
         if bad == 1 and self.knows == "colluders":
             raise ValueError(
                 "ALIE needs the spread of honest changes, and the one bad client knows only its own. Name more clients, or "

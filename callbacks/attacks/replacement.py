@@ -10,13 +10,53 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedlightning.algorithm import Change, Client, Facts, Message, Need, Server, Update, UpdateInterception
-from fedlightning.callbacks.attacks.base import FACTS, Attack, Positive
+from fedlightning.callbacks.attacks.base import Attack, Positive
 from fedlightning.ranges import Range, needs
 from fedlightning.tensors import narrow, widen
 
+
+class SignFlip(Attack):
+    """Bad clients send the opposite of their change: ``-scale (w_i - w)``.
+
+    Args:
+        clients: The bad clients' ids.
+        scale: How much longer than the honest change it is. Default 1.
+
+    Example:
+        >>> SignFlip(clients=[3], scale=2.0).attacked(None, torch.ones(1), "w")
+        tensor([-2.])
+    """
+
+    def __init__(self, clients: Sequence[str | int], scale: Positive = 1.0) -> None:
+        super().__init__(clients)
+        self.scale = scale
+
+    def attacked(self, client: Client, change: Tensor, name: str) -> Tensor:
+        """Return the opposite."""
+        return -self.scale * change
+
+
+class GaussianAttack(Attack):
+    """Bad clients send Gaussian noise in the place of their change.
+
+    Args:
+        clients: The bad clients' ids.
+        std: Its standard deviation, for every number. Default 1.
+    """
+
+    def __init__(self, clients: Sequence[str | int], std: Positive = 1.0) -> None:
+        super().__init__(clients)
+        self.std = std
+
+    def attacked(self, client: Client, change: Tensor, name: str) -> Tensor:
+        """Return noise from an address of its own, so that a resumed run attacks alike."""
+        draws = client.rng(f"attack {name}")
+        return self.std * torch.randn(change.shape, generator=draws, dtype=torch.float64)
+
+
 KNOWN_WEIGHTS = Need(
     "has to know its share in the mean of every entry",
-    (Change.PARTS, Change.SMALLER, Change.SHAPE, Change.LOSSY, Change.DENOMINATOR, Change.NEIGHBOURS, Change.STEP),
+    (Change.PARTS, Change.SMALLER, "on_build", "encode", "denominator", "neighbours", "server_step"),
     instead="give a number for scale",
 )
 """Of entries that only some clients send, each would have a share of its own; a server's optimizer moves elsewhere."""
@@ -62,7 +102,8 @@ class ModelReplacement(UpdateInterception, Attack):
     @property
     def facts(self) -> Facts:
         """Weights of a round are known where everybody's updates are held together."""
-        return FACTS.extend(needs=[KNOWN_WEIGHTS], asynchronous=False) if self.scale == "exact" else FACTS
+        facts = super().facts
+        return facts.extend(needs=[KNOWN_WEIGHTS], asynchronous=False) if self.scale == "exact" else facts
 
     def claims(self, name: str) -> bool:
         """Return True for what the options ask for."""

@@ -2,23 +2,327 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
-from fedlightning.algorithm import Client, Extra, FederatedCallback, Server, Setup, Update, Wire, isolated
-from fedlightning.callbacks.diagnostics.layer_look import COUNTS, QUANTITIES, SENT, LayerLook, Quantity
-from fedlightning.callbacks.diagnostics.layer_rows import ALL, read_layers, write_layers
-from fedlightning.callbacks.diagnostics.layer_tables import METHODS, StageTable, round_rows
-from fedlightning.callbacks.diagnostics.layer_values import refuse_module
-from fedlightning.callbacks.diagnostics.sensitivity import SensitivityAccumulator, scale_of
-from fedlightning.callbacks.diagnostics.sensitivity_terms import layers_sent, order_to_send
+from fedlightning.algorithm import Client, Extra, FederatedCallback, Server, Setup, Update, Wire, isolated, probes
+from fedlightning.callbacks.diagnostics.gradient_variance import gradient_moments
+from fedlightning.callbacks.diagnostics.hessian_trace import hutchinson, mean_and_error
+from fedlightning.callbacks.diagnostics.layer_values import (
+    ALL,
+    LayerRow,
+    at_rest,
+    full_precision,
+    layer_order,
+    read_layers,
+    refuse_module,
+    write_layers,
+)
+from fedlightning.callbacks.diagnostics.sensitivity import scale_of
+from fedlightning.callbacks.diagnostics.sensitivity_terms import (
+    Sensitivity,
+    SensitivityAccumulator,
+    counted_parameters,
+    counts_of,
+    layers_sent,
+    order_to_send,
+)
+from fedlightning.callbacks.diagnostics.similarity import pairwise_cka, unit_gram
+from fedlightning.layers import Layer, ordered_layers
 from fedlightning.ranges import Length, PositiveInt, Range
+
+
+def common_samples(client: Client, count: int) -> tuple[Any, int]:
+    """Return a batch that is the same at every client, and its size.
+
+    The samples are taken at equal distances from the clients' validation samples, one client after another, so each
+    client gives in proportion to what it has. No client of a real federation sees the others' data: this is for
+    experiments.
+    """
+    loader = _pooled_validation(client)
+    if loader is None:
+        raise ValueError("CKA compares models on the pooled validation data, and there is none.")
+    total = len(loader.dataset)  # type: ignore[arg-type]
+    count = min(count, total)
+    with isolated("common samples", client.round):
+        picked = [loader.dataset[i * total // count] for i in range(count)]
+        return client.precision.convert_input(loader.collate_fn(picked)), count
+
+
+def _pooled_validation(client: Client) -> DataLoader[Any] | None:
+    """The union of all clients' validation data. A client offers its own data only, as it should; a diagnostic of a
+    simulation has to look past it.
+    """
+    return client._runner.pooled_dataloader("val")
+
+
+def layer_grams(
+    module: LightningModule,
+    batch: Any,
+    count: int,
+    layers: Sequence[Layer],
+    precision: Precision,
+    *seed: object,
+    debiased: bool = False,
+) -> Tensor:
+    """Return the unit Gram matrix of each layer's output on `batch`.
+
+    A layer's output is what its operation returns, before the normalisation and the activation that follow; maps and
+    sequences are flattened. A layer gets NaNs if it is not a module of its own (`cls_token`), is not called, or does not
+    give one row per sample.
+
+    Example:
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> from fedlightning.layers import ordered_layers
+        >>> module, batch = BoringModel(), torch.randn(5, 32)
+        >>> tuple(layer_grams(module, batch, 5, ordered_layers(module), Precision(), "seed").shape)
+        (1, 5, 5)
+    """
+    grams = torch.full((len(layers), count, count), torch.nan)
+    with _caught(module, layers) as outputs:
+        with at_rest(module), torch.no_grad(), probes.probing(module, precision, *seed):
+            probes.training_loss(module, batch)
+    for index, layer in enumerate(layers):
+        output = outputs.pop(layer.name, None)
+        if output is not None and output.ndim > 0 and len(output) == count:
+            grams[index] = unit_gram(output, debiased).float().cpu()
+    return grams
+
+
+@contextmanager
+def _caught(module: nn.Module, layers: Sequence[Layer]) -> Iterator[dict[str, Tensor]]:
+    """Outputs of the layers' modules, of the first call of each, while the block runs."""
+    outputs: dict[str, Tensor] = {}
+    modules = dict(module.named_modules())
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(child: nn.Module, inputs: Any, output: Any) -> None:
+            tensor = output[0] if isinstance(output, tuple | list) and output else output  # recurrent nets, attention
+            if isinstance(tensor, Tensor):
+                outputs.setdefault(name, tensor.detach().clone())  # an activation may work in place
+
+        return hook
+
+    handles = [modules[la.name].register_forward_hook(note(la.name)) for la in layers if la.name in modules]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+METHODS = {"sensitivity_online": "online", "sensitivity": "mean_gradient"}
+"""The two sensitivities and where their gradients come from; they are not the same quantity."""
+SUMS = ("grad_var_samples", "hessian_trace")
+"""Sums over a layer's parameters: they are also given per parameter, as the sensitivity is."""
+
+
+@dataclass(frozen=True)
+class StageTable:
+    """The measurements of one client at one stage.
+
+    Attributes:
+        client: The client's id.
+        stage: `L1` or `L2`.
+        layers: Names of the layers in order.
+        num_parameters: Number of parameters that count in each layer.
+        values: By quantity, `(num_layers, 2)`: the number and its standard error, NaN where there is none.
+        grams: Unit Gram matrices `(num_layers, n, n)`, or `None`.
+
+    Example:
+        >>> table = StageTable("0", "L2", ["body"], [4], {"hessian_trace": torch.tensor([[8.0, 1.0]])})
+        >>> [(row.quantity, row.value, row.std_error) for row in table.rows(1)]
+        [('hessian_trace', 8.0, 1.0), ('hessian_trace_per_parameter', 2.0, 0.25)]
+    """
+
+    client: str
+    stage: str
+    layers: list[str]
+    num_parameters: list[int]
+    values: dict[str, Tensor]
+    grams: Tensor | None = None
+
+    def rows(self, number: int) -> Iterator[LayerRow]:
+        """Give the client's own rows of round `number`, with the quantities that follow from what it sent."""
+        for quantity, table in self.values.items():
+            if quantity in METHODS:
+                yield from sensitivity_rows(self.sensitivity(quantity), quantity, number, self.stage, self.client)
+                continue
+            yield from self._rows(number, quantity, table)
+            if quantity in SUMS:
+                counts = torch.tensor(self.num_parameters, dtype=table.dtype).clamp_min(1)
+                yield from self._rows(number, f"{quantity}_per_parameter", table / counts[:, None])
+
+    def _rows(self, number: int, quantity: str, table: Tensor) -> Iterator[LayerRow]:
+        for index, (layer, (value, error)) in enumerate(zip(self.layers, table.tolist(), strict=True), 1):
+            yield LayerRow(number, self.stage, self.client, index, layer, quantity, value, error)
+
+    def sensitivity(self, quantity: str) -> Sensitivity:
+        """Return one of the two sensitivities, with F, the ratios and the transition."""
+        return Sensitivity(self.layers, self.num_parameters, self.values[quantity][:, 0].tolist(), METHODS[quantity])
+
+
+def sensitivity_rows(found: Sensitivity, quantity: str, number: int, stage: str, client: str) -> Iterator[LayerRow]:
+    """Give `I_l`, `F_l` (`_cumulative`) and `F_{l+1} / F_l` (`_ratio`, at layer l) as rows.
+
+    Example:
+        >>> found = Sensitivity(["body", "head"], [2, 2], [1.0, 3.0])
+        >>> [(row.quantity, row.layer, row.value) for row in sensitivity_rows(found, "I", 1, "L2", "0")][2:]
+        [('I_cumulative', 'body', 1.0), ('I_cumulative', 'head', 4.0), ('I_ratio', 'body', 4.0)]
+    """
+    parts = {"": found.sensitivity, "_cumulative": found.cumulative, "_ratio": found.ratios}
+    for suffix, values in parts.items():
+        for index, (layer, value) in enumerate(zip(found.layers, values, strict=False), 1):  # one ratio less
+            yield LayerRow(number, stage, client, index, layer, quantity + suffix, value)
+
+
+def round_rows(number: int, tables: Sequence[StageTable]) -> list[LayerRow]:
+    """Return all rows of a round: each client's, the sums of the sensitivities, CKA between the clients.
+
+    If clients meet the layers in different orders, sums are left out: F is cumulative, so its order is part of it.
+
+    Example:
+        >>> values = {"sensitivity": torch.tensor([[1.0, math.nan], [3.0, math.nan]])}
+        >>> tables = [StageTable(client, "L2", ["body", "head"], [4, 4], values) for client in "01"]
+        >>> [row.value for row in round_rows(1, tables) if (row.client, row.quantity) == (ALL, "sensitivity_cumulative")]
+        [2.0, 8.0]
+    """
+    rows = [row for table in tables for row in table.rows(number)]
+    for stage in dict.fromkeys(table.stage for table in tables):
+        members = [table for table in tables if table.stage == stage]
+        first = members[0]
+        rows += [
+            LayerRow(number, stage, ALL, index, layer, "num_parameters", float(count))
+            for index, (layer, count) in enumerate(zip(first.layers, first.num_parameters, strict=True), 1)
+        ]
+        if all(table.layers == first.layers for table in members):
+            for quantity in (name for name in METHODS if any(name in table.values for table in members)):
+                total = Sensitivity.sum([table.sensitivity(quantity) for table in members if quantity in table.values])
+                rows += sensitivity_rows(total, quantity, number, stage, ALL)
+        rows += cka_rows(number, stage, [table for table in members if table.grams is not None])
+    return rows
+
+
+def cka_rows(number: int, stage: str, tables: Sequence[StageTable]) -> Iterator[LayerRow]:
+    """Give each client's mean CKA with the others, per layer, and the mean over all pairs; layers are paired by name."""
+    if len(tables) < 2:
+        return
+    grams = [dict(zip(table.layers, table.grams, strict=True)) for table in tables if table.grams is not None]
+    for index, layer in enumerate(tables[0].layers, 1):
+        there = [of_layer[layer] for of_layer in grams if layer in of_layer]
+        if len(there) < len(tables) or any(bool(gram.isnan().any()) for gram in there):
+            continue
+        between = pairwise_cka(there)
+        between.fill_diagonal_(0)
+        scores = (between.sum(dim=1) / (len(there) - 1)).tolist()
+        for table, score in zip(tables, scores, strict=True):
+            yield LayerRow(number, stage, table.client, index, layer, "cka", score)
+        yield LayerRow(number, stage, ALL, index, layer, "cka", math.fsum(scores) / len(scores))
+
+
+Quantity = Literal["sensitivity_online", "sensitivity", "grad_var_samples", "grad_var_params", "hessian_trace", "cka"]
+QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
+COUNTS = "num_parameters"
+SENT: tuple[str, ...] = (COUNTS, *(name for name in QUANTITIES if name != "cka"))
+"""Quantities of which a client sends one number per layer, in this order."""
+OF_GRADIENTS = ("sensitivity", "grad_var_samples", "grad_var_params")
+"""Quantities that one pass over training batches gives."""
+Columns = tuple[Sequence[float], ...]
+"""One number per layer, and its standard error where there is one."""
+
+
+class LayerLook:
+    """A measurement of a client's module, which is on the device; leaves no trace.
+
+    Args:
+        options: The callback with its options.
+        client: The client.
+        stage: `L1` or `L2`.
+        seed: Address of the randomness of the passes.
+        order: Pieces in order; `None` takes them as a training batch calls them.
+        online: The online sensitivity of the visit, if it was recorded.
+
+    Attributes:
+        order: The pieces in order.
+        layers: The layers in order.
+    """
+
+    def __init__(
+        self,
+        options: LayerDiagnostics,
+        client: Client,
+        stage: str,
+        seed: int,
+        order: list[str] | None,
+        online: SensitivityAccumulator | None,
+    ) -> None:
+        self.options, self.client, self.stage, self.seed, self.online = options, client, stage, seed, online
+        self.module, self.precision = client.module, full_precision(client.precision)
+        if order is None:
+            order = layer_order(self.module, client.next_batch("layer order"), self.precision, seed)
+        self.order, self.layers = order, ordered_layers(self.module, order)
+        self.how: dict[str, Any] = {"weights_only": options.weights_only, "order": order}
+
+    def values(self) -> Tensor:
+        """Return the numbers and their standard errors, `(num_quantities, num_layers, 2)`; NaN where there are none."""
+        asked = self.options.quantities
+        counts = counts_of(self.layers, counted_parameters(self.module, self.options.weights_only))
+        found: dict[str, Columns] = {COUNTS: ([float(count) for count in counts],)}
+        if any(name in asked for name in OF_GRADIENTS):
+            found |= self._gradients()
+        if self.stage == "L2" and self.online is not None and any(self.online.steps.values()):
+            self.online.order = self.order
+            found["sensitivity_online"] = (self.online.result().sensitivity,)
+        if "hessian_trace" in asked:
+            found["hessian_trace"] = self._hessian()
+        values = torch.full((len(SENT), len(counts), 2), torch.nan, dtype=torch.float64)
+        for name, columns in found.items():
+            if name == COUNTS or name in asked:
+                values[SENT.index(name), :, : len(columns)] = torch.tensor(columns, dtype=torch.float64).T
+        return values
+
+    def _gradients(self) -> dict[str, Columns]:
+        batches = self._batches("gradients", self.options.num_batches)
+        moments = gradient_moments(self.module, batches, self.precision, self.seed, **self.how)
+        at_mean = SensitivityAccumulator(self.module, **self.how)
+        at_mean.add(moments.mean)
+        return {
+            "sensitivity": (at_mean.result("mean_gradient").sensitivity,),
+            "grad_var_samples": (moments.over_samples(self.layers),),
+            "grad_var_params": (moments.over_params(self.layers),),
+        }
+
+    def _hessian(self) -> Columns:
+        batches, probes = self._batches("hessian", self.options.hessian_batches), self.options.hessian_probes
+        _, draws = hutchinson(self.module, batches, self.precision, self.seed, num_probes=probes, **self.how)
+        return mean_and_error(draws)
+
+    def grams(self) -> Tensor:
+        """Return the layers' unit Gram matrices `(num_layers, n, n)`; empty if CKA is not asked for."""
+        if "cka" not in self.options.quantities:
+            return torch.empty(0)
+        batch, count = common_samples(self.client, self.options.cka_samples)
+        batch, address = probes.move_batch(self.module, batch), ("layer similarity", self.client.round)
+        debiased = self.options.cka_debiased
+        return layer_grams(self.module, batch, count, self.layers, self.precision, *address, debiased=debiased)
+
+    def _batches(self, purpose: str, count: int | None) -> Iterator[Any]:
+        """`count` training batches, at most an epoch."""
+        loader = self.client.loader("train")
+        assert loader is not None
+        for _ in range(min(count or len(loader), len(loader))):
+            yield self.client.next_batch(f"layer diagnostics {self.stage} {purpose}")
+
 
 MeasuredStage = Literal["L1", "L2"]
 
@@ -100,8 +404,8 @@ class LayerDiagnostics(FederatedCallback):
         """Refuse modules that cannot be measured (manual optimization, half precision), and CKA without common samples."""
         if self._has_passes:
             refuse_module(setup.module, self.key)
-        if "cka" in self.quantities and not setup.has_pooled("val"):
-            if setup.has_split("val"):
+        if "cka" in self.quantities and not setup.data.has_pooled("val"):
+            if setup.data.has_split("val"):
                 raise ValueError(
                     f"{self.key} compares the clients' models on the same validation data (quantity 'cka'), those of all "
                     "clients, which cannot be had in one place here. Leave 'cka' out of quantities."

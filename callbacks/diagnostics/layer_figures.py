@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedlightning.callbacks.diagnostics.layer_rows import ALL, LayerRow
+from fedlightning.callbacks.diagnostics.layer_values import ALL, LayerRow
 from fedlightning.callbacks.diagnostics.layers import Runs, ratio_rows, sensitivities, transition_ranges
 from fedlightning.callbacks.diagnostics.sensitivity_figure import BLUE, GREEN, RED, SMALLEST, _threshold_axis, short
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from scipy import stats
 
-from fedlightning.callbacks.diagnostics.layer_rows import ALL, LayerRow, read_layers
+from fedlightning.callbacks.diagnostics.layer_values import ALL, LayerRow, read_layers
 from fedlightning.callbacks.diagnostics.sensitivity_terms import Sensitivity
 
 Runs = Mapping[str, Sequence[LayerRow]]

@@ -3,17 +3,312 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
+from sklearn.cluster import KMeans
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from fedlightning.algorithm import isolated
+from fedlightning.algorithm import State, isolated
 from fedlightning.layers import ForwardOrder, Layer, ordered_layers
+from fedlightning.tensors import ties
 from fedlightning.wrappers import frozen_buffers, muted
+
+TINY = 1e-12
+TRIES = 200
+"""Draws for each candidate that is wanted."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A block of a client's network as the rules see it.
+
+    Attributes:
+        client: The client's place among those whose networks are reassembled.
+        depth: The block's place in its network.
+        rank: 0 up to the network's last convolution, 2 for its last block, 1 between them.
+        kind: Its operation: `"conv"`, `"fc"` or `"other"`.
+    """
+
+    client: int
+    depth: int
+    rank: int
+    kind: str
+
+
+def unit_gram(rows: Tensor) -> Tensor:
+    """Return the centred Gram matrix of some rows, as a vector of length 1; zeros if all rows are equal."""
+    flat = rows.flatten(1).double()
+    flat = flat - flat.mean(0)
+    top = flat.abs().max()
+    if not float(top) > 0:
+        return torch.zeros(len(flat) ** 2, dtype=torch.float64)
+    flat = flat / top  # fourth powers of small numbers would vanish
+    gram = (flat @ flat.T).flatten()
+    return gram / gram.norm()
+
+
+def cka(first: Tensor, second: Tensor) -> float:
+    r"""Return the linear CKA of what two blocks give for the same samples, in [0, 1].
+
+    `<K_c, L_c>_F / (||K_c||_F ||L_c||_F)` with `K = X X^T` and the subscript for centring (Kornblith et al., 2019). Turns,
+    shifts and scales do not change it. A block that gives the same for all samples has 0 with every other.
+
+    Example:
+        >>> x = torch.tensor([[0.0, 1.0], [2.0, 0.0], [1.0, 5.0]])
+        >>> round(cka(x, 3 * x.flip(1) + 7), 6)
+        1.0
+    """
+    return float((unit_gram(first) @ unit_gram(second)).clamp(0, 1))
+
+
+def similarities(into: Sequence[Tensor], out: Sequence[Tensor]) -> Tensor:
+    """Return `CKA(X_a, X_b) + CKA(Y_a, Y_b)` for all pairs of blocks, `(blocks, blocks)`, fp64."""
+    x, y = torch.stack(list(into)), torch.stack(list(out))
+    return (x @ x.T).clamp(0, 1) + (y @ y.T).clamp(0, 1)
+
+
+def grouped(alike: Tensor, count: int, how: Literal["medoids", "means"], seed: int) -> list[int]:
+    """Return the group of each block, from 0: each is in exactly one, and no group is empty.
+
+    Example:
+        >>> alike = torch.tensor([[2.0, 1.9, 0.1], [1.9, 2.0, 0.1], [0.1, 0.1, 2.0]], dtype=torch.float64)
+        >>> grouped(alike, 2, "medoids", 0), grouped(alike, 2, "means", 0)
+        ([0, 0, 1], [0, 0, 1])
+    """
+    count = min(count, len(alike))
+    if how == "means":
+        same = ties.representatives(alike)
+        each = list(dict.fromkeys(same))  # blocks that are equal stand once, with their number as weight
+        values, vectors = torch.linalg.eigh(alike[each][:, each])
+        rows = vectors * torch.where(values > TINY * values.max(), values, torch.zeros_like(values)).sqrt()
+        means = KMeans(min(count, len(each)), n_init=10, random_state=seed % 2**32)
+        groups = means.fit_predict(rows.numpy(), sample_weight=[same.count(block) for block in each]).tolist()
+        found = [groups[each.index(block)] for block in same]
+    else:
+        found = _by_medoids(1 / alike.clamp(min=TINY), count)
+    order = list(dict.fromkeys(found))
+    return [order.index(group) for group in found]
+
+
+def _by_medoids(apart: Tensor, count: int) -> list[int]:
+    """Return the place of each row's medoid: greedy starts, then the best swap as long as one helps (PAM)."""
+    apart = apart.clone().fill_diagonal_(0.0)  # a medoid is in its own group, whoever is as near
+
+    def cost(medoids: Sequence[int]) -> float:
+        return float(apart[:, list(medoids)].min(1).values.sum())
+
+    def cheapest(choices: Sequence[list[int]]) -> list[int]:
+        return choices[int(ties.first_least(torch.tensor([cost(choice) for choice in choices], dtype=torch.float64)))]
+
+    everybody = range(len(apart))
+    medoids: list[int] = []
+    for _ in range(count):
+        medoids = cheapest([[*medoids, new] for new in everybody if new not in medoids])
+    best = cost(medoids)
+    while True:
+        swaps = [
+            [new if it == old else it for it in medoids] for old in medoids for new in everybody if new not in medoids
+        ]
+        if not swaps or not (found := cheapest(swaps)) or cost(found) >= best * (1 - ties.CLOSE):
+            break
+        medoids, best = found, cost(found)
+    medoids.sort()
+    nearest = ties.first_least(apart[:, medoids], 1).tolist()
+    return [medoids.index(row) if row in medoids else nearest[row] for row in everybody]
+
+
+def candidates(
+    parts: Sequence[Part],
+    groups: Sequence[int],
+    count: int,
+    depths: tuple[int, int],
+    required: Sequence[str],
+    draw: torch.Generator,
+    fits: Callable[[Sequence[int]], bool] = lambda places: True,
+) -> list[list[int]]:
+    """Draw different candidates: places of blocks, in the order in which they are put together.
+
+    Rules: the number of blocks is within `depths` (of fewer blocks all may be taken); every group has one; every required
+    operation is there; the order is the natural one, by rank (convolutional stages, the others, last blocks), then by depth.
+    """
+    members = [[place for place, group in enumerate(groups) if group == k] for k in range(max(groups) + 1)]
+    least = max(min(depths[0], len(parts)), len(members))
+    most = max(min(depths[1], len(parts)), least)
+    found: dict[tuple[int, ...], None] = {}
+    for _ in range(TRIES * count):
+        if len(found) == count:
+            break
+        chosen = [own[int(torch.randint(len(own), (1,), generator=draw))] for own in members]
+        size = int(torch.randint(least, most + 1, (1,), generator=draw))
+        others = [place for place in torch.randperm(len(parts), generator=draw).tolist() if place not in chosen]
+        chosen += others[: size - len(chosen)]
+        places = tuple(sorted(chosen, key=lambda it: (parts[it].rank, parts[it].depth, parts[it].client)))
+        if set(required) <= {parts[it].kind for it in places} and places not in found and fits(places):
+            found[places] = None
+    return [list(places) for places in found]
+
+
+def nearest_teachers(models: Sequence[Tensor], made: Sequence[Tensor]) -> list[int]:
+    """Return for each model the candidate whose outputs have the largest mean cosine with its own; the first of several.
+
+    Example:
+        >>> nearest_teachers([torch.tensor([[1.0, 0.0]])], [torch.tensor([[0.0, 2.0]]), torch.tensor([[3.0, 1.0]])])
+        [1]
+    """
+    table = [[float(F.cosine_similarity(own.double(), other.double()).mean()) for other in made] for own in models]
+    return ties.first_largest(torch.tensor(table, dtype=torch.float64), 1).tolist()
+
+
+def contrastive(first: Tensor, second: Tensor, temperature: float) -> Tensor:
+    """Return NT-Xent: of all other samples in both views, each is told from its own other view (SimCLR, Chen et al. 2020).
+
+    Example:
+        >>> z = torch.eye(2)
+        >>> round(float(contrastive(z, z, 1.0)), 4), round(float(contrastive(z, z.flip(0), 1.0)), 4)
+        (0.5514, 1.5514)
+    """
+    z = F.normalize(torch.cat([first, second]).flatten(1).float(), dim=1)
+    alike = (z @ z.T / temperature).fill_diagonal_(-torch.inf)
+    partner = torch.arange(len(z), device=z.device).roll(len(first))
+    return F.cross_entropy(alike, partner)
+
+
+def view(x: Tensor, noise: float) -> Tensor:
+    """Return an augmented view of a batch: noise of `noise` standard deviations; images are shifted besides."""
+    seen = x + noise * x.std() * torch.randn_like(x)
+    if x.ndim != 4:
+        return seen
+    high, wide = (max(1, side // 8) for side in x.shape[2:])
+    padded = F.pad(seen, (wide, wide, high, high))
+    down = torch.randint(2 * high + 1, (len(x),)).to(x.device)[:, None] + torch.arange(x.shape[2], device=x.device)
+    along = torch.randint(2 * wide + 1, (len(x),)).to(x.device)[:, None] + torch.arange(x.shape[3], device=x.device)
+    every = torch.arange(len(x), device=x.device)[:, None, None]
+    return padded.transpose(1, 2).transpose(2, 3)[every, down[:, :, None], along[:, None, :]].permute(0, 3, 1, 2)
+
+
+BLOCKS = "blocks"
+"""Name of the table of a description: by place, the index of the architecture and the depth of the block in it."""
+
+
+class Stitched(LightningModule):
+    """Blocks of several networks in a row, with stitches between them.
+
+    Where a block's output has another shape than the next one's input there is a linear layer on the flattened output.
+    The last block's output goes through a linear classifier, unless it is a network's last block.
+
+    Args:
+        blocks: The blocks, in order.
+        whole: Shape of one sample of the input.
+        classes: Numbers that come out.
+        relu: Whether a stitch ends with ReLU.
+        host: Module whose batch transfer hooks this one uses; none if it is given batches on the device.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        whole: tuple[int, ...],
+        classes: int,
+        relu: bool = True,
+        host: LightningModule | None = None,
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.stitches = nn.ModuleDict()
+        dtype = next((it.dtype for it in self.parameters() if it.is_floating_point()), None)
+        for place, (rows, columns) in stitch_sizes(blocks, whole).items():
+            self.stitches[str(place)] = nn.Linear(columns, rows, dtype=dtype)
+        self.head = None if blocks[-1].is_last else nn.Linear(math.prod(blocks[-1].out), classes, dtype=dtype)
+        self.whole = whole
+        self.relu = relu
+        self._host = (host,)  # in a tuple: it is not registered
+
+    @property
+    def parts(self) -> list[Block]:
+        """The blocks, in order."""
+        return list(self.blocks)  # type: ignore[arg-type]
+
+    @property
+    def host(self) -> LightningModule | None:
+        """As given."""
+        return self._host[0]
+
+    def activations(self, x: Tensor) -> list[Tensor]:
+        """Return the input, then the output of every block."""
+        found = [x]
+        for place, block in enumerate(self.parts):
+            if str(place) in self.stitches:
+                x = self.stitches[str(place)](x.flatten(1))
+                x = (x.relu() if self.relu else x).reshape(len(x), *block.into)
+            x = block(x)
+            found.append(x)
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits."""
+        out = self.activations(x)[-1]
+        return out if self.head is None else self.head(out.flatten(1))
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Do as the host does."""
+        return batch if self.host is None else self.host.on_before_batch_transfer(batch, dataloader_idx)
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Do as the host does."""
+        mover: Any = super() if self.host is None else self.host
+        return mover.transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Do as the host does."""
+        return batch if self.host is None else self.host.on_after_batch_transfer(batch, dataloader_idx)
+
+
+def stitch_sizes(blocks: Sequence[Block], whole: tuple[int, ...]) -> dict[int, tuple[int, int]]:
+    """Return rows and columns of the stitch before each block that needs one, by its place."""
+    shapes = [whole, *(block.out for block in blocks)]
+    return {
+        place: (math.prod(block.into), math.prod(before))
+        for place, (before, block) in enumerate(zip(shapes, blocks, strict=False))
+        if before != block.into
+    }
+
+
+def row_of(module: LightningModule, blocks: Sequence[Block], relu: bool = True) -> Stitched:
+    """Return a network as the row of its own blocks, which needs no stitches."""
+    return Stitched(blocks, blocks[0].whole, math.prod(blocks[-1].out), relu, module)
+
+
+def assembled(rows: Sequence[Stitched], places: Sequence[tuple[int, int]], *address: object) -> Stitched:
+    """Return a network of copies of some blocks, with new stitches, in the eyes of the first block's host."""
+    first, classes = rows[places[0][0]], math.prod(rows[0].parts[-1].out)
+    with isolated(*address):
+        blocks = [copy.deepcopy(rows[row].parts[depth]) for row, depth in places]
+        return Stitched(blocks, first.whole, classes, first.relu, first.host)
+
+
+def describe(blocks: Sequence[tuple[int, int]], net: Stitched) -> State:
+    """Return a stitched network as named tensors: which blocks of which architectures, and all that it has learned."""
+    return {BLOCKS: torch.tensor(blocks), **{f"net.{name}": value.cpu() for name, value in net.state_dict().items()}}
+
+
+def rebuild(described: Mapping[str, Tensor], parts: Mapping[int, Sequence[Block]], relu: bool) -> Stitched:
+    """Return the network of a description, on the CPU."""
+    places = described[BLOCKS].tolist()
+    state = {name.removeprefix("net."): value for name, value in described.items() if name != BLOCKS}
+    classes = len(state["head.bias"]) if "head.bias" in state else 0
+    blocks = [copy.deepcopy(parts[index][depth]) for index, depth in places]
+    with isolated("rebuild"):  # what it draws is replaced
+        net = Stitched(blocks, blocks[0].whole, classes, relu)
+    net.load_state_dict(state)
+    return net
+
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 WAY_OUT = (

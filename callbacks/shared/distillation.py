@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,17 +12,17 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedlightning.algorithm import Server, Setup, isolated, probes
+from fedlightning.algorithm import Server, Setup, probes, requires
 from fedlightning.callbacks.shared.representations import (
     LABEL_KEYS,
     features_at_start,
     labels_of,
+    looked_at,
     other_task,
     refuse_width,
     rows,
     targets_in,
 )
-from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
 
 
 def inputs_of(batch: Any, owner: str = "Distillation") -> Any:
@@ -134,14 +134,7 @@ def check_public_logits(owner: str, setup: Setup, labels: bool, softmax: bool = 
         softmax: Whether logits are compared by their softmax, which means nothing but for one class a sample.
     """
     name = type(setup.template).__name__
-    if not setup.has_public():
-        raise ValueError(
-            f"{owner} trains on public data, but the data module has none. Set public=0.1 (a share of every client's "
-            "training samples that all may see), or public: another data set."
-        )
-    setup.public_size()  # refuses samples without positions
-    setup.refuse_manual(owner, "minimises a loss of its own in the place of training_step")
-    batch, own = setup.public_batch(), setup.first_batch()
+    batch, own = setup.public.batch(), setup.data.first_batch()
     inputs = inputs_of(batch, owner)
     known = [labels_of(batch, f"{owner}, on public data,")] if labels else []
     if own is not None:
@@ -179,7 +172,7 @@ def check_public_logits(owner: str, setup: Setup, labels: bool, softmax: bool = 
 def refuse_nan_in_public(owner: str, setup: Setup, modules: Sequence[LightningModule]) -> None:
     """Refuse before round 1 public samples with NaN or infinite inputs, for which a model gives no finite logits."""
     seen = 0
-    for batch in setup.public_batches():
+    for batch in setup.public.batches():
         inputs = inputs_of(batch, owner)
         finite = torch.isfinite(inputs.flatten(1)).all(1) if inputs.is_floating_point() else inputs.new_ones(0).bool()
         if not finite.all() and not all(
@@ -193,46 +186,73 @@ def refuse_nan_in_public(owner: str, setup: Setup, modules: Sequence[LightningMo
         seen += len(inputs)
 
 
-def refuse_a_last_batch_of_one(owner: str, setup: Setup, samples: int, batch_size: int | None, way_out: str) -> None:
-    """Refuse before round 1 to train on public batches whose last one holds one sample, where a model cannot: BatchNorm."""
-    batch = setup.public_batch()
-    count, size = min(samples, setup.public_size()), batch_size or len(inputs_of(batch, owner))
-    if size > 1 and count % size != 1:
-        return
-    for name, module in {type(setup.template).__name__: setup.module, **setup.modules}.items():
-        module = copy.deepcopy(module).train()
-        try:
-            with torch.no_grad(), isolated("public logits"), muted(module):
-                module(inputs_of(probes.move_batch(module, batch))[:1])
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(
-                f"{owner} trains on {count} public samples in batches of {size}, so that the last batch is one sample, and "
-                f"{name} cannot train on one: {str(error).rstrip('.')}. Set {way_out}."
-            ) from error
-
-
 def _logits_at_start(owner: str, name: str, module: LightningModule, batch: Any) -> Tensor:
     """Return the logits of a batch by a copy of a module."""
-    module = copy.deepcopy(module).eval()
-    try:
-        with torch.no_grad(), isolated("public logits"), muted(module), frozen_buffers(module):
-            return logits_of(module, probes.move_batch(module, batch))
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        raise ValueError(
-            f"{owner} cannot read the logits of {name} on a public batch: {str(error).rstrip('.')}. Its forward must take "
-            "the inputs and return logits (batch, classes)."
-        ) from error
+    way_out = "Its forward must take the inputs and return logits (batch, classes)."
+    with looked_at(module, f"{owner} cannot read the logits of {name} on a public batch", way_out) as copied:
+        return logits_of(copied, probes.move_batch(copied, batch))
 
 
-def check_own_logits(owner: str, setup: Setup, tap: Callable[[LightningModule], FeatureTap]) -> None:
-    """Refuse before round 1 a submodule that does not give the logits of a training step."""
-    seen = features_at_start(setup, lambda module: {"logits": tap(module)}, owner)
-    if not seen:
-        return
-    samples, found = len(inputs_of(setup.first_batch(), owner)), tuple(seen["logits"].shape)
-    wanted = check_public_logits(owner, setup, labels=False)
-    if both_classes(seen["logits"]).shape != (samples, wanted):
-        raise ValueError(
-            f"{owner} needs the logits of each training step, but the head of {type(setup.template).__name__} gives {found} "
-            f"for {samples} samples, and forward has {wanted} classes. Set head=... to the submodule that gives the logits."
+@dataclass(frozen=True)
+class PublicLogits(requires.Requirement):
+    """There are public data like the clients', and models give logits of them, that can be distilled.
+
+    Attributes:
+        labels: The option for which public data need labels; empty: they need none.
+        softmax: The option for which logits are compared by their softmax; empty: they always are.
+    """
+
+    labels: str = ""
+    softmax: str = ""
+
+    def fault(self, owner: Any, setup: Setup) -> str:
+        requires.PublicData("trains on public data").check(owner, setup)
+        requires.AutomaticOptimization("minimises a loss of its own in the place of training_step").check(owner, setup)
+        labels = bool(self.labels and getattr(owner, self.labels))
+        check_public_logits(owner.key, setup, labels, bool(not self.softmax or getattr(owner, self.softmax)))
+        return ""
+
+
+@dataclass(frozen=True)
+class NoSinglePublicSample(requires.Requirement):
+    """The last batch of public data that a model trains on holds more than one sample, or the model can train on one.
+
+    Attributes:
+        samples: The option that says on how many samples, or the method that says it of all there are; empty: on all.
+        batch_size: The option that says in batches of how many; `None` there, or empty: in those of the public data.
+    """
+
+    samples: str = ""
+    batch_size: str = ""
+
+    def fault(self, owner: Any, setup: Setup) -> str:
+        batch, there = setup.public.batch(), setup.public.size()
+        chosen = getattr(owner, self.samples) if self.samples else there
+        count = min(chosen(there) if callable(chosen) else chosen, there)
+        size = (self.batch_size and getattr(owner, self.batch_size)) or len(inputs_of(batch, owner.key))
+        option = f"{owner.key}({self.batch_size}=...)" if self.batch_size else "the batch size of the public data"
+        modules = (
+            {type(setup.template).__name__: setup.module, **setup.modules} if size == 1 or count % size == 1 else {}
         )
+        for name, module in modules.items():
+            last = f"trains on {count} public samples in batches of {size}, so that the last batch is one sample"
+            failure, way_out = f"{owner.key} {last}, and {name} cannot train on one", f"Set {option} to another size"
+            with looked_at(module, failure, f"{way_out}{self.instead}.") as copied:
+                copied.train()(inputs_of(probes.move_batch(copied, batch))[:1])
+        return ""
+
+
+class OwnLogits(requires.Requirement):
+    """What the callback's tap `logits` catches in a training step are the logits that `forward` gives."""
+
+    usual = "Set head=... to the submodule that gives the logits."
+
+    def fault(self, owner: Any, setup: Setup) -> str:
+        seen = features_at_start(setup, owner.feature_taps, owner.key)
+        if not seen:
+            return ""
+        samples, shape = len(inputs_of(setup.data.first_batch(), owner.key)), tuple(seen["logits"].shape)
+        classes = check_public_logits(owner.key, setup, labels=False)
+        gives = f"the head of {type(setup.template).__name__} gives {shape} for {samples} samples"
+        fits = both_classes(seen["logits"]).shape == (samples, classes)
+        return "" if fits else f"needs the logits of each training step, but {gives}, and forward has {classes} classes"

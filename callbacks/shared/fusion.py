@@ -32,7 +32,7 @@ from fedlightning.algorithm import (
     generator,
 )
 from fedlightning.callbacks.fednova import FedNova
-from fedlightning.callbacks.shared.distillation import check_public_logits, kl, logits_of, refuse_a_last_batch_of_one
+from fedlightning.callbacks.shared.distillation import NoSinglePublicSample, PublicLogits, kl, logits_of
 from fedlightning.callbacks.shared.representations import labels_of
 from fedlightning.tensors import clone, module_state
 
@@ -42,7 +42,7 @@ NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm, InstanceNorm1d, I
 """Layers with running statistics."""
 WHOLE_MODELS_ONCE = Need(
     "fuses the whole models that participants send once a round into one for each architecture",
-    (Change.PARTS, Change.PLAN, Change.REDUCE, Change.GLOBAL, Change.SHARED),
+    (Change.PARTS, "plan_round", "reduce", "global_module", "shared_names"),
 )
 """Nothing else may make the server's models, or of parts of models."""
 TINY = 1e-30
@@ -70,12 +70,33 @@ class EnsembleFusion(ServerModels):
     @property
     def facts(self) -> Facts:
         """Whole models come once a round; clients that join bring their architectures with them."""
-        return Facts(needs=[WHOLE_MODELS_ONCE], mixes_architectures=True, newcomers=Newcomers(join=self._make_models))
+        return Facts(
+            needs=[WHOLE_MODELS_ONCE],
+            requires=[
+                PublicLogits(labels="validation", softmax="distils"),
+                NoSinglePublicSample(
+                    samples="_trained",
+                    batch_size="batch_size",
+                    instead=", or update_statistics=False",
+                    when="_updates_statistics",
+                ),
+            ],
+            mixes_architectures=True,
+            newcomers=Newcomers(join=self._make_models),
+        )
 
     @property
     def distils(self) -> bool:
         """Whether there is anything to do beside the mean."""
         raise NotImplementedError
+
+    @property
+    def _updates_statistics(self) -> bool:
+        return self.distils and self.update_statistics
+
+    def _trained(self, size: int) -> int:
+        """Return how many of the public samples a student trains on."""
+        return size - _held(size, self.validation)
 
     def ensemble(self, server: Server) -> list[Member]:
         """Return the ensemble of this round."""
@@ -87,18 +108,12 @@ class EnsembleFusion(ServerModels):
 
     # -- before round 1 ------------------------------------------------------------------------------------------------
     def check(self, setup: Setup) -> None:
-        """Refuse missing public data, and models without logits."""
+        """Refuse FedNova."""
         if any(isinstance(other, FedNova) for other in setup.callbacks):
             raise ValueError(
                 f"FedNova rescales the mean of the updates, and {self.key} distils into it: the order of the list would "
                 f"change the models. Remove FedNova or {self.key}."
             )
-        check_public_logits(self.key, setup, labels=self.validation > 0, softmax=self.distils)
-        if self.distils and self.update_statistics:
-            size = setup.public_size()
-            count = size - _held(size, self.validation)
-            way_out = f"{self.key}(batch_size=...) to another size, or update_statistics=False"
-            refuse_a_last_batch_of_one(self.key, setup, count, self.batch_size, way_out)
 
     def on_federation_start(self, server: Server) -> None:
         """Make the models."""

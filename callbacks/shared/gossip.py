@@ -30,8 +30,8 @@ from fedlightning.topology import MixingWeights, Topology, contraction, make_gra
 NO_SERVER = Need(
     "has no server: clients talk to their neighbours",
     (
-        *(Change.PLAN, Change.DENOMINATOR, Change.STEP, Change.REDUCED, Change.REDUCE, Change.MODEL_OF, Change.PLACES),
-        Change.EXTRAS,
+        *("plan_round", "denominator", "server_step", "on_reduced", "reduce", "model_of", "place"),
+        "wire",
     ),
 )
 """Nothing else may do the work of a server: plan, combine, keep several models, or tell clients something."""
@@ -81,9 +81,9 @@ class Gossip(Decentralised):
     def check(self, setup: Setup) -> None:
         """Make the graph and its weights once, warn of one that falls apart, and refuse what needs a server."""
         name = self.key
-        if setup.loop != self.loop:
+        if setup.run.loop != self.loop:
             raise ValueError(
-                f"{name} runs in rounds by the loop {self.loop}, and trainer.loop is {setup.loop}. Set it to "
+                f"{name} runs in rounds by the loop {self.loop}, and trainer.loop is {setup.run.loop}. Set it to "
                 f"{self.loop} (docs/explanation/no_server.md)."
             )
         final = [other for other in setup.callbacks if other.claims("final_jobs") and other.claims("on_broadcast")]
@@ -92,7 +92,9 @@ class Gossip(Decentralised):
                 f"{final[0].key} adapts the model that GlobalCheckpoint selects, and with {name} that is the consensus "
                 "average, which no client holds. Remove GlobalCheckpoint: then each client adapts its own model."
             )
-        graph = make_graph(self.topology, setup.clients, edge_probability=self.edge_probability, seed=self.graph_seed)
+        graph = make_graph(
+            self.topology, setup.run.clients, edge_probability=self.edge_probability, seed=self.graph_seed
+        )
         matrix = mixing_weights(self.weights, graph)
         factor = contraction(matrix)
         if len(matrix) > 1 and factor > 1.0 - 1e-9:

@@ -16,11 +16,11 @@ from fedlightning.algorithm import (
     Newcomers,
     Server,
     ServerModels,
-    Setup,
     SubModels,
     Update,
     WeightingName,
     Wire,
+    requires,
 )
 from fedlightning.callbacks.shared.dealt import dealt_to, refuse_new_deal
 from fedlightning.layers import as_names, expand
@@ -129,7 +129,8 @@ class ClientRanks(LowRank, SubModels):
     @property
     def facts(self) -> Facts:
         """Ranks that are dealt in turn must stay when clients join."""
-        return Facts(newcomers=Newcomers(join=self._join))
+        tables = requires.ForEveryClient(of=tuple(self.options_by_client()))
+        return Facts(requires=[tables], newcomers=Newcomers(join=self._join))
 
     @property
     def largest(self) -> int:
@@ -150,15 +151,6 @@ class ClientRanks(LowRank, SubModels):
     def options_by_client(self) -> dict[str, Any]:
         """Return the options that may differ by client."""
         return {"r": self.r}
-
-    def check(self, setup: Setup) -> None:
-        """Refuse tables that leave a client out."""
-        for option, values in self.options_by_client().items():
-            missing = [client for client in setup.clients if isinstance(values, Mapping) and client not in values]
-            if missing:
-                raise ValueError(
-                    f"{self.key} got no {option} for client '{missing[0]}'. Give one number, a list, or one for each client."
-                )
 
     def _join(self, server: Server, clients: Sequence[str]) -> None:
         """Refuse to change the ranks of the clients that are there, which come from a list in turn."""

@@ -55,7 +55,7 @@ def encoders_of(setup: Setup, given: Parts | None, owner: str) -> dict[str, list
             f"{owner} needs to know the encoder of each modality, and {type(setup.template).__name__} has no ModuleDict "
             "called 'encoders'. Use MultimodalNet, or set encoders={modality: [names of its entries]}."
         )
-    batch = setup.first_batch()
+    batch = setup.data.first_batch()
     inputs = None if batch is None else inputs_of(batch)
     if batch is not None and inputs is None and len(parts) > 1:
         raise ValueError(
@@ -137,7 +137,7 @@ def refuse_blind_training(setup: Setup, encoders: Mapping[str, list[str]], owner
     the loss must be a number, and the encoder have no gradient and no moved buffer. Samples that have no other modality
     are left out with it.
     """
-    batch = setup.first_batch()
+    batch = setup.data.first_batch()
     inputs = None if batch is None else inputs_of(batch)
     there = [name for name in inputs or {} if bool(rows_with((inputs or {})[name]).any())]
     lacking = [] if inputs is None else [name for name in encoders if name not in there]

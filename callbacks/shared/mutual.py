@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,18 +20,17 @@ from fedlightning.algorithm import (
     ServerModels,
     Setup,
     Stage,
-    isolated,
     probes,
 )
-from fedlightning.callbacks.shared.representations import other_task, targets_in
-from fedlightning.wrappers import frozen_buffers, muted, unmix
+from fedlightning.callbacks.shared.representations import looked_at, other_task, targets_in
+from fedlightning.wrappers import unmix
 from fedlightning.wrappers.pair import JointLoss, pair, shared_entries, shared_of, sides_of
 
 TWO_MODELS = Need(
     "lets a client train two models, of which only the shared one travels",
     (
-        *(Change.START, Change.PLAN, Change.MODEL_OF, Change.SHARED, Change.MODULE, Change.SHAPE, Change.RECEIVED),
-        *(Change.PHASES, Change.LOSS, Change.TAPS, Change.REDUCE, Change.FINAL),
+        *(Change.START, "plan_round", "model_of", "shared_names", "wrap_module", "on_build", "on_receive"),
+        *("local_phases", "training_loss", "feature_taps", "reduce", "final_jobs"),
     ),
 )
 """Nothing else may decide which model travels, what a client trains, and on which loss."""
@@ -111,20 +109,14 @@ class SharedPeer(ServerModels):
                 f"{self.key} does not call {', '.join(unheard)} of the shared {type(self.shared).__name__}: in training, "
                 "Lightning's hooks are those of the client's own module."
             )
-        batch = setup.first_batch()
+        batch = setup.data.first_batch()
         if batch is None:
             return
-        module = copy.deepcopy(setup.module).eval()
-        try:
-            with torch.no_grad(), isolated("pair"), muted(module), frozen_buffers(module):
-                batch = probes.move_batch(module, batch)
-                classes = sides_of(module, batch)[0].logits.shape[1]
-                probes.training_loss(module, batch)
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(
-                f"{self.key} cannot train {type(setup.template).__name__} and the shared model together: "
-                f"{str(error).rstrip('.')}."
-            ) from error
+        failure = f"{self.key} cannot train {type(setup.template).__name__} and the shared model together"
+        with looked_at(setup.module, failure) as module:
+            batch = probes.move_batch(module, batch)
+            classes = sides_of(module, batch)[0].logits.shape[1]
+            probes.training_loss(module, batch)
         if self.compares() and (why := other_task(targets_in(batch), classes)):
             raise ValueError(
                 f"{self.key} compares the two models' predictions by softmax, one class a sample, but {why}. Use it for "

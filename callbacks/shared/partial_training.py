@@ -15,11 +15,12 @@ Before round 1 `wrappers.submodel_check.verify` tries that the module has sub-mo
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
 from lightning.pytorch import LightningModule
+from torch import Tensor, nn
 
 from fedlightning.algorithm import (
     GLOBAL,
@@ -45,18 +46,98 @@ from fedlightning.algorithm import (
     facts,
     generator,
     probes,
+    requires,
 )
 from fedlightning.callbacks.shared.dealt import dealt_to, refuse_new_deal
 from fedlightning.callbacks.shared.representations import (
     head_path,
     refuse_classes,
 )
-from fedlightning.callbacks.shared.submodels import limit_labels, narrow_to_labels, scale_in_training
 from fedlightning.layers import as_names
 from fedlightning.ranges import Length, PositiveShare
 from fedlightning.tensors import load_state, module_state, narrow, widen
+from fedlightning.wrappers import Mixin, mix
+from fedlightning.wrappers.heads import Convolution
 from fedlightning.wrappers.slices import ElementMean, Slices, take
 from fedlightning.wrappers.submodel import Units, entry_slices, plan_cuts, shrink, verify
+
+
+class ScaledMixin(Mixin):
+    """On a layer: its outputs are divided by the rate in training, so that sums keep their size."""
+
+    wraps = ("forward",)
+
+    def around(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = call(*args, **kwargs)
+        return output / vars(self)["submodel_rate"] if self.training else output
+
+
+class MaskedMixin(Mixin):
+    """On a head: in training the logits of classes that the client does not have are 0."""
+
+    wraps = ("forward",)
+
+    def around(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        logits = call(*args, **kwargs)
+        absent: Tensor = vars(self)["submodel_absent"]
+        return logits.index_fill(-1, absent.to(logits.device), 0.0) if self.training else logits
+
+
+def scale_in_training(module: LightningModule, head: str, rate: float) -> None:
+    """Put the scaler on every linear and convolutional layer but the head, in place.
+
+    Example:
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> module = BoringModel()
+        >>> module.layer = nn.Sequential(nn.Linear(32, 1), nn.Linear(1, 2))
+        >>> before = module.layer[0](torch.ones(32))
+        >>> scale_in_training(module, head="layer.1", rate=0.5)
+        >>> (module.layer[0](torch.ones(32)) / before).item()
+        2.0
+    """
+    last = module.get_submodule(head)
+    for layer in list(module.modules()):
+        if isinstance(layer, (nn.Linear, *Convolution)) and layer is not last:
+            vars(mix(layer, ScaledMixin))["submodel_rate"] = rate
+
+
+def limit_labels(module: LightningModule, head: str, counts: Sequence[int]) -> Tensor | None:
+    """Mask the head's outputs for classes without samples, in place.
+
+    Example:
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> module = BoringModel()
+        >>> limit_labels(module, "layer", counts=[0, 7])
+        tensor([1])
+        >>> module.layer(torch.ones(32))[0].item()
+        0.0
+    """
+    layer = module.get_submodule(head)
+    if not isinstance(layer, nn.Linear) or layer.out_features < max(2, len(counts)):
+        return None
+    padded = torch.zeros(layer.out_features, dtype=torch.long)
+    padded[: len(counts)] = torch.tensor(counts)
+    absent = torch.nonzero(padded == 0).flatten()
+    if len(absent):
+        vars(mix(layer, MaskedMixin))["submodel_absent"] = absent
+    return torch.nonzero(padded).flatten()
+
+
+def narrow_to_labels(state: Mapping[str, Tensor], slices: Slices, head: str, labels: Tensor) -> tuple[State, Slices]:
+    """Keep only the head's rows of some classes, in a state and in the indices that it holds.
+
+    Example:
+        >>> state, slices = narrow_to_labels({"fc.bias": torch.tensor([5.0, 6.0])}, {}, "fc", torch.tensor([1]))
+        >>> state["fc.bias"], slices
+        (tensor([6.]), {'fc.bias': (tensor([1]),)})
+    """
+    narrow, held = dict(state), dict(slices)
+    for name, value in state.items():
+        if name.rpartition(".")[0] == head:
+            narrow[name] = value[labels]
+            held[name] = (labels, *slices.get(name, (None,) * value.ndim)[1:])
+    return narrow, held
+
 
 STATISTICS = "statistics"
 """Tag of the jobs in which clients run the new global model over their data."""
@@ -124,14 +205,8 @@ class PartialTraining(SubModels):
     # -- before round 1 ------------------------------------------------------------------------------------------------
     def check(self, setup: Setup) -> None:
         """Refuse modules without sub-models, and callbacks that need all clients' models to have one shape."""
-        setup.refuse_manual(
-            self.key, "tries a training step of every sub-model", "Use automatic optimization, or FedAvg."
-        )
-        missing = [c for c in setup.clients if isinstance(self.rates, dict) and c not in self.rates]
-        if missing:
-            raise ValueError(f"{self.key} got no rate for client '{missing[0]}'. Give a list, or one for each client.")
         try:
-            cuts, batch = plan_cuts(setup.module, self._head(setup.module)), setup.first_batch()
+            cuts, batch = plan_cuts(setup.module, self._head(setup.module)), setup.data.first_batch()
         except ValueError as error:
             wrapping = [other.key for other in setup.callbacks if other.claims("wrap_module")]
             if not wrapping:
@@ -141,13 +216,8 @@ class PartialTraining(SubModels):
             ) from error
         for rate in sorted(self._computed()):
             if batch is not None and rate < 1.0:
-                units = self.units(rate, 1, setup.clients[0], 0)
+                units = self.units(rate, 1, setup.run.clients[0], 0)
                 verify(setup.module, cuts, units, lambda module: probes.training_loss(module, batch))
-        if self._changing and setup.optimizer_state == "keep":
-            raise ValueError(
-                f"{self._changing} changes what a client trains, so its optimizers cannot be kept. Use "
-                "optimizer_state='reset'."
-            )
 
     def _computed(self) -> set[float]:
         """The widths at which some client computes."""
@@ -164,9 +234,19 @@ class PartialTraining(SubModels):
         needs = [facts.WHOLE_MODELS_OF_CLIENTS]
         if self._changing:
             what = f"gives a client other units in every round (under {self._changing})"
-            kept = (Change.LOCAL_SELECTION, Change.KEEPS, Change.FINAL)
+            kept = (Change.LOCAL_SELECTION, Change.KEEPS, "final_jobs")
             needs.append(Need(what, kept, "use GlobalCheckpoint, or HeteroFL with fixed rates"))
-        return Facts(needs=needs, newcomers=Newcomers(join=self._join))
+        return Facts(
+            needs=needs,
+            requires=[
+                requires.AutomaticOptimization(
+                    "tries a training step of every sub-model", "Use automatic optimization, or FedAvg."
+                ),
+                requires.ForEveryClient(of=("rates",)),
+                requires.FreshOptimizers(f"changes what a client trains (by {self._changing})", when="_changing"),
+            ],
+            newcomers=Newcomers(join=self._join),
+        )
 
     def on_federation_start(self, server: Server) -> None:
         """Refuse running statistics that stay at a client whose units change."""

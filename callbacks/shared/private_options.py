@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from fedlightning.algorithm import Change, Cover, Need, Outgoing, Protection, Server, warn
+from fedlightning.algorithm import Cover, Need, Outgoing, Protection, Server, warn
 from fedlightning.ranges import Range, at_least_one
 
 Delta = Annotated[float, Range("(0, 1)")]
@@ -17,7 +17,7 @@ Accountant = Literal["rdp", "prv"]
 Scores = Literal["withheld", "in the clear"]
 UNCOUNTED = "accounts for updates only: sums before round 1 would leave without noise and stand in no ledger."
 """Why statistics before round 1 are refused."""
-NO_SELECTION = Need("gives no client's score away", (Change.SELECTION,), "take the model of the last round")
+NO_SELECTION = Need("gives no client's score away", ("ModelSelection",), "take the model of the last round")
 
 
 class Private(Protection):
@@ -52,6 +52,18 @@ class Private(Protection):
         self.delta, self.noise_multiplier, self.epsilon, self.clip = delta, noise_multiplier, epsilon, clip
         self.accountant, self.ledger, self.noise_seed, self.scores = accountant, ledger, noise_seed, scores
 
+    def refuse_beyond(self, spent: float, runs: int) -> None:
+        """Refuse runs that together spend more than `epsilon` of what a ledger counts.
+
+        Raises:
+            ValueError: With the way out.
+        """
+        if self.epsilon is not None and spent > self.epsilon * (1 + 1e-9):
+            raise ValueError(
+                f"{self.key}: {runs} runs would make epsilon {spent:.4g} in all in ledger {self.ledger}, more than the "
+                f"budget of {self.epsilon:g}. Make fewer, raise noise_multiplier, or tune on data that need no protection."
+            )
+
     @property
     def known_noise(self) -> str:
         """The warning that a run with a fixed seed is not private."""
@@ -71,7 +83,9 @@ class Private(Protection):
         """
         if item.kind in noised or item.owner in noised:
             return "noised"
-        return self.scores if item.kind == "scores" else "withheld" if item.kind == "logged" else "in the clear"
+        if item.kind == "scores":
+            return self.scores
+        return "withheld" if item.kind in ("logged", "undeclared", "classes") else "in the clear"
 
     def items_told(self, server: Server) -> dict[str, Any]:
         """Return by cover what leaves clients in a run, and what the model it begins with has spent, for `privacy.json`."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fedlightning.algorithm import detached_copy, missing_package, probes
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches
-from fedlightning.callbacks.shared.secret_noise import normal
+from fedlightning.callbacks.shared.secret_noise import normal, uniform
 from fedlightning.tensors import as_reals, narrow, widen
 
 CLOSE = 1e-3
@@ -61,7 +61,9 @@ class RecordGradients:
         self._owners: np.ndarray | None = None
         self._place = (0, 0)  # epoch and batch: after a resume in the middle of an epoch batch_idx says something else
         self._looked_at: set[int] = set()
+        self._tried = -1  # the last epoch of which a batch was tried
         self._before = held_by(module)
+        self._left: list[tuple[str, nn.Parameter, Tensor]] = []  # what the last step has left
         self._hooks = hooks_on(module)
 
     @property
@@ -76,6 +78,26 @@ class RecordGradients:
         self.size, self._place, self._due = self.sampler.sizes[place], (self.sampler.epoch, place + 1), True
         self._owners = self.sampler.owners[place] if self.sampler.owners else None
         self._hooks.set_grad_sample_to_none()
+        self.refuse_moved()
+
+    def try_batch(self, batch: Any, owner: str) -> None:
+        """Try records of one random batch of each epoch: a step may begin to mix them later, or where they are many.
+
+        Args:
+            batch: The batch whose step begins.
+            owner: Who asks.
+
+        Raises:
+            ValueError: If it mixes them.
+        """
+        epoch, place = self._place
+        first = uniform(self._secret, f"{self._address}|tried in epoch {epoch}", 1)[0] * self.sampler.batches
+        if self._tried == epoch or place <= first or self.size < 2:
+            return
+        self._tried = epoch
+        self.close()  # a module with hooks cannot be copied
+        refuse_mixed_records(self.module, batch, owner, trainer=self.module.trainer)
+        self._hooks = hooks_on(self.module)
 
     def end(self) -> None:
         """See that the batch that ends was covered, and after the first one that nothing else has changed.
@@ -83,6 +105,8 @@ class RecordGradients:
         Raises:
             ValueError: If a step went past Lightning's hooks, or a buffer has learnt from records.
         """
+        named = self.module.named_parameters()
+        self._left = [(name, one, one.detach().clone()) for name, one in named if one.requires_grad]
         if self._due:
             raise ValueError(
                 f"A batch ended without the step that is covered with noise: optimizer_step of {type(self.module).__name__} "
@@ -90,6 +114,19 @@ class RecordGradients:
             )
         if self.steps == 1:
             self.refuse_other_memory()
+
+    def refuse_moved(self) -> None:
+        """Refuse what has moved parameters since the last step: they would hold more of records than what has noise.
+
+        Raises:
+            ValueError: With the name of one.
+        """
+        moved = (name for name, parameter, before in self._left if not torch.equal(parameter, before))
+        if name := next(moved, None):
+            raise ValueError(
+                f"'{name}' has moved without a step of the optimizer, and noise covers steps only: a hook of "
+                f"{type(self.module).__name__} or a callback writes into it. Leave that to the optimizer."
+            )
 
     def refuse_other_memory(self) -> None:
         """Refuse buffers that training has changed: they are not covered."""
@@ -274,7 +311,12 @@ def _right_for_options(kernels: dict[Any, Any], by_forward: Callable[..., Any]) 
 
 
 def refuse_mixed_records(
-    module: LightningModule, batch: Any, owner: str, alone: Sequence[Any] | None = None, most: int = 3
+    module: LightningModule,
+    batch: Any,
+    owner: str,
+    alone: Sequence[Any] | None = None,
+    most: int = 3,
+    trainer: Trainer | None = None,
 ) -> None:
     """See that the gradient of a record in a batch is that of the record alone.
 
@@ -287,12 +329,15 @@ def refuse_mixed_records(
         owner: Who asks.
         alone: The first records, each as a batch of its own; default: cut from the batch.
         most: Records to try.
+        trainer: The Trainer of a fit that goes on, which the module may ask for its epoch.
 
     Raises:
         ValueError: Saying what differs.
     """
     count = extract_batch_size(batch) or 1
     tried = _moved_a_little(module)
+    if trainer is not None:
+        tried.trainer = trainer
     trainable = [parameter for parameter in tried.parameters() if parameter.requires_grad]
     before = held_by(tried)
     with torch.enable_grad(), probes.probing(tried, Precision(), 0, "records"), _in_words(module):

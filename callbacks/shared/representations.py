@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedlightning.algorithm import Client, Server, Setup, isolated, probes
+from fedlightning.algorithm import Client, Server, Setup, detached_copy, isolated, probes, requires
 from fedlightning.layers import as_names, ordered_layers
 from fedlightning.tensors import load_state, module_state
 from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
@@ -145,22 +146,79 @@ def rows(features: Tensor) -> Tensor:
     return features.reshape(len(features), -1).to(torch.promote_types(features.dtype, torch.float32))
 
 
+@contextmanager
+def looked_at(module: LightningModule, failure: str, way_out: str = "") -> Iterator[LightningModule]:
+    """Give a copy of a module in eval mode, which leaves no trace; what fails there is refused in a sentence.
+
+    Args:
+        module: The module.
+        failure: What fails, as the beginning of the sentence.
+        way_out: Its end.
+    """
+    module = detached_copy(module).eval()
+    try:
+        with torch.no_grad(), isolated("look"), muted(module), frozen_buffers(module):
+            yield module
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        raise ValueError(f"{failure}: {str(error).rstrip('.')}. {way_out}".rstrip()) from error
+
+
 def features_at_start(setup: Setup, taps: Taps, owner: str) -> dict[str, Tensor]:
     """Return what ``taps`` catch on a first batch, in a copy of the module; nothing without data."""
-    batch = setup.first_batch()
+    batch = setup.data.first_batch()
     if batch is None:
         return {}
-    module = copy.deepcopy(setup.module).eval()
-    try:
+    way_out = "Set head=... to the submodule that turns features into predictions."
+    with looked_at(
+        setup.module, f"{owner} cannot see the features of {type(setup.template).__name__}", way_out
+    ) as module:
         attached = {label: tap.attach() for label, tap in taps(module).items()}
-        with torch.no_grad(), isolated("features"), muted(module), frozen_buffers(module):
-            probes.training_loss(module, probes.move_batch(module, batch))
+        probes.training_loss(module, probes.move_batch(module, batch))
         return {label: rows(tap.features) for label, tap in attached.items()}
-    except (RuntimeError, ValueError) as error:
+
+
+def refuse_logits(owner: str, where: str, logits: Tensor, labels: Tensor) -> None:
+    """Refuse logits of which a sample has no row, or a class no column."""
+    largest = int(labels.max()) if len(labels) else -1
+    if logits.ndim != 2 or len(logits) != len(labels) or logits.shape[1] <= max(largest, 1):
         raise ValueError(
-            f"{owner} cannot see the features of {type(setup.template).__name__}: {str(error).rstrip('.')}. "
-            "Set head=... to the submodule that turns features into predictions."
-        ) from error
+            f"{owner} needs a row of logits for each sample and a logit for each class, but {where} gives "
+            f"{tuple(logits.shape)} for {len(labels)} samples whose largest label is {largest}. Give the network an output "
+            "for each class, or set head=... to the submodule that gives the logits."
+        )
+
+
+class ClassLogits(requires.Requirement):
+    """What the callback's tap `logits` catches are logits of classes, and a sample has one class."""
+
+    def fault(self, owner: Any, setup: Setup) -> str:
+        logits = features_at_start(setup, owner.feature_taps, owner.key).get("logits")
+        if logits is None:
+            return ""
+        if logits.shape[1] < 2:
+            return ", which needs a logit for each class, and the head gives one"
+        why = other_task(targets_in(setup.data.first_batch()), logits.shape[1])
+        return f", but {why}" if why else ""
+
+
+class Labels(requires.Requirement):
+    """A batch has one class label a sample."""
+
+    def fault(self, owner: Any, setup: Setup) -> str:
+        batch = setup.data.first_batch()
+        if batch is not None:
+            labels_of(batch, owner.key)
+        return ""
+
+
+class Features(requires.Requirement):
+    """The callback's taps (`feature_taps`) catch features in a step; of one width in all architectures (`of`)."""
+
+    def fault(self, owner: Any, setup: Setup) -> str:
+        features_at_start(setup, owner.feature_taps, owner.key)
+        if self.of == "one width":
+            refuse_other_widths(setup, owner.feature_taps, owner.key)
+        return ""
 
 
 def comes_by(setup: Setup, taps: Taps, owner: str) -> bool:

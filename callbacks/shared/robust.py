@@ -9,14 +9,14 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from fedlightning.algorithm import Change, Facts, FederatedCallback, Need, Newcomers, Server, Setup, State, Update, warn
+from fedlightning.algorithm import Facts, FederatedCallback, Need, Newcomers, Server, Setup, State, Update, warn
 from fedlightning.callbacks.shared.single_updates import refuse_other_ways
 from fedlightning.ranges import Range
 from fedlightning.tensors import add_row, has_mean, narrow, to_row, widen
 
 Bad = Annotated[int, Range("[0, inf)", "It counts bad clients.")]
 """A number of bad clients that a rule is to bear."""
-ONE_MODEL = Need("has to judge every update before it moves a model", (Change.MODEL_OF, Change.PLACES))
+ONE_MODEL = Need("has to judge every update before it moves a model", ("model_of", "place"))
 """Methods that keep several models make some of them out of single updates, as where clusters are founded or split."""
 
 
@@ -74,7 +74,7 @@ class RobustRule(FederatedCallback):
         Raises:
             ValueError: With what is in the way.
         """
-        share, count = setup.participation, len(setup.clients)
+        share, count = setup.run.participation, len(setup.run.clients)
         drawn = share if isinstance(share, int) else max(1, round(share * count))
         if drawn < self.needed:
             raise ValueError(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedlightning.algorithm import (
     Change,
     Facts,
     FederatedCallback,
+    Job,
+    Message,
     Need,
     Newcomers,
     Server,
@@ -24,10 +26,25 @@ from fedlightning.algorithm import (
     detached_copy,
     facts,
     isolated,
+    requires,
 )
 from fedlightning.tensors import WeightedMean, as_reals, clone, entry_kinds, equal, module_state, select
 
-NO_SERVER_STEP = Need("keeps several models at the server, and no mean of all", (Change.STEP, Change.REDUCED))
+
+def reported_module(server: Server, entries: State) -> LightningModule | None:
+    """Return the global model with other entries; `None` where a part of the model stays with the clients."""
+    if len(server.shared_names()) < len(server.kinds):
+        return None
+    return server.module_with({**server.model, **entries})
+
+
+def send_reported(job: Job, message: Message, entries: State) -> None:
+    """Put other entries into a message to a client that is evaluated: it deploys the reported model."""
+    if job.work == 0:
+        message.state = {**message.state, **select(entries, message.state)}
+
+
+NO_SERVER_STEP = Need("keeps several models at the server, and no mean of all", ("server_step", "on_reduced"))
 """Nothing can work on the one model that the clients' mean gives."""
 
 
@@ -39,6 +56,59 @@ def one_visit(what: str, instead: str, when: Callable[[Setup], bool] = facts.alw
 def no_model(why: str = "lets no model travel") -> list[Need]:
     """Return the needs of a method that lets no model travel: that nothing works on one, or keeps a part beside it."""
     return [Need(why, facts.WORKS_ON_THE_MODEL), Need(f"{why}, and each client's own model is whole", (Change.KEEPS,))]
+
+
+class NoWeightings(requires.Requirement):
+    """Nothing weighs clients in a mean, where a method has weights of its own; else users are warned."""
+
+    usual = "Remove it if it is there for that only."
+    advises = True
+
+    def fault(self, owner: Any, setup: Setup) -> str:
+        other = next((one for one in setup.callbacks if one is not owner and one.weighting is not None), None)
+        what = f"weighting={other.weighting!r} of {other.key}" if other else ""
+        return f"combines the clients' models with weights of its own, and {what} does nothing" if what else ""
+
+
+class NoAnchors(requires.Requirement):
+    """Nothing refers to a model that is for all (by the methods `of`), where a method sends none; else users are warned."""
+
+    advises = True
+
+    def fault(self, owner: Any, setup: Setup) -> str:
+        names = [other.key for other in setup.callbacks if other is not owner and any(map(other.claims, self.of))]
+        there = f"so there is no anchor that {', '.join(names)} could refer to: terms that need one do nothing"
+        return f"sends no model for all, {there}" if names else ""
+
+
+class DifferentStarts(requires.Requirement):
+    """Several models begin different: the module can be initialised anew (options `num_clusters`, `init`)."""
+
+    def fault(self, owner: Any, setup: Setup) -> str:
+        if owner.num_clusters == 1:
+            return ""
+        if owner.init == 0:
+            setup.warn(
+                f"{owner.key}(init=0) starts all centres from one model: they never separate, all clients choose 0."
+            )
+        elif equal(module_state(setup.module), another_start(setup.module, owner.init, 0, owner.key)):
+            name, way = type(setup.template).__name__, f"{owner.key}(init=0.1): noise on its parameters"
+            return f"cannot initialise {name} anew: no submodule has reset_parameters(). Use {way}"
+        return ""
+
+
+class SharesPredictions(FederatedCallback):
+    """Base of methods in which clients share predictions, prototypes or features, and no entry of a model travels."""
+
+    facts = Facts(
+        needs=no_model(),
+        mixes_architectures=True,
+        newcomers=Newcomers(no_model="lets no model travel, and has none for a client that never trained", join=True),
+    )
+
+    def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
+        """Return nothing: no weight travels."""
+        return []
 
 
 class KeepsClientModels(ServerModels):
@@ -61,11 +131,8 @@ class KeepsClientModels(ServerModels):
     def facts(self) -> Facts:
         """Whole models of clients are mixed, and none is for all."""
         why = "makes a client's model out of what this client has sent before, and has none for one that never trained"
-        return Facts(needs=[NO_SERVER_STEP, facts.WHOLE_UPDATES], newcomers=Newcomers(no_model=why))
-
-    def check(self, setup: Setup) -> None:
-        """Warn of weightings, which mix nothing here."""
-        warn_of_weightings(self, setup)
+        needs = [NO_SERVER_STEP, facts.WHOLE_UPDATES]
+        return Facts(needs=needs, requires=[NoWeightings()], newcomers=Newcomers(no_model=why))
 
     def models(self, server: Server) -> dict[str, State]:
         """Return each client's last model, in client order."""
@@ -81,16 +148,6 @@ class KeepsClientModels(ServerModels):
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:
         """Return ``None``: the server's models are the clients' own."""
         return None
-
-
-def warn_of_weightings(callback: FederatedCallback, setup: Setup) -> None:
-    """Warn of callbacks that weigh clients in a mean, where a method has weights of its own."""
-    for other in setup.callbacks:
-        if other is not callback and other.weighting is not None:
-            setup.warn(
-                f"{other.key}'s weighting={other.weighting!r} does nothing: {callback.key} combines the clients' models with "
-                f"weights of its own. Remove {other.key} if it is there for that only."
-            )
 
 
 def sent_models(updates: Iterable[Update]) -> dict[str, State]:
@@ -113,19 +170,6 @@ def another_start(module: LightningModule, init: float | Literal["random"], *add
                 for name in ("reset_parameters", "_reset_parameters"):
                     getattr(child, name, lambda: None)()
     return clone({name: old[name] if kinds[name] == "frozen" else value for name, value in module_state(fresh).items()})
-
-
-def check_starts(callback: FederatedCallback, setup: Setup, init: float | Literal["random"]) -> None:
-    """Refuse modules that cannot be initialised anew; warn of models that start equal and so never separate."""
-    if init == 0:
-        setup.warn(
-            f"{callback.key}(init=0) starts all centres from one model: they never separate, all clients choose 0."
-        )
-    elif equal(module_state(setup.module), another_start(setup.module, init, 0, callback.key)):
-        raise ValueError(
-            f"{callback.key} cannot initialise {type(setup.template).__name__} anew: no submodule has "
-            f"reset_parameters(). Use {callback.key}(init=0.1): noise on its parameters."
-        )
 
 
 def parameter_names(server: Server, state: Mapping[str, Tensor]) -> list[str]:

@@ -18,7 +18,9 @@ FAINTEST, LOUDEST = 1e-6, 1e3
 """Noise multipliers that are told apart."""
 LARGEST = 1e3
 """Epsilon up to which `"prv"` counts better than `"rdp"`."""
-COLUMNS = ("round", "epsilon", "delta", "noise_multiplier", "clip", "rate", "release")
+KNOWN = "epsilon_participants_known"
+"""Name of the epsilon against whoever knows who took part in which round, as readers of a run's folder do."""
+COLUMNS = ("round", "epsilon", KNOWN, "delta", "noise_multiplier", "clip", "rate", "release")
 
 
 def accountant_of(name: str) -> Any:
@@ -104,7 +106,8 @@ def write_spending(folder: Path, told: Mapping[str, Any], rows: Sequence[Sequenc
         release: Name of the new release; `None`: it has a row.
     """
     if release is not None:
-        known = {**told, "round": told["rounds"], "epsilon": math.nan if told["epsilon"] is None else told["epsilon"]}
+        known = {**told, "round": told["rounds"]}
+        known |= {name: math.nan if told.get(name) is None else told[name] for name in ("epsilon", KNOWN)}
         text = io.StringIO()
         new = [known.get(column, release) for column in COLUMNS]
         sheets.Writer(text, lineterminator="\n").writerows([COLUMNS, *rows, new])

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from fedlightning.algorithm import GLOBAL, Change, FederatedCallback, Server, Setup, State
+from fedlightning.algorithm import GLOBAL, Change, FederatedCallback, Server, Setup, State, requires
 from fedlightning.tensors import interpolate
 
 
@@ -20,17 +20,26 @@ def is_plain_sgd(optimizer: Optimizer) -> bool:
     return type(optimizer).__name__ == "SGD" and not optimizer.defaults.get("momentum")
 
 
-def one_step_at_anchor(setup: Setup) -> bool:
-    """Return True if every visit is one step, taken at the model that the server has sent."""
-    return _one_step(setup) and not any(map(_moves, setup.callbacks))
+class SeveralSteps(requires.Requirement):
+    """Visits leave the model that the server has sent, at which the term that an option (`of`) weighs is 0."""
+
+    usual = "Set more local_steps or local_epochs, or remove it."
+    advises = True
+
+    def fault(self, owner: Any, setup: Setup) -> str:
+        weight = getattr(owner, self.of)
+        if not weight or not _one_step(setup) or any(map(_moves, setup.callbacks)):
+            return ""
+        at = "a visit is one step, which is taken at the model that was sent, where the term is 0"
+        return f"({self.of}={weight}) does nothing here: {at}"
 
 
 def _one_step(setup: Setup) -> bool:
     """Return True if every visit is one step."""
-    if setup.local_steps is not None:
-        return setup.local_steps == 1
-    window = setup.trainer_arguments.get("accumulate_grad_batches") or 1
-    return setup.local_epochs == 1 and all(setup.num_batches(client) <= window for client in setup.clients)
+    if setup.run.local_steps is not None:
+        return setup.run.local_steps == 1
+    window = setup.run.trainer_arguments.get("accumulate_grad_batches") or 1
+    return setup.run.local_epochs == 1 and all(setup.data.num_batches(client) <= window for client in setup.run.clients)
 
 
 def _moves(callback: FederatedCallback) -> bool:

@@ -37,12 +37,12 @@ from fedlightning.client.requests import (
 )
 from fedlightning.client.trainer_context import refuse_unseen
 from fedlightning.compat.lightning_runs import detached
-from fedlightning.contract import POOLED, Phase, Stage, UpdateCodec
+from fedlightning.contract import ALTERING, POOLED, FederatedCallback, Phase, Stage, UpdateCodec
 from fedlightning.contract.messages import Message, Update, check_extras
 from fedlightning.datamodules.sampling import samples_in
-from fedlightning.errors import Restart
+from fedlightning.errors import Restart, warn
 from fedlightning.seeding import seed_all
-from fedlightning.tensors import State, first_nonfinite, load_state, pack
+from fedlightning.tensors import State, clone, equal, first_nonfinite, load_state, pack
 from fedlightning.tensors.modules import settle
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def visit_steps(runner: LocalRunner, message: Message, record: ClientRecord, eva
                 client.record.personal = kept
             if message.work != 0 and message.client != POOLED:
                 update.evaluations = yield from _evaluate(runner, client, update, evaluate)
-            leave(runner, client, update)
+            leave(runner, client, update)  # every callback has had it
             answer = update, client.record
     except BaseException as error:  # one client's failure must not end the round; the loop reports it
         failed = Update(message.round, message.client, model=message.model, tag=message.tag)  # nothing of it leaves
@@ -189,7 +189,7 @@ def _train(runner: LocalRunner, client: Client, loader: Any) -> Generator[Fit, A
         if phase.federated and fitted.unseen:
             refuse_unseen(runner.callbacks, client.module, fitted, runner.settings.unit)
         client.work.add(fitted, phase.federated)
-    if runner.callbacks.counts_everybody:
+    if runner.callbacks.hides_clients:
         client.work.contributed = True
 
 
@@ -233,16 +233,35 @@ def _take_apart(client: Client, update: Update, before: State) -> State:
 
 
 def _send(runner: LocalRunner, client: Client, update: Update) -> None:
-    """Let the callbacks see the update, and encode it."""
-    runner.callbacks.event("on_send", client, update)
-    _refuse_unasked(client, update)
-    codec = runner.callbacks.answering(UpdateCodec, "encode")
-    if codec is not None and client.message.work != 0:
-        codec.encode(client, update)
+    """Let the callbacks see the update; where its noise came with training, those that do not say what they do a copy."""
+    for callback in runner.callbacks:
+        if not runner.callbacks.covers_training or ALTERING & set(callback.facts.changes):
+            callback.on_send(client, update)
+        elif callback.claims("on_send"):
+            seen = replace(update, state=clone(update.state), extras={})
+            callback.on_send(client, seen)
+            _take_declared(client, callback, seen, update)
+
+
+def _take_declared(client: Client, callback: FederatedCallback, seen: Update, update: Update) -> None:
+    """Take into an update what a callback declares of what it has made of a copy; the rest is nothing, and that is said."""
+    declared = callback.wire(client.module).up
+    made = seen.extras.get(callback.key, {})
+    if extras := {name: value for name, value in made.items() if name in declared}:
+        update.extras[callback.key] = extras
+    if seen.model == client.message.tag:
+        update.model = seen.model
+    same = len(made) == len(extras) and seen.extras.keys() <= {callback.key}
+    if not same or not equal(seen.state, update.state):
+        warn(
+            f"Round {client.round + 1}: what {callback.key} makes of an update in on_send is set to nothing: the noise is in "
+            "what training has left, and would not cover it. If it is made of the update alone, declare so in facts: "
+            "Change.ALTERS, or Change.PARTS where it leaves entries out."
+        )
 
 
 def _refuse_unasked(client: Client, update: Update) -> None:
-    """Refuse entries that the server did not ask for: here, and before a code hides which entries it stands for."""
+    """Refuse entries that the server did not ask for."""
     private = sorted(set(update.state) - set(client.message.returns))
     if private:
         raise ValueError(f"'{private[0]}' is in the update, but the server asked only for what is shared: it stays")
@@ -287,10 +306,15 @@ def _evaluate(
 def leave(runner: LocalRunner, client: Client, update: Update) -> None:
     """Let an update leave its client: the very last call of a visit, when no callback gets the update any more.
 
-    What goes is the entries that the message asks for and the extras that callbacks declare; what is attached narrows it
-    (`ClientParts.leave_checks`).
+    What goes is the entries that the message asks for and the extras that callbacks declare, covered by what protects
+    clients and encoded after that; what is attached narrows it (`ClientParts.leave_checks`).
     """
-    _refuse_unasked(client, update)
+    for protection in runner.callbacks.protecting:
+        protection.protect(client, update)
+    _refuse_unasked(client, update)  # before a code hides which entries it stands for
+    codec = runner.callbacks.answering(UpdateCodec, "encode")
+    if codec is not None and client.message.work != 0:
+        codec.encode(client, update)
     if runner.callbacks.withholding("logged"):
         update.metrics, update.logs = {}, []
     shapes = {name: value.shape for name, value in client.entries.items()} if update.extras else {}

@@ -4,6 +4,7 @@ COMMANDS = {
     "fit": "Train a federation, test it and show the results.",
     "validate": "Score a finished or interrupted run on validation data.",
     "test": "Score a finished or interrupted run on test data.",
+    "evaluate": "Score a given model at all clients without training, each with its samples and intervals.",
     "predict": "Write the predictions of a client's model, or of the global model, on test data.",
     "onboard": "Let new clients join a finished run: score them, fine-tune each, score them again.",
     "leakage": "Attack the models of a finished run: who was in the training data, and whose is a sample.",

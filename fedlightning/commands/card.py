@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from fedlightning.commands.terminal import console, say, shown
 from fedlightning.config.errors import InputError
 from fedlightning.scores.metrics import higher_is_better
 from fedlightning.storage.files import read_json
+from fedlightning.study.calibration import wilson
 from fedlightning.study.runs import Run, load_run
 
 DESCRIPTION = """\
@@ -202,10 +202,8 @@ def _with_interval(value: float | None, samples: int | None, metric: str) -> str
         return "-"
     if metric != "accuracy" or not samples:
         return f"{value:.3f}"
-    z = 1.96
-    centre = (value + z * z / (2 * samples)) / (1 + z * z / samples)
-    radius = z / (1 + z * z / samples) * math.sqrt(value * (1 - value) / samples + z * z / (4 * samples**2))
-    return f"{value:.3f} [{max(0.0, centre - radius):.3f}, {min(1.0, centre + radius):.3f}]"
+    low, high = wilson(value, samples)
+    return f"{value:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def _shared(run: Run) -> Iterator[str]:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 
+import yaml
+
 import fedlightning
 from fedlightning.commands.json_output import print_json
 from fedlightning.config.errors import InputError, suggestion
@@ -22,6 +24,8 @@ where they can be changed and stacked:
 
   fedlightning configs copy quickstart algorithms/fenda
   fedlightning fit --config configs/quickstart.yaml --config configs/algorithms/fenda.yaml
+
+A configuration that needs a table of one's own comes with a small made-up one.
 
 schema prints a JSON Schema of configurations, by which editors complete and check YAML files:
 
@@ -73,7 +77,19 @@ def configs(words: Sequence[str]) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(known[name], path)
         print(path)
+        _copy_example(path)
     return 0
+
+
+def _copy_example(config: Path) -> None:
+    """Copy the made-up table of a configuration that needs a table of one's own to where it looks for that."""
+    data = (yaml.safe_load(config.read_text()) or {}).get("data") or {}
+    target = Path(str((data.get("init_args") or {}).get("path", "")))
+    example = FOLDER / "data/examples" / target.name
+    if example.is_file() and not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(example, target)
+        print(f"{target}: a made-up table, in the place of your own")
 
 
 def _chosen(wanted: Sequence[str], known: dict[str, Path]) -> list[str]:

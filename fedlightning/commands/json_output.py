@@ -26,6 +26,12 @@ FIELDS: dict[str, dict[str, str]] = {
     },
     "validate": {"run": "folder of the run", "rounds": "rounds that are done", "results": SCORES},
     "test": {"run": "folder of the run", "rounds": "rounds that are done", "results": SCORES},
+    "evaluate": {
+        "split": "the split that was scored",
+        "least": "fewest samples of a client that has scores",
+        "clients": "a row for each client: client, samples, why it has no scores, metrics and calibration with ..._ci95",
+        "files": "files that were written",
+    },
     "leakage": {
         "run": "folder of the run",
         "membership": "a row for each model (model, members, others, auc, low, high, hits, chance)",

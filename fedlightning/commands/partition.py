@@ -50,17 +50,29 @@ class PartitionCommand(CommandLine):
         data.setup("fit")
         report = describe(data, split=split)
         screen = console()
-        screen.print(f"Samples of each client by class ({split} split)", style="bold")
+        by_class = len(report.classes) > 1
+        screen.print(f"Samples of each client{' by class' if by_class else ''} ({split} split)", style="bold")
         print_whole(screen, partition_table(report, screen.width))
-        screen.print(
-            f"{len(report.client_ids)} clients, {int(report.sizes.sum())} samples, the smallest client has "
-            f"{report.min_size}.\nTV: total variation between a client's labels and all labels, 0 equal to 1 disjoint; "
-            f"mean {report.mean_total_variation:.3f}.",
-            highlight=False,
+        told = (
+            f"{len(report.client_ids)} clients, {int(report.sizes.sum())} samples, the smallest has {report.min_size}."
         )
+        if by_class:
+            told += (
+                "\nTV: total variation between a client's labels and all labels, 0 equal to 1 disjoint; mean "
+                f"{report.mean_total_variation:.3f}."
+            )
+        elif (target := getattr(data, "target", None)) is not None:
+            told += f"\n'{target}' is a measurement, so there are no classes; it is among the columns below."
+        screen.print(told, highlight=False)
+        names = getattr(data, "feature_names", None)
+        if names:
+            screen.print(
+                f"A sample has {len(names)} features: in_features={len(names)} of its network.", highlight=False
+            )
         inputs = input_separation(data, split) if data.wanted_statistics is None else None
         if inputs is not None:
-            screen.print(inputs_in_words(inputs, "clients"), highlight=False)
+            scaled = getattr(data, "scale", None) == "local"
+            screen.print(inputs_in_words(inputs, "clients") + (LOCAL if scaled else ""), highlight=False)
         equal = find_duplicates(data)
         if equal is not None:
             screen.print(str(equal), highlight=False, style="yellow" if equal.leaked or equal.shared else "")
@@ -92,7 +104,14 @@ class PartitionCommand(CommandLine):
             print_whole(screen, columns_table(columns))
             screen.print(COLUMNS, highlight=False)
             files.append(folder / "columns.csv")
-            _write(files[-1], [{"column": one.name} | line for one in columns for line in one.clients])
+            _write(
+                files[-1],
+                [
+                    {"column": one.name, "test": one.test, "effect": one.effect, "p": one.p} | line
+                    for one in columns
+                    for line in one.clients
+                ],
+            )
         picture = plot_images(data, split, images) if images > 0 else None
         if picture is not None:
             files.append(folder / "images.png")
@@ -113,6 +132,10 @@ def inputs_in_words(found: tuple[float, float], of: str) -> str:
     return f"Inputs: {found[0]:.1%} of their variance is between {of}; of a random split about {found[1]:.1%}."
 
 
+LOCAL = (
+    " Each client's features are standardised by its own rows (scale: local), which takes their differences away; the "
+    "columns below are in the file's units."
+)
 COLUMNS = (
     "Effect: 0 alike to 1 apart; epsilon squared of Kruskal-Wallis for numbers, Cramer's V for categories. p: that all "
     "clients have one distribution, not adjusted for several columns; of many samples it is small for differences that do "
@@ -161,18 +184,14 @@ def partition_table(report: Any, width: int, rows: str = "client") -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0) if fits else (0, 1))
     table.add_column(rows, no_wrap=True)
     table.add_column("samples", justify="right")
-    table.add_column("TV", justify="right")
-    for name in report.classes if fits else ["classes held", "largest class"]:
+    by_class = len(report.classes) > 1
+    for name in ("TV", *(report.classes if fits else ["classes held", "largest class"])) if by_class else ():
         table.add_column(name, justify="right")
     for client, size, distance, counts in zip(
         report.client_ids, report.sizes.tolist(), report.total_variation.tolist(), report.counts, strict=True
     ):
         largest = report.classes[int(counts.argmax())]
-        by_class = [str(count) if count else "." for count in counts.tolist()]
-        table.add_row(
-            client,
-            str(size),
-            f"{distance:.3f}",
-            *(by_class if fits else [str(int((counts > 0).sum())), f"{largest} ({counts.max() / max(1, size):.0%})"]),
-        )
+        held = [str(count) if count else "." for count in counts.tolist()]
+        brief = [str(int((counts > 0).sum())), f"{largest} ({counts.max() / max(1, size):.0%})"]
+        table.add_row(client, str(size), *([f"{distance:.3f}", *(held if fits else brief)] if by_class else []))
     return table

@@ -1,4 +1,4 @@
-"""`fedlightning fit | validate | test | predict`."""
+"""`fedlightning fit | validate | test | evaluate | predict`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from rich.console import Console
 
+from fedlightning.arguments import federated_data
+from fedlightning.commands.evaluate import show_evaluation
 from fedlightning.commands.folders import find_run, leave_nothing, to_resume, with_run_config
 from fedlightning.commands.json_output import print_json
 from fedlightning.commands.leaks import Attack, leakage_by, show_leakage
@@ -20,6 +22,7 @@ from fedlightning.config.errors import InputError, explain
 from fedlightning.config.parsing import CommandLine
 from fedlightning.errors import ConfigurationError
 from fedlightning.onboarding.onboarding import SUMMARY
+from fedlightning.ranges import PositiveInt
 from fedlightning.resume.stop_requests import requeued
 from fedlightning.scores.table import evaluation_line, print_results
 from fedlightning.storage.files import is_writer, read_json, save_tensors, writing
@@ -38,6 +41,8 @@ def written_out(command: str, words: Sequence[str]) -> list[str]:
     """Return the words of a command with flags as options, and the configuration of its run in front."""
     flags = {"--dry-run": "--dry_run=true", "--dry_run": "--dry_run=true", "--dry-run=json": "--dry_run=json"}
     flags |= {"--json": "--json=true", "--watch": "--watch=true"}
+    if command == "evaluate" and words and not words[0].startswith("-"):
+        words = [f"--trainer.init_from={words[0]}", *words[1:]]
     return with_run_config(command, [flags.get(word, word) for word in words])
 
 
@@ -123,6 +128,21 @@ class Commands(CommandLine):
     def test(self, run: str, checkpoint: str = "all", json: bool = False) -> None:
         """Score a finished or interrupted run on test data. The scores go to its metrics.csv and summary.json."""
         self._evaluate(run, checkpoint, "test", json)
+
+    def evaluate(self, split: Literal["test", "val"] = "test", least: PositiveInt = 10, json: bool = False) -> None:
+        """Score a given model at all clients, without training: fedlightning evaluate MODEL --config FILE.
+
+        MODEL is a checkpoint, as fit exports it, or a state_dict (--trainer.init_from). Each client's metrics have their
+        samples and intervals, and calibration where the data are here; clients with fewer than least samples have none. At
+        sites: fedlightning serve --evaluate true.
+        """
+        if self.trainer.arguments["init_from"] is None:
+            raise InputError("there is no model: fedlightning evaluate MODEL --config FILE.")
+        with self._in_words():
+            self.trainer.evaluate(self.model, self.datamodule, split=split, least=least)
+            if is_writer():
+                data = federated_data(self.datamodule, None, None, None)
+                show_evaluation(self.trainer, data, split, least, console(), json)
 
     def predict(
         self,

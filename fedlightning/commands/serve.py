@@ -10,15 +10,18 @@ from typing import Any, Literal
 
 from jsonargparse import Namespace
 
+from fedlightning.commands.evaluate import show_evaluation
 from fedlightning.commands.folders import refuse_taken, to_resume
 from fedlightning.commands.run import Commands
 from fedlightning.commands.site import AtSite
+from fedlightning.commands.terminal import console
 from fedlightning.config.errors import InputError, explain
 from fedlightning.config.parsing import CommandLine
 from fedlightning.config.short_forms import CLASS_PATHS, engine_of
 from fedlightning.datamodules.public_only import PublicDataModule
 from fedlightning.errors import warn
 from fedlightning.options import Flower, Sequential
+from fedlightning.ranges import PositiveInt
 from fedlightning.resume.lock import only_writer
 from fedlightning.sites.flower import certificates as files
 from fedlightning.sites.flower import programs
@@ -66,6 +69,8 @@ class Serve(Commands):
         allow_new_clients: bool = False,
         allow_other_code: bool = False,
         max_share: float = 1.0,
+        evaluate: bool = False,
+        least: PositiveInt = 10,
     ) -> None:
         """Train a federation whose clients are at sites: other machines, started with `fedlightning site`.
 
@@ -73,7 +78,12 @@ class Serve(Commands):
         there. A data section of the configuration is not looked at, but for a PublicDataModule: the public data that some
         methods need, which every site has too. trainer.failures.timeout has to be set. A site that says it has more than
         max_share of all training samples is refused.
+
+        With evaluate=true nothing is trained: the model of trainer.init_from is scored at the sites' clients that have at
+        least so many test samples.
         """
+        if evaluate and self.trainer.arguments["init_from"] is None:
+            raise InputError("there is no model to evaluate: give trainer.init_from.")
         if sites < 1:
             raise InputError(f"sites={sites} must be at least 1.")
         if not 0 < max_share <= 1:
@@ -113,19 +123,25 @@ class Serve(Commands):
             connected(link, export == "server", allow_other_code, max_share),
             showing(log),
         ):
+            data = self.datamodule or DataElsewhere()
             with self._in_words():
-                self.trainer.fit(
-                    self.model,
-                    self.datamodule or DataElsewhere(),
-                    resume=to_resume(resume),
-                    allow_config_change=allow_config_change,
-                    allow_new_clients=allow_new_clients,
-                )
-                if self.trainer.stopped_by is None and self._has_tests():
-                    self._test_all()
+                if evaluate:
+                    self.trainer.evaluate(self.model, data, least=least)
+                else:
+                    self.trainer.fit(
+                        self.model,
+                        data,
+                        resume=to_resume(resume),
+                        allow_config_change=allow_config_change,
+                        allow_new_clients=allow_new_clients,
+                    )
+                    if self.trainer.stopped_by is None and self._has_tests():
+                        self._test_all()
             if self.trainer.stopped_by is not None:
                 log.outcome = "stopped by a signal; it goes on with --resume auto"
-        if is_writer():
+        if is_writer() and evaluate:
+            show_evaluation(self.trainer, None, "test", least, console(), False)
+        elif is_writer():
             self._report()
         if self.trainer.stopped_by is not None:
             raise SystemExit(self.trainer.stopped_by.code)
@@ -143,8 +159,6 @@ class Serve(Commands):
         return known is not None and any(known.num_samples(client, "test") for client in known.client_ids)
 
     def _report(self) -> None:
-        from fedlightning.commands.terminal import console
-
         self.datamodule = self.trainer.federation.engine.runner.described  # type: ignore[union-attr]
         self._show(self.trainer.results, console())
 

@@ -122,7 +122,7 @@ def search(going: Sweep, proposals: Proposals) -> bool:
         for value in values:
             text = ", ".join(f"{key}={value}" for key, value in value.items())
             say(going.screen, f"trial {done}/{going.options.trials}: {escape(text)}")
-        if not going.run(values):
+        if not going.run(values, going.options.trials - done):
             return False
         proposals.tell(going.objectives(values))
     return True

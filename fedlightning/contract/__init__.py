@@ -1,14 +1,15 @@
 """The contract between the core and every algorithm.
 
 `callback.py` is the contract itself, :class:`FederatedCallback`, and `families.py` its kinds with methods of their own;
-`capabilities.py` is what a callback says of itself; `jobs.py` holds what
-methods are given and give back; `callback_list.py` runs events and finds who answers a role.
+`capabilities.py` is what a callback says of itself, `requirements.py` what it requires of the federation, which `setup.py`
+describes; `jobs.py` holds what methods are given and give back; `callback_list.py` runs events and finds who answers a role.
 """
 
 from fedlightning.contract import capabilities as facts
+from fedlightning.contract import requirements as requires
 from fedlightning.contract.callback import FederatedCallback
 from fedlightning.contract.callback_list import ROLES, CallbackList
-from fedlightning.contract.capabilities import Change, Facts, Need, Newcomers
+from fedlightning.contract.capabilities import ALTERING, Change, Facts, Need, Newcomers
 from fedlightning.contract.families import (
     AsynchronousMethod,
     ClientSelection,
@@ -28,21 +29,23 @@ from fedlightning.contract.jobs import (
     POOLED,
     WEIGHTINGS,
     Arrivals,
-    FirstStep,
     GradientContext,
     Job,
     Owner,
     Phase,
     Placing,
     Plan,
-    Setup,
     Stage,
     WeightingName,
 )
-from fedlightning.contract.outgoing import Cover, Kind, Outgoing
+from fedlightning.contract.outgoing import Cover, Kind, Outgoing, Promise
+from fedlightning.contract.requirements import Requirement
+from fedlightning.contract.setup import DataView, FirstStep, PublicDataView, RunTerms, Setup
 
 __all__ = [
     "facts",
+    "ALTERING",
+    "requires",
     "NEWCOMER",
     "POOLED",
     "ROLES",
@@ -52,6 +55,7 @@ __all__ = [
     "Change",
     "ClientSelection",
     "Cover",
+    "DataView",
     "Decentralised",
     "Facts",
     "ModelSelection",
@@ -59,7 +63,11 @@ __all__ = [
     "Newcomers",
     "Kind",
     "Outgoing",
+    "Promise",
     "Protection",
+    "PublicDataView",
+    "Requirement",
+    "RunTerms",
     "ServerModels",
     "Stackable",
     "SubModels",

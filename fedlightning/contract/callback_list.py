@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedlightning.contract.callback import FAMILIES, FederatedCallback, refuse_lost_facts
-from fedlightning.contract.capabilities import FOLLOWS, Change
+from fedlightning.contract.capabilities import METHODS, Change
 from fedlightning.contract.families import Protection, UpdateInterception
 from fedlightning.contract.jobs import WEIGHTINGS
 from fedlightning.contract.messages import Update
@@ -57,7 +57,7 @@ class CallbackList:
                 raise ValueError(f"{key} is in the list of callbacks {keys.count(key)} times. Keep one of them.")
         for callback in self.callbacks:
             refuse_lost_facts(type(callback), callback)
-            for name in sorted({*FOLLOWS, *ROLES, *FAMILIES} & vars(callback).keys()):
+            for name in sorted({*METHODS, *ROLES, *FAMILIES} & vars(callback).keys()):
                 if callable(getattr(callback, name)) and not callback.claims(name):
                     raise ValueError(
                         f"{callback.key}.{name} is set on the object, where nothing calls it. Write a method of the class."
@@ -116,15 +116,24 @@ class CallbackList:
         """Return the callbacks that declare a change."""
         return [callback for callback in self.callbacks if change in callback.facts.changes]
 
+    @property
+    def protecting(self) -> list[Protection]:
+        """The callbacks that promise how little what leaves clients tells."""
+        return [callback for callback in self.callbacks if isinstance(callback, Protection)]
+
     def withholding(self, kind: Kind) -> str:
         """Return the key of the first callback that does not let such items leave clients; empty: none."""
-        protecting = (one for one in self.callbacks if isinstance(one, Protection))
-        return next((one.key for one in protecting if one.covers(Outgoing(kind)) == "withheld"), "")
+        return next((one.key for one in self.protecting if one.covers(Outgoing(kind)) == "withheld"), "")
 
     @property
-    def counts_everybody(self) -> bool:
-        """Whether a client counts in a round whatever its training did, because a callback hides whether it did anything."""
-        return any(isinstance(one, Protection) and one.counts_everybody for one in self.callbacks)
+    def covers_training(self) -> bool:
+        """Whether the noise of what leaves is in what training has left, and in nothing else."""
+        return any(one.covers_training for one in self.protecting)
+
+    @property
+    def hides_clients(self) -> bool:
+        """Whether a callback hides clients: each counts whatever its training did, and nothing goes by its update's size."""
+        return any(one.hides_clients for one in self.protecting)
 
     def weight(self, server: Server, update: Update) -> float:
         """Return an update's weight before normalisation, by the weighting that the callbacks agree on."""

@@ -8,106 +8,98 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from fedlightning.contract.jobs import Placing, Setup
+    from fedlightning.contract.jobs import Placing
+    from fedlightning.contract.requirements import Requirement
+    from fedlightning.contract.setup import Setup
     from fedlightning.server.server import Server
 
 
 class Change(StrEnum):
-    """What a callback changes in a run, as the end of a sentence after its name.
+    """What a callback declares to change in a run, as the end of a sentence after its name (:attr:`Facts.changes`).
 
-    Most changes follow from the methods that a callback overrides (:data:`FOLLOWS`). The others are declared in
-    :attr:`~fedlightning.contract.FederatedCallback.facts`.
+    Most changes follow from what a callback has, and are named by it (:data:`FOLLOWS`): its methods, such as `"reduce"`.
     """
 
-    PLAN = "plans rounds of its own (plan_round)"
-    PARTICIPANTS = "says who takes part in a round (participants)"
-    JOBS = "changes jobs or leaves them out (on_job)"
-    SHARED = "chooses what travels (shared_names)"
-    BROADCAST = "changes or adds to what is sent to clients (on_broadcast)"
-    RECEIVED = "edits what came before training starts (on_receive)"
-    MODULE = "adds or replaces parts of the module (wrap_module)"
-    SHAPE = "gives a client's module a shape of its own (on_build)"
-    GRADIENT = "corrects gradients (correct_gradient)"
-    LOSS = "adds a term to the loss (training_loss)"
-    TAPS = "reads features inside the model (feature_taps)"
-    MIXES = "adds a term to the loss that may couple the records of a batch (training_loss)"
-    PHASES = "fits several times in a visit (local_phases)"
-    BATCHES = "draws the batches of local training (training_batches)"
-    SENT = "changes or adds to what a client sends (on_send)"
-    REDUCE = "combines updates in a way of its own (reduce)"
-    REDUCED = "changes the mean of the updates (on_reduced)"
-    DENOMINATOR = "names the number that a sum of updates is divided by (denominator)"
-    STEP = "makes the step of the server's model (server_step)"
-    MODEL_OF = "keeps several models at the server (model_of)"
-    NEIGHBOURS = "lets clients talk to their neighbours (neighbours)"
-    PLACES = "places newcomers by a visit (Newcomers.place)"
-    GLOBAL = "has a model of its own for stage G (global_module)"
-    PERSONAL = "deploys another model at each client (personal_module)"
-    FINAL = "adapts models after the last round (final_jobs)"
-    WEIGHTING = "weighs the clients in the mean (weighting)"
-    EXTRAS = "sends clients or the server something beside the model (wire)"
-    VALUES = "sends values shaped as the model's entries (wire)"
-    # what a callback declares
     START = "makes the model that training starts from out of what came and what the client kept"
     KEEPS = "keeps something of its own at each client, which every visit trains or replaces"
-    OWN = "trains or keeps something of each client's own beside the model that travels"
     BESIDE = "trains a model of each client's own beside the steps of the module"
     PARTS = "leaves entries out of what is sent"
     ONE_WAY = "does not send clients the entries of the model that it asks back"
     SMALLER = "cuts entries of what is sent"
+    ALTERS = "puts something that it makes of the update in the place of entries that are sent"
     PRIVATE = "sends entries that never leave a client, in the place of its own"
     IN_STEP = "keeps at a client what has to agree with what the server has taken in"
     READS = "reads a client's samples beside the batches of its training"
     ELSEWHERE = "takes the gradient of a step elsewhere than at the parameters that step"
-    LOSSY = "sends a code in the place of what a client sends (encode)"
     CALIBRATES = "calibrates the logits of the loss by a client's classes"
     WORK = "decides how much a client trains in a visit"
     ABSENCE = "leaves clients out of rounds"
-    SELECTION = "selects models by their scores"
     GLOBAL_SELECTION = "selects one global model by its scores"
     LOCAL_SELECTION = "keeps the best model of each client"
+    # what follows from several things
+    MIXES = "adds a term to the loss that may couple the records of a batch (training_loss)"
+    VALUES = "sends values shaped as the model's entries (wire)"
 
 
-FOLLOWS = {
-    "plan_round": Change.PLAN,
-    "participants": Change.PARTICIPANTS,
-    "on_job": Change.JOBS,
-    "shared_names": Change.SHARED,
-    "on_broadcast": Change.BROADCAST,
-    "on_receive": Change.RECEIVED,
-    "wrap_module": Change.MODULE,
-    "wire": Change.EXTRAS,
-    "on_build": Change.SHAPE,
-    "correct_gradient": Change.GRADIENT,
-    "training_loss": Change.LOSS,
-    "feature_taps": Change.TAPS,
-    "local_phases": Change.PHASES,
-    "training_batches": Change.BATCHES,
-    "on_send": Change.SENT,
-    "reduce": Change.REDUCE,
-    "on_reduced": Change.REDUCED,
-    "denominator": Change.DENOMINATOR,
-    "server_step": Change.STEP,
-    "model_of": Change.MODEL_OF,
-    "neighbours": Change.NEIGHBOURS,
-    "global_module": Change.GLOBAL,
-    "personal_module": Change.PERSONAL,
-    "final_jobs": Change.FINAL,
+METHODS = {
+    "plan_round": "plans rounds of its own",
+    "participants": "says who takes part in a round",
+    "on_job": "changes jobs or leaves them out",
+    "shared_names": "chooses what travels",
+    "on_broadcast": "changes or adds to what is sent to clients",
+    "on_receive": "edits what came before training starts",
+    "wrap_module": "adds or replaces parts of the module",
+    "wire": "sends clients or the server something beside the model",
+    "on_build": "gives a client's module a shape of its own",
+    "correct_gradient": "corrects gradients",
+    "training_loss": "adds a term to the loss",
+    "feature_taps": "reads features inside the model",
+    "local_phases": "fits several times in a visit",
+    "training_batches": "draws the batches of local training",
+    "on_send": "changes or adds to what a client sends",
+    "reduce": "combines updates in a way of its own",
+    "on_reduced": "changes the mean of the updates",
+    "denominator": "names the number that a sum of updates is divided by",
+    "server_step": "makes the step of the server's model",
+    "model_of": "keeps several models at the server",
+    "neighbours": "lets clients talk to their neighbours",
+    "global_module": "has a model of its own for stage G",
+    "personal_module": "deploys another model at each client",
+    "final_jobs": "adapts models after the last round",
+    "encode": "sends a code in the place of what a client sends",
 }
-"""The change that follows from a method that a callback claims."""
+"""What follows from a method that a callback claims, as the end of a sentence after its name."""
+FOLLOWS = METHODS | {
+    "weighting": "weighs the clients in the mean",
+    "place": "places newcomers by a visit",
+    "keeps": "trains or keeps something of each client's own beside the model that travels",
+    "ModelSelection": "selects models by their scores",
+}
+"""The same of its `weighting`, of the facts `newcomers.place` and `keeps`, and of its family, too."""
 
 
-def refuse_other_words(owner: str, changes: object) -> None:
+ALTERING = frozenset((Change.PARTS, Change.SMALLER, Change.ALTERS))
+"""What a callback has to declare that edits `update.state` where noise covers what training has left."""
+
+
+def describe_change(change: str) -> str:
+    """Return a change as the end of a sentence: a member of :class:`Change`, or a name in :data:`FOLLOWS`."""
+    return f"{FOLLOWS[change]} ({change})" if change in FOLLOWS else str(change)
+
+
+def refuse_other_words(owner: str, changes: object, names: Collection[str] = ()) -> None:
     """Refuse what is no collection of changes: nothing would ever be found in it.
 
     Raises:
         TypeError: With what to write.
     """
     other = isinstance(changes, str) or not isinstance(changes, Collection)
-    wrong = [changes] if other else [one for one in changes if not isinstance(one, Change)]  # type: ignore[attr-defined]
+    listed: Iterable[object] = () if other else changes  # type: ignore[assignment]
+    wrong = [changes] if other else [one for one in listed if not isinstance(one, Change) and one not in names]
     if wrong:
         raise TypeError(
-            f"{owner} got {wrong[0]!r} for changes. Give a list of members of Change, such as [Change.REDUCE]."
+            f"{owner} got {wrong[0]!r} for changes. Give a list of members of Change, such as [Change.PARTS]"
+            f"{', or names of methods, such as [' + chr(34) + 'reduce' + chr(34) + ']' if names else ''}."
         )
 
 
@@ -122,24 +114,24 @@ class Need:
 
     Attributes:
         what: What it needs, as the end of a sentence after its name.
-        without: Changes that break it.
+        without: Changes that break it: members of :class:`Change`, and names of methods (:data:`FOLLOWS`).
         instead: Another way out than to remove one of the two, as the end of a sentence.
         when: Whether it holds in a federation, such as one in which not everybody takes part.
 
     Example:
-        >>> Need("compares whole models", [Change.PARTS]).broken_by([Change.PARTS, Change.SHARED])
+        >>> Need("compares whole models", [Change.PARTS]).broken_by([Change.PARTS, "shared_names"])
         <Change.PARTS: 'leaves entries out of what is sent'>
     """
 
     what: str
-    without: Collection[Change] = ()
+    without: Collection[str] = ()
     instead: str = ""
     when: Callable[[Setup], bool] = always
 
     def __post_init__(self) -> None:
-        refuse_other_words("Need", self.without)
+        refuse_other_words("Need", self.without, FOLLOWS)
 
-    def broken_by(self, changes: Collection[Change]) -> Change | None:
+    def broken_by(self, changes: Collection[str]) -> str | None:
         """Return the first of another callback's changes that breaks it; `None` if it holds."""
         return next((change for change in self.without if change in changes), None)
 
@@ -148,14 +140,14 @@ WHOLE_UPDATES = Need("compares or mixes whole models of clients", (Change.PARTS,
 """What clients send is compared, or mixed, as a whole."""
 WHOLE_MODELS_OF_CLIENTS = Need(
     "gives clients parts of the model, and has a mean of its own for every element",
-    (Change.VALUES, Change.PLAN, Change.REDUCED),
+    (Change.VALUES, "plan_round", "on_reduced"),
 )
 """Clients hold parts of the server's model, which nothing may take for the whole."""
 EVERY_SCORE = Need("goes by the scores of every client")
 """Scores of some clients (`evaluation.clients`) are not enough."""
 WORKS_ON_THE_MODEL = (
-    *(Change.PLAN, Change.RECEIVED, Change.GRADIENT, Change.REDUCED, Change.REDUCE, Change.STEP, Change.GLOBAL),
-    *(Change.FINAL, Change.START, Change.PARTS, Change.WEIGHTING),
+    *("plan_round", "on_receive", "correct_gradient", "on_reduced", "reduce", "server_step", "global_module"),
+    *("final_jobs", Change.START, Change.PARTS, "weighting"),
 )
 """Changes that work on a model that travels: they make it, weigh clients in it, or put it together at a client."""
 
@@ -189,6 +181,8 @@ class Facts:
     Attributes:
         changes: Changes that do not follow from the methods that it overrides.
         needs: What no other callback may break.
+        requires: What the module, the data and the run must be like, asked before `check`
+            (:mod:`fedlightning.contract.requirements`).
         keeps: Whether a client keeps something of its own that every visit trains or replaces (`Change.KEEPS`). `None`: it
             does if the callback makes the start of training out of what a client kept, or chooses what travels, so that the
             rest trains at the client.
@@ -220,6 +214,7 @@ class Facts:
 
     changes: Collection[Change] = field(default=frozenset())
     needs: Sequence[Need] = ()
+    requires: Sequence[Requirement] = ()
     keeps: bool | None = None
     mixes_architectures: bool = False
     asynchronous: bool | None = None
@@ -237,17 +232,29 @@ class Facts:
         refuse_other_words("Facts", self.changes)
         if isinstance(self.needs, Need) or any(not isinstance(need, Need) for need in self.needs):
             raise TypeError(f"Facts got needs={self.needs!r}. Give a list of Need(...).")
+        if any(not callable(getattr(one, "check", None)) for one in self.requires):
+            raise TypeError(
+                f"Facts got requires={self.requires!r}. Give a list of requirements, such as LocalSteps(...)."
+            )
         if not isinstance(self.newcomers, Newcomers):
             raise TypeError(f"Facts got newcomers={self.newcomers!r}. Give Newcomers(...).")
         if self.optimizer_state not in (None, "reset", "keep"):
             raise ValueError(f"Facts got optimizer_state={self.optimizer_state!r}. Use 'reset' or 'keep', or None.")
 
-    def extend(self, changes: Iterable[Change] = (), needs: Iterable[Need] = (), **others: Any) -> Facts:
-        """Return these facts with more changes and needs, and other answers to the rest.
+    def extend(
+        self,
+        changes: Iterable[Change] = (),
+        needs: Iterable[Need] = (),
+        requires: Iterable[Requirement] = (),
+        **others: Any,
+    ) -> Facts:
+        """Return these facts with more changes, needs and requirements, and other answers to the rest.
 
         Args:
             changes: Further changes.
             needs: Further needs.
+            requires: Further requirements.
             others: What replaces the other attributes.
         """
-        return replace(self, changes=frozenset(self.changes) | set(changes), needs=(*self.needs, *needs), **others)
+        changed, needed = frozenset(self.changes) | set(changes), (*self.needs, *needs)
+        return replace(self, changes=changed, needs=needed, requires=(*self.requires, *requires), **others)

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fedlightning.contract.callback import FederatedCallback
-from fedlightning.contract.capabilities import Change, Facts
+from fedlightning.contract.capabilities import Facts
 from fedlightning.contract.jobs import Arrivals, Job, Stage
 from fedlightning.contract.messages import Message, Update
-from fedlightning.contract.outgoing import Cover, Outgoing
+from fedlightning.contract.outgoing import Cover, Outgoing, Promise
 from fedlightning.tensors import State
 
 if TYPE_CHECKING:
@@ -92,8 +92,8 @@ class ModelSelection(FederatedCallback):
 
     @property
     def facts(self) -> Facts:
-        """It selects by scores."""
-        return super().facts.extend(changes={Change.SELECTION}, mixes_architectures=True)
+        """Scores are there for any model."""
+        return super().facts.extend(mixes_architectures=True)
 
     def on_client_evaluated(
         self, client: Client, stage: Stage, split: str, metrics: Mapping[str, float], module: LightningModule
@@ -115,11 +115,6 @@ class UpdateCodec(FederatedCallback):
     A client's update is encoded after everybody's `on_send`, and decoded on arrival, before it is checked and before anybody
     sees it. Bytes are those of the code.
     """
-
-    @property
-    def facts(self) -> Facts:
-        """What arrives is not what was trained."""
-        return super().facts.extend(changes={Change.LOSSY})
 
     def encode(self, client: Client, update: Update) -> None:
         """Put a code into `update.extras`, declared in `wire().up`, in the place of entries of `update.state`. A role."""
@@ -147,6 +142,11 @@ class SumCodec(UpdateCodec):
 
     promise: str = ""
 
+    @property
+    def promises(self) -> Sequence[Promise]:
+        """Who cannot learn what."""
+        return ()
+
 
 class Protection(FederatedCallback):
     """Base of callbacks that promise how little what leaves clients tells of their data, such as differential privacy.
@@ -155,11 +155,21 @@ class Protection(FederatedCallback):
     sends. A dry run, the log and the run's summary show for each item what :meth:`covers` says of it.
 
     Attributes:
-        counts_everybody: Whether a client that has trained counts in the round whatever its training did: where it took no
-            step its change is zero, with the noise and the weight of any other. Else who counts would tell of its data.
+        hides_clients: Whether it hides clients. One that has trained counts in the round whatever its training did: where it
+            took no step its change is zero, with the noise and the weight of any other. Nothing goes by the size of single
+            updates, or writes it down.
+        covers_training: Whether the noise is in the steps of training, so that it covers entries as training has left them.
+            What another callback puts in their place (`on_send`) leaves where it declares so (:data:`ALTERING`), and is set
+            to nothing else.
     """
 
-    counts_everybody: bool = False
+    hides_clients: bool = False
+    covers_training: bool = False
+
+    @property
+    def promises(self) -> Sequence[Promise]:
+        """Who cannot learn what."""
+        return ()
 
     def covers(self, item: Outgoing) -> Cover:
         """Return how an item of what leaves is covered. Default: it leaves in the clear.
@@ -169,11 +179,21 @@ class Protection(FederatedCallback):
         """
         return "in the clear"
 
+    def protect(self, client: Client, update: Update) -> None:
+        """Cover an update that is about to leave: after every `on_send`, when no callback gets it any more but a codec."""
+
     def check_changes(self, changes: Sequence[str]) -> None:
         """Refuse to go on with a run whose configuration has changed (`allow_config_change`).
 
         Args:
             changes: A sentence each.
+        """
+
+    def check_runs(self, runs: Sequence[tuple[Protection, int]]) -> None:
+        """Refuse runs that together spend more than a budget that they share, before the first of them begins.
+
+        Args:
+            runs: What protects each run, and its number of rounds.
         """
 
     def class_means(

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fedlightning.contract.messages import GLOBAL, Update
-from fedlightning.datamodules.public import has_positions
-from fedlightning.errors import listed
-from fedlightning.tensors import EntryKind, State
+from fedlightning.tensors import State
 
 if TYPE_CHECKING:
     from fedlightning.client.client import Client
-    from fedlightning.contract.callback import FederatedCallback
     from fedlightning.server.server import Server
 
 Owner = str
@@ -177,163 +174,3 @@ class GradientContext:
     num_samples: int
     lr: float
     phase: str = "fit"
-
-
-@dataclass
-class Setup:
-    """The federation as :meth:`FederatedCallback.check` sees it before round 1.
-
-    Attributes:
-        module: A built copy of the federation's module, wrapped by every callback.
-        template: The user's module as it was given.
-        modules: By name, a built module of every architecture, where clients have different ones; :attr:`module` is one of
-            them, and the check runs once for each.
-        kinds: Kind of every state entry of `module`.
-        callbacks: All federated callbacks in order.
-        clients: The clients' ids.
-        num_samples: Training samples of each client.
-        max_rounds: Rounds of the federation.
-        local_epochs: Epochs of a visit, or `None` where work is counted in steps.
-        local_steps: Steps of a visit, or `None` where work is counted in epochs.
-        optimizers: The optimizers that the module configures; empty if it needs a running trainer to tell.
-        optimizer_state: Whether optimizers begin anew in every visit (`"reset"`) or go on (`"keep"`).
-        trainer_arguments: Arguments of the clients' Lightning Trainers that were set, such as `gradient_clip_val`.
-        num_batches: Number of training batches in an epoch of a client.
-        first_batch: Gives one training batch of the first client that has one.
-        train_loaders: Gives the training loaders of the clients that have a batch; of one machine's, where they are apart.
-        evaluate_every: Rounds between evaluations; 0: never.
-        participation: Share (float) or number (int) of clients that take part in a round.
-        has_pooled: Tells whether the union of the clients' data of a split can be had in one place.
-        has_split: Tells whether any client has samples of a split.
-        has_public: Tells whether there are public data.
-        knows_groups: Tells whether the group (a patient) of every training sample is known.
-        shared_names: Gives the names that travel in round 1; with `without=callback`, those that would without its choice.
-        public_size: Gives the number of public samples; 0 without any. Raises ValueError where they have no positions.
-        public_batch: Gives the first batch of public data; raises ValueError without any.
-        public_batches: Gives all batches of public data, in the order of their samples.
-        warn: Warns the user of something that does not stop the run.
-        loop: Name of the class of the loop, which says when clients are visited.
-        absent: What keeps clients out of rounds, such as `participation=0.5` or a callback; empty: all take part in each.
-        has_clock: Whether the loop counts virtual seconds.
-        drifts: Whether the clients' training data change from round to round.
-        class_counts: Gives the training samples of a client by class; `None` where the data do not tell, or are elsewhere.
-        ordinary: Lightning's callbacks that run inside visits: the trainer's, and the module's where they need no trainer.
-    """
-
-    module: LightningModule
-    template: LightningModule
-    kinds: Mapping[str, EntryKind]
-    callbacks: Sequence[FederatedCallback]
-    clients: Sequence[str]
-    num_samples: Mapping[str, int]
-    max_rounds: int
-    local_epochs: int | None
-    local_steps: int | None
-    optimizers: Sequence[Any] = ()
-    optimizer_state: Literal["reset", "keep"] = "reset"
-    trainer_arguments: Mapping[str, Any] = field(default_factory=dict)
-    num_batches: Callable[[str], int] = lambda client: 1
-    first_batch: Callable[[], Any] = lambda: None
-    train_loaders: Callable[[], Iterable[Any]] = lambda: ()
-    evaluate_every: int = 1
-    participation: int | float = 1.0
-    has_pooled: Callable[[str], bool] = lambda split: True
-    has_split: Callable[[str], bool] = lambda split: True
-    has_public: Callable[[], bool] = lambda: False
-    knows_groups: Callable[[], bool] = lambda: False
-    shared_names: Callable[..., Sequence[str]] = lambda without=None: ()
-    modules: Mapping[str, LightningModule] = field(default_factory=dict)
-    public_size: Callable[[], int] = lambda: 0
-    public_batch: Callable[[], Any] = lambda: None
-    public_batches: Callable[[], Iterable[Any]] = lambda: ()
-    warn: Callable[[str], None] = lambda text: None
-    loop: str = "Synchronous"
-    absent: str = ""
-    has_clock: bool = False
-    drifts: bool = False
-    class_counts: Callable[[str], Sequence[int] | None] = lambda client: None
-    ordinary: Sequence[Callback] = ()
-
-    def refuse_drift(self, owner: str, why: str) -> None:
-        """Refuse training data that change from round to round.
-
-        Args:
-            owner: The callback that cannot do with it.
-            why: What it does, as the middle of a sentence.
-
-        Raises:
-            ValueError: If they change.
-        """
-        if self.drifts:
-            raise ValueError(
-                f"{owner} {why}, and here the clients' training data change from round to round. Remove {owner}, or "
-                "give data that stay."
-            )
-
-    def refuse_unnumbered(self, owner: str, why: str) -> None:
-        """Refuse training samples that cannot be had one by one: those of streams and of ready batches.
-
-        Args:
-            owner: The callback that cannot do with it.
-            why: What it does, as the middle of a sentence.
-
-        Raises:
-            ValueError: If a client has such samples.
-        """
-        other = next((loader for loader in self.train_loaders() if not has_positions(loader)), None)
-        if other is not None:
-            raise ValueError(
-                f"{owner} {why}, and those of {type(getattr(other, 'dataset', other)).__name__} have no position: it gives a "
-                "stream or ready batches. Use a map-style dataset of samples, and a batch_size."
-            )
-
-    def refuse_frozen(self, owner: str, names: Sequence[str], instead: str) -> None:
-        """Refuse a part of the module that is to train by itself, and in which nothing does.
-
-        Args:
-            owner: The callback that trains it.
-            names: Names of the part's entries.
-            instead: The way out.
-
-        Raises:
-            ValueError: If no parameter among them trains.
-        """
-        if not any(self.kinds[name] == "trainable" for name in names):
-            raise ValueError(
-                f"{owner} trains a part of {type(self.template).__name__} by itself ({listed(map(repr, names))}), and no "
-                f"parameter of it trains. {instead}"
-            )
-
-    def refuse_manual(self, owner: str, why: str, instead: str = "Use automatic optimization.") -> None:
-        """Refuse a module that optimizes manually.
-
-        Args:
-            owner: The callback that cannot do with it.
-            why: What it does, as the middle of a sentence.
-            instead: The way out.
-
-        Raises:
-            ValueError: If it does.
-        """
-        if not self.module.automatic_optimization:
-            raise ValueError(f"{owner} {why}, but {type(self.template).__name__} optimizes manually. {instead}")
-
-
-class FirstStep(NamedTuple):
-    """What one step of training and of validation has shown before round 1.
-
-    Attributes:
-        module: Name of the user's class.
-        optimizers: Optimizers of the fit; empty where the clients' data are elsewhere.
-        clips: Hook in which the module changes its gradients after the backward pass; empty: there is none.
-        optimizer_state: Whether optimizers begin anew in every visit (`"reset"`) or go on (`"keep"`).
-        logged: Metrics that the module logs in validation; `None` if that is not known.
-        is_scored: Whether models are scored on validation data during the run.
-    """
-
-    module: str
-    optimizers: tuple[Any, ...] = ()
-    clips: str = ""
-    optimizer_state: str = "reset"
-    logged: tuple[str, ...] | None = None
-    is_scored: bool = True

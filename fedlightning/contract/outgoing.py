@@ -6,12 +6,25 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal[
-    "sizes", "entries", "extra", "means", "counts", "logged", "scores", "tests", "texts", "models", "own models"
+    "sizes",
+    "classes",
+    "entries",
+    "extra",
+    "means",
+    "counts",
+    "undeclared",
+    "logged",
+    "scores",
+    "tests",
+    "texts",
+    "models",
+    "own models",
 ]
-"""`"sizes"`: what is told of the data before round 1; `"entries"` of the model; an `"extra"` of a callback, or `"means"` by
-class; `"counts"` of samples and steps; values that the module `"logged"` in training; `"scores"` on validation data;
-`"tests"` on test data; `"texts"` of failures; `"models"` of clients in the run's folder, or `"own models"`
-where they have parts that train beside the steps of the module, whose gradients no noise covers."""
+"""`"sizes"` of the data, and `"classes"` of training samples and which they are: told before round 1; `"entries"` of the
+model; an `"extra"` of a callback, or `"means"` by class; `"counts"` of samples and steps; what callbacks make of an update
+`"undeclared"`; values that the module `"logged"` in training; `"scores"` on validation data; `"tests"` on test data;
+`"texts"` of failures; `"models"` of clients in the run's folder, or `"own models"` where they have parts that train beside
+the steps of the module, whose gradients no noise covers."""
 Cover = Literal["noised", "withheld", "in the clear"]
 """How an item is covered: noise is added to it, it does not leave, or it leaves as it is."""
 
@@ -38,3 +51,20 @@ class Outgoing:
 
     def __str__(self) -> str:
         return f"{self.what} ({self.when})"
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What somebody cannot learn, because a callback sees to it. A run's `summary.json` and reports have all of them.
+
+    Attributes:
+        who: Who cannot learn it.
+        cannot_learn: What.
+        provided: What this rests on.
+        left: What they learn all the same.
+    """
+
+    who: str
+    cannot_learn: str
+    provided: str
+    left: str

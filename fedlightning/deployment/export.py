@@ -33,7 +33,7 @@ from fedlightning.contract.messages import Message
 from fedlightning.deployment import checkpoints
 from fedlightning.deployment.checkpoints import Exporter, describe, is_ours
 from fedlightning.engines.attempts import stop_at
-from fedlightning.engines.base import Engine, Question
+from fedlightning.engines.base import Engine, PlainTask
 from fedlightning.engines.score_tasks import ServerModel
 from fedlightning.errors import listed
 from fedlightning.fast.eligibility import of_callback
@@ -74,7 +74,7 @@ class Deployed:
 
 
 @dataclass(frozen=True)
-class Deploy(Question):
+class Deploy(PlainTask):
     """Make the model that a client deploys, and hand it over or write it as a Lightning checkpoint.
 
     It works on a copy of the client's record, and trains nothing.
@@ -161,7 +161,7 @@ class Deploy(Question):
 
 
 @dataclass(frozen=True)
-class Predict(Question):
+class Predict(PlainTask):
     """Predict with a model on the test data of a client, where these are.
 
     Attributes:

@@ -68,7 +68,7 @@ class Task(Protocol[Answer_co]):
         """Return the client that failed and the reason, or `None` if the answer is a good one."""
 
 
-class Question:
+class PlainTask:
     """A task that carries no tensors, costs the same for every client, and has no bad answer: base of such tasks."""
 
     @property

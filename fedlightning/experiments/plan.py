@@ -7,6 +7,7 @@ watches the runs stays small.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -20,11 +21,87 @@ import yaml
 from fedlightning.config.errors import InputError, explain
 from fedlightning.errors import ConfigurationError
 from fedlightning.experiments.baselines import AUTO, baseline_config, missing_baselines
-from fedlightning.experiments.grid import read_grid
 from fedlightning.experiments.leave_one_site_out import without_each
-from fedlightning.experiments.methods import Config, Method, labels, split_label, unique
+from fedlightning.experiments.methods import Config, Method, labels, split_label, tidy, unique
+from fedlightning.experiments.reproduce.fields import read_yaml
 from fedlightning.options import Flower, Ray
 from fedlightning.study.columns import LOCAL, POOLED
+
+KEYS = {"config", "methods", "variants"}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Methods and variants; each method is run under each variant.
+
+    Attributes:
+        before: Files that are read before those of a method.
+        methods: Name -> files of a method, a row of the report's table.
+        variants: Name -> files of a variant, read after those of the method: a column.
+    """
+
+    before: list[str]
+    methods: dict[str, list[str]]
+    variants: dict[str, list[str]]
+
+    @property
+    def cells(self) -> dict[str, tuple[str, str]]:
+        """Name of a run -> its method and its variant.
+
+        Example:
+            >>> Grid([], {"mean": []}, {"none": [], "ALIE": []}).cells
+            {'mean_none': ('mean', 'none'), 'mean_ALIE': ('mean', 'ALIE')}
+        """
+        return {tidy(f"{row}_{column}"): (row, column) for row in self.methods for column in self.variants}
+
+
+def read_grid(path: Path, folder: Path) -> Grid:
+    """Read a grid: `config`, and by name `methods` and `variants`. Files are relative to the grid's own folder.
+
+    Args:
+        path: The file. A method or variant is a file, a list of files, or what would stand in one.
+        folder: Where to write files of what stands in the grid itself.
+
+    Raises:
+        InputError: If it is no grid.
+    """
+    try:
+        given = read_yaml(path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}.") from error
+    if set(given) - KEYS or not all(isinstance(given.get(key), dict) and given[key] for key in ("methods", "variants")):
+        raise InputError(
+            f"{path} is no grid. It has config: [FILE, ...], and by name methods and variants, each a FILE, a list of files, "
+            "or what would stand in one ({}: nothing)."
+        )
+    count = 0
+
+    def files(value: Any) -> list[str]:
+        nonlocal count
+        if isinstance(value, list):
+            return [file for one in value for file in files(one)]
+        if isinstance(value, str):
+            return [os.path.normpath(path.parent / value)]
+        if not isinstance(value, dict):
+            raise InputError(f"{path}: {value!r:.80} is neither a file nor what would stand in one.")
+        if not value:
+            return []
+        count += 1
+        aside = folder / f"grid_{count}.yaml"
+        aside.write_text(yaml.safe_dump(value, sort_keys=False))
+        return [str(aside)]
+
+    def named(key: str) -> dict[str, list[str]]:
+        found = {str(name): files(value) for name, value in given[key].items()}
+        if len(found) < len(given[key]) or not all(name.strip() for name in found):
+            raise InputError(f"{path}: the names of {key} have to differ, as texts, and none may be empty.")
+        return found
+
+    grid = Grid(files(given.get("config", [])), named("methods"), named("variants"))
+    if len({name.lower() for name in grid.cells}) < len(grid.methods) * len(grid.variants):
+        raise InputError(f"{path}: two runs would have one name. Name methods and variants otherwise.")
+    return grid
+
 
 MATRIX_CLIENTS = 20
 """Up to this many clients, runs are tested with every client's model on every client's data; beyond, it costs too much."""
@@ -102,11 +179,19 @@ def make_plan(request: Request, clients: dict[str, list[str]] | None = None) -> 
     vary: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
         cells, stacks = _stacks(request, Path(folder))
+        faults: list[str] = []
         for name, stack in stacks.items():
             told = list(dict.fromkeys(request.grid if Path(folder) in Path(one).parents else one for one in stack))
-            config, number, vary[name] = reader.read(name, stack, request.options, told)
+            try:
+                config, number, vary[name] = reader.read(name, stack, request.options, told)
+            except InputError as error:  # what is wrong with the others is said too
+                faults.append(str(error))
+                continue
             methods.append(Method(name, told, config, False, number, reader.optimizer_state, cell=cells.get(name)))
             reader.keep(name)
+    if faults:
+        more = "".join(f"\n{number}. {fault}" for number, fault in enumerate(faults, 1))
+        raise InputError(faults[0] if len(faults) == 1 else f"{len(faults)} of {len(stacks)} methods cannot run:{more}")
     try:
         added = missing_baselines([method.config for method in methods], request.baselines)
     except ValueError as error:

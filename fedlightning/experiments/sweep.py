@@ -12,8 +12,10 @@ from typing import Any
 
 from fedlightning.config.errors import InputError
 from fedlightning.config.short_forms import expand_words
+from fedlightning.config.value_checks import class_of
+from fedlightning.contract import Protection
 from fedlightning.errors import missing_package
-from fedlightning.experiments.methods import Config
+from fedlightning.experiments.methods import Config, Method
 from fedlightning.experiments.space import Range, Values
 from fedlightning.study.columns import GLOBAL, PERSONAL
 
@@ -50,6 +52,25 @@ class Trial:
         """Mean over seeds; `None` unless every seed has an objective."""
         found = [value for value in self.per_seed.values() if value is not None]
         return sum(found) / len(found) if found and len(found) == len(self.per_seed) else None
+
+
+def refuse_unpayable(methods: Sequence[Method]) -> None:
+    """Refuse runs whose privacy callbacks share a budget that does not last for all of them: each spends once a run.
+
+    Args:
+        methods: The configuration of each run.
+
+    Raises:
+        ValueError: With the budget and a way out.
+    """
+    runs: list[tuple[Protection, int]] = []
+    for method in methods:
+        for entry in method.config.get("trainer", {}).get("callbacks") or []:
+            kind = class_of(entry["class_path"])
+            if isinstance(kind, type) and issubclass(kind, Protection):
+                runs.append((kind(**entry.get("init_args") or {}), method.rounds))
+    for callback, _ in runs:
+        callback.check_runs(runs)
 
 
 def objective(folder: Path, metric: str = "loss") -> float | None:

@@ -7,30 +7,35 @@ from collections.abc import Sequence
 from torch import nn
 
 from fedlightning.contract.callback import FederatedCallback
-from fedlightning.contract.capabilities import FOLLOWS, Change
-from fedlightning.contract.jobs import Setup
+from fedlightning.contract.capabilities import METHODS, Change, describe_change
 from fedlightning.contract.messages import Extra
+from fedlightning.contract.setup import Setup
 from fedlightning.errors import ConfigurationError
 
 
-def changes_of(callback: FederatedCallback) -> set[Change]:
-    """Return what a callback changes: as its methods tell, and as it declares."""
+def changes_of(callback: FederatedCallback) -> set[str]:
+    """Return what a callback changes: members of `Change` that it declares, and names of what it has."""
     facts = callback.facts
-    found = set(facts.changes) | {change for name, change in FOLLOWS.items() if callback.claims(name)}
-    found |= {Change.MIXES} if found & {Change.LOSS, Change.TAPS} and not facts.by_record else set()
-    found |= {Change.PLACES} if facts.newcomers.place is not None else set()
-    keeps = bool(found & {Change.START, Change.SHARED}) if facts.keeps is None else facts.keeps
-    found |= ({Change.KEEPS} if keeps else set()) | ({Change.OWN} if facts.keeps else set())
-    return found | ({Change.WEIGHTING} if callback.weighting is not None else set())
+    changes = set(facts.changes) | {name for name in METHODS if callback.claims(name)}
+    keeps = bool(changes & {Change.START, "shared_names"}) if facts.keeps is None else facts.keeps
+    also = {
+        Change.MIXES: bool(changes & {"training_loss", "feature_taps"}) and not facts.by_record,
+        Change.KEEPS: keeps,
+        "keeps": facts.keeps,
+        "place": facts.newcomers.place is not None,
+        "weighting": callback.weighting is not None,
+        "ModelSelection": callback.is_of("ModelSelection"),
+    }
+    return changes | {change for change, holds in also.items() if holds}
 
 
-def changes_in(callback: FederatedCallback, module: nn.Module) -> set[Change]:
+def changes_in(callback: FederatedCallback, module: nn.Module) -> set[str]:
     """Return what a callback changes in a federation of `module`; one that only watches changes nothing."""
     if not callback.facts.takes_part:
         return set()
     wire = callback.wire(module)
     forms = {Extra.of(spec).form for spec in (*wire.down.values(), *wire.up.values())}
-    whole = any(form in forms for form in ("parameters", "state", "states"))
+    whole = not forms.isdisjoint(("parameters", "state", "states"))
     return changes_of(callback) | ({Change.VALUES} if whole else set())
 
 
@@ -59,6 +64,6 @@ def refuse_combinations(callbacks: Sequence[FederatedCallback], setup: Setup) ->
                 if broken is not None:
                     instead = f", or {need.instead}" if need.instead else ""
                     raise ConfigurationError(
-                        f"{callback.key} {need.what}, and {other.key} {broken}. Remove {callback.key} or {other.key}"
-                        f"{instead}."
+                        f"{callback.key} {need.what}, and {other.key} {describe_change(broken)}. Remove {callback.key} or "
+                        f"{other.key}{instead}."
                     )

@@ -218,8 +218,7 @@ def _role(callback: Any, module: nn.Module) -> CallbackRole:
         {name: repr(value) for name, value in callback.hyperparameters().items()},
         key=callback.key,
         weighting="its own" if callable(callback.weighting) else callback.weighting or "",
-        hooks=[name for name in own if name not in ("claims", "hyperparameters", "wire", "check", "check_step")]
-        + hooks,
+        hooks=[name for name in own if name not in ("claims", "hyperparameters", "wire", "check")] + hooks,
         down=list(wire.down),
         up=list(wire.up),
     )

@@ -69,6 +69,8 @@ class Explosions(Part):
         self._entries.clear()
 
     def on_update(self, server: Server, update: Update, before: State) -> None:
+        if server.callbacks.hides_clients:
+            return
         pairs = {
             name: (update.state[name], before[name])
             for name in server.architecture(update.model).trainable

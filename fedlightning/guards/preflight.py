@@ -1,7 +1,7 @@
-"""The rehearsal before round 1: :meth:`Rehearsal.ask` is the one list of questions, in the order in which they are asked.
+"""What is asked before round 1: :meth:`PreflightQuestions.ask` is the one list of questions, in their order.
 
 What cannot work is refused in a sentence. The modules that questions look at are built once. What takes a client's batch is
-asked where the batch is: the checks of callbacks (:mod:`~fedlightning.guards.preflight_task`) and one batch of every step
+asked where the batch is: callbacks (:mod:`~fedlightning.guards.preflight_task`) and one batch of every step
 (:mod:`~fedlightning.guards.step_trials`); where that is another machine, all of it travels together.
 """
 
@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
 
-from fedlightning.client.data_summary import knows_groups, take_first_batch, train_loaders
-from fedlightning.contract import POOLED, Change, FederatedCallback, Setup
+from fedlightning.contract import POOLED, Change, FederatedCallback, FirstStep, Setup
 from fedlightning.contract.capabilities import EVERY_SCORE
 from fedlightning.datamodules.base import SPLITS
 from fedlightning.engines.attempts import at_site
 from fedlightning.engines.base import Task
 from fedlightning.errors import ConfigurationError, listed, warn
 from fedlightning.guards.composition import changes_of, refuse_combinations
-from fedlightning.guards.preflight_task import CheckThere, Public, setup_of
-from fedlightning.guards.step_trials import StepTrials, Tried, TryStep
+from fedlightning.guards.preflight_task import DataElsewhere, PreflightTask, StepFinding, ask_callback, make_setup
+from fedlightning.guards.step_trials import StepTrial, StepTrials
 from fedlightning.privacy.leaving import leaving_of
 from fedlightning.privacy.outgoing import outgoing_of
 from fedlightning.ranges import counts_of
@@ -39,18 +38,14 @@ FAR = 100
 WORDS = {POOLED: "pooled data", "clients": "other clients' data"}
 
 
-class BatchElsewhere(BaseException):
-    """A check asks for a client's batch, and the clients' data are elsewhere. No `except Exception` of a check catches it."""
-
-
 class Preflight(Part):
     """Asks before round 1 what cannot work."""
 
     def check(self, federation: Federation) -> None:
-        Rehearsal(federation).ask()
+        PreflightQuestions(federation).ask()
 
 
-class Rehearsal:
+class PreflightQuestions:
     """A federation before round 1, and what is known of it.
 
     Args:
@@ -63,7 +58,7 @@ class Rehearsal:
     def __init__(self, federation: Federation) -> None:
         self.federation, self.server, self.engine = federation, federation.server, federation.engine
         self.blueprint, self.is_mixed = self.server.blueprint, self.server.is_mixed
-        self.tried: dict[TryStep, Tried] = {}
+        self.tried: dict[StepTrial, StepFinding] = {}
 
     def ask(self) -> None:
         """Ask everything. What costs little comes first, and a callback's own check before what knows less.
@@ -94,7 +89,7 @@ class Rehearsal:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """What callbacks are told in plain values: the attributes :data:`~fedlightning.guards.preflight_task.PLAIN`."""
+        """What callbacks are told in plain values: the those of :data:`~fedlightning.guards.preflight_task.FACTS`."""
         server, settings, loop = self.server, self.blueprint.settings, self.federation.loop
         return {
             "clients": server.clients,
@@ -118,7 +113,7 @@ class Rehearsal:
         participation, clients = self.server.participation, len(self.server.clients)
         if not participation.is_everybody and participation.share != clients:
             return f"participation={participation.share}"
-        away = {Change.ABSENCE, Change.PARTICIPANTS}
+        away = {Change.ABSENCE, "participants"}
         return next((callback.key for callback in self.server.callbacks if away & changes_of(callback)), "")
 
     @cached_property
@@ -129,7 +124,7 @@ class Rehearsal:
     @cached_property
     def pooled(self) -> tuple[str, ...]:
         """Splits whose union over the clients can be had in one place."""
-        return self.engine.describe(details=["pooled"]).pooled
+        return tuple(self.engine.describe(details=["pooled"]).pooled)
 
     @cached_property
     def splits(self) -> tuple[str, ...]:
@@ -149,29 +144,9 @@ class Rehearsal:
         due = {"val": run.evaluate_data} if run.evaluate_every > 0 and run.stages else {}
         return due | ({"test": run.test_data} if run.test_data else {})
 
-    def first_batch(self) -> Any:
-        """Return a training batch of the first client that has one; `None` if nobody has. Every call reads it anew."""
-        if self.engine.data_here:
-            return take_first_batch(self.engine.runner)
-        if self.first_client is None:
-            return None
-        raise BatchElsewhere
-
     def class_counts(self, client: str) -> Sequence[int] | None:
         """Return a client's training samples by class, where that is known here."""
         return self.engine.describe(details=["classes"]).classes.get(client) if self.engine.data_here else None
-
-    def knows_groups(self) -> bool:
-        """Return whether the group of every training sample is known, where the clients' data are."""
-        if self.engine.data_here:
-            return knows_groups(self.engine.runner)
-        raise BatchElsewhere
-
-    def train_loaders(self) -> Iterator[Any]:
-        """Return the clients' training loaders, where the clients' data are."""
-        if self.engine.data_here:
-            return train_loaders(self.engine.runner)
-        raise BatchElsewhere
 
     # -- the configuration ---------------------------------------------------------------------------------------------
     def counts(self) -> None:
@@ -336,67 +311,62 @@ class Rehearsal:
     def callbacks(self) -> None:
         """Let callbacks refuse what cannot work: each alone, and one beside another.
 
-        A check that needs a batch from elsewhere is made there, together with the steps that :meth:`steps` will try.
-        Refusals and warnings come in the order of the callbacks all the same.
+        One that needs a batch from elsewhere is asked there, together with the steps that :meth:`steps` will try. Refusals
+        and warnings come in the order of the callbacks all the same.
         """
-        done: list[tuple[list[str], CheckThere | None]] = []  # what each has said, or the task that is to say it
-        refused: ValueError | None = None
-        for callback, name, setup in self._checks():
-            said: list[str] = []
-            setup.warn, there = said.append, None
+        findings: list[tuple[FederatedCallback, StepFinding | PreflightTask]] = []
+        for callback, architecture, setup in [*self._setups()]:
             try:
-                if callback.claims("training_loss"):
-                    setup.refuse_manual(callback.key, "adds a term to the loss that training_step returns")
-                callback.check(setup)
-            except BatchElsewhere:
-                there = self._there(callback, name, setup)
-            except ValueError as error:  # it counts if none of those before refuses
-                refused = self._without_public(callback.key, str(error)) or error
+                finding = ask_callback(callback, setup)
+            except DataElsewhere:
+                if self.first_client is not None:
+                    findings.append((callback, self._task(callback, architecture, setup)))
+                continue
+            findings.append((callback, finding))
+            if finding.refusal is not None:  # it counts if none of those before refuses
                 break
-            done.append((said, there))
-        checks = [there for _, there in done if there is not None]
-        trials = refused is None and self.federation.sanity_check and not self.engine.data_here
+        tasks: list[Task[StepFinding]] = [finding for _, finding in findings if isinstance(finding, PreflightTask)]
+        refused = any(isinstance(finding, StepFinding) and finding.refusal for _, finding in findings)
+        trials = not refused and self.federation.sanity_check and not self.engine.data_here
         steps = list(self._trials.first()) if trials else []
-        tasks: list[Task[Tried]] = [*checks, *steps]
-        answers = list(self.engine.map(tasks)) if tasks else []
-        self.tried.update(zip(steps, answers[len(checks) :], strict=True))
-        found = iter(answers)
-        for said, there in done:
-            if there is not None:
-                answer = next(found)
-                said = answer.said
-                if answer.refusal is not None:
-                    raise self._without_public(there.callback, answer.refusal) or ConfigurationError(answer.refusal)
-            for text in said:
+        answers = list(self.engine.map([*tasks, *steps])) if tasks or steps else []
+        self.tried.update(zip(steps, answers[len(tasks) :], strict=True))
+        answered = iter(answers)
+        for callback, found in findings:
+            answer = next(answered) if isinstance(found, PreflightTask) else found
+            if answer.refusal is not None:
+                missing = "public data" in answer.refusal and self._no_public
+                if missing or answer.cause is None:
+                    raise ConfigurationError(f"{callback.key} {missing}" if missing else answer.refusal)
+                raise answer.cause
+            for text in answer.said:
                 warn(text)
-        if refused is not None:
-            raise refused
 
-    def _checks(self) -> list[tuple[FederatedCallback, str, Setup]]:
-        """Return every callback, for every architecture; callbacks that cannot stand together are refused."""
-        public = Public(self.engine.public, self.blueprint)
-        found = []
+    def _setups(self) -> Iterator[tuple[FederatedCallback, str, Setup]]:
+        """Yield every callback, for every architecture; callbacks that cannot stand together are refused."""
         for name in self.modules:
-            setup = setup_of(
+            setup = make_setup(
                 self,
-                self.blueprint,
+                self.engine.runner,
                 self.modules,
                 name,
-                public,
-                first_batch=self.first_batch,
-                knows_groups=self.knows_groups,
-                train_loaders=self.train_loaders,
-                shared_names=partial(self.server.shared_in, name),
-                class_counts=self.class_counts,
+                self.engine.public,
+                partial(self.server.shared_in, name),
+                partial(self.first_step, name),
+                self.class_counts,
+                self.engine.data_here,
             )
             refuse_combinations(setup.callbacks, setup)
-            found += [(callback, name, setup) for callback in self.server.callbacks]
-        return found
+            yield from ((callback, name, setup) for callback in self.server.callbacks)
 
-    def _there(self, callback: FederatedCallback, architecture: str, setup: Setup) -> CheckThere:
+    def first_step(self, architecture: str) -> FirstStep:
+        """Return what one step shows; nothing where no step is to be tried."""
+        return self._trials.first_step(architecture) if self.federation.sanity_check else FirstStep()
+
+    def _task(self, callback: FederatedCallback, architecture: str, setup: Setup) -> PreflightTask:
         shared = {"": tuple(setup.shared_names())}
         shared |= {other.key: tuple(setup.shared_names(without=other)) for other in setup.callbacks}
-        return CheckThere(
+        return PreflightTask(
             callback.key,
             architecture,
             str(self.first_client),
@@ -405,7 +375,7 @@ class Rehearsal:
             self.batches,
             self.pooled,
             self.splits,
-            is_mixed=self.is_mixed,
+            self.is_mixed,
             has_public=not self._no_public,
         )
 
@@ -413,8 +383,3 @@ class Rehearsal:
     def _no_public(self) -> str:
         """What is said of a method that needs public data, where they are missing and the clients are elsewhere."""
         return self.engine.no_public if self.engine.no_public and self.engine.public()[0] is None else ""
-
-    def _without_public(self, callback: str, refusal: str) -> ConfigurationError | None:
-        """Return the refusal of a callback that misses public data, with the way out of where the clients are elsewhere."""
-        missing = "public data" in refusal and self._no_public
-        return ConfigurationError(f"{callback} {missing}") if missing else None

@@ -1,119 +1,125 @@
-"""What a callback's check is told (:func:`setup_of`), and a check where a client's batch is (:class:`CheckThere`)."""
+"""What callbacks are asked before round 1: their requirements and their own checks, where the clients' data are.
+
+A check is answered at the server as long as it asks for nothing of the data but what their description says. One that asks
+for a batch of clients whose data are elsewhere is a task for the first of them (:class:`PreflightTask`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning.pytorch import Callback, LightningModule
-from torch.utils.data import IterableDataset
 
-from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.client_errors import client_failure
 from fedlightning.client.data_summary import knows_groups, take_first_batch, train_loaders
 from fedlightning.client.optimizers import optimizers_of
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.runtime import LocalRunner
-from fedlightning.contract import Setup
-from fedlightning.datamodules.public import first_batch, public_loader, size_of
-from fedlightning.datamodules.sampling import kept
-from fedlightning.engines.base import Question
-from fedlightning.guards.step_trials import Tried
-from fedlightning.seeding import isolated
+from fedlightning.contract import DataView, FederatedCallback, FirstStep, PublicDataView, RunTerms, Setup
+from fedlightning.contract.requirements import AutomaticOptimization
+from fedlightning.engines.base import PlainTask
+from fedlightning.errors import ControlFlow
 from fedlightning.tensors import entry_kinds
 
 if TYPE_CHECKING:
-    from fedlightning.guards.preflight import Rehearsal
+    from fedlightning.guards.preflight import PreflightQuestions
 
-PLAIN = (
-    *("clients", "num_samples", "max_rounds", "local_epochs", "local_steps", "optimizer_state", "trainer_arguments"),
-    *("evaluate_every", "participation", "loop", "absent", "has_clock", "drifts"),
-)
-"""The attributes of a :class:`~fedlightning.contract.Setup` that are plain values; a check that runs elsewhere is
-sent these."""
+FACTS = {*(one.name for one in fields(RunTerms)), "num_samples", "drifts"} - {"lightning_callbacks"}
+"""Plain values of a :class:`~fedlightning.contract.Setup`; a check that is answered elsewhere is sent these."""
+
+REQUIRED = {"training_loss": AutomaticOptimization("adds a term to the loss that training_step returns")}
+"""What follows from a method that a callback claims."""
 
 
-class Public:
-    """What a check may ask about public data.
+class DataElsewhere(ControlFlow):
+    """A check asks for clients' data, and they are elsewhere."""
 
-    Args:
-        source: Gives their loader, or `None`, and the name of the data module.
-        blueprint: Has the seed and the precision.
+
+@dataclass(frozen=True)
+class StepFinding:
+    """The answer to a question that was asked where a client's batch is.
+
+    Attributes:
+        has_batches: `False`: this client has no batch; `None`: loaders of this kind cannot be tried.
+        refusal: Why the run cannot work, as a sentence; `None` if nothing speaks against it.
+        names: Of a step: metrics that schedulers follow; or those that the module logs, where it was listened to.
+        said: Of a check: what it warns of; of a training step: buffers that it changes, but for those of normalisation.
+        cause: What was raised, where that is in this process.
     """
 
-    def __init__(self, source: Callable[[], tuple[Any, str]], blueprint: Blueprint) -> None:
-        self._source, self._blueprint = source, blueprint
+    has_batches: bool | None = True
+    refusal: str | None = None
+    names: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    cause: BaseException | None = None
 
-    def there(self) -> bool:
-        """Return whether there are public data."""
-        loader, name = self._source()
-        dataset: Any = None if loader is None else loader.dataset
-        if isinstance(dataset, IterableDataset):
-            raise ValueError(
-                f"{name}.public_dataloader gives an iterable {type(dataset).__name__}, but clients draw public samples at "
-                "random, by their index. Give a dataset with __len__ and __getitem__."
-            )
-        return loader is not None
-
-    def size(self) -> int:
-        """Return the number of public samples; 0 without any."""
-        return size_of(*self._source())
-
-    def batch(self) -> Any:
-        """Return the first public batch."""
-        loader, name = self._source()
-        with isolated(self._blueprint.settings.seed, "first public batch"), kept(getattr(loader, "dataset", None)):
-            return self._blueprint.precision.convert_input(first_batch(loader, name))
-
-    def batches(self) -> Iterator[Any]:
-        """Yield all public batches, in the order of the samples."""
-        loader, name = self._source()
-        with isolated(self._blueprint.settings.seed, "public batches"), kept(getattr(loader, "dataset", None)):
-            yield from map(self._blueprint.precision.convert_input, public_loader(loader, name))
+    def __reduce__(self) -> Any:
+        return StepFinding, (self.has_batches, self.refusal, self.names, self.said)
 
 
-def setup_of(
-    told: Rehearsal | CheckThere,
-    blueprint: Blueprint,
+def make_setup(
+    terms: PreflightQuestions | PreflightTask,
+    runner: LocalRunner,
     modules: Mapping[str, LightningModule],
     architecture: str,
-    public: Public,
-    **more: Any,
+    public: Callable[[], tuple[Any, str]],
+    shared_names: Callable[..., Sequence[str]],
+    first_step: Callable[[], FirstStep] = FirstStep,
+    class_counts: Callable[[str], Sequence[int] | None] = lambda client: None,
+    data_here: bool = True,
 ) -> Setup:
     """Return what callbacks see in their `check` of an architecture; what costs something is looked up when it is asked for.
 
     Args:
-        told: Knows the plain facts, the batches of each client, and which splits there are.
-        blueprint: Has the callbacks.
+        terms: What is known of the federation beside its modules and the clients' batches.
+        runner: The client side of this process.
         modules: A built module of each architecture.
         architecture: Name of the architecture.
-        public: The public data.
-        more: The other functions of the `Setup`: `first_batch`, `train_loaders`, `knows_groups`, `shared_names`, `warn`.
+        public: Gives the loader of public data, or `None`, and the name of the data module.
+        shared_names: As in the `Setup`.
+        first_step: As in the `Setup`.
+        class_counts: As in the `Setup`.
+        data_here: Whether the clients' data are in this process.
     """
-    module = modules[architecture]
+    module, blueprint, facts = modules[architecture], runner.blueprint, dict(terms.facts)
+
+    def local(read: Callable[[LocalRunner], Any]) -> Callable[[], Any]:
+        return partial(read, runner) if data_here else _ask_elsewhere
+
     return Setup(
         module=module,
         template=blueprint.template_of(architecture),
+        modules=modules if terms.is_mixed else {},
         kinds=entry_kinds(module),
         callbacks=list(blueprint.callbacks),
         optimizers=optimizers_of(module),
-        ordinary=[*blueprint.settings.callbacks, *_own_callbacks(module)],
-        modules=modules if told.is_mixed else {},
-        num_batches=lambda client: told.batches[client],
-        has_pooled=lambda split: split in told.pooled,
-        has_split=lambda split: split in told.splits,
-        has_public=public.there,
-        public_size=public.size,
-        public_batch=public.batch,
-        public_batches=public.batches,
-        **more,
-        **told.facts,
+        data=DataView(
+            facts.pop("num_samples"),
+            facts.pop("drifts"),
+            num_batches=lambda client: terms.batches[client],
+            first_batch=local(take_first_batch),
+            train_loaders=local(train_loaders),
+            has_pooled=lambda split: split in terms.pooled,
+            has_split=lambda split: split in terms.splits,
+            knows_groups=local(knows_groups),
+            coupled_records=local(lambda runner: str(runner.data.coupled_records)),
+            class_counts=class_counts,
+        ),
+        run=RunTerms(**facts, lightning_callbacks=[*blueprint.settings.callbacks, *_configured_callbacks(module)]),
+        public=PublicDataView(public, blueprint.settings.seed, blueprint.precision.convert_input),
+        shared_names=shared_names,
+        first_step=first_step,
     )
 
 
-def _own_callbacks(module: LightningModule) -> list[Callback]:
+def _ask_elsewhere() -> NoReturn:
+    raise DataElsewhere
+
+
+def _configured_callbacks(module: LightningModule) -> list[Callback]:
     """Return the callbacks that a module brings along; none if it needs a trainer to tell."""
     try:
         configured = module.configure_callbacks()
@@ -122,15 +128,29 @@ def _own_callbacks(module: LightningModule) -> list[Callback]:
     return [configured] if isinstance(configured, Callback) else list(configured or ())
 
 
+def ask_callback(callback: FederatedCallback, setup: Setup) -> StepFinding:
+    """Ask a callback's requirements, and then itself; return its refusal and what it warns of."""
+    said: list[str] = []
+    setup.warn = said.append
+    by_method = [requirement for name, requirement in REQUIRED.items() if callback.claims(name)]
+    try:
+        for requirement in (*by_method, *callback.facts.requires):
+            requirement.check(callback, setup)
+        callback.check(setup)
+    except ValueError as error:
+        return StepFinding(refusal=str(error), said=said, cause=error)
+    return StepFinding(said=said)
+
+
 @dataclass(frozen=True)
-class CheckThere(Question):
-    """The check of one callback, as a task for a machine that has a client's batch.
+class PreflightTask(PlainTask):
+    """What one callback is asked, as a task for a machine that has a client's batch.
 
     Attributes:
         callback: Key of the callback.
         architecture: Name of the architecture whose module is checked.
         client: The first client with a batch.
-        facts: The plain attributes of the `Setup`.
+        facts: The values of :data:`FACTS`.
         shared: The names that travel in round 1: under "", and under the key of a callback those without its choice.
         batches: Training batches in an epoch of each client.
         pooled: Splits whose union can be had.
@@ -154,32 +174,24 @@ class CheckThere(Question):
     def address(self) -> tuple[int, str, str]:
         return 0, f"check of {self.callback}", self.client
 
-    def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[Tried, None]:
-        """Make the check; its refusal and what it warns of are the answer."""
+    def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[StepFinding, None]:
+        """Ask the callback; its refusal and what it warns of are the answer."""
         blueprint = runner.blueprint
         names = blueprint.architectures if self.is_mixed else (self.architecture,)
-        modules = {name: blueprint.build("server", name) for name in names}
         loader = runner.data.public_dataloader() if self.has_public else None
-        said: list[str] = []
-        setup = setup_of(
+        setup = make_setup(
             self,
-            blueprint,
-            modules,
+            runner,
+            {name: blueprint.build("server", name) for name in names},
             self.architecture,
-            Public(lambda: (loader, type(runner.data).__name__), blueprint),
-            first_batch=partial(take_first_batch, runner),
-            knows_groups=partial(knows_groups, runner),
-            train_loaders=partial(train_loaders, runner),
+            public=lambda: (loader, type(runner.data).__name__),
             shared_names=lambda without=None: self.shared["" if without is None else without.key],
-            warn=said.append,
         )
-        owner = next(one for one in blueprint.callbacks if one.key == self.callback)
-        try:
-            owner.check(setup)
-        except ValueError as error:
-            return Tried(refusal=str(client_failure(error)), said=said), None
-        return Tried(said=said), None
+        finding = ask_callback(next(one for one in blueprint.callbacks if one.key == self.callback), setup)
+        if finding.cause is not None:
+            client_failure(finding.cause)
+        return finding, None
 
-    def lost(self, reason: str) -> Tried:
-        """An answer that refuses: the check could not be made."""
-        return Tried(refusal=f"{self.callback} could not be checked at client '{self.client}': {reason}.")
+    def lost(self, reason: str) -> StepFinding:
+        """An answer that refuses: the callback could not be asked."""
+        return StepFinding(refusal=f"{self.callback} could not be checked at client '{self.client}': {reason}.")

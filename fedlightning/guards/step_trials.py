@@ -10,8 +10,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any
 
@@ -20,11 +20,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm  # no public name for all of them
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
+from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.client import Client
 from fedlightning.client.client_errors import client_failure
-from fedlightning.client.data_summary import count_used_samples
+from fedlightning.client.data_summary import count_used_samples, take_first_batch
 from fedlightning.client.evaluator import StepLosses
 from fedlightning.client.fit import fit
 from fedlightning.client.kept import UNCOPIED
@@ -34,44 +36,148 @@ from fedlightning.client.requests import Fit
 from fedlightning.client.runtime import LocalRunner
 from fedlightning.client.trainer_context import UnseenStepsError, VisitCallback, refuse_unseen
 from fedlightning.compat.lightning_runs import quiet
-from fedlightning.contract import Phase
+from fedlightning.contract import Change, FederatedCallback, FirstStep, Phase
 from fedlightning.contract.messages import Message
 from fedlightning.datamodules.sampling import gives_batches, kept
-from fedlightning.engines.base import Engine, Question
-from fedlightning.errors import ConfigurationError, ControlFlow
+from fedlightning.datamodules.views import samples_at
+from fedlightning.engines.base import Engine, PlainTask
+from fedlightning.errors import ConfigurationError, ControlFlow, listed, warn
 from fedlightning.fast.log_sheet import NotInFastLoop
-from fedlightning.guards.first_step import ask_first_step, corrects, tell_of_batches_of_one
+from fedlightning.guards.preflight_task import StepFinding
 from fedlightning.guards.trial_failure import step_failure
 from fedlightning.seeding import isolated
 from fedlightning.tensors import State, clone, module_state, select
 from fedlightning.wrappers import user_class
 
+MOST_LOADERS = 1000
+"""Clients whose loaders are looked at for a last batch of one sample."""
+OF_ONE = "Expected more than 1 value per channel"
+"""Beginning of what torch says of a batch that cannot be normalised."""
+
+
+def corrects(callback: FederatedCallback) -> bool:
+    """Return whether optimizers step with other gradients than those of the module's step."""
+    return callback.claims("correct_gradient") or Change.ELSEWHERE in callback.facts.changes
+
+
+def probe_first_step(runner: LocalRunner) -> FirstStepProbe:
+    """Return what a step on the first batch shows; nothing where clients' models differ."""
+    batch = take_first_batch(runner) if len(runner.blueprint.architectures) == 1 else None
+    return FirstStepProbe() if batch is None else _first_step(runner, batch)[0]
+
+
+def refuse_sparse_gradients(blueprint: Blueprint, architecture: str, seen: FirstStepProbe) -> None:
+    """Refuse callbacks that add to gradients of which the optimizer takes sparse ones only."""
+    correcting = next((one for one in blueprint.callbacks if corrects(one)), None)
+    sparse_only = seen.sparse and any(isinstance(one, torch.optim.SparseAdam) for one in seen.optimizers)
+    if correcting is not None and sparse_only and not any(one.claims("shared_names") for one in blueprint.callbacks):
+        name = user_class(blueprint.template_of(architecture)).__name__
+        raise ConfigurationError(
+            f"The gradients of '{seen.sparse}' of {name} are sparse, {correcting.key} adds to gradients, and SparseAdam "
+            "steps with sparse ones only. Take another optimizer, or leave the callback out."
+        )
+
+
+class FirstStepReached(ControlFlow):
+    """Ends a fit after its first batch.
+
+    Args:
+        seen: What was seen of it. The callback of a fit is a copy.
+    """
+
+    def __init__(self, seen: FirstStepProbe) -> None:
+        super().__init__()
+        self.seen = seen
+
+
+class FirstStepProbe(Callback):
+    """Looks at the first step of a fit, and ends it.
+
+    Attributes:
+        optimizers: Optimizers of the fit.
+        sparse: Name of a parameter whose gradient is sparse; empty: there is none.
+        clips: Hook in which the module changes its gradients; empty: in none.
+    """
+
+    def __init__(self) -> None:
+        self.optimizers: list[Optimizer] = []
+        self.sparse = self.clips = ""
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Note gradients that are sparse."""
+        sparse = (n for n, p in pl_module.named_parameters() if p.grad is not None and p.grad.layout != torch.strided)
+        self.sparse = self.sparse or next(sparse, "")
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Note the optimizers, and end the fit."""
+        self.optimizers = list(trainer.optimizers)
+        kind = user_class(pl_module)
+        hooks = ("configure_gradient_clipping", "on_before_optimizer_step", "on_after_backward")
+        self.clips = next((hook for hook in hooks if getattr(kind, hook) is not getattr(LightningModule, hook)), "")
+        raise FirstStepReached(self)
+
+
+def _first_step(runner: LocalRunner, batch: Any) -> tuple[FirstStepProbe, Exception | None]:
+    """Take one step on a copy of the module; return what was seen, and what the step raised."""
+    client = next(one for one in runner.described.client_ids if runner.described.num_samples(one))
+    loader: DataLoader[Any] = DataLoader([batch], batch_size=None, collate_fn=_as_it_is)  # type: ignore[arg-type]
+    with isolated(runner.settings.seed, "first step"), quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        alone = runner.beside(runner.blueprint.without_callbacks([FirstStepProbe()], local_loop="trainer"))
+        visitor = Client(alone, Message(0, client, {}, ()), ClientRecord(), runner.blueprint.build(client))
+        visitor.num_samples = 1
+        try:
+            fit(alone, Fit(visitor, visitor.message, Phase(), alone.settings.work, loader))
+        except FirstStepReached as done:
+            return done.seen, None
+        except Exception as error:  # of the user's code: a step that fails is refused where all steps are tried
+            return FirstStepProbe(), error
+    return FirstStepProbe(), None
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+# -- batches of one sample ---------------------------------------------------------------------------------------------
+def warn_single_sample_batches(runner: LocalRunner) -> None:
+    """Say which clients' last batch is a single sample, which BatchNorm cannot normalise: their visits would fail."""
+    found: dict[str, tuple[Any, int]] = {}  # client -> its loader, and its samples
+    for client in runner.described.client_ids[:MOST_LOADERS]:
+        loader: Any = runner.data.client_dataloader(client, "train")
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or loader.drop_last:
+            continue
+        counts = runner.described.over_rounds.get(client) or [len(loader.dataset)]  # type: ignore[arg-type]
+        count = next((one for one in counts if loader.batch_size and one % loader.batch_size == 1), None)
+        if count is not None:
+            found[client] = loader, count
+    if not found:
+        return
+    client, (loader, count) = next(iter(found.items()))
+    with kept(loader.dataset):
+        alone = runner.blueprint.precision.convert_input(loader.collate_fn(samples_at(loader.dataset, [0])))
+    _, error = _first_step(runner, alone)
+    if error is None or OF_ONE not in str(error):
+        return
+    way_out = (
+        "Set drop_last=True in the data (batches are drawn anew in every epoch, so that no sample is left out for good), or "
+        "another batch_size."
+    )
+    if count == 1:
+        way_out = (
+            "Give the client more samples or leave the client out, or take another normalisation, such as GroupNorm."
+        )
+    warn(
+        f"The last batch of {len(found)} of {len(runner.described.client_ids)} clients ({listed(found)}) is a single "
+        f"sample, which BatchNorm cannot normalise: client '{client}' has {count} training sample{'s' * (count > 1)} in "
+        f"batches of {loader.batch_size}. Their visits will fail. {way_out}"
+    )
+
+
 MOST_CLIENTS = 3
 """Clients that are tried before a step counts as one that fails for everybody."""
 USUAL = {"running_mean", "running_var", "num_batches_tracked", "_u", "_v"}
 """Last names of buffers that are known to be right as they are combined: statistics of normalisation, spectral norms."""
-
-
-@dataclass(frozen=True)
-class Tried:
-    """The answer to a question that was asked where a client's batch is.
-
-    Attributes:
-        has_batches: `False`: this client has no batch; `None`: loaders of this kind cannot be tried.
-        refusal: Why the run cannot work, as a sentence; `None` if nothing was found.
-        names: Of a step: metrics that schedulers follow; or those that the module logs, where it was listened to.
-        said: Of a check: what it warns of; of a training step: buffers that it changes, but for :data:`USUAL` ones.
-        cause: What the step raised, where that is in this process.
-    """
-
-    has_batches: bool | None = True
-    refusal: str | None = None
-    names: list[str] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
-    cause: BaseException | None = None
-
-    def __reduce__(self) -> Any:
-        return Tried, (self.has_batches, self.refusal, self.names, self.said)
 
 
 # -- a step ------------------------------------------------------------------------------------------------------------
@@ -102,7 +208,7 @@ class StopAfterOne(Callback):
 
 
 @dataclass(frozen=True)
-class TryStep(Question):
+class StepTrial(PlainTask):
     """One batch of a step of one client, as a task.
 
     Attributes:
@@ -119,7 +225,7 @@ class TryStep(Question):
     def address(self) -> tuple[int, str, str]:
         return 0, f"a step of {self.split}", self.client
 
-    def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[Tried, None]:
+    def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[StepFinding, None]:
         """Try the step on a copy."""
         with isolated(runner.settings.seed, "sanity"), quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -127,23 +233,23 @@ class TryStep(Question):
             made = runner.data.at_round(0).client_dataloader(self.client, self.split)
             loader = None if made is None else spread(made, whole=self.split == "train")
             if loader is None or len(loader) == 0:
-                return Tried(None if loader is None else False), None
+                return StepFinding(None if loader is None else False), None
             module = runner.blueprint.build(self.client)
             with kept(loader.dataset):
                 try:
                     return self._try(runner, module, loader), None
                 except UnseenStepsError as error:
-                    return Tried(refusal=str(error)), None
+                    return StepFinding(refusal=str(error)), None
                 except NotOneNumberError as error:
-                    return Tried(refusal=f"{error}.", cause=error), None
+                    return StepFinding(refusal=f"{error}.", cause=error), None
                 except BaseException as error:  # whatever the user's code may raise
                     client_failure(error)
                     if self.listen:
                         raise
                     text = step_failure(error, module, self.split, self.client, loader, runner.callbacks)
-                    return Tried(refusal=text, cause=error), None
+                    return StepFinding(refusal=text, cause=error), None
 
-    def _try(self, runner: LocalRunner, module: LightningModule, loader: DataLoader[Any]) -> Tried:
+    def _try(self, runner: LocalRunner, module: LightningModule, loader: DataLoader[Any]) -> StepFinding:
         """Run the step, and return what it shows."""
         names: set[str] = set()
         try:
@@ -164,8 +270,8 @@ class TryStep(Question):
         except OneBatchDone as done:
             if done.visit is not None and done.visit.unseen:
                 refuse_unseen(runner.callbacks, module, done.visit, runner.settings.unit)
-            return Tried(True, done.refusal, sorted(names) if self.listen else done.monitors, done.changed)
-        return Tried(names=sorted(names))
+            return StepFinding(True, done.refusal, sorted(names) if self.listen else done.monitors, done.changed)
+        return StepFinding(names=sorted(names))
 
     def _train(self, runner: LocalRunner, module: LightningModule, loader: DataLoader[Any]) -> None:
         alone = runner.beside(runner.blueprint.without_callbacks([StopAfterOne()]))
@@ -187,9 +293,11 @@ class TryStep(Question):
             else:
                 return
 
-    def lost(self, reason: str) -> Tried:
+    def lost(self, reason: str) -> StepFinding:
         """An answer that says why the step could not be tried."""
-        return Tried(refusal=f"A step of {self.split} data could not be tried for client '{self.client}': {reason}.")
+        return StepFinding(
+            refusal=f"A step of {self.split} data could not be tried for client '{self.client}': {reason}."
+        )
 
 
 @contextmanager
@@ -280,9 +388,10 @@ class StepTrials:
         tried: Tries that were carried out already.
     """
 
-    def __init__(self, engine: Engine, splits: Sequence[str], tried: Mapping[TryStep, Tried]) -> None:
+    def __init__(self, engine: Engine, splits: Sequence[str], tried: Mapping[StepTrial, StepFinding]) -> None:
         self.engine, self.splits, self.tried = engine, splits, tried
         self.blueprint = engine.runner.blueprint
+        self._first_steps: dict[str, FirstStep] = {}
         self.changed: dict[str, list[str]] = {}  # by architecture: buffers that a training step changes
 
     def check(self, modules: Mapping[str, LightningModule]) -> None:
@@ -305,21 +414,35 @@ class StepTrials:
                 for split in self.splits:
                     self._step(split, architecture)
         if self.engine.data_here and len(modules) == 1 and _normalises(self.blueprint.template):
-            tell_of_batches_of_one(self.engine.runner)
-        if any(one.claims("check_step") or corrects(one) for one in self.blueprint.callbacks):
+            warn_single_sample_batches(self.engine.runner)
+        if self.engine.data_here and any(map(corrects, self.blueprint.callbacks)):
             for architecture in modules:
-                ask_first_step(self.engine, architecture, partial(self._logged, architecture), "val" in self.splits)
+                refuse_sparse_gradients(self.blueprint, architecture, self._probe)
 
-    def _logged(self, architecture: str) -> Iterator[list[str]]:
-        """Yield what the module logs in validation, for some clients."""
-        with isolated(self.blueprint.settings.seed, "sanity"), quiet(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = list(islice(self._tries("val", architecture, listen=True), MOST_CLIENTS))
-        yield from (tried.names for tried in found if tried.refusal is None)
+    @cached_property
+    def _probe(self) -> FirstStepProbe:
+        return probe_first_step(self.engine.runner) if self.engine.data_here else FirstStepProbe()
+
+    def first_step(self, architecture: str) -> FirstStep:
+        """Return what a step of training and one of validation show; a step that fails is refused by :meth:`check`."""
+        if architecture in self._first_steps:
+            return self._first_steps[architecture]
+        try:
+            with isolated(self.blueprint.settings.seed, "sanity"), quiet(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                trials = [*islice(self._tries("val", architecture, listen=True), MOST_CLIENTS)]
+        except Exception:
+            trials = []
+        logged = [trial.names for trial in trials if trial.refusal is None]
+        names = tuple(dict.fromkeys(name for one in logged for name in one))  # one client may lack what another has
+        seen = self._probe
+        step = FirstStep(tuple(seen.optimizers), seen.clips, names if logged else None, "val" in self.splits)
+        self._first_steps[architecture] = step
+        return step
 
     def _step(self, split: str, architecture: str) -> list[str]:
         """Try a step; return the metrics that learning-rate schedulers follow."""
-        first: Tried | None = None
+        first: StepFinding | None = None
         for tried in islice(self._tries(split, architecture), MOST_CLIENTS):
             if tried.refusal is None:
                 self.changed |= {architecture: tried.said} if split == "train" else {}
@@ -329,10 +452,10 @@ class StepTrials:
             raise ConfigurationError(first.refusal) from first.cause
         return []
 
-    def _tries(self, split: str, architecture: str, listen: bool = False) -> Iterator[Tried]:
+    def _tries(self, split: str, architecture: str, listen: bool = False) -> Iterator[StepFinding]:
         """Try clients of an architecture with samples of a split, one after another, as long as there are batches to try."""
         for client in self._clients(split, architecture):
-            task = TryStep(client, split, listen)
+            task = StepTrial(client, split, listen)
             tried = self.tried[task] if task in self.tried else self.engine.ask(task)
             if tried.has_batches is None:
                 return
@@ -345,7 +468,7 @@ class StepTrials:
             if known.num_samples(client, split) and self.blueprint.architecture_of(client) == architecture:
                 yield client
 
-    def first(self) -> Iterator[TryStep]:
+    def first(self) -> Iterator[StepTrial]:
         """Yield the tries that :meth:`check` needs, for a server that asks for all of them at once."""
         for architecture in self.blueprint.architectures:
             trained = ["train"] if self._trains_here else []
@@ -353,7 +476,7 @@ class StepTrials:
             tried += [("train", True), ("val", True)] if trained and self._watching(architecture) else []
             for split, listen in tried:
                 for client in islice(self._clients(split, architecture), 1):
-                    yield TryStep(client, split, listen)
+                    yield StepTrial(client, split, listen)
 
     @property
     def _trains_here(self) -> bool:

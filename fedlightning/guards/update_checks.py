@@ -163,13 +163,17 @@ class UpdateChecks(Part):
         self.norms.usual = dict(state)
 
     def check(self, federation: Federation) -> None:
-        """Refuse a limit that somebody has set where nobody shows single updates."""
-        codec = federation.server.callbacks.find(SumCodec)
-        if codec is not None and self.norms.factor not in (None, FACTOR):
+        """Refuse a limit that somebody has set where nothing may go by single updates; then there is none."""
+        callbacks = federation.server.callbacks
+        sums = callbacks.find(SumCodec)
+        hiding = [] if sums is None else [sums.key]
+        hiding += [one.key for one in callbacks.protecting if one.hides_clients]
+        if hiding and self.norms.factor not in (None, FACTOR):
             raise ConfigurationError(
-                f"failures.update_limit={self.norms.factor:g} looks at single updates, which {codec.key} does not show the "
-                "server. Leave it out."
+                f"failures.update_limit={self.norms.factor:g} goes by single updates, which {hiding[0]} hides. Leave it out."
             )
+        if callbacks.hides_clients:
+            self.norms.factor = None
 
     def on_restored(self, federation: Federation) -> None:
         self.check(federation)
@@ -185,7 +189,8 @@ class UpdateChecks(Part):
             reason = error_in_check(error)
         if reason is not None:
             return refused(message, reason)
-        self.norms.note(message.client, message.visit, sizes.norms)
+        if not server.callbacks.hides_clients:
+            self.norms.note(message.client, message.visit, sizes.norms)
         return update
 
     def check_score(self, server: Server, row: Row) -> str | None:

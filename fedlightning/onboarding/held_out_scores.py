@@ -106,7 +106,8 @@ class Unseen:
 
     def summary(self) -> dict[str, Any]:
         """Return what `summary.json` says of them: what each holds, and why they have no scores if that is so."""
-        clients = describe_clients(self.engine.describe(details=["classes"]), self.server.held_out)
+        withheld = self.server.callbacks.withholding("classes") != ""
+        clients = describe_clients(self.engine.describe(details=["classes"]), self.server.held_out, withheld)
         return {"clients": clients} | ({} if self.refusal is None else {"refused": self.refusal})
 
     def rows(self, splits: Sequence[str], stages: Sequence[str]) -> list[Row]:

@@ -215,8 +215,9 @@ class Onboarding:
 
     def summary(self) -> dict[str, Any]:
         """Return the contents of `onboarding.json`."""
+        withheld = self.server.callbacks.withholding("classes") != ""
         return {
-            "clients": describe_clients(self.engine.describe(details=["classes"]), self.newcomers),
+            "clients": describe_clients(self.engine.describe(details=["classes"]), self.newcomers, withheld),
             "epochs": self.epochs,
             "rounds": self.server.round + 1,
             "trained": self.trained,

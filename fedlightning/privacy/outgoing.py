@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from fedlightning.contract import CallbackList, Change, Kind, Outgoing, Protection, UpdateCodec
+from fedlightning.contract import CallbackList, Change, Kind, Outgoing, Protection, SumCodec, UpdateCodec
 from fedlightning.contract.messages import Extra, Spec
 from fedlightning.errors import listed
 from fedlightning.privacy.leaving import leaving_of
@@ -31,7 +32,9 @@ class OutgoingReport(Part):
     def summary(self, federation: Federation) -> dict[str, Any]:
         items = covered(federation.server.callbacks, federation.server.outgoing)
         rows = [{"what": item.what, "when": item.when, "cover": cover} for item, cover in items]
-        return {"leaves": rows} if rows else {}
+        promising = (one for one in federation.server.callbacks if isinstance(one, Protection | SumCodec))
+        promises = [{"callback": one.key, **asdict(promise)} for one in promising for promise in one.promises]
+        return ({"leaves": rows} if rows else {}) | ({"promises": promises} if promises else {})
 
 
 def outgoing_of(federation: Federation) -> list[Outgoing]:
@@ -48,12 +51,15 @@ def outgoing_of(federation: Federation) -> list[Outgoing]:
     }
     visit, every = "in each visit", federation.asked_evaluate_every
     items = [
-        Outgoing("sizes", "numbers of samples, classes and batches, hashes of who holds which", "before round 1"),
+        Outgoing("sizes", "numbers of samples, classes and batches, hashes of who tests on which", "before round 1"),
+        Outgoing("classes", "numbers of training samples by class, hashes of who trains on which", "before round 1"),
         Outgoing("entries", ", ".join(entries), visit),
         *(Outgoing(_kind(server, key, spec), f"'{name}' of {key}", visit, key) for (key, name), spec in extras.items()),
         Outgoing("counts", "numbers of samples and steps, and learning rates", visit),
         Outgoing("logged", "values that the module logs in training", visit),
     ]
+    if server.callbacks.covers_training:
+        items.append(Outgoing("undeclared", "what callbacks make of an update without declaring it", visit))
     if federation.stages and every > 0:
         when = "in every round" if every == 1 else f"every {every} rounds"
         items.append(Outgoing("scores", f"validation scores of stages {', '.join(federation.stages)}", when))

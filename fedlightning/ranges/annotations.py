@@ -377,8 +377,7 @@ def checked(init: Init) -> Init:
         try:
             arguments = signature.bind(self, *args, **given).arguments
         except TypeError:
-            if instead := replaced_in(init):
-                refuse_call(type(self).__name__, signature, instead, (self, *args), given)
+            refuse_call(type(self).__name__, signature, replaced_in(init) or {}, (self, *args), given)
             arguments = {}  # the call below says what is wrong
         check_arguments(self, init, arguments)
         init(self, *args, **given)

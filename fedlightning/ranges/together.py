@@ -199,7 +199,8 @@ def refuse_call(
     if len(args) - 1 > len(ordered):
         rule = f"takes {listed(ordered)} without a name" if ordered else "takes no argument without a name"
         others = [name for name in names if name not in ordered and name not in given]
-        raise ConfigurationError(f"{owner} got {shown(args[-1])}, and {rule}. Name it, as in {others[0]}=...")
+        way_out = f"Name it, as in {others[0]}=..." if others else "Leave it out."
+        raise ConfigurationError(f"{owner} got {shown(args[-1])}, and {rule}. {way_out}")
 
 
 def fault_of(init: Callable[..., None], arguments: Mapping[str, Any]) -> str | None:

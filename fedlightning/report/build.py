@@ -50,10 +50,22 @@ def build_report(
     studies = {name: Study(group, metric=metric, checkpoint=checkpoint) for name, group in found.items()}
     out = Path(out)
     write_comparison(next(iter(studies.values())) if len(studies) == 1 else studies, out)
-    page = make_page(studies, out / "figures", title, _about(runs))
+    page = make_page(studies, out / "figures", title or _title(studies), _about(runs))
     path = out / REPORT_FILE
     path.write_text(render(page), encoding="utf-8")
     return path
+
+
+def _title(studies: Mapping[str, Study]) -> str | None:
+    """Return a title from the name of the folder of a comparison, where somebody has chosen one."""
+    name, study = next(iter(studies.items()))
+    if len(studies) > 1 or not name or name.startswith(("compare_", "runs")):
+        return None
+    return f"{name}: {_metric_of(study)} of {len(study.methods)} methods on {_data_name(study)}"
+
+
+def _metric_of(study: Study) -> str:
+    return LABELS.get(study.metric, study.metric.replace("_", " "))
 
 
 def make_page(
@@ -79,9 +91,10 @@ def make_page(
         if several:
             sections.append(Section(f"study-{context.prefix}", name, name, _facts_line(context.study)))
         sections += _kept(part(context) for part in PARTS)
-        sections += _kept([setting.made(context, (about or {}).get(name, {}))])
+        told = (about or {}).get(name, {})
+        sections += _kept([setting.variance(context, told), setting.made(context, told)])
     first = next(iter(studies.values()))
-    word = LABELS.get(first.metric, first.metric.replace("_", " "))
+    word = _metric_of(first)
     methods = list(dict.fromkeys(method for study in studies.values() for method in study.methods))
     return Page(
         title=title
@@ -175,6 +188,9 @@ OWN_LOADERS = {"LoaderDataModule": "Own loaders", "Partitioned": "Own datasets"}
 
 
 def _data_name(study: Study) -> str:
+    files = [((run.config.get("data") or {}).get("init_args") or {}).get("path") for run in study.runs]
+    if study.runs and all(isinstance(file, str) for file in files):
+        return ", ".join(dict.fromkeys(Path(file).name for file in files if file))
     names = dict.fromkeys(run.summary["data"]["module"] for run in study.runs if "data" in run.summary)
     return ", ".join(OWN_LOADERS.get(name, name.removesuffix("DataModule")) for name in names) or "Comparison"
 
@@ -184,6 +200,6 @@ def _facts_line(study: Study) -> str:
     count = " or ".join(map(str, sorted(clients))) or "?"
     seeds = len(study.seeds)
     return (
-        f"Deployed models, test {study.metric.replace('_', ' ')} · {len(study.methods)} methods × {seeds} seed"
+        f"Deployed models, test {_metric_of(study)} · {len(study.methods)} methods × {seeds} seed"
         f"{'s' if seeds != 1 else ''} · {count} clients"
     )

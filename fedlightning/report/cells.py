@@ -180,7 +180,10 @@ def _text(value: float, column: Column, decimals: int) -> str:
 def _extra(row: Mapping[str, Any], column: Column, decimals: int) -> str:
     if column.radius is not None:
         radius = row.get(column.radius)
-        return f"±\u2009{number(radius, decimals)}" if is_number(radius) else ""
+        ends = row.get(column.radius.replace("_radius", "" if column.radius == "ci95_radius" else "_ci95"))
+        if is_number(radius) or ends is None or not all(map(is_number, ends)):
+            return f"±\u2009{number(radius, decimals)}" if is_number(radius) else ""
+        return pair(ends, decimals)  # cut at the end of what the metric can be: not symmetric
     if column.interval is not None:
         interval = row.get(column.interval)
         known = interval is not None and all(map(is_number, interval))

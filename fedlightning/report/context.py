@@ -22,6 +22,7 @@ from fedlightning.report.styles import Style
 from fedlightning.scores.metrics import higher_is_better
 from fedlightning.storage.files import UnreadableError, read_json
 from fedlightning.study.columns import GLOBAL
+from fedlightning.study.evidence import no_better_than_constant
 from fedlightning.study.study import Study
 
 Row = Mapping[str, Any]
@@ -29,9 +30,14 @@ R = TypeVar("R", bound=Row)
 LABELS = {
     "auroc": "AUROC",
     "balanced_accuracy": "balanced accuracy",
+    "c_index": "C-index",
     "ece": "calibration error",
     "f1_macro": "macro F1",
     "f1_macro_all": "macro F1 over all classes",
+    "mae": "MAE",
+    "mse": "MSE",
+    "r2": "R²",
+    "rmse": "RMSE",
 }
 SHORT = 14
 """Tables of up to this many rows are unfolded beside their picture."""
@@ -87,8 +93,9 @@ class Context:
     @cached_property
     def overview(self) -> list[dict[str, Any]]:
         """One line a method, best first; methods without a mean come last."""
+        word = "best" if no_better_than_constant(self.study) is None else "–"  # of none that is no better
         rows = [
-            row | {"mb_total": _sum(row["mb_up"], row["mb_down"])} | ({"gap": "best"} if row["best"] else {})
+            row | {"mb_total": _sum(row["mb_up"], row["mb_down"])} | ({"gap": word} if row["best"] else {})
             for row in self.study.overview()
         ]
         return self.best_first(rows)
@@ -225,7 +232,7 @@ class Context:
         return Picture(f"figure-{self.id(name)}", title, alt, Markup(element))
 
     def gallery(
-        self, pictures: Sequence[Picture], table: Table, caption: str = "", open: bool | None = None
+        self, pictures: Sequence[Picture], table: Table, caption: str = "", open: bool | None = None, wide: bool = False
     ) -> Gallery | None:
         """Return pictures above the table of their numbers, or `None` if there is no picture.
 
@@ -240,7 +247,7 @@ class Context:
         lost = [f"{method} is {why}." for method, why in self.diverged.items() if method in keys]
         warning = f"Drawn in part or not at all: {' '.join(lost)}" if lost else ""
         short = len(pictures) == 1 and len(table.rows) <= SHORT
-        return Gallery(pictures, table, caption, short if open is None else open, warning)
+        return Gallery(pictures, table, caption, short if open is None else open, warning, wide)
 
 
 def write_csv(path: Path, table: Table) -> None:

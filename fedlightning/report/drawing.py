@@ -14,11 +14,15 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from fedlightning.report.styles import BAD, variable
 
-WIDTH, HEIGHT = 5.0, 3.2
-"""Size of a panel in inches: a column of a page on paper, 360 points on a screen."""
+WIDTH, HEIGHT, WIDE = 5.0, 3.2, 11.0
+"""Size of a panel in inches: a column of a page on paper, 360 points on a screen; a wide one goes over the page."""
+
+MOST_TICKS = 5
+"""Most ticks of an axis of numbers."""
 
 _LOOK = mpl.rc_params_from_file(Path(__file__).with_name("figures.mplstyle"), use_default_template=False)
 
@@ -87,6 +91,10 @@ def legend_below(figure: Figure, axes: Axes, columns: int = 3) -> None:
 
 def settle(figure: Figure) -> None:
     """Lay the figure out once, so that every file looks the same (and is written in a third of the time)."""
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        locator = axis.get_major_locator()
+        if isinstance(locator, MaxNLocator):
+            locator.set_params(nbins=MOST_TICKS - 1)
     with look():
         figure.draw_without_rendering()
         figure.set_layout_engine("none")

@@ -84,6 +84,7 @@ class Gallery:
         caption: Line that says how to read the pictures.
         open: Whether the table is unfolded.
         warning: Methods that are missing in the pictures.
+        wide: Whether the picture is as wide as the page.
     """
 
     pictures: Sequence[Picture]
@@ -91,6 +92,22 @@ class Gallery:
     caption: str = ""
     open: bool = False
     warning: str = ""
+    wide: bool = False
+
+    @property
+    def layout(self) -> str:
+        """How pictures stand: one beside its table, above one that is too wide, or over the page; two; many."""
+        one = "single" if sum(map(_room, self.table.columns)) <= BESIDE else "alone"
+        return "broad" if self.wide else {1: one, 2: "pair"}.get(len(self.pictures), "many")
+
+
+BESIDE = 46
+"""Widest table, in rem, that has room beside a picture on a page of 1440 pixels."""
+
+
+def _room(column: Column) -> float:
+    """Return about how wide a column is, in rem."""
+    return 10 if column.interval else 8.5 if column.radius else 8.5 if column.kind == "method" else 4.2
 
 
 @dataclass(frozen=True)

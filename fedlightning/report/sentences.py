@@ -8,6 +8,7 @@ from typing import Any
 from fedlightning.report.cells import is_number, number, p_value, pair
 from fedlightning.report.context import Context
 from fedlightning.report.html import Answer
+from fedlightning.study.evidence import no_better_than_constant
 
 ALPHA = 0.05
 """Level of significance."""
@@ -28,7 +29,10 @@ def answers(context: Context) -> list[Answer]:
     if not methods:
         return []
     first = methods[0]
-    found = [_best(context, first, ranked), _real(context, first, methods), _whom(context, first, methods)]
+    best = _best(context, first, ranked)
+    if best.method is None:  # nothing was learnt: what differs means nothing
+        return [best]
+    found = [best, _real(context, first, methods), _whom(context, first, methods)]
     return [answer for answer in (*found, _price(methods, first)) if answer is not None]
 
 
@@ -38,6 +42,11 @@ def _complete(row: Row) -> bool:
 
 
 def _best(context: Context, first: Row, ranked: Sequence[Row]) -> Answer:
+    constant = no_better_than_constant(context.study)
+    if constant is not None:
+        level = context.study.reference()
+        what = "chance" if level is None or level.name == "chance" else "a constant answer"
+        return Answer("Which method is best on average?", f"None is clearly better than {what}", constant)
     end = "highest" if context.higher else "lowest"
     among = "Among the federated methods, " if any(row["role"] in YARDSTICKS for row in ranked) else ""
     sentence = f"{among}{first['method']} has the {end} mean test {context.metric} over clients: {_score(first)}."
@@ -86,19 +95,27 @@ def _real(context: Context, first: Row, methods: Sequence[Row]) -> Answer:
     p, adjusted, n = line["p"], line["p_holm"], line["n"]
     compared = sum(other["p"] is not None for other in lines)
     holm = f", adjusted for {compared} comparisons {p_value(adjusted)}" if compared > 1 else ""
+    over = {"splits": "overlapping splits", "folds": "disjoint folds"}.get(context.study.sampling, "seeds")
     sentence = (
-        f"{best} is {size} ahead of the second, {second} (95\u00a0% interval {pair((low, high))}, paired over {n} seeds, "
+        f"{best} is {size} ahead of the second, {second} (95\u00a0% interval {pair((low, high))}, paired over {n} {over}, "
         f"p {_equals(p)}{holm}). "
     )
-    if adjusted < ALPHA:
-        short, verdict = "Yes, over these seeds", "That is more than the variation between seeds."
+    if adjusted < ALPHA and over == "seeds":
+        short, verdict = "Yes, for this test set", "That is more than the variation between training seeds."
+    elif adjusted < ALPHA:
+        short, verdict = f"Yes, over {over}", f"That is more than the variation between {over}."
     elif p < ALPHA:
         short, verdict = (
             "Not after adjustment",
-            "Taken alone it is more than the variation between seeds; among so many comparisons it may be chance.",
+            f"Taken alone it is more than the variation between {over}; among so many comparisons it may be chance.",
         )
     else:
-        short, verdict = "Not distinguishable", "That is within the variation between seeds: their order may be chance."
+        short, verdict = (
+            "Not distinguishable",
+            f"That is within the variation between {over}: their order may be chance.",
+        )
+    if line["p_clients"] is not None:
+        verdict += f" Over clients (signed ranks: would other clients gain too?) p {_equals(line['p_clients'])}."
     few = " With so few seeds only large differences can show." if n < FEW and adjusted >= ALPHA else ""
     return Answer(question, short, sentence + verdict + few)
 
@@ -119,11 +136,22 @@ def _whom(context: Context, first: Row, methods: Sequence[Row]) -> Answer | None
             "For whom?",
             f"{better} of {total} clients gain",
             f"With {first['method']}, {better} of {total} clients score better than with their own model alone "
-            f"({reference}), by their means over seeds.{said}",
+            f"({reference}), by their means over seeds.{_harm(context, str(first['method']))}{said}",
         )
     if kindest is None:
         return None
     return Answer("For whom?", f"Worst client: {number(kindest['worst'])}", said.strip(), kindest["method"])
+
+
+def _harm(context: Context, method: str) -> str:
+    """Return a sentence about the clients that lose by a method, where any does."""
+    line = next((line for line in context.study.negative_transfer() if line["method"] == method), None)
+    if line is None or not line["lose"]:
+        return ""
+    worst = f"{number(-line['worst'])} (client {line['client']})"
+    if line["lose"] == 1:
+        return f" One loses {worst}."
+    return f" {line['lose']} lose, {number(-line['mean_loss'])} on average and at most {worst}."
 
 
 def _gains(context: Context, method: str) -> tuple[int, int, str] | None:

@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule
 from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.data_summary import Description, Detail
 from fedlightning.client.optimizers import configured, schedulers_in
-from fedlightning.contract import Change, FederatedCallback
+from fedlightning.contract import FederatedCallback
 from fedlightning.datamodules.held_out import draw_clients
 from fedlightning.errors import ConfigurationError, listed, warn
 from fedlightning.models.client_models import ClientModels
@@ -86,7 +86,7 @@ def fingerprint(
     found["callbacks"] = [callback.key for callback in callbacks] + [type(callback).__name__ for callback in ordinary]
     for callback in callbacks:
         found |= {f"{callback.key}.{name}": value for name, value in callback.hyperparameters().items()}
-    if any(Change.SELECTION in callback.facts.changes for callback in callbacks):
+    if any(callback.is_of("ModelSelection") for callback in callbacks):
         found["evaluation.every"], found["evaluation.stages"] = evaluation.every, ", ".join(sorted(evaluation.stages))
         if evaluation.seconds is not None:
             found["evaluation.seconds"] = float(evaluation.seconds)
@@ -356,7 +356,7 @@ def check_rescored(before: Sequence[str], server: Server, place: object, go_on: 
         return
     counts = f"{len(before)} of {len(server.clients)} clients", f"{len(server.population.scored)}"
     for callback in server.callbacks if go_on else ():
-        if Change.SELECTION in callback.facts.changes:
+        if callback.is_of("ModelSelection"):
             raise ConfigurationError(
                 f"{callback.key} compares the scores of all rounds, and the run in {place} has scored {counts[0]} and would "
                 f"score {counts[1]} now. Resume it with its own evaluation.clients (its config.yaml says which), or start a "

@@ -25,6 +25,9 @@ MANY = 200
 _ORDER = {"latest": 0, "best_global": 1, "best_local": 2}
 _LABELS = {"balanced_accuracy": "balanced acc.", "f1_macro": "macro F1", "auroc": "AUROC"}
 
+DEPLOYED = (("latest", "L1", LOCAL), ("best_local", "L1", LOCAL))
+"""Row of the models that clients would use, the last one that there is."""
+
 Result = dict[str, Any]
 """A row of `summary.json`: see :func:`fedlightning.scores.metrics.summarise`."""
 
@@ -60,7 +63,8 @@ def results_table(results: Sequence[Result], split: str = "test", width: int = 8
     groups: dict[tuple[str, str, str], dict[str, Result]] = {}
     for row in rows:
         groups.setdefault((row["checkpoint"], row["stage"], row["data"]), {})[bare(row)] = row
-    order = sorted(groups, key=lambda key: (*_rank(key), key[2]))
+    order = sorted((key for key in groups if not _said(groups, key)), key=lambda key: (*_rank(key), key[2]))
+    deployed = next((key for key in reversed(order) if key in DEPLOYED), None)
     label_width = sum(3 + max(len(text), *(len(key[i]) for key in order)) for i, text in enumerate(_LABEL_COLUMNS))
     cell = max((len(_mean_std(row)) for row in rows), default=_CELL)
     metrics = important_metrics(rows, limit=max(1, (width - label_width) // (max(cell, _CELL) + 3)))
@@ -71,11 +75,22 @@ def results_table(results: Sequence[Result], split: str = "test", width: int = 8
         table.add_column(_LABELS.get(metric, metric), justify="right", no_wrap=True)
     for index, key in enumerate(order):
         table.add_row(
-            *key,
+            *key[:2],
+            f"{key[2]} *" if key == deployed else key[2],
             *(_mean_std(groups[key].get(metric)) for metric in metrics),
             end_section=index + 1 < len(order) and order[index + 1][0] != key[0],
         )
     return table
+
+
+def _said(groups: Mapping[tuple[str, str, str], Mapping[str, Result]], key: tuple[str, str, str]) -> bool:
+    """Return whether the row of all clients' models on the pooled data says no more than that of the server's model."""
+    checkpoint, stage, data = key
+    server = groups.get((checkpoint, "G", data), {})
+    return (stage, data) == ("L1", POOLED) and all(
+        metric in server and row["mean"] == server[metric]["mean"] and not row["std"]
+        for metric, row in groups[key].items()
+    )
 
 
 def client_table(results: Sequence[Result], split: str = "test", width: int = 80, unseen: bool = False) -> Table | None:
@@ -166,7 +181,8 @@ def _caption(rows: Sequence[Result]) -> str:
     gaps = [row for row in rows if row["mean"] is not None and _defined(row) < len(row["per_client"])]
     example = f"({_defined(gaps[0])}/{len(gaps[0]['per_client'])})" if gaps else ""
     undefined = f" {example}: a mean over the clients on whose data the metric is defined." if gaps else ""
-    return "; ".join(stages) + ". local: a client's own data" + pooled + "." + undefined
+    star = " *: what clients deploy." if any(row["stage"] == "L1" and row["data"] == LOCAL for row in rows) else ""
+    return "; ".join(stages) + ". local: a client's own data" + pooled + "." + star + undefined
 
 
 def _mean_std(row: Result | None) -> str:

@@ -262,6 +262,21 @@ class Federation:
         """Return the number of rounds so far in which models were scored on validation data."""
         return sum(map(self.is_evaluated, range(self.rounds_done)))
 
+    def evaluate_untrained(self, split: str, least: int) -> None:
+        """Score the model that the federation was made with at every client that has at least so many samples of a split."""
+        population, known = self.server.population, self.engine.runner.described
+        enough = [client for client in population.scored if known.num_samples(client, split) >= least]
+        if not enough:
+            raise ValueError(
+                f"No client has {least} {split} samples or more, so there is nobody to score the model at."
+            )
+        if len(enough) < len(population.scored):
+            population.scored = enough
+        self.test_data = tuple(
+            data for data in self.test_data if data == LOCAL or len(enough) == len(population.clients)
+        )
+        self.evaluate(split, "latest")
+
     def evaluate(self, split: str, checkpoint: str) -> list[Row]:
         """Score the models as they stand, or as callbacks selected them; see `FederatedTrainer.test`."""
         server = self.server

@@ -89,7 +89,9 @@ def summary_of(
         "num_clients": len(server.clients),
         "num_samples": {client: server.population.sizes[client][0] for client in listed},
         "data": describe_data(
-            engine.describe(details=("classes", "splits", "public")), None if listed is server.clients else listed
+            engine.describe(details=("classes", "splits", "public")),
+            None if listed is server.clients else listed,
+            server.callbacks.withholding("classes") != "",
         ),
         **({"sites": by_site(server.sites, [*server.clients, *server.held_out])} if server.sites else {}),
         "callbacks": callbacks,
@@ -149,21 +151,29 @@ def listed_clients(server: Server, engine: Engine) -> list[str]:
     return [client for client in server.clients if client in engine.store or client in scored]
 
 
-def describe_data(data: Description, clients: Sequence[str] | None = None) -> dict[str, Any]:
-    """Describe who holds what; two runs are on the same split where `splits` agree."""
+def describe_data(data: Description, clients: Sequence[str] | None = None, withheld: bool = False) -> dict[str, Any]:
+    """Describe who holds what; two runs are on the same split where `splits` agree.
+
+    Args:
+        data: What is known of the data.
+        clients: The clients to describe; `None`: all.
+        withheld: Leave out what would tell of single training samples: their classes, and who holds which.
+    """
+    splits = SPLITS[1:] if withheld else SPLITS
     return {
         "module": data.module,
         "partition": data.partition_name,
-        "splits": {split: data.splits[split] for split in SPLITS if split in data.splits},
-        "clients": describe_clients(data, data.client_ids if clients is None else clients),
+        "splits": {split: data.splits[split] for split in splits if split in data.splits},
+        "clients": describe_clients(data, data.client_ids if clients is None else clients, withheld),
         **({} if data.planted_groups is None else {"groups": data.planted_groups}),
         **({} if data.public is None else {"public": data.public}),
     }
 
 
-def describe_clients(data: Description, clients: Sequence[str]) -> dict[str, Any]:
-    """Describe what each of some clients holds: samples in each split, and training samples by class."""
+def describe_clients(data: Description, clients: Sequence[str], withheld: bool) -> dict[str, Any]:
+    """Describe what each of some clients holds: samples in each split, and training samples by class unless `withheld`."""
     return {
-        client: {split: data.num_samples(client, split) for split in SPLITS} | {"classes": data.classes[client]}
+        client: {split: data.num_samples(client, split) for split in SPLITS}
+        | {"classes": None if withheld else data.classes[client]}
         for client in clients
     }

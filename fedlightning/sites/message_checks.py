@@ -32,8 +32,8 @@ from fedlightning.deployment.export import Deployed
 from fedlightning.engines.base import Task, Visit
 from fedlightning.engines.score_tasks import ScoreClient, ScoreModel
 from fedlightning.errors import ConfigurationError, warn
-from fedlightning.guards.preflight_task import CheckThere
-from fedlightning.guards.step_trials import Tried, TryStep
+from fedlightning.guards.preflight_task import PreflightTask, StepFinding
+from fedlightning.guards.step_trials import StepTrial
 from fedlightning.scores.rows import Gap, Row
 from fedlightning.sites.connections import SENTENCE
 from fedlightning.sites.runs import is_run
@@ -50,7 +50,8 @@ CHECKING = (
     "fedlightning.callbacks",
     "fedlightning.layers",
     "fedlightning.wrappers",
-    "fedlightning.guards.preflight_task",
+    "fedlightning.contract.requirements",
+    "fedlightning.contract.setup",
 )
 """The same of what a callback's check says of a configuration."""
 KNOWN = {*sys.stdlib_module_names, "fedlightning", "lightning", "numpy", "torch"}
@@ -100,12 +101,12 @@ class Texts:
             ]
         elif isinstance(answer, Deployed) and answer.reason is not None:
             answer = replace(answer, reason=self._withheld(answer.reason, errors))
-        elif isinstance(task, CheckThere):
+        elif isinstance(task, PreflightTask):
             answer = replace(answer, said=answer.said if ours else [self._withheld(text, ()) for text in answer.said])
             if answer.refusal is not None and not (errors and _is_fixed(errors[-1], CHECKING)):
                 where = f"{task.callback} refuses to run at client '{task.client}'"
                 answer = replace(answer, refusal=f"{where}: {self._withheld(answer.refusal, errors)}.")
-        elif isinstance(answer, Tried) and answer.refusal is not None:
+        elif isinstance(answer, StepFinding) and answer.refusal is not None:
             said = self._withheld(answer.refusal, [] if answer.cause is None else [answer.cause])
             where = f"A step of {task.split} data fails for client '{task.client}', tried before round 1"
             answer = replace(answer, refusal=f"{where}: {said}.")
@@ -325,8 +326,8 @@ def fault(task: Task[Any], answer: Any) -> str | None:
         if any(row.client not in of or (row.round, row.stage, row.model, row.checkpoint) != asked for row in answer):
             return NOT_ASKED
         return _fault_of_places(task.evaluate, [(row.client, row.data, row.split, row.metric) for row in answer])
-    if isinstance(task, TryStep | CheckThere):
-        return None if isinstance(answer, Tried) else f"its site answers with a {type(answer).__name__}"
+    if isinstance(task, StepTrial | PreflightTask):
+        return None if isinstance(answer, StepFinding) else f"its site answers with a {type(answer).__name__}"
     if not isinstance(answer, Deployed) or answer.client != task.client or answer.module is not None:
         return "its site does not say what became of its model"
     return None
@@ -401,7 +402,7 @@ def in_lines(answer: Any) -> Any:
         ]
     elif isinstance(answer, Deployed):
         answer = replace(answer, reason=answer.reason and printable(answer.reason, SENTENCE))
-    elif isinstance(answer, Tried):
+    elif isinstance(answer, StepFinding):
         said = [printable(text, SENTENCE) for text in answer.said]
         answer = replace(answer, refusal=answer.refusal and printable(answer.refusal, SENTENCE), said=said)
     return answer

@@ -31,8 +31,8 @@ from fedlightning.engines.base import Visit
 from fedlightning.engines.records import Note
 from fedlightning.engines.score_tasks import ScoreClient, ScoreModel
 from fedlightning.errors import ConfigurationError
-from fedlightning.guards.preflight_task import CheckThere
-from fedlightning.guards.step_trials import TryStep
+from fedlightning.guards.preflight_task import PreflightTask
+from fedlightning.guards.step_trials import StepTrial
 from fedlightning.privacy.leaving import leaving_of
 from fedlightning.resume.config_changes import differences
 from fedlightning.server.population import refuse_covered
@@ -150,7 +150,7 @@ class Records:
         return self.folder / run / f"client-{file_name_of(client)}" / f"{version}.pt"
 
 
-TASKS = (Visit, ScoreClient, ScoreModel, Deploy, CheckThere, TryStep)
+TASKS = (Visit, ScoreClient, ScoreModel, Deploy, PreflightTask, StepTrial)
 """What a site carries out for the server."""
 REPLY_BYTES = 2**25
 """Bytes of answers after which a reply is full: tasks that are left wait for the next message."""

@@ -23,8 +23,8 @@ from fedlightning.contract.messages import Message, check_extras
 from fedlightning.deployment.export import Deploy
 from fedlightning.engines.base import Visit
 from fedlightning.engines.score_tasks import ScoreClient, ScoredModel, ScoreModel, ServerModel
-from fedlightning.guards.preflight_task import PLAIN, CheckThere
-from fedlightning.guards.step_trials import TryStep
+from fedlightning.guards.preflight_task import FACTS, PreflightTask
+from fedlightning.guards.step_trials import StepTrial
 from fedlightning.privacy.leaving import leaving_of
 from fedlightning.scores.rows import LOCAL, UNSEEN
 from fedlightning.server.loop import ROUNDS
@@ -252,7 +252,7 @@ RULES: dict[type, dict[str, Rule]] = {
         "shared": when(lambda here, value: value is None, AT_HOME),
         "bring": when(lambda here, value: not value or here.exports, AT_HOME),
     },
-    CheckThere: {
+    PreflightTask: {
         "callback": when(
             lambda here, value: value in {one.key for one in here.runner.callbacks}, "there is no such callback"
         ),
@@ -260,7 +260,7 @@ RULES: dict[type, dict[str, Rule]] = {
             lambda here, value: value in here.runner.blueprint.architectures, "there is no such model"
         ),
         "client": _OWN,
-        "facts": all_in(lambda here: PLAIN, "it holds other facts than a check is told"),
+        "facts": all_in(lambda here: tuple(FACTS), "it holds other facts than a check is told"),
         "shared": SMALL,
         "batches": SMALL,
         "pooled": all_in(lambda here: ("train", *SPLITS), "there is no such split"),
@@ -268,7 +268,7 @@ RULES: dict[type, dict[str, Rule]] = {
         "is_mixed": YES_OR_NO,
         "has_public": YES_OR_NO,
     },
-    TryStep: {"client": _OWN, "split": one_of("train", *SPLITS), "listen": YES_OR_NO},
+    StepTrial: {"client": _OWN, "split": one_of("train", *SPLITS), "listen": YES_OR_NO},
 }
 """By class and field of what a server sends."""
 

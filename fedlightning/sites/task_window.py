@@ -16,8 +16,8 @@ from typing import Any
 
 from fedlightning.engines.attempts import Attempt
 from fedlightning.engines.base import Task
-from fedlightning.guards.preflight_task import CheckThere
-from fedlightning.guards.step_trials import TryStep
+from fedlightning.guards.preflight_task import PreflightTask
+from fedlightning.guards.step_trials import StepTrial
 
 AHEAD = 4
 """Tasks for each site that are drawn ahead of the answers, however large they are."""
@@ -62,7 +62,7 @@ class Entry:
     @property
     def is_alone(self) -> bool:
         """Whether it needs no record of its client and leaves none, so that it need not wait for the client's other tasks."""
-        return isinstance(self.task, TryStep | CheckThere)
+        return isinstance(self.task, StepTrial | PreflightTask)
 
 
 @dataclass(eq=False)

@@ -42,7 +42,7 @@ def architectures(study: StudyData) -> Table:
                     "architecture": name,
                     "parameters": about["parameters"],
                     "clients": about["clients"],
-                    **study.estimate(list(means.values())).columns(),
+                    **study.estimate(list(means.values()), study.metric).columns(),
                     "worst": mean_of([_worst(study, own[seed], members[seed]) for seed in means]),
                     **gain.columns("gain"),
                     "n_seeds": sum(value is not None for value in means.values()),

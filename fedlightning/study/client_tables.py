@@ -6,6 +6,7 @@ from typing import Any
 
 from fedlightning.study.data import StudyData, Table
 from fedlightning.study.measures import mean_of
+from fedlightning.study.runs import natural
 
 
 def clients(study: StudyData) -> Table:
@@ -27,7 +28,7 @@ def clients(study: StudyData) -> Table:
             for seed in sorted(set(scores) & set(own)) if study.comparable(method) else []:
                 score, base = scores[seed], own[seed]
                 gains.append(None if score is None or base is None else sign * (score - base))
-            found, gain = study.estimate(list(scores.values())), study.estimate(gains)
+            found, gain = study.estimate(list(scores.values()), study.metric), study.estimate(gains)
             lines.append(
                 {
                     "client": client,
@@ -87,7 +88,8 @@ def _sizes(study: StudyData) -> dict[str, dict[str, Any]]:
     """Return the samples of each client by split, from the first run on the usual test data."""
     first = next((scores.run.summary for key, scores in study.finished.items() if key not in study.odd), {})
     known: dict[str, dict[str, Any]] = first.get("data", {}).get("clients", {})
-    return known or {client: {"train": n} for client, n in first.get("num_samples", {}).items()}
+    known = known or {client: {"train": n} for client, n in first.get("num_samples", {}).items()}
+    return {client: known[client] for client in sorted(known, key=natural)}
 
 
 def _clients(study: StudyData, method: str | None = None) -> list[str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
 from fedlightning.study.data import StudyData, Table
 from fedlightning.study.measures import mean_of
-from fedlightning.study.runs import Run
+from fedlightning.study.runs import Run, natural
 from fedlightning.study.tables import Membership
 
 Places = dict[str, dict[int, tuple[str, float]]]
@@ -109,16 +108,6 @@ def agreement(found: Places, groups: Mapping[str, str]) -> float | None:
     return float(
         adjusted_rand_score([groups[client] for client in shared], [_last(found[client])[0] for client in shared])
     )
-
-
-def natural(name: str) -> list[tuple[int, str]]:
-    """Return a key that sorts names by the numbers in them.
-
-    Example:
-        >>> sorted(["client 10", "client 9"], key=natural)
-        ['client 9', 'client 10']
-    """
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _measures(found: Places) -> dict[str, float]:

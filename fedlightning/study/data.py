@@ -9,7 +9,15 @@ from typing import Any
 
 from fedlightning.scores.metrics import bare, higher_is_better
 from fedlightning.study import roles
-from fedlightning.study.baselines import fingerprint, odd_splits, why_not
+from fedlightning.study.baselines import (
+    SAMPLED,
+    Sampling,
+    fingerprint,
+    odd_splits,
+    sampling,
+    test_share,
+    why_not,
+)
 from fedlightning.study.columns import GLOBAL, PERSONAL
 from fedlightning.study.measures import Estimate, RunScores, SeedScore, common_metric, estimate
 from fedlightning.study.runs import DEPLOYED, Run
@@ -117,7 +125,8 @@ class StudyData:
         changed = [words for split, words in _SPLIT_WORDS.items() if self._varies(split)]
         same = [words for split, words in _SPLIT_WORDS.items() if not self._varies(split)]
         text = f"{len(self.seeds)} seeds ({listed}): they change {_listed(['the initialisation and batch order', *changed])}"
-        return f"{text}; {_listed(same)} {'stays' if len(same) == 1 else 'stay'} the same." if same else f"{text}."
+        text += f"; {_listed(same)} {'stays' if len(same) == 1 else 'stay'} the same. " if same else ". "
+        return text + SAMPLED[self.sampling]
 
     def _varies(self, split: str) -> bool:
         """Return True if `split` differs between seeds of any method."""
@@ -203,9 +212,21 @@ class StudyData:
         rule = "latest" if self.checkpoint == "latest" else DEPLOYED
         return self.find(method, model=GLOBAL, checkpoint=rule, **where)
 
-    def estimate(self, values: Sequence[float | None]) -> Estimate:
-        """Return the mean over seeds and its interval, at the study's confidence."""
-        return estimate(values, self.confidence, self.interval)
+    def estimate(self, values: Sequence[float | None], metric: str | None = None) -> Estimate:
+        """Return the mean over seeds and its interval, at the study's confidence; `metric`: what the values are of."""
+        return estimate(values, self.confidence, self.interval, self.test_share, metric)
+
+    # -- what seeds vary -------------------------------------------------------------------------------------------
+    @cached_property
+    def sampling(self) -> Sampling:
+        """Whether seeds change training only, the split, or the fold that is tested."""
+        return sampling([found.run for key, found in self.finished.items() if key not in self.odd], self.split)
+
+    @cached_property
+    def test_share(self) -> float:
+        """Samples tested for each trained on, over all runs; 0 where seeds' test sets do not overlap."""
+        runs = [found.run for key, found in self.finished.items() if key not in self.odd]
+        return test_share(runs, self.split) if self.sampling == "splits" else 0.0
 
 
 def _listed(words: Sequence[str]) -> str:

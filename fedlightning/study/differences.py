@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from fedlightning.study.baselines import test_share
 from fedlightning.study.data import StudyData, Table
 from fedlightning.study.measures import mean_of
-from fedlightning.study.significance import holm, paired_difference, wilcoxon
+from fedlightning.study.scores import per_client
+from fedlightning.study.significance import holm, paired_difference, resampled_difference, wilcoxon
 
 
 def differences(study: StudyData, reference: str | None = None) -> Table:
-    """Compare every other method with a reference, seed by seed, by the deployed score (mean over clients)."""
+    """Compare every other method with a reference, seed by seed, by the deployed score (mean over clients).
+
+    `p` is of the paired t-test where all seeds test the same samples (it speaks of this test set) or disjoint folds, and of
+    the corrected resampled t-test where their test sets overlap, with the test/train ratio of these runs; the interval
+    likewise.
+    `p_clients` is of Wilcoxon's test over the clients' means over seeds: whether other clients like these would gain too.
+    """
     if reference == "best" and "best" not in study.methods:
         reference = best_method(study)
     elif reference is None:
@@ -30,18 +38,31 @@ def difference(study: StudyData, method: str, reference: str) -> dict[str, Any]:
     """Return one line of :func:`differences`, not yet adjusted for the number of comparisons."""
     a, b = pairs(study, method, reference)
     line: dict[str, Any] = {"method": method, "reference": reference}
-    line |= dict.fromkeys(("mean", "ci95", "ci95_radius", "p", "p_holm", "p_wilcoxon", "better"))
+    line |= dict.fromkeys(("mean", "ci95", "ci95_radius", "test", "p", "p_holm", "p_wilcoxon", "p_clients", "better"))
     line |= {"n": len(a), "per_seed": {}}
     x, y = ([float(value) for value in means.values() if value is not None] for means in (a, b))
     if not x or len(x) < len(a):
         return line
-    found, p = paired_difference(x, y, study.confidence, study.interval)
-    line["mean"] = found.centre
+    if study.sampling == "splits":
+        runs = [study.finished[name, seed].run for name in (method, reference) for seed in a]
+        found, p = resampled_difference(x, y, test_share(runs, study.split), study.confidence)
+    else:
+        found, p = paired_difference(x, y, study.confidence, study.interval)
+    line |= {"mean": found.centre, "test": found.method, "p_clients": _over_clients(study, method, reference)}
     line["per_seed"] = {str(seed): one - other for seed, one, other in zip(a, x, y, strict=True)}
     line["better"] = found.centre > 0 if study.higher_is_better else found.centre < 0
     if len(x) > 1:
         line |= {"ci95": [found.low, found.high], "ci95_radius": found.radius, "p": p, "p_wilcoxon": wilcoxon(x, y)}
     return line
+
+
+def _over_clients(study: StudyData, method: str, reference: str) -> float | None:
+    """Return the p-value of Wilcoxon's test over clients, each with its mean over seeds; `None` of fewer than two."""
+    means = [per_client(list(study.deployed(name).values())) for name in (method, reference)]
+    shared = [client for client, score in means[0].items() if None not in (score, means[1].get(client))]
+    if len(shared) < 2:
+        return None
+    return wilcoxon(*([one[client] for client in shared] for one in means))  # type: ignore[arg-type]
 
 
 def pairs(study: StudyData, method: str, other: str) -> tuple[dict[int, float | None], dict[int, float | None]]:

@@ -14,6 +14,7 @@ from fedlightning.storage.files import write_text_atomically
 from fedlightning.study.architectures import architectures
 from fedlightning.study.clusters import clusters, memberships
 from fedlightning.study.data import StudyData, Table
+from fedlightning.study.evidence import negative_transfer
 from fedlightning.study.external import calibrations, external, subgroups
 from fedlightning.study.overview import overview
 from fedlightning.study.problems import find_problems
@@ -26,6 +27,7 @@ from fedlightning.study.unseen import unseen
 TABLES = ("results", "overview", "problems")
 """Keys of `comparison.json` that hold lines of a table; the others say what the lines are of."""
 SOMETIMES: dict[str, Callable[[StudyData], Table]] = {
+    "negative_transfer": negative_transfer,
     "unseen": unseen,
     "external": external,
     "calibration": calibrations,
@@ -41,7 +43,7 @@ SOMETIMES: dict[str, Callable[[StudyData], Table]] = {
 
 
 def write_comparison(study: StudyData | Mapping[str, StudyData], out: str | Path) -> dict[str, Any]:
-    """Write `comparison.json` and `comparison.csv` into a folder.
+    """Write `comparison.json`, `comparison.csv` and `comparison.tex` into a folder.
 
     The JSON has the lines of `results`, `overview` and `problems`, and says what they are of: `methods`, `seeds`,
     `metric` and so on. A missing number is `null`, never NaN. For several studies every line begins with its `dataset`,
@@ -61,6 +63,8 @@ def write_comparison(study: StudyData | Mapping[str, StudyData], out: str | Path
     folder.mkdir(parents=True, exist_ok=True)
     write_text_atomically(folder / "comparison.json", json.dumps(found, indent=1, allow_nan=False))
     write_text_atomically(folder / "comparison.csv", as_csv([flat(line) for line in found["results"]]))
+    studies = study if isinstance(study, Mapping) else {"": study}
+    write_text_atomically(folder / "comparison.tex", "\n".join(as_tex(one, name) for name, one in studies.items()))
     return found
 
 
@@ -126,6 +130,52 @@ def as_csv(lines: list[dict[str, Any]]) -> str:
     file = io.StringIO()
     sheets.write_table(file, list(lines[0]), lines, lineterminator="\n")
     return file.getvalue()
+
+
+def as_tex(study: StudyData, name: str = "") -> str:
+    """Return the overview as a LaTeX table for the package booktabs: score, worst client, difference to the best, p."""
+    rows = overview(study, [])
+    better = max if study.higher_is_better else min
+    best = better((row["mean"] for row in rows if row["mean"] is not None and row["role"] != "central"), default=None)
+    lines = [
+        *(
+            f"% {text}"
+            for text in (name, f"test {study.metric}, mean over clients, then over seeds. {study.seed_text}")
+            if text
+        ),
+        r"\begin{tabular}{lrrrr}",
+        r"\toprule",
+        r"Method & Score & Worst client & Difference to best & $p$ (Holm) \\",
+        r"\midrule",
+    ]
+    for row in rows:
+        score = _tex_interval(row["mean"], row["ci95"], row["ci95_radius"])
+        score = rf"{{\boldmath{score}}}" if row["mean"] is not None and row["mean"] == best else score
+        gap = "best" if row["best"] else _tex_interval(row["gap"], row["gap_ci95"], None)
+        p = "" if row["gap_p_holm"] is None else "$<0.001$" if row["gap_p_holm"] < 0.001 else f"{row['gap_p_holm']:.3f}"
+        cells = (_tex(row["method"]), score, _tex_interval(row["worst"], None, None), gap, p)
+        lines.append(f"{' & '.join(cells)} {chr(92) * 2}")
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def _tex(text: str) -> str:
+    r"""Return a text with the characters that mean something in LaTeX escaped.
+
+    Example:
+        >>> _tex("fedprox_mu 50%")
+        'fedprox\\_mu 50\\%'
+    """
+    text = text.replace("\\", r"\textbackslash ")
+    return "".join(f"\\{sign}" if sign in "&%$#_{}" else sign for sign in text)
+
+
+def _tex_interval(value: float | None, interval: list[float] | None, radius: float | None) -> str:
+    if value is None:
+        return "--"
+    if radius is not None:
+        return rf"${value:.3f} \pm {radius:.3f}$"
+    ends = "" if interval is None else rf"\ [{interval[0]:.3f}, {interval[1]:.3f}]"
+    return f"${value:.3f}{ends}$"
 
 
 def plain(value: Any) -> Any:

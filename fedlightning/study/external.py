@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedlightning.study.calibration import Calibration, calibration, curve, net_benefit
+from fedlightning.study.calibration import Calibration, calibration, calibration_intervals, curve, net_benefit
 from fedlightning.study.columns import UNSEEN
 from fedlightning.study.data import StudyData, Table
 from fedlightning.study.measures import mean_of
@@ -60,10 +60,14 @@ def sites_of(study: StudyData, line_of: str = "unseen") -> Table:
 
 
 def calibrations(study: StudyData) -> Table:
-    """Return one line for each method, site, class and way of training: the fields of `Calibration`, means over seeds."""
+    """Return one line for each method, site, class and way of training: the fields of `Calibration`, means over seeds.
+
+    `slope`, `in_the_large`, `brier` and `auroc` have `..._ci95`, over the site's patients.
+    """
     return [
         {"method": method, "site": site, "class": number, "trained": way}
         | _mean([calibration(*pair) for pair in pairs])
+        | calibration_intervals(pairs)
         for method, site, way, number, pairs in _cases(study)
     ]
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from fedlightning.scores.metrics import bare, choose_metric, higher_is_better
+from fedlightning.scores.metrics import ERRORS, SHARES, bare, choose_metric, higher_is_better
 from fedlightning.study.columns import LOCAL, PERSONAL
 from fedlightning.study.fairness import Spread, spread
 from fedlightning.study.runs import DEPLOYED, Run
-from fedlightning.study.significance import mean_interval
+from fedlightning.study.significance import mean_interval, widened
 
 Address = tuple[str, str, str, str, str, str]
 """Model, stage, checkpoint, data, split and metric (without its split) of a row of `summary.json`."""
@@ -129,9 +130,32 @@ def address(row: Mapping[str, Any]) -> Address:
 
 
 def common_metric(runs: Iterable[Run], split: str = "test") -> str:
-    """Return the metric to compare runs by if nobody says: see :func:`fedlightning.scores.metrics.choose_metric`."""
-    known = [RunScores(run).metrics(split) for run in runs if run.error is None]
-    return choose_metric([metrics for metrics in known if metrics])
+    """Return the metric to compare runs by if nobody says: see :func:`fedlightning.scores.metrics.choose_metric`.
+
+    Where one class is much more common than the others, AUROC (of two classes) or balanced accuracy stand for accuracy.
+    """
+    done = [run for run in runs if run.error is None]
+    known = [metrics for run in done if (metrics := RunScores(run).metrics(split))]
+    chosen = choose_metric(known)
+    if chosen == "accuracy" and (classes := _unbalanced(done)):
+        wanted = (*(("auroc",) if classes == 2 else ()), "balanced_accuracy")
+        return next((name for name in wanted if all(name in metrics for metrics in known)), chosen)
+    return chosen
+
+
+UNBALANCED = 0.3
+"""The commonest class has at least this share of what is left above an equal one: of two classes 65 % of the samples."""
+
+
+def _unbalanced(runs: Sequence[Run]) -> int:
+    """Return the number of classes where one is much more common than others over all clients; 0 if none is."""
+    held = runs[0].summary.get("data", {}).get("clients", {}).values() if runs else ()
+    counts = [of["classes"] for of in held if len(of.get("classes") or ()) > 1]
+    if not counts or len({len(of) for of in counts}) > 1:
+        return 0
+    total = [sum(of) for of in zip(*counts, strict=True)]
+    equal = 1 / len(total)
+    return len(total) if max(total) >= (equal + UNBALANCED * (1 - equal)) * sum(total) > 0 else 0
 
 
 @dataclass(frozen=True)
@@ -142,16 +166,18 @@ class Estimate:
         mean: The mean, or `None` if any seed has no value: missing values are not averaged away.
         ci95: Confidence interval `[low, high]`; `None` for fewer than two seeds.
         n: Number of seeds that have a value.
+        cut: Whether the interval ends where the metric does.
     """
 
     mean: float | None = None
     ci95: list[float] | None = None
     n: int = 0
+    cut: bool = False
 
     @property
     def radius(self) -> float | None:
-        """Half the interval's width."""
-        return None if self.ci95 is None else (self.ci95[1] - self.ci95[0]) / 2
+        """Half the interval's width; `None` also where it was cut at the end of what the metric can be."""
+        return None if self.ci95 is None or self.cut else (self.ci95[1] - self.ci95[0]) / 2
 
     def columns(self, name: str = "mean") -> dict[str, Any]:
         """Return columns of a table: `mean`, `ci95` and `ci95_radius`, or `NAME`, `NAME_ci95` and `NAME_radius`."""
@@ -159,8 +185,21 @@ class Estimate:
         return {name: self.mean, interval: self.ci95, radius: self.radius}
 
 
-def estimate(values: Sequence[float | None], confidence: float = 0.95, interval: str = "t") -> Estimate:
+def estimate(
+    values: Sequence[float | None],
+    confidence: float = 0.95,
+    interval: str = "t",
+    test_share: float = 0.0,
+    metric: str | None = None,
+) -> Estimate:
     """Return the mean over seeds with its confidence interval.
+
+    Args:
+        values: One a seed.
+        confidence: Of the interval.
+        interval: `"t"` or `"bootstrap"`.
+        test_share: Samples tested for each trained on, where every seed has another of overlapping splits; else 0.
+        metric: What the values are of; the interval ends where it ends (shares and errors).
 
     Example:
         >>> found = estimate([0.70, 0.74, 0.72])
@@ -168,12 +207,26 @@ def estimate(values: Sequence[float | None], confidence: float = 0.95, interval:
         (0.72, 0.05, 3)
         >>> estimate([0.70, None]).mean is None
         True
+        >>> estimate([1.0, 0.9], metric="accuracy").ci95[1]
+        1.0
     """
     known = [value for value in values if value is not None]
     if not known or len(known) < len(values):
         return Estimate(n=len(known))
-    found = mean_interval(known, confidence, interval)
-    return Estimate(found.centre, [found.low, found.high] if len(known) > 1 else None, len(known))
+    found = mean_interval(known, confidence, "t" if test_share else interval)
+    if test_share:
+        found = widened(found, test_share)
+    low, high = bounds(metric, known)
+    ends = [max(found.low, low), min(found.high, high)]
+    return Estimate(found.centre, ends if len(known) > 1 else None, len(known), ends != [found.low, found.high])
+
+
+def bounds(metric: str | None, values: Sequence[float]) -> tuple[float, float]:
+    """Return what a metric can be; a share is one of 1, or of 100 where a value is above 1."""
+    name = bare(metric or "")
+    if name in SHARES:
+        return 0.0, 1.0 if max(values) <= 1 else 100.0
+    return (0.0 if name in ERRORS else -math.inf), math.inf
 
 
 def mean_of(values: Sequence[float | None]) -> float | None:

@@ -26,7 +26,7 @@ def overview(study: StudyData, problems: Sequence[Problem]) -> Table:
       and `tenth_percentile` over clients; `pooled` (Acc(G): the same models on the union of all test data) with
       `pooled_ci95`; `sum` of both (FLIU); `global`: the global model on each client's data, with `global_ci95`.
     - `best`: whether its mean is the best (central training is left out); `gap`: mean paired difference to the best
-      method over common seeds, with `gap_ci95`, `gap_radius`, `gap_p` (paired t-test), `gap_p_holm` and `gap_n`.
+      method over common seeds, with `gap_ci95`, `gap_radius`, `gap_p`, `gap_p_holm` and `gap_n`.
     - `ipr`, `opt_outs` (percent of clients), `pma`, `gma`: see :func:`fedlightning.study.incentives.incentives`.
     - `mb_up`, `mb_down` and `mb_total` (10**6 bytes, all clients and rounds), `local_steps` (all clients together),
       `seconds`, `peak_memory_mb`.
@@ -46,7 +46,7 @@ def overview(study: StudyData, problems: Sequence[Problem]) -> Table:
 def _line(study: StudyData, method: str, winner: str | None, gap: dict[str, Any]) -> dict[str, Any]:
     scores = study.deployed(method)
     found = local_and_pooled(study, scores, study.deployed(method, data=POOLED))
-    shared = study.estimate([score.mean for score in study.shared(method).values()])
+    shared = study.estimate([score.mean for score in study.shared(method).values()], study.metric)
     model, checkpoint, stage = chosen(study, method)
     gains = incentives(study, method)
     each = list(scores.values())
@@ -70,7 +70,7 @@ def _line(study: StudyData, method: str, winner: str | None, gap: dict[str, Any]
         "best": method == winner,
         "gap": gap.get("mean"),
         "gap_ci95": gap.get("ci95"),
-        "gap_radius": gap.get("radius"),
+        "gap_radius": gap.get("ci95_radius"),
         "gap_p": gap.get("p"),
         "gap_p_holm": gap.get("p_holm"),
         "gap_n": gap.get("n", 0),

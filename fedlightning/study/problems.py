@@ -12,11 +12,15 @@ from fedlightning.scores.metrics import bare
 from fedlightning.study.baselines import odd_splits, why_not
 from fedlightning.study.columns import LOCAL, UNSEEN
 from fedlightning.study.data import StudyData
+from fedlightning.study.evidence import no_better_than_constant, still_improving, without_effect
 from fedlightning.study.roles import NEEDED
 from fedlightning.study.terms import unequal
 from fedlightning.study.token_tables import CONSERVED, missing
 
-NOTES = ("single_seed", "different_budget", "unequal_terms", "undefined", "identical_seeds", "uncomparable_baseline")
+NOTES = (
+    *("single_seed", "different_budget", "unequal_terms", "undefined", "identical_seeds", "uncomparable_baseline"),
+    *("nothing_learnt", "unconverged", "no_effect"),
+)
 """Kinds of problems that leave every score as it is, and that a reader must know."""
 TOLERANCE = 0.01
 """Relative difference of optimizer steps that still counts as the same budget."""
@@ -60,11 +64,34 @@ def find_problems(study: StudyData) -> list[Problem]:
         *_tables(study),
         *_missing_baselines(study),
         *_other_than_baseline(study),
+        *_evidence(study),
         *(Problem("unequal_terms", None, None, text) for text in unequal(study)),
         *_budgets(study),
         *_undefined(study),
         *_seeds(study),
     ]
+
+
+def _evidence(study: StudyData) -> Iterator[Problem]:
+    constant = no_better_than_constant(study)
+    if constant is not None:
+        yield Problem("nothing_learnt", None, None, constant)
+    trained = [name for name in study.methods if (steps(study, name) or 0) > 0]
+    improving = still_improving(study)
+    if improving:
+        who = "All methods" if len(improving) >= len(trained) else ", ".join(improving)
+        share = max(improving.values())
+        text = (
+            f"{who} still improve{'s' if len(improving) == 1 and len(trained) > 1 else ''}: of all that validation curves "
+            f"gained, up to {share:.0%} came in the last quarter of the rounds. More rounds may change the order."
+        )
+        yield Problem("unconverged", None, None, text)
+    for method, other, apart in without_effect(study) if constant is None else ():
+        text = (
+            f"{method} changed nothing measurable against {other}: clients' scores differ by {apart:.2g} on average. Its "
+            "term is too weak here, or its option is not what was meant."
+        )
+        yield Problem("no_effect", method, None, text)
 
 
 def _absent_runs(study: StudyData) -> Iterator[Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -55,8 +56,8 @@ class Run:
 
     @cached_property
     def clients(self) -> list[str]:
-        """Client ids, in the order of the run."""
-        return list(self.summary.get("num_samples", {}))
+        """Client ids, by the numbers in them."""
+        return sorted(self.summary.get("num_samples", {}), key=natural)
 
     @property
     def results(self) -> list[dict[str, Any]]:
@@ -104,6 +105,16 @@ class Run:
         """Return `per_client` of the row that :meth:`result` returns; it takes the same arguments."""
         row = self.result(metric, **where)
         return None if row is None else dict(row["per_client"])
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Return a key that sorts names by the numbers in them.
+
+    Example:
+        >>> sorted(["client 10", "client 9"], key=natural)
+        ['client 9', 'client 10']
+    """
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def load_run(path: str | Path, name: str | None = None, error: str | None = None, baseline: bool = False) -> Run:

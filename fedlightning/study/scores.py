@@ -41,7 +41,7 @@ def results(study: StudyData) -> Table:
 def summary(study: StudyData, scores: Mapping[int, SeedScore]) -> dict[str, Any]:
     """Return the columns of :func:`results` for the rows of some seeds."""
     found = list(scores.values())
-    overall = study.estimate([score.mean for score in found])
+    overall = study.estimate([score.mean for score in found], found[0].row["metric"] if found else None)
     return {
         **overall.columns(),
         "n_seeds": overall.n,
@@ -103,7 +103,7 @@ def local_and_pooled(
         (POOLED, [score.mean for score in pooled.values()]),
         ("sum", list(both.values())),
     ):
-        line |= study.estimate(values).columns(name)
+        line |= study.estimate(values, None if name == "sum" else study.metric).columns(name)
     return line | {"n_seeds": len(local)}
 
 
@@ -126,7 +126,7 @@ def checkpoints(study: StudyData) -> Table:
         line: dict[str, Any] = {"method": method}
         for name, (model, checkpoint) in kinds.items():
             found = study.find(method, model=model, checkpoint=checkpoint)
-            line |= study.estimate([score.mean for score in found.values()]).columns(name)
+            line |= study.estimate([score.mean for score in found.values()], study.metric).columns(name)
         line |= study.estimate(_gains(study, method)).columns("selection")
         lines.append(line | {"deployed": chosen(study, method)[1], "n_seeds": len(study.seeds_of(method))})
     return lines
@@ -153,7 +153,7 @@ def measured(study: StudyData) -> Table:
         line: dict[str, Any] = {"method": method}
         for name in names:
             found = study.deployed(method, metric=name)
-            line |= study.estimate([score.mean for score in found.values()]).columns(name)
+            line |= study.estimate([score.mean for score in found.values()], name).columns(name)
         line |= {"n_seeds": len(study.deployed(method)), "seeds": len(study.seeds)}
         lines.append(line | {"comparable": study.comparable(method)})
     return lines

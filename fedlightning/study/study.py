@@ -10,9 +10,9 @@ from functools import cached_property
 from fedlightning.study import architectures as _architectures
 from fedlightning.study import client_tables as _clients
 from fedlightning.study import clusters as _clusters
-from fedlightning.study import costs as _costs
 from fedlightning.study import curves as _curves
 from fedlightning.study import differences as _differences
+from fedlightning.study import evidence as _evidence
 from fedlightning.study import external as _external
 from fedlightning.study import incentives as _incentives
 from fedlightning.study import overview as _overview
@@ -39,8 +39,8 @@ class Study(StudyData):
 
     Args:
         runs: Runs as :func:`fedlightning.study.runs.load_study` returns them.
-        metric: Score to compare, with or without the prefix of its split. `None` takes accuracy if all runs have it, else
-            `rmse`, else `loss`.
+        metric: Score to compare, with or without the prefix of its split. `None` takes accuracy if all runs have it (AUROC
+            or balanced accuracy where classes are unbalanced), else `rmse`, else `loss`.
         checkpoint: Models to compare. `"deployed"` takes each client's `best_local` model if the run has one, else its
             latest model as received. `"latest"`, `"best_local"` or `"best_global"` take one checkpoint for all.
         confidence: Confidence of intervals; their columns are called `ci95` whatever it is.
@@ -78,6 +78,14 @@ class Study(StudyData):
         """Everything a reader must know before believing the tables."""
         return find_problems(self)
 
+    def reference(self) -> _evidence.Reference | None:
+        """Return the score of a constant answer; see :func:`fedlightning.study.evidence.reference`."""
+        return _evidence.reference(self)
+
+    def negative_transfer(self) -> Table:
+        """Return one line a method: who loses against training alone; see :func:`...evidence.negative_transfer`."""
+        return _evidence.negative_transfer(self)
+
     def overview(self) -> Table:
         """Return one line a method; see :func:`fedlightning.study.overview.overview`."""
         return _overview.overview(self, self.problems)
@@ -104,4 +112,4 @@ class Study(StudyData):
     differences = _differences.differences
     curves = _curves.curves
     terms = _terms.terms
-    costs = _costs.costs
+    costs = _curves.costs

@@ -46,7 +46,7 @@ def _line(study: StudyData, method: str) -> dict[str, Any] | None:
     }
     line: dict[str, Any] = {"method": method}
     for name, values in found.items():
-        line |= study.estimate(values).columns(name)
+        line |= study.estimate(values, None if name == "gap" else study.metric).columns(name)
     return line | {
         "worst": statistic(own.values(), "worst"),
         "std": statistic(own.values(), "std"),

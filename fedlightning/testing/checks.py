@@ -175,7 +175,7 @@ def check_wire(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
     """Check that clients send what may leave, was asked for and is not private, bytes are counted, and `keeps` is set."""
     trainer, visits, _ = plain_run(algorithm, _FOUR | given | _FULL, written=True)
     server, changes = server_of(trainer), changes_of(algorithm)
-    both_ways = not changes & {Change.ONE_WAY, Change.PARTS, Change.NEIGHBOURS}
+    both_ways = not changes & {Change.ONE_WAY, Change.PARTS, "neighbours"}
     assert server.costs.bytes_up == sum(update.num_bytes for _, update, _ in visits.all), (
         "Bytes up are not what was sent."
     )
@@ -210,7 +210,7 @@ def check_wire(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
                     or bool((value == value.flatten()[0]).all())
                 ), f"{algorithm.key}: the private '{name}' of client '{message.client}' left it."
 
-    if not changes & {Change.PLAN, Change.KEEPS}:  # else nobody lets its clients train twice in a round
+    if not changes & {"plan_round", Change.KEEPS}:  # else nobody lets its clients train twice in a round
         trained = [(update.client, record) for _, update, record in visits.all if update.contributed]
         for client in server.clients:
             kept = [(record.state, _trained(server, record)) for name, record in trained if name == client][:2]

@@ -24,8 +24,8 @@ from fedlightning.contract.messages import ClientLog, Message, Update
 from fedlightning.deployment.export import Deploy, Deployed
 from fedlightning.engines.base import Visit
 from fedlightning.engines.score_tasks import Lost, ScoreClient, ScoredModel, ScoreModel, ServerModel
-from fedlightning.guards.preflight_task import CheckThere
-from fedlightning.guards.step_trials import Tried, TryStep
+from fedlightning.guards.preflight_task import PreflightTask, StepFinding
+from fedlightning.guards.step_trials import StepTrial
 from fedlightning.scores.rows import Gap, Row
 from fedlightning.tensors import State
 from fedlightning.wire.container import NAMES, Check, Limits, Whole, WireError, check_of
@@ -68,9 +68,9 @@ KINDS: dict[str, Kind] = {
         Kind(ScoreClient),
         Kind(ScoreModel, frozenset({"client"})),
         Kind(Deploy),
-        Kind(CheckThere),
-        Kind(TryStep, narrower={"split": Literal["train", "val", "test"]}),
-        Kind(Tried, frozenset({"cause"})),
+        Kind(PreflightTask),
+        Kind(StepTrial, narrower={"split": Literal["train", "val", "test"]}),
+        Kind(StepFinding, frozenset({"cause"})),
         Kind(Deployed, frozenset({"module"})),
         Kind(Description, narrower={"seed": Whole, "planted_groups": dict[str, Whole] | None}),
         Kind(Row),

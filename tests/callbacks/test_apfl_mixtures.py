@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from fedlightning.callbacks import APFL
-from fedlightning.callbacks.apfl_mixtures import LogitMixture, ParameterMixture
+from fedlightning.callbacks.apfl import LogitMixture, ParameterMixture
 from fedlightning.tensors import module_state
 from tests.helpers import NormNet, Toy, close
 

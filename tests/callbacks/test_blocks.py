@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedlightning.callbacks.shared.blocks import check_cut, cut
-from fedlightning.callbacks.shared.stitching import assembled, describe, rebuild, row_of, stitch_sizes
+from fedlightning.callbacks.shared.blocks import assembled, check_cut, cut, describe, rebuild, row_of, stitch_sizes
 from fedlightning.models import MLP, Classifier, DigitsCNN, MnistCNN
 from fedlightning.tensors import module_state
 from tests.callbacks.public import Deep

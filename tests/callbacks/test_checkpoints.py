@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from fedlightning.callbacks import (
     GlobalCheckpoint,
     LocalCheckpoint,
 )
+from fedlightning.callbacks.checkpoints import ValidationScores
 from fedlightning.contract.callback_list import CallbackList
 from fedlightning.deployment.checkpoints import load
 from fedlightning.server.evaluation import ScoringError
@@ -362,13 +364,21 @@ def test_losses_of_different_clients_are_not_compared():
 
 @pytest.mark.parametrize("metric", ["val_acc", "val/acc", "val_f1"])
 def test_the_lowest_accuracy_is_no_goal_without_a_warning(metric):
-    step = FirstStep("Toy", (), "", "reset", (metric, "val_loss"))
-    with pytest.warns(UserWarning, match=f"monitors '{metric}' with mode='min', so its lowest value is the best"):
-        LocalCheckpoint(monitor=metric).check_step(step)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        LocalCheckpoint(monitor=metric, mode="max").check_step(step)
-        LocalCheckpoint().check_step(step)
+    steps = SimpleNamespace(
+        run=SimpleNamespace(evaluate_every=1),
+        data=SimpleNamespace(has_split=lambda split: True),
+        template=Toy(),
+        first_step=lambda: FirstStep(logged=(metric, "val_loss")),
+    )
+
+    def warned(callback):
+        steps.warn = (texts := []).append
+        ValidationScores().check(callback, steps)
+        return texts
+
+    (text,) = warned(LocalCheckpoint(monitor=metric))
+    assert f"monitors '{metric}' with mode='min', so its lowest value is the best" in text
+    assert not warned(LocalCheckpoint(monitor=metric, mode="max")) and not warned(LocalCheckpoint())
 
 
 def test_without_validation_data_a_mean_of_evaluations_is_no_matter():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -29,9 +31,12 @@ from fedlightning.callbacks import (
     LocalCheckpoint,
     PoissonSampling,
 )
+from fedlightning.callbacks.client_dp_budget import RoundBudget
 from fedlightning.contract.messages import Message, Update
 from fedlightning.engines.attempts import FederationError
+from fedlightning.errors import ConfigurationError
 from fedlightning.options import FailurePolicy
+from fedlightning.privacy.release import FILE
 from fedlightning.server.loop import Synchronous
 from fedlightning.virtual_time import Asynchronous, SampleSpeed, VirtualClock
 from tests.helpers import NormNet, Toy, federate, global_state, make_trainer, same, toy_data
@@ -105,7 +110,7 @@ def test_a_change_is_never_longer_than_the_limit(dtype, length):
     size = math.sqrt(sum(float(value.square().sum()) for value in draw.values()))
     moved = {name: (received[name].double() + length / size * draw[name]).to(dtype) for name in draw}
     update = Update(0, "0", state=dict(moved))
-    callback.on_send(SimpleNamespace(module=toy, received=received), update)
+    callback.protect(SimpleNamespace(module=toy, received=received), update)
     norm = math.sqrt(
         sum(float((update.state[name].double() - received[name].double()).square().sum()) for name in received)
     )
@@ -127,7 +132,7 @@ def test_a_change_of_zeros_is_cut_below_the_limit_too(dtype):
     for seed in range(40):
         draw = torch.randn(3, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         update = Update(0, "0", state={"weight": draw.to(dtype)})
-        callback.on_send(SimpleNamespace(module=toy, received=received), update)
+        callback.protect(SimpleNamespace(module=toy, received=received), update)
         callback.check_update(SimpleNamespace(trainable=["weight"]), Message(0, "0", received, ("weight",)), update)
         assert float(update.state["weight"].double().norm()) == pytest.approx(0.1, rel=4e-3)
 
@@ -315,46 +320,56 @@ def test_what_a_round_spends_is_on_disk_before_its_model_is_there(tmp_path):
     assert json.loads((trainer.run.path / "privacy.json").read_text())["rounds"] == 2
 
 
-@pytest.mark.parametrize("differs", [False, True])
-def test_what_is_written_down_counts_every_release(tmp_path, differs):
-    callback = dp(noise_seed=None)
-    server = SimpleNamespace(
+def server_of(folder, max_rounds):
+    return SimpleNamespace(
         state={},
         clients=["a"],
-        run_dir=tmp_path,
+        run_dir=folder,
         outgoing=(),
         blueprint=SimpleNamespace(privacy={}),
         trainable=["w"],
-        max_rounds=9,
+        max_rounds=max_rounds,
         shared_names=lambda: ("w",),
+        model={"w": torch.zeros(5)},
     )
-    server.model = {"w": torch.zeros(5)}
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_round_that_was_released_is_replayed_and_never_released_again(tmp_path, differs):
+    callback, server, released = dp(noise_seed=None), server_of(tmp_path, 9), {}
     for round, value in ((0, 0.0), (1, 1.0), (1, 2.0 if differs else 1.0), (2, 3.0)):
         server.round = round
-        callback.on_reduced(server, {"w": torch.full((5,), value)})
-    told, count = json.loads((tmp_path / "privacy.json").read_text()), 4 if differs else 3
-    assert (told["rounds"], told["releases"]) == (3, count)
-    assert told["epsilon"] == pytest.approx(callback.epsilon_after(count))
-    assert len((tmp_path / "privacy.csv").read_text().splitlines()) == 1 + count
+        found = callback.on_reduced(server, {"w": torch.full((5,), value)})["w"]
+        assert torch.equal(found, released.setdefault(round, found))
+    told = json.loads((tmp_path / "privacy.json").read_text())
+    assert (told["rounds"], told["releases"]) == (3, 3)
+    assert told["epsilon"] == pytest.approx(callback.epsilon_after(3))
+    assert len((tmp_path / "privacy.csv").read_text().splitlines()) == 4
 
 
-def test_rounds_that_are_done_again_do_not_exceed_the_budget(tmp_path):
+def test_a_release_without_an_entry_is_discarded_and_an_entry_without_its_release_ends_the_run(tmp_path, monkeypatch):
+    """It is stored first: killed before the entry, a run has told nobody, and makes another one."""
+    callback, server = dp(noise_seed=None), server_of(tmp_path, 9)
+    server.round = 0
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RoundBudget, "spend", lambda *values: (_ for _ in ()).throw(KeyboardInterrupt))
+        callback.on_reduced(server, {"w": torch.zeros(5)})
+    assert (tmp_path / FILE).exists() and not (tmp_path / "privacy.csv").exists()
+    callback.on_reduced(server, {"w": torch.ones(5)})
+    assert json.loads((tmp_path / "privacy.json").read_text())["releases"] == 1
+    (tmp_path / FILE).unlink()
+    with pytest.raises(ValueError, match=r"Round 1 was released before.*comes out differently now"):
+        callback.on_reduced(server, {"w": torch.zeros(5)})
+    callback.on_reduced(server, {"w": torch.ones(5)})  # the same bits are the same release
+
+
+def test_releases_do_not_exceed_the_budget(tmp_path):
     callback = dp(noise_seed=None, noise_multiplier=2.0, epsilon=dp(noise_multiplier=2.0).epsilon_after(2) + 1e-6)
-    server = SimpleNamespace(
-        state={},
-        clients=["a"],
-        run_dir=tmp_path,
-        outgoing=(),
-        blueprint=SimpleNamespace(privacy={}),
-        trainable=["w"],
-        max_rounds=2,
-        shared_names=lambda: ("w",),
-    )
-    server.model = {"w": torch.zeros(5)}
-    with pytest.raises(ValueError, match=r"Round 2 is release 3 of this run.*more than the budget"):
-        for round, value in ((0, 0.0), (0, 1.0), (1, 1.0)):
+    server = server_of(tmp_path, 2)
+    with pytest.raises(ValueError, match=r"Round 3 is release 3 of this run.*more than the budget"):
+        for round in range(3):
             server.round = round
-            callback.on_reduced(server, {"w": torch.full((5,), value)})
+            callback.on_reduced(server, {"w": torch.zeros(5)})
 
 
 @pytest.mark.parametrize(
@@ -466,3 +481,58 @@ def test_a_ledger_counts_the_rounds_of_all_runs(tmp_path):
     assert run("third", epsilon=dp().epsilon_after(5) * 1.001) == pytest.approx(dp().epsilon_after(5))  # one round more
     with pytest.raises(ValueError, match="one round with noise_multiplier=1 and rate=1 makes epsilon"):
         run("fourth", epsilon=dp().epsilon_after(5) * 1.001)
+
+
+class Adds(FederatedCallback):
+    """Makes every change long, before and after everybody else."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def on_send(self, client, update):
+        update.state = {name: value + 100.0 for name, value in update.state.items()}
+
+
+@pytest.mark.parametrize("rank", [-2000, 2000])
+def test_no_callback_gets_an_update_after_it_was_clipped(rank):
+    fitted = module()
+    before = {name: value.clone() for name, value in fitted.state_dict().items()}
+    tiny = dp(noise_multiplier=TINY, clip=0.05)
+    trainer = federate(fitted, toy_data([16] * 4), [tiny, Adds(rank)], max_rounds=1)
+    moved = sum(float((value - before[name]).double().square().sum()) for name, value in global_state(trainer).items())
+    assert 0.04 < moved**0.5 <= 0.05 + 1e-6
+
+
+def test_nothing_goes_by_lengths_that_have_no_noise_or_writes_them(tmp_path):
+    """One client is a thousand times as long as others: whether it counts must not depend on them."""
+
+    class Long(FederatedCallback):
+        rank = -5
+
+        def on_send(self, client, update):
+            long = 1e6 if client.id == "0" else 1e-6
+            update.state = {name: client.received[name] + long for name in update.state}
+
+    tiny = dp(noise_multiplier=TINY, clip=1.0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*has the norm")
+        trainer = federate(module(), toy_data([16] * 4), [tiny, Long()], tmp_path, max_rounds=3)
+    assert "warnings" not in json.loads((trainer.run.path / "summary.json").read_text())
+    parts = {part.key: part.state() for part in trainer.server.parts if part.key in ("norms", "explosions")}
+    assert parts == {"norms": {}, "explosions": {"usual": {}, "warnings": []}}
+    with pytest.raises(ConfigurationError, match="update_limit=3 goes by single updates, which ClientDP hides"):
+        federate(module(), toy_data([16] * 4), [dp()], max_rounds=1, failures=FailurePolicy(update_limit=3.0))
+
+
+def test_who_knows_the_participants_reads_an_epsilon_without_amplification(tmp_path):
+    drawn = ClientDP(delta=1e-3, noise_multiplier=1.0, rate=0.5)
+    with pytest.warns(UserWarning, match="against who knows who took part") as said:
+        trainer = federate(module(), toy_data([16] * 6), [drawn], tmp_path, max_rounds=3)
+    told = json.loads((trainer.run.path / "privacy.json").read_text())
+    everybody = ClientDP(delta=1e-3, noise_multiplier=1.0).epsilon_after(3)
+    assert told["epsilon"] == pytest.approx(drawn.epsilon_after(3)) and told["epsilon"] < everybody
+    assert told["epsilon_participants_known"] == pytest.approx(everybody)
+    with (trainer.run.path / "privacy.csv").open() as rows:
+        last = list(csv.DictReader(rows))[-1]
+    assert float(last["epsilon_participants_known"]) == pytest.approx(everybody)
+    assert any(f"{everybody:.4g}" in str(one.message) for one in said)

@@ -49,7 +49,7 @@ def setup(net, kinds=None, clients=200):
     names = list(net.state_dict())
     said = []
     found = {"shared_names": lambda: names, "kinds": dict.fromkeys(names, "trainable") | (kinds or {}), "module": net}
-    return SimpleNamespace(**found, clients=range(clients), warn=said.append, said=said)
+    return SimpleNamespace(**found, run=SimpleNamespace(clients=range(clients)), warn=said.append, said=said)
 
 
 def test_entries_that_are_neither_bounded_nor_covered():

@@ -167,7 +167,7 @@ def test_sub_models_are_encoded_at_their_own_size():
         ([FedGH(), QSGD()], "FedGH does not send"),
         ([FedLAMA(), RandomK()], "FedLAMA does not send"),
         ([HeurpFedLA(), QSGD()], "HeurpFedLA does not send"),
-        ([FedProto(), QSGD()], "none of them travels here"),
+        ([FedProto(), QSGD()], "no trainable entry travels here"),
     ],
     ids=str,
 )

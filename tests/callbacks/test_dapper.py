@@ -195,7 +195,7 @@ def test_wrong_use():
     ):
         with pytest.raises(ValueError, match=sentence):
             make()
-    with pytest.raises(ValueError, match=r"the data module has none. Set public_fraction=0.1"):
+    with pytest.raises(ValueError, match=r"the data module has none. Set public=0.1"):
         federate(Toy(), toy_data(SIZES), [Dapper()])
     with pytest.raises(
         ValueError, match=r"public_dataloader gives an iterable Endless, but clients draw .* by their index"

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from fedlightning.algorithm import FederatedCallback, Setup
+from fedlightning.algorithm import Facts, FederatedCallback, Setup
 from fedlightning.callbacks import DSFL, FCCL, FCCLPlus, FedBE, FedDF, FedET, FedMD, FjORD, pFedHR, pFedKnow
-from fedlightning.callbacks.shared.distillation import check_public_logits, inputs_of, kl, logits_of
+from fedlightning.callbacks.shared.distillation import PublicLogits, check_public_logits, inputs_of, kl, logits_of
 from fedlightning.callbacks.shared.representations import LABEL_KEYS
 from fedlightning.datamodules.labels import LABEL_KEYS as OF_DATA
 from fedlightning.testing.toys import ToyData, ToyModule, federate
@@ -65,6 +65,8 @@ class Method(FederatedCallback):
 
     def __init__(self, labels: bool = False) -> None:
         self.labels = labels
+
+    facts = Facts(requires=[PublicLogits(labels="labels")])
 
     def check(self, setup: Setup) -> None:
         assert check_public_logits(self.key, setup, self.labels) == 3

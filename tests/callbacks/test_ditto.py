@@ -222,5 +222,5 @@ def test_wrong_use():
         Ditto(lam=-1)
     with pytest.raises(ValueError, match=r"Ditto got work=-2"):
         Ditto(work=-2)
-    with pytest.warns(UserWarning, match=r"Ditto\(lam=30.0\) pulls by lr \* lam = 3 .*Use lam below 20"):
+    with pytest.warns(UserWarning, match=r"Ditto pulls by lr \* lam = 3 of its way .*below 0\.0667, or a smaller lam"):
         federate(Toy(lr=0.1), toy_data(SIZES), [Ditto(lam=30.0)], max_rounds=1)

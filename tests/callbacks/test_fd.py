@@ -306,5 +306,5 @@ def test_wrong_use_is_refused():
         (name,) = arguments
         with pytest.raises(ValueError, match=f"FD got {name}="):
             FD(**arguments)
-    with pytest.raises(ValueError, match=r"`net.0` of Toy gives 2, and a label is 2\. Set head="):
+    with pytest.raises(ValueError, match=r"`net.0` of Toy gives \(8, 2\) for 8 samples whose largest label is 2\."):
         federate(Toy(hidden=2), class_data({"0": [2]}), [FD(head="net.0")])

@@ -9,7 +9,7 @@ import torch
 
 from fedlightning.algorithm import Facts, FederatedCallback, Update
 from fedlightning.callbacks import FedAdam, FedAsync, FedProx
-from fedlightning.callbacks.shared.staleness import staleness_weight
+from fedlightning.callbacks.fedasync import staleness_weight
 from fedlightning.tensors import clone, module_state
 from fedlightning.virtual_time import Asynchronous, FixedSpeed, LogNormalSpeed, VirtualClock
 from tests.conformance.case import Case, Kept

@@ -253,8 +253,8 @@ def test_wrong_use_is_refused_or_warned_of():
     with pytest.raises(ValueError, match=r"lr \* alpha = 3 of its way.*below 0.2"):
         federate(Toy("sgd", lr=0.3), toy_data(), [FedDyn(alpha=10.0)])
     for module, options, words in (
-        (Toy("adam"), {}, "this Adam rescales"),
-        (Toy("momentum"), {}, "this SGD rescales"),
+        (Toy("adam"), {}, "optimizer is Adam. Another rescales"),
+        (Toy("momentum"), {}, "SGD with momentum. Another rescales"),
         (Toy("sgd"), {"gradient_clip_val": 1.0}, "gradient_clip_val=1.0 cuts a step"),
     ):
         with pytest.warns(UserWarning, match=words):

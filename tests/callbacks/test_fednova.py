@@ -274,7 +274,7 @@ def test_wrong_use_is_refused():
         federate(Toy(), toy_data(), [FedNova(), Median()])
     with pytest.raises(ValueError, match="TwoMomenta has groups of differing momentum"):
         federate(TwoMomenta(), toy_data(), [FedNova()])
-    with pytest.warns(UserWarning, match="Adam is treated as plain SGD"):
+    with pytest.warns(UserWarning, match="optimizer is Adam"):
         federate(Toy("adam"), toy_data(), [FedNova()], max_rounds=1)
 
 

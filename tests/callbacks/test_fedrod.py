@@ -323,7 +323,7 @@ class Smoothed(Toy):
         (
             Classifier(MLP(6, [4], 1), num_classes=2),
             {},
-            "needs a logit for each class, but `net.fc2` of Classifier gives 1",
+            r"a logit for each class, but `net.fc2` of Classifier gives \(8, 1\)",
         ),
     ],
 )

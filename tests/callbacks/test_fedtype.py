@@ -11,8 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from fedlightning.callbacks import SCAFFOLD, FedAdam, FedAvg, FedProx, FedType, GlobalCheckpoint, Local, LocalCheckpoint
-from fedlightning.callbacks.fedtype import PrivateLoss, ProxyLoss, consensus, imitation_loss
-from fedlightning.callbacks.shared.conformal import PredictionSets, calibrate
+from fedlightning.callbacks.fedtype import PredictionSets, PrivateLoss, ProxyLoss, calibrate, consensus, imitation_loss
 from fedlightning.options import Processes
 from fedlightning.seeding import generator
 from fedlightning.tensors import module_state

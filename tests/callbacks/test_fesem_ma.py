@@ -10,7 +10,7 @@ from torch import nn
 
 from fedlightning import FederatedCallback
 from fedlightning.callbacks import FedBN, FedPer, FeSEM, FeSEMMA
-from fedlightning.callbacks.shared.matching import hidden_units, matched, permuted
+from fedlightning.callbacks.fesem_ma import hidden_units, matched, permuted
 from fedlightning.models import MLP, CifarCNN, DigitsCNN
 from fedlightning.tensors import clone, load_state, module_state
 from tests.callbacks.common import FailsOnce, Plain, best_partition, fixed_data, flat, mean_state, start_of

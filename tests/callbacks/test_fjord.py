@@ -249,6 +249,6 @@ def test_one_logit_cannot_be_distilled():
         def score(self, batch, split):
             self.log(f"{split}_loss", self.training_step(batch, 0))
 
-    with pytest.raises(ValueError, match=r"a logit for each class, and net.2 gives one. Use distillation=False"):
+    with pytest.raises(ValueError, match=r"a logit for each class, and the head gives one. Use distillation=False"):
         federate(Single(), toy_data(), [FjORD()])
     federate(Single(), toy_data(), [FjORD(distillation=False)], max_rounds=1)

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fedlightning.algorithm import Change, Facts, FederatedCallback
+from fedlightning.algorithm import FederatedCallback
 from fedlightning.callbacks import APFL, FLDE, Ditto, FedAdam, FedAvg, FedBN, FedProx, Local, SampleDP
-from fedlightning.callbacks.flde_mixture import mix_outputs, mix_probabilities
+from fedlightning.callbacks.flde import mix_outputs, mix_probabilities
 from fedlightning.models import MLP, Classifier
 from fedlightning.tensors import module_state
 from tests.callbacks.common import SIZES, absent_clients_rest, batches, cut_and_resumed, fixed_data
@@ -433,12 +433,10 @@ def test_refused_before_round_1(tmp_path, kind, data, options, words):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"), [(Change.PHASES, "two models in one fit"), (Change.MODULE, "a gate and an expert")]
+    ("change", "words"), [("local_phases", "two models in one fit"), ("wrap_module", "a gate and an expert")]
 )
 def test_others_that_train_in_phases_or_rebuild_the_module_are_refused(change, words):
-    class Other(FederatedCallback):
-        facts = Facts(changes=[change])
-
+    Other = type("Other", (FederatedCallback,), {change: lambda self, first, *rest: first})
     with pytest.raises(ValueError, match=words):
         make_trainer(None, [FLDE(), Other()]).fit(made(), datamodule=toy_data(SIZES))
 

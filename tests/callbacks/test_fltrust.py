@@ -126,7 +126,7 @@ def test_what_is_refused_before_round_1(others, reason):
 
 
 def test_root_data_have_to_be_there_with_labels():
-    with pytest.raises(ValueError, match="FLTrust trains at the server on data of its own, and the data module has no"):
+    with pytest.raises(ValueError, match="FLTrust trains at the server on data of its own, but the data module has no"):
         federate(module(), toy_data(SIZES), [FLTrust()], max_rounds=1)
     data = root_data()
     data.__class__ = Unlabelled

@@ -206,7 +206,7 @@ def test_dynamic_rates_are_drawn_anew_in_every_round():
     assert {rate for rates in drawn for rate in rates} == {1.0, 0.5, 0.25}
     again, other = (spied(Toy("adam"), toy_data(), [callback], max_rounds=8, seed=seed)[1].messages for seed in (0, 1))
     assert [m.extras for m in again] == [m.extras for m in spy.messages] != [m.extras for m in other]
-    with pytest.raises(Exception, match="optimizers cannot be kept"):
+    with pytest.raises(Exception, match="with optimizer_state='keep'"):
         federate(Toy("adam"), toy_data(), [callback], optimizer_state="keep")
 
 
@@ -312,7 +312,7 @@ def test_the_proximal_anchor_is_the_slice():
             r"HeteroFL gives clients parts.*, and PLayerFL plans rounds of its own",
         ),
         ([HeteroFL(dynamic=True), LocalCheckpoint()], r"dynamic=True\)\), and LocalCheckpoint keeps"),
-        ([HeteroFL(rates={"0": 1.0})], r"no rate for client '1'"),
+        ([HeteroFL(rates={"0": 1.0})], r"no rates for client '1'"),
     ],
 )
 def test_senseless_pairs_are_refused(callbacks, words):

@@ -209,11 +209,11 @@ def test_private_layers_are_not_pulled():
 
 
 def test_wrong_use_is_refused():
-    with pytest.raises(ValueError, match=r"trainer counts local_epochs=1\. Set local_steps=1"):
+    with pytest.raises(ValueError, match=r"local_steps=None and local_epochs=1\. Set local_steps=1"):
         federate(Toy(), toy_data(), [L2GD()])
     with pytest.raises(ValueError, match=r"would step past the mean: theta = .* = 4\.5"):
         federate(Toy("sgd", lr=0.5), toy_data(), [L2GD()], **STEPS)
-    with pytest.warns(UserWarning, match="L2GD balances plain SGD steps"):
+    with pytest.warns(UserWarning, match="L2GD balances steps of plain SGD"):
         federate(Toy("momentum", lr=0.01), toy_data(), [L2GD()], max_rounds=1, **STEPS)
     for options, text in (({"lam": -1.0}, "lam=-1"), ({"p": 0.0}, r"p=0\.0.*Local"), ({"p": 1.0}, r"p=1\.0")):
         with pytest.raises(ValueError, match=f"L2GD got {text}"):

@@ -20,9 +20,8 @@ from torch.nn import functional as F
 
 from fedlightning.callbacks import SCAFFOLD, FedPer, FedRep, HeteroFL, LayerDiagnostics, PerFedAvg, PLayerFL
 from fedlightning.callbacks.diagnostics.hessian_trace import hutchinson, mean_and_error
-from fedlightning.callbacks.diagnostics.layer_diagnostics import QUANTITIES
-from fedlightning.callbacks.diagnostics.layer_rows import LayerRow, read_layers
-from fedlightning.callbacks.diagnostics.layer_tables import StageTable, round_rows
+from fedlightning.callbacks.diagnostics.layer_diagnostics import QUANTITIES, StageTable, round_rows
+from fedlightning.callbacks.diagnostics.layer_values import LayerRow, read_layers
 from fedlightning.callbacks.diagnostics.similarity import linear_cka
 from tests.helpers import (
     NormNet,

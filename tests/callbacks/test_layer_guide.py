@@ -17,7 +17,7 @@ import fedlightning  # noqa: F401  before lightning
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedlightning.callbacks.diagnostics.layer_rows import read_layers
+from fedlightning.callbacks.diagnostics.layer_values import read_layers
 from fedlightning.cli import main
 from tests.helpers import CLASSES, FEATURES, Toy, samples
 

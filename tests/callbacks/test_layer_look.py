@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedlightning.callbacks import FedAvg, LayerDiagnostics
-from fedlightning.callbacks.diagnostics.layer_look import SENT, LayerLook
+from fedlightning.callbacks.diagnostics.layer_diagnostics import SENT, LayerLook
 from tests.helpers import Toy, federate, same, toy_data
 
 SETTINGS = {"num_batches": 2, "hessian_probes": 2, "hessian_batches": 1, "cka_samples": 8}

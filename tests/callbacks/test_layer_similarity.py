@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fedlightning import FederatedCallback
-from fedlightning.callbacks.diagnostics.layer_similarity import common_samples, layer_grams
+from fedlightning.callbacks.diagnostics.layer_diagnostics import common_samples, layer_grams
 from fedlightning.layers import ordered_layers
 from fedlightning.tensors import clone, module_state
 from tests.helpers import CLASSES, FEATURES, NormNet, Toy, ToyData, federate, same, samples

@@ -304,7 +304,7 @@ def test_wrong_use_is_refused():
 
     with pytest.raises(ValueError, match="Manual optimizes manually"):
         federate(Manual(), toy_data(), [PerFedAvg()])
-    with pytest.warns(UserWarning, match="Adam rescales the meta-gradient"):
+    with pytest.warns(UserWarning, match="optimizer is Adam. Another rescales the meta-gradient"):
         federate(Toy("adam"), toy_data(), [PerFedAvg()], max_rounds=1)
     for options in ({"variant": "hf"}, {"alpha": -1.0}, {"delta": 0.0}):
         with pytest.raises(ValueError, match=rf"PerFedAvg got .*{next(iter(options))}="):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedlightning.callbacks import SCAFFOLD, FedAdam, FedPer, FedProx, GlobalCheckpoint, Local, LocalCheckpoint, pFedHR
-from fedlightning.callbacks.pfedhr_server import Reassembly
+from fedlightning.callbacks.pfedhr import Reassembly
 from fedlightning.models import ClientModels
 from fedlightning.options import Processes
 from fedlightning.tensors import clone, module_state

@@ -165,7 +165,7 @@ def test_the_guide_teaches_the_server_and_never_travels():
     assert not any("teacher" in name for message in spy.messages for name in message.state)
 
 
-@pytest.mark.filterwarnings("ignore:pFedKnow without labelled data")
+@pytest.mark.filterwarnings("ignore:pFedKnow has no labelled data")
 def test_what_cannot_work_is_refused():
     with pytest.raises(ValueError, match="got server='x', and there is no such client"):
         federate(Toy(), toy_data(), [pFedKnow("x")])

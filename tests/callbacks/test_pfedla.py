@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedlightning.callbacks import FedAdam, FedAvg, FedBN, Local, pFedLA
-from fedlightning.callbacks.hypernetwork import HyperNetwork
+from fedlightning.callbacks.pfedla import HyperNetwork
 from fedlightning.tensors import module_state
 from tests.conformance.case import Case, Kept
 from tests.helpers import (

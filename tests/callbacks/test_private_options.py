@@ -28,9 +28,12 @@ def test_secrets_are_of_the_operating_system_unless_a_seed_is_given(kind):
 @pytest.mark.parametrize("scores", ["withheld", "in the clear"])
 def test_scores_are_covered_as_asked_and_logged_values_and_the_rest_by_their_kind(kind, scores):
     private = made(kind, scores=scores)
-    items = {name: SimpleNamespace(kind=name, owner="") for name in ("entries", "scores", "logged", "counts")}
+    items = {
+        name: SimpleNamespace(kind=name, owner="") for name in ("entries", "scores", "logged", "counts", "classes")
+    }
     found = {name: private.cover_of(item, ("entries", "mine")) for name, item in items.items()}
-    assert found == {"entries": "noised", "scores": scores, "logged": "withheld", "counts": "in the clear"}
+    withheld = {"scores": scores, "logged": "withheld", "classes": "withheld"}
+    assert found == {"entries": "noised", "counts": "in the clear"} | withheld
     assert private.cover_of(SimpleNamespace(kind="extras", owner="mine"), ("entries", "mine")) == "noised"
 
 

@@ -266,9 +266,11 @@ def test_what_has_no_one_loss_for_each_change_is_refused(other, match):
         federate(Toy(), toy_data(), [QFedAvg(q=1.0), other])
 
 
-@pytest.mark.parametrize(("optimizer", "name"), [("adam", "Adam have"), ("momentum", "SGD with momentum have")])
+@pytest.mark.parametrize(("optimizer", "name"), [("adam", "Adam"), ("momentum", "SGD with momentum")])
 def test_optimizers_without_such_an_l_are_named(optimizer, name, recwarn):
-    with pytest.warns(UserWarning, match=f"L = 1 / lr, which is that of plain SGD; the changes of {name} another"):
+    with pytest.warns(
+        UserWarning, match=f"L = 1 / lr, which is that of plain SGD, and the module's optimizer is {name}"
+    ):
         federate(Toy(optimizer), toy_data(), [QFedAvg()], max_rounds=1)
     recwarn.clear()
     federate(Toy(optimizer), toy_data(), [QFedAvg(lipschitz=2.0)], max_rounds=1)

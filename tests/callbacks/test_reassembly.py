@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fedlightning.callbacks.shared.reassembly import (
+from fedlightning.callbacks.shared.blocks import (
     Part,
     candidates,
     cka,

@@ -92,14 +92,14 @@ def records(count=20, seed=0):
     return TensorDataset(torch.randn(count, 4, generator=draw), torch.randint(0, 3, (count,), generator=draw))
 
 
-def plain_trainer(callback, **options):
+def plain_trainer(*callbacks, **options):
     quiet = {
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    return Trainer(callbacks=[callback], accelerator="cpu", **quiet, **{"max_epochs": 1} | options)
+    return Trainer(callbacks=list(callbacks), accelerator="cpu", **quiet | {"max_epochs": 1} | options)
 
 
 # -- one step ----------------------------------------------------------------------------------------------------------

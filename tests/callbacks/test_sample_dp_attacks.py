@@ -10,12 +10,14 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSamp
 
 pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install opacus cryptography")
 
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
-from fedlightning.callbacks import FedAvg
+from fedlightning.algorithm import Change, Facts, FederatedCallback
+from fedlightning.callbacks import FedAvg, FedLP
 from fedlightning.engines.attempts import FederationError
+from fedlightning.tensors import equal
 from tests.callbacks.test_sample_dp import SIZES, Plain, dp, module, plain_trainer, records
-from tests.helpers import Toy, federate, make_trainer, toy_data
+from tests.helpers import Toy, federate, global_state, make_trainer, toy_data
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:SampleDP"),
@@ -238,5 +240,152 @@ def test_a_callback_that_inherits_a_look_at_batches_is_refused():
     class Inherits(Looks):
         pass
 
-    with pytest.raises(ValueError, match="sees the batches of training"):
+    with pytest.raises(ValueError, match="sees batches or gradients of training"):
         federate(module(Toy), toy_data(SIZES), [Inherits(), dp()], max_rounds=1)
+
+
+class Remembers(Toy):
+    """Leaves on itself what it has seen in a step, as many modules do."""
+
+    def training_step(self, batch, batch_idx):
+        self.seen = batch[0].detach().mean()
+        return super().training_step(batch, batch_idx)
+
+
+class Sends(FederatedCallback):
+    """Adds what it has seen of records to an update, in place or not, and keeps the update for later."""
+
+    def __init__(self, how, rank=5):
+        self.how, self.rank = how, rank
+
+    def on_send(self, client, update):
+        entry = update.state["net.0.weight"]
+        if self.how == "in place":
+            entry.add_(client.module.seen)
+        elif self.how == "extra":
+            update.extras["stowaway"] = {"seen": client.module.seen}
+        else:
+            update.state["net.0.weight"] = entry + client.module.seen
+
+
+class Declares(Sends):
+    facts = Facts(changes={Change.ALTERS})
+
+
+@pytest.mark.parametrize("rank", [-2000, 5, 2000])
+@pytest.mark.parametrize("how", ["in place", "another", "extra"])
+def test_what_a_callback_makes_of_an_update_without_saying_so_is_set_to_nothing(how, rank):
+    alone = federate(module(Remembers), toy_data(SIZES), [FedAvg(), dp()], max_rounds=1)
+    with pytest.warns(UserWarning, match="what Sends makes of an update in on_send is set to nothing"):
+        beside = federate(module(Remembers), toy_data(SIZES), [FedAvg(), dp(), Sends(how, rank)], max_rounds=1)
+    assert equal(global_state(alone), global_state(beside))
+
+
+def test_what_it_declares_leaves():
+    alone = federate(module(Remembers), toy_data(SIZES), [FedAvg(), dp()], max_rounds=1)
+    for other in (Declares("another"), FedLP(q=0.5)):
+        beside = federate(
+            module(Remembers),
+            toy_data(SIZES),
+            [*([] if isinstance(other, FedLP) else [FedAvg()]), dp(), other],
+            max_rounds=1,
+        )
+        assert not equal(global_state(alone), global_state(beside))
+
+
+@pytest.mark.parametrize("hook", ["on_before_backward", "on_after_backward", "on_before_optimizer_step"])
+def test_a_callback_that_sees_gradients_or_losses_is_refused(hook):
+    looks = type("Looks", (FederatedCallback,), {hook: lambda self, *values: None})
+    with pytest.raises(ValueError, match=rf"Looks sees batches or gradients of training \({hook}\)"):
+        federate(module(Toy), toy_data(SIZES), [looks(), dp()], max_rounds=1)
+
+
+class Writes(Plain):
+    """Writes what a batch has into a parameter, between steps or after the last one."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        with torch.no_grad():
+            self.layer.bias.add_(batch[0].mean())
+
+
+class WritesAtLast(FederatedCallback):
+    def on_train_end(self, trainer, pl_module):
+        with torch.no_grad():
+            pl_module.net[0].bias.add_(pl_module.seen)
+
+
+def test_nothing_but_the_optimizer_moves_what_is_trained():
+    with pytest.raises(ValueError, match=r"'layer\.bias' has moved without a step of the optimizer"):
+        plain_trainer(dp(), max_epochs=1).fit(module(Writes), loader())
+    with pytest.raises(FederationError, match=r"'net\.0\.bias' has moved without a step of the optimizer"):
+        federate(module(Remembers), toy_data(SIZES), [FedAvg(), dp(), WritesAtLast()], max_rounds=1)
+
+
+class MixesLater(Plain):
+    """Mixes records from the second epoch on."""
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0] if self.current_epoch == 0 else 0.5 * batch[0] + 0.5 * batch[0].flip(0)
+        return F.cross_entropy(self.layer(x), batch[1])
+
+
+class MixesMany(Plain):
+    """Mixes records where there are more than four."""
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0] if len(batch[0]) <= 4 else batch[0] - batch[0].mean(0)
+        return F.cross_entropy(self.layer(x), batch[1])
+
+
+class FollowsEpochs(Plain):
+    """Weighs its loss by the epoch, which mixes nothing."""
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.layer(batch[0]), batch[1]) / (1.0 + self.current_epoch)
+
+
+@pytest.mark.parametrize("kind", [MixesLater, MixesMany])
+def test_a_batch_that_is_trained_on_is_tried_in_each_epoch(kind):
+    with pytest.raises(ValueError, match="another gradient in a batch than alone"):
+        plain_trainer(dp(), max_epochs=3).fit(module(kind), DataLoader(records(40), batch_size=20))
+
+
+def test_a_loss_that_follows_epochs_goes_on():
+    plain_trainer(dp(), max_epochs=3).fit(module(FollowsEpochs), DataLoader(records(40), batch_size=20))
+
+
+class Logs(Plain):
+    """Logs a number of training under a name of validation, and one of each by its own."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("val_like", loss, on_step=False, on_epoch=True)
+        self.log("both", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def on_train_epoch_end(self):
+        self.log("late", 1.0)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("accuracy", 1.0)
+
+
+@pytest.mark.parametrize("monitor", ["val_like", "both_epoch", "both_step", "late"])
+@pytest.mark.parametrize("kind", [EarlyStopping, ModelCheckpoint])
+def test_nothing_goes_by_a_number_that_training_logs_whatever_it_is_called(kind, monitor, tmp_path):
+    trainer = plain_trainer(
+        dp(), kind(monitor=monitor), max_epochs=2, default_root_dir=tmp_path, enable_checkpointing=True
+    )
+    fitted = module(Logs)
+    with pytest.raises(ValueError, match=f"goes by '{monitor}', which training logs"):
+        trainer.fit(fitted, loader(), loader())
+    assert "log" not in vars(fitted)
+
+
+@pytest.mark.parametrize("kind", [EarlyStopping, ModelCheckpoint])
+def test_what_validation_logs_may_choose(kind, tmp_path):
+    trainer = plain_trainer(
+        dp(), kind(monitor="accuracy"), max_epochs=2, default_root_dir=tmp_path, enable_checkpointing=True
+    )
+    trainer.fit(module(Logs), loader(), loader())
+    assert trainer.current_epoch == 2

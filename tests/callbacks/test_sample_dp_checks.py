@@ -5,10 +5,18 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from lightning.pytorch.callbacks import EarlyStopping
+import torch
+from lightning.pytorch import LightningDataModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install opacus cryptography")
+
+from fedlightning.callbacks import FedAvg, SampleDP
 from fedlightning.callbacks import sample_dp_checks as checks
-from tests.helpers import Toy
+from fedlightning.datamodules import IIDPartitioner, Partitioned, TabularFederatedDataModule
+from fedlightning.datamodules.validated_on_test import ValidatedOnTest
+from tests.helpers import Toy, federate
 
 HISTORY = [[1.0, 0.1, 5], [2.0, 0.1, 3]]
 
@@ -26,20 +34,6 @@ def test_a_count_goes_on_where_it_was_only():
     checks.refuse_steps_before(8, HISTORY)
     with pytest.raises(ValueError, match="goes on from 9 steps, of which it has counted 8"):
         checks.refuse_steps_before(9, HISTORY)
-
-
-@pytest.mark.parametrize(("monitor", "refused"), [("train_loss", True), ("loss", True), ("val_loss", False)])
-@pytest.mark.parametrize("plateau", [True, False])
-def test_training_goes_by_no_number_of_its_data(monitor, refused, plateau):
-    scheduler = SimpleNamespace(monitor=monitor, reduce_on_plateau=plateau)
-    trainer = SimpleNamespace(
-        lr_scheduler_configs=[scheduler] if plateau else [], callbacks=[] if plateau else [EarlyStopping(monitor)]
-    )
-    if refused:
-        with pytest.raises(ValueError, match=f"goes by '{monitor}'"):
-            checks.refuse_monitors(trainer)
-    else:
-        checks.refuse_monitors(trainer)
 
 
 @pytest.mark.parametrize(
@@ -67,3 +61,39 @@ def test_rounds_without_or_with_other_noise_and_sites_that_forget():
     checks.refuse_forgetting("folder", None)
     with pytest.raises(ValueError, match="needs ledger=FOLDER"):
         checks.refuse_forgetting(None, None)
+
+
+def table(folder, **options):
+    rows = [f"{place % 7},{'ab'[place % 2]},{'yn'[place % 3 > 0]}" for place in range(80)]
+    path = folder / "rows.csv"
+    path.write_text("\n".join(["x,who,y", *rows]))
+    return TabularFederatedDataModule(path, target="y", client="who", group=False, batch_size=8, **options)
+
+
+class OfATable(Toy):
+    def make(self, hidden, dropout):
+        return nn.Linear(1, 2)
+
+
+class OfALightningModule(LightningDataModule):
+    coupled_records = "rows are ranked. Give ranks of a public sample."
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.zeros(8, 6), torch.zeros(8, dtype=torch.long)), batch_size=4)
+
+
+def test_features_that_depend_on_other_records_are_refused(tmp_path):
+    """One row far away moves the features of all others, which the clip of its own gradient does not bound."""
+    dp = SampleDP(delta=1e-3, noise_multiplier=1.0, noise_seed=3)
+    refused = "one moves the features of others: "
+    local = table(tmp_path)
+    for data in (local, ValidatedOnTest(local)):
+        with pytest.raises(ValueError, match=f"{refused}'x' is scaled by the mean and deviation of all rows"):
+            federate(OfATable(), data, [FedAvg(), dp], max_rounds=1)
+    for options in ({"scale": "none"}, {"statistics": {"x": [3.0, 2.0]}}):
+        federate(OfATable(), table(tmp_path, **options), [FedAvg(), dp], max_rounds=1)
+    with pytest.raises(ValueError, match=f"{refused}rows are ranked"):
+        federate(Toy(), Partitioned(OfALightningModule(), IIDPartitioner(2)), [FedAvg(), dp], max_rounds=1)
+    trainer = Trainer(callbacks=[dp], accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
+    with pytest.raises(ValueError, match=f"{refused}rows are ranked"):
+        trainer.fit(Toy(), datamodule=OfALightningModule())

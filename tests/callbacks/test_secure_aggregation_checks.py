@@ -13,7 +13,9 @@ from fedlightning.callbacks.secure_aggregation_checks import refuse_unfit
 def setup(net, clients=20, participation=1.0, stays=()):
     names = [name for name in net.state_dict() if name not in stays]
     return SimpleNamespace(
-        module=net, clients=range(clients), participation=participation, shared_names=lambda: tuple(names)
+        module=net,
+        run=SimpleNamespace(clients=range(clients), participation=participation),
+        shared_names=lambda: tuple(names),
     )
 
 

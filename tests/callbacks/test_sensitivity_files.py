@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from fedlightning.callbacks.diagnostics.sensitivity_files import write_sensitivity
+from fedlightning.callbacks.diagnostics.sensitivity import write_sensitivity
 from fedlightning.callbacks.diagnostics.sensitivity_terms import Sensitivity
 
 

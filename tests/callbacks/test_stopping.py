@@ -265,9 +265,9 @@ def test_sites_end_as_one_process_does(tmp_path):
 @pytest.mark.parametrize(
     ("callbacks", "options", "reason"),
     [
-        ([FederatedEarlyStopping()], {"evaluation": 0}, "has no scores to go by: evaluation.every is 0"),
-        ([FederatedEarlyStopping(stage="L2")], {"participation": 1}, "stage='L2'.*participation=1 takes others"),
-        ([Budget(max_seconds=3)], {}, "max_seconds=3 of the loop's clock, and this loop has none"),
+        ([FederatedEarlyStopping()], {"evaluation": 0}, "has nothing to select by: evaluation.every is 0"),
+        ([FederatedEarlyStopping(stage="L2")], {"participation": 1}, "participation=1 leaves some .*stage='L1'"),
+        ([Budget(max_seconds=3)], {}, r"limits virtual seconds \(max_seconds\), and this loop has no clock"),
     ],
 )
 def test_what_cannot_end_a_run_is_refused_before_it(callbacks, options, reason):

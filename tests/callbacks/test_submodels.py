@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fedlightning.callbacks.shared.submodels import limit_labels, narrow_to_labels, scale_in_training
+from fedlightning.callbacks.shared.partial_training import limit_labels, narrow_to_labels, scale_in_training
 from fedlightning.tensors import module_state
 from fedlightning.wrappers.slices import ElementMean
 from tests.helpers import CLASSES, FEATURES, Toy

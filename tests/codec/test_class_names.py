@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import fedlightning
 from fedlightning.callbacks import FedAvg
-from fedlightning.callbacks.diagnostics.layer_rows import write_layers
+from fedlightning.callbacks.diagnostics.layer_values import write_layers
 from fedlightning.codec.allowed import UntrustedError, look_up, path_of, refuse_untrusted_names
 from fedlightning.models import MLP, Classifier, TimmNet
 from tests.helpers import Toy

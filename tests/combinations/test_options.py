@@ -99,6 +99,7 @@ INERT: dict[str, dict[str, str]] = {
         "FedET": "batch_size",
         "FLTrust": "batch_size",
         "FedGH": "server_batch_size",
+        "FedMD": "digest_batch_size",
     },
     "a split, a threshold, a slot or a tie of so small a run never comes to it": {
         "CFL": "eps1 eps2 gap start_round min_size",
@@ -118,6 +119,8 @@ INERT: dict[str, dict[str, str]] = {
         "FederatedEarlyStopping": "stage patience criterion",
         "LocalCheckpoint": "min_samples",
         "FedMultimodal": "holders_only",
+        "FedSoft": "sigma",
+        "Harmony": "num_clusters",
         "PLayerFLRandom": "clamp",
         "PIFL": "gamma max_evaluations",
         "TIFF": "performance_slots random_slots gamma max_evaluations",

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from fedlightning.cli import main
-from fedlightning.datamodules import DigitsDataModule, IIDPartitioner, TextTableDataModule
+from fedlightning.datamodules import DigitsDataModule, IIDPartitioner, TextTableDataModule, tabular
 from fedlightning.datamodules.columns_report import describe_columns, plot_images
 from tests.datamodules.test_statistics import stays, write_table
 
@@ -64,6 +64,26 @@ def test_the_command_shows_columns_and_images(tmp_path, capsys, monkeypatch):
     with open("partition/columns.csv") as file:
         lines = list(csv.DictReader(file))
     assert {line["column"] for line in lines} == {"age", "lactate", "sex", "dx", "unit", "ill"}
+    assert {line["test"] for line in lines} - {""} == {"Kruskal-Wallis", "chi-square"}
+    assert all(0 <= float(line["p"]) <= 1 and float(line["effect"]) >= 0 for line in lines if line["test"])
+
+
+def test_a_regression_has_no_classes_and_a_file_is_read_once_a_column(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [f"{40 + i % 37},{i % 7},c{i % 12},{100 + i * 0.5}" for i in range(240)]
+    (tmp_path / "t.csv").write_text("\n".join(["age,dose,client,pressure", *rows]))
+    (tmp_path / "c.yaml").write_text(
+        "data: {class_path: fedlightning.datamodules.TabularFederatedDataModule, init_args: {path: t.csv, "
+        "target: pressure, client: client, group: false}}"
+    )
+    reads = []
+    read = tabular.read_table
+    monkeypatch.setattr(tabular, "read_table", lambda *of: reads.append(of) or read(*of))
+    assert main(["partition", "--config", "c.yaml"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "TV" not in shown and "'pressure' is a measurement" in shown and "in_features=2" in shown
+    assert "standardised by its own rows (scale: local)" in shown
+    assert len(reads) <= 1 + 3  # 12 clients ask for each of 3 columns
 
 
 def test_images_stand_side_by_side():
@@ -71,6 +91,13 @@ def test_images_stand_side_by_side():
     data.setup()
     figure = plot_images(data, most=4)
     assert len(figure.axes) == 12 and figure.axes[0].get_title(loc="left") == data.client_ids[0]
+
+
+def test_images_of_all_clients_are_shown():
+    data = DigitsDataModule(IIDPartitioner(45), max_train=450)
+    data.setup()
+    figure = plot_images(data, most=2)
+    assert {axes.get_title(loc="left") for axes in figure.axes} - {""} == set(data.client_ids)
 
 
 def test_texts_are_no_categories_and_no_patients_text_is_shown(tmp_path):

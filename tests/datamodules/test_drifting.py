@@ -362,7 +362,7 @@ def test_what_cannot_drift_is_refused(table, make, words):
 def test_scales_that_look_ahead_are_refused(table):
     local = TabularFederatedDataModule(table, "ill", client="hospital", drop=["day"])
     with pytest.raises(ValueError, match="scale: local"):
-        DriftingDataModule(local, "day", windows=2)
+        DriftingDataModule(local, "day", windows=2).setup()
     federated = TabularFederatedDataModule(
         table, "ill", client="hospital", drop=["day"], scale="federated", ranges={"x": [0, 100]}, least=1
     )

@@ -217,3 +217,17 @@ def test_numbers_that_are_none_do_not_reach_training(changes, match, tmp_path):
     path.write_text(patient(np.random.default_rng(0), True, **changes))
     with pytest.raises(ValueError, match=match):
         read_hospital(path)
+
+
+def test_statistics_that_are_given_are_all_that_features_depend_on(root, data):
+    given = HeartDiseaseDataModule(str(root), statistics={"age": [50.0, 10.0]})
+    given.setup()
+    assert data.coupled_records and not given.coupled_records
+    for client in given.client_ids:
+        x = tensors(given, client, "test")[0].double()
+        rows = read_hospital(root / f"processed.{client}.data")[0]
+        chosen = rows[given.indices(client, "test") - sum(SIZES[one][0] for one in SIZES if one < client)]
+        assert np.allclose(x[:, 0], (chosen[:, 0] - 50.0) / 10.0, atol=1e-5) and np.allclose(x[:, 1:], chosen[:, 1:])
+    for statistics in ({"slope": [1, 1]}, {"age": [50, 0]}):
+        with pytest.raises(ValueError, match="mean, standard deviation"):
+            HeartDiseaseDataModule(str(root), statistics=statistics)

@@ -263,3 +263,34 @@ def test_names_that_differ_in_spelling_alone_are_asked_about(tmp_path):
 def test_a_name_that_no_file_can_have_is_no_file(tmp_path):
     with pytest.raises(FileNotFoundError, match="There is no file"):
         ready("a" * 300)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "encoding"),
+    [
+        ("alter;größe;klinik;tot\n63;1,5;a;1\n71;2,25;b;0\n58;1,7;b;1\n44;2;a;0\n", {}, "utf-8"),
+        ("alter\tgröße\tklinik\ttot\n63\t1.5\ta\t1\n71\t2.25\tb\t0\n58\t1.7\tb\t1\n44\t2\ta\t0\n", {}, "utf-8"),
+        ("alter;größe;klinik;tot\n63;1,5;a;1\n71;2,25;b;0\n58;1,7;b;1\n44;2;a;0\n", {"encoding": "cp1252"}, "cp1252"),
+        ("alter;größe;klinik;tot\n63;1,500;a;1\n71;2,250;b;0\n58;1,700;b;1\n44;2;a;0\n", {"decimal": ","}, "utf-8"),
+    ],
+)
+def test_tables_of_other_countries(tmp_path, text, options, encoding):
+    path = tmp_path / "klinik.csv"
+    path.write_bytes(text.encode(encoding))
+    data = TabularFederatedDataModule(path, "tot", "klinik", scaling=False, test_fraction=0, val_fraction=0, **options)
+    data.setup()
+    assert (
+        data.feature_names == ["alter", "größe"] and data.sample_values("b", "train", "größe") == ["2.25", "1.7"]
+    ) or (data.sample_values("b", "train", "größe") == ["2.250", "1.700"])
+    dataset = data.client_dataloader("b", "train").dataset
+    assert sorted(float(dataset[i][0][1]) for i in range(2)) == pytest.approx([1.7, 2.25])
+
+
+def test_what_could_be_either_is_asked_about(tmp_path):
+    path = tmp_path / "klinik.csv"
+    path.write_text("alter;dosis;klinik;tot\n63;1,500;a;1\n71;2,250;b;0\n58;1,700;b;1\n44;2,100;a;0\n")
+    with pytest.raises(ValueError, match=r"'1,500', which is no number here.* or give decimal: ','"):
+        TabularFederatedDataModule(path, "tot", "klinik").setup()
+    path.write_bytes("größe;klinik;tot\n1;a;0\n".encode("cp1252"))
+    with pytest.raises(ValueError, match=r"in UTF-8 .* or give its encoding: cp1252"):
+        TabularFederatedDataModule(path, "tot", "klinik").setup()

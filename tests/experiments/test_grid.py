@@ -13,8 +13,7 @@ import yaml
 from fedlightning.commands.compare import compare
 from fedlightning.config.errors import InputError
 from fedlightning.config.parsing import refuse_grids
-from fedlightning.experiments.grid import read_grid
-from fedlightning.experiments.plan import make_plan
+from fedlightning.experiments.plan import make_plan, read_grid
 from fedlightning.report.context import Context
 from fedlightning.report.sections.grid import grid
 from fedlightning.study.runs import load_study

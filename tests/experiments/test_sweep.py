@@ -219,3 +219,30 @@ def test_a_search_is_resumed_without_running_anything_twice(tmp_path, capsys):
     for trial in trials:
         runs = [Path("out") / trial["folder"] / f"seed_{seed}" for seed in (0, 1)]
         assert trial["objective"] == pytest.approx(sum(map(from_raw_rows, runs)) / 2, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("callback", "options", "runs"),
+    [
+        ("ClientDP", {"noise_multiplier": 1.0, "epsilon": 8.0}, 4),
+        ("ClientDP", {"epsilon": 8.0}, 2),
+        ("SampleDP", {"epsilon": 8.0}, 2),
+    ],
+)
+@pytest.mark.fast_cases(1)
+def test_a_sweep_that_a_ledger_cannot_pay_is_refused_before_it_starts(tmp_path, capsys, callback, options, runs):
+    """Every trial spends once for each seed, and the first of them spent what the others needed."""
+    pytest.importorskip("opacus")
+    private = {"delta": 1e-3, "scores": "in the clear", "ledger": str(tmp_path / "ledger"), **options}
+    entry = {"class_path": f"fedlightning.callbacks.{callback}", "init_args": private}
+    file = small(tmp_path / "a.yaml", callbacks=[entry], max_rounds=2)
+    rates = ",".join(f"0.{place}" for place in range(1, runs + 1))
+    for tried in (["--grid", f"model.lr={rates}"], ["--search", "model.lr=log:0.01:1", f"--trials={runs}"]):
+        if tried[0] == "--search":
+            pytest.importorskip("optuna")
+        assert main(["sweep", "--config", file, "--out=out", *tried]) == 2
+        said = capsys.readouterr().err
+        assert f"{callback}: {runs} runs would make epsilon" in said and "more than the budget of 8" in said
+        assert not list(Path("out").rglob("metrics.csv"))
+    one = ["sweep", "--config", file, "--out=one", "--grid", "model.lr=0.1", "--dry-run"]
+    assert main(one) == 0

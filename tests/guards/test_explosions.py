@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedlightning.callbacks import FedAvg, FedIT
+from fedlightning.contract import CallbackList
 from fedlightning.contract.messages import Update
 from fedlightning.engines.attempts import FederationError
 from fedlightning.guards.explosions import FACTOR, Explosions
@@ -89,7 +90,8 @@ def test_a_resumed_run_tells_what_an_unbroken_one_tells(tmp_path):
 
 def server_of(round):
     """Return what the part reads of a server in a round, from 1."""
-    return SimpleNamespace(round=round - 1, architecture=lambda model: SimpleNamespace(trainable=["w", "b"]))
+    architecture = SimpleNamespace(trainable=["w", "b"])
+    return SimpleNamespace(round=round - 1, architecture=lambda model: architecture, callbacks=CallbackList([]))
 
 
 def feed(explosions, round, values, metric="train_loss"):

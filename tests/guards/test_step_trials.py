@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import F1Score
 
-from fedlightning.algorithm import Change, Facts, FederatedCallback
+from fedlightning.algorithm import Facts, FederatedCallback
 from fedlightning.callbacks import FENDA, SCAFFOLD, FedPer, FedProx, Local
 from fedlightning.errors import ConfigurationError
 from fedlightning.guards.step_trials import spread
@@ -144,8 +144,6 @@ class Watches(Toy):
 
 
 class AddsToTheModule(FederatedCallback):
-    facts = Facts(changes={Change.MODULE})
-
     def wrap_module(self, module, owner):
         module.extra = nn.Parameter(torch.zeros(2))
         return module

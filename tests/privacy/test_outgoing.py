@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from fedlightning.algorithm import FederatedCallback, Outgoing, Protection, Wire
-from fedlightning.callbacks import SCAFFOLD, FedAvg, FedPer, Local, TopK
+from fedlightning.callbacks import (
+    SCAFFOLD,
+    ClientDP,
+    FedAvg,
+    FedPer,
+    Local,
+    SampleDP,
+    SecureAggregation,
+    TopK,
+)
 from fedlightning.client.visit import carry_out
 from fedlightning.engines.base import Evaluate
 from fedlightning.options import Evaluation
+from fedlightning.study.baselines import odd_splits
+from fedlightning.study.runs import load_run
 from tests.helpers import Toy, federate, make_trainer, toy_data
 from tests.server.test_architectures import data, models
 
-KINDS = {"sizes", "entries", "counts", "logged", "scores", "tests", "texts"}
+KINDS = {"sizes", "classes", "entries", "counts", "logged", "scores", "tests", "texts"}
 
 
 class Quiet(Protection):
@@ -32,9 +44,9 @@ class Sends(FederatedCallback):
         return Wire(up={"mine": "scalar"})
 
 
-def run(callbacks, folder=None, **options):
+def run(callbacks, folder=None, sizes=(24, 16), **options):
     trainer = make_trainer(folder, callbacks, **{"max_rounds": 2, "evaluation": 1} | options)
-    trainer.fit(Toy(), datamodule=toy_data([24, 16]))
+    trainer.fit(Toy(), datamodule=toy_data(list(sizes)))
     return trainer
 
 
@@ -115,3 +127,31 @@ def test_every_architecture_is_told():
     server = federate(models(), data(), [Local()], max_rounds=1).server
     told = next(item.what for item in server.outgoing if item.kind == "entries")
     assert "of model small" in told and "of model deep" in told
+
+
+def test_classes_of_training_samples_and_who_holds_which_are_withheld_where_a_callback_says_so(tmp_path):
+    """The exact histogram of labels and a hash of the partition stood in the folder of a run that hides single records."""
+    told = run([FedAvg()], tmp_path / "open").summary["data"]
+    quiet = run([FedAvg(), Quiet(("classes",))], tmp_path / "quiet").summary["data"]
+    assert all(isinstance(held["classes"], list) for held in told["clients"].values()) and "train" in told["splits"]
+    assert all(held["classes"] is None for held in quiet["clients"].values())
+    assert quiet["splits"] == {split: told["splits"][split] for split in ("val", "test")}
+    runs = [load_run(next((tmp_path / name).rglob("summary.json")).parent) for name in ("open", "quiet")]
+    assert not odd_splits(runs, "train") and not odd_splits(runs, "test")
+
+
+def test_the_page_and_the_summary_say_who_cannot_learn_what():
+    pytest.importorskip("opacus")
+    masked = ClientDP(delta=1e-3, noise_multiplier=1.0, where="masked", shares=3)
+    ones = [
+        ClientDP(delta=1e-3, noise_multiplier=1.0),
+        masked,
+        SampleDP(delta=1e-3, noise_multiplier=1.0),
+        SecureAggregation(),
+    ]
+    page = (Path(__file__).parents[2] / "docs/explanation/who_learns_what.md").read_text(encoding="utf-8")
+    for promise in (promise for one in ones for promise in one.promises):
+        assert f"| {promise.who} | {promise.cannot_learn} | {promise.provided} | {promise.left} |" in page
+    told = run([FedAvg(), SecureAggregation()], sizes=[24, 16, 16]).summary["promises"]
+    assert [(row["callback"], row["who"]) for row in told] == [("SecureAggregation", "the server")]
+    assert "promises" not in run([FedAvg()]).summary

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedlightning.callbacks.diagnostics.layer_rows import LayerRow, write_layers
+from fedlightning.callbacks.diagnostics.layer_values import LayerRow, write_layers
 from fedlightning.scores.metrics import summarise
 from fedlightning.scores.rows import Row, write_rows
 

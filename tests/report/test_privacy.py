@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from fedlightning.callbacks import ClientDP, FedAvg, SampleDP
+from fedlightning.callbacks import ClientDP, FedAvg, SampleDP, SecureAggregation
 from fedlightning.report.build import build_report
 from tests.helpers import Toy, federate, toy_data
 
@@ -29,9 +29,16 @@ def test_what_is_spent_and_not_counted_stands_in_the_report(name, tmp_path):
     told = json.loads((folder / "privacy.json").read_text())
     section = page[page.index('id="privacy"') :]
     assert "What was promised" in section and told["against"] in section and told["in_the_clear"][0] in section
+    promises = json.loads((folder / "summary.json").read_text())["promises"]
+    assert promises and all(row["cannot_learn"] in section and row["left"] in section for row in promises)
     assert (told["epsilon"] is None) == (name == "known")
     if told["epsilon"] is not None:
         assert f"{told['epsilon']:.3f}" in section
+
+
+def test_sums_are_promised_too(tmp_path):
+    _, page = page_of(tmp_path, SecureAggregation())
+    assert "a change: it sees sums of 3 or more" in page[page.index('id="privacy"') :]
 
 
 def test_without_a_promise_or_with_a_damaged_file_there_is_no_section(tmp_path):

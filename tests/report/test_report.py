@@ -16,7 +16,7 @@ from fedlightning.report import build, build_report
 from fedlightning.report.build import make_page
 from fedlightning.report.cells import Column, layout
 from fedlightning.report.context import Context
-from fedlightning.report.figures.clients import client_bars
+from fedlightning.report.figures.clients import client_map
 from fedlightning.report.figures.curves import curves
 from fedlightning.report.figures.dots import SHAPES
 from fedlightning.report.html import Gallery, breakable, render
@@ -115,8 +115,7 @@ def test_figures_are_written_for_print(tmp_path, monkeypatch, figures_for_print)
     monkeypatch.setattr("fedlightning.report.context.save", figures_for_print)
     study = Study(load_study([make_study(tmp_path, methods=("fedavg", "siloed"), matrix=False)]))
     context = Context(study, styles(study.methods), figures=tmp_path / "figures")
-    style = context.styles["fedavg"]
-    context.picture("bars", "Bars", "1", lambda: client_bars({"0": 0.5}, style, "accuracy", gains=False))
+    context.picture("bars", "Bars", "1", lambda: client_map({"m": {"0": 0.5}}, "accuracy", gains=False))
     for kind, start in (("svg", b"<?xml"), ("png", b"\x89PNG"), ("pdf", b"%PDF")):
         assert (tmp_path / "figures" / f"bars.{kind}").read_bytes().startswith(start)
 
@@ -209,7 +208,7 @@ def test_one_seed_is_never_called_a_difference(tmp_path):
     assert gallery.table.rows and not any(column.key == "p" for column in gallery.table.columns)
 
 
-@pytest.mark.parametrize(("shift", "expected"), [(0.2, "Yes, over these seeds"), (0.0, "Not distinguishable")])
+@pytest.mark.parametrize(("shift", "expected"), [(0.2, "Yes, for this test set"), (0.0, "Not distinguishable")])
 def test_a_difference_is_called_real_only_beyond_the_variation_of_seeds(tmp_path, shift, expected):
     folder = make_study(tmp_path, methods=("fedavg", "apfl"), shift=shift, offset=0.0, matrix=False)
     found, study = told(folder)
@@ -411,22 +410,20 @@ def test_every_method_of_many_looks_its_own():
     assert len({found[name].colour for name in names[3:15]}) == 12
 
 
-def test_many_clients_are_drawn_in_order_without_their_names():
+def test_many_clients_are_a_row_of_colour_each_without_their_names():
     values = {f"client {i}": (7 * i % 100) / 100 for i in range(100)}
-    (axes,) = client_bars(values, styles(["m"])["m"], "accuracy", gains=False).axes
-    assert list(axes.lines[0].get_ydata()) == sorted(values.values(), reverse=True)
-    assert axes.get_ylim()[0] > -0.1 and axes.lines[1].get_label() == "mean 0.495"
-    assert len(axes.get_xticks()) == 0 and "100 clients" in axes.get_xlabel()
+    axes, _ = client_map({"m": values, "n": values}, "accuracy", gains=False).axes
+    assert axes.images[0].get_array().shape == (100, 2) and not axes.texts
+    assert len(axes.get_yticks()) == 0 and "100 clients" in axes.get_ylabel()
 
 
-def test_gains_are_bars_from_0_in_order_with_their_mean_and_a_cross_where_there_is_none():
-    (axes,) = client_bars({"a": -0.1, "b": 0.3, "c": None, "d": 0.1}, styles(["m"])["m"], "gain", gains=True).axes
-    assert [bar.get_height() for bar in axes.patches][:3] == [0.3, 0.1, -0.1]
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["b", "d", "a", "c"]
-    assert [line.get_label() for line in axes.lines if not line.get_label().startswith("_")] == [
-        "mean +0.100",
-        "no value",
-    ]
+def test_gains_are_a_map_around_0_of_clients_by_methods_and_say_where_there_is_none():
+    gains = {"m": {"a": -0.1, "b": 0.3, "c": None}, "n": {"a": 0.2, "b": 0.0, "c": 0.1}}
+    axes, _ = client_map(gains, "gain", gains=True).axes
+    assert axes.images[0].get_clim() == (-0.3, 0.3)
+    assert [text.get_text() for text in axes.texts] == ["−0.100", "+0.200", "+0.300", "+0.000", "?", "+0.100"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["m", "n"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(("seeds", "thin", "bands"), [(2, 2, 0), (5, 0, 1)])

@@ -61,7 +61,7 @@ def test_two_exchanges_before_round_1_and_no_question_about_data_ever(tmp_path):
     trainer.test(verbose=False)
     before = heard.before("Visit")
     assert exchanges(before) == 2 and heard.count("describe") == 0
-    assert heard.count("TryStep") == 2 and heard.count("hello") == 2
+    assert heard.count("StepTrial") == 2 and heard.count("hello") == 2
     assert trainer.summary["data"]["clients"]
 
 

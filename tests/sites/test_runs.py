@@ -14,8 +14,8 @@ from fedlightning.client.requests import Evaluate
 from fedlightning.deployment.export import Deploy
 from fedlightning.engines.base import Visit
 from fedlightning.engines.score_tasks import ScoreClient, ScoredModel, ScoreModel, ServerModel
-from fedlightning.guards.preflight_task import CheckThere
-from fedlightning.guards.step_trials import TryStep
+from fedlightning.guards.preflight_task import PreflightTask
+from fedlightning.guards.step_trials import StepTrial
 from fedlightning.sites import runs, site
 from fedlightning.sites import task_bounds as bounds
 from fedlightning.sites.site import Site
@@ -71,8 +71,8 @@ def tasks(liar):
         "scores of a client": ScoreClient(nothing, evaluate, scored),
         "scores of a model": ScoreModel(model, ("site0",), evaluate, scored),
         "models": Deploy(nothing, write=True),
-        "trials": TryStep("site0", "train"),
-        "checks": CheckThere("FedPer", "", "site0", {}, {"": ()}, {"site0": 1}, (), ("train",), False, False),
+        "trials": StepTrial("site0", "train"),
+        "checks": PreflightTask("FedPer", "", "site0", {}, {"": ()}, {"site0": 1}, (), ("train",), False, False),
     }
 
 

@@ -20,8 +20,8 @@ from fedlightning.contract.messages import Message, Update
 from fedlightning.deployment.export import Deploy
 from fedlightning.engines.base import Visit
 from fedlightning.engines.score_tasks import ScoreClient, ScoredModel, ScoreModel, ServerModel
-from fedlightning.guards.preflight_task import CheckThere
-from fedlightning.guards.step_trials import TryStep
+from fedlightning.guards.preflight_task import PreflightTask
+from fedlightning.guards.step_trials import StepTrial
 from fedlightning.privacy.leaving import leaving_of
 from fedlightning.server.loop import ROUNDS
 from fedlightning.sites.message_checks import ENVELOPES
@@ -91,7 +91,7 @@ HOSTILE: dict[type, dict[str, list[Any]]] = {
         "shared": [ServerModel.of({}, ("", ""))],
         "bring": [True],
     },
-    CheckThere: {
+    PreflightTask: {
         "callback": ["Nobody"],
         "architecture": ["other"],
         "client": ["site1"],
@@ -103,7 +103,7 @@ HOSTILE: dict[type, dict[str, list[Any]]] = {
         "is_mixed": [],
         "has_public": [],
     },
-    TryStep: {"client": ["site1"], "split": ["all"], "listen": []},
+    StepTrial: {"client": ["site1"], "split": ["all"], "listen": []},
 }
 """By class and field: values that no honest server sends a site with two clients, FedPer and 2 rounds of 2 steps."""
 KEPT = {"shared": 1}
@@ -122,8 +122,10 @@ def honest(kind: type) -> Any:
         ScoreClient: ScoreClient(message, evaluate, scored),
         ScoreModel: ScoreModel(ServerModel.of(module_state(ToyModule()), ("", "")), ("site0",), evaluate, scored),
         Deploy: Deploy(message, write=True),
-        CheckThere: CheckThere("FedPer", "", "site0", facts, {"": ()}, {"site0": 1}, (), ("train",), False, False),
-        TryStep: TryStep("site0", "train"),
+        PreflightTask: PreflightTask(
+            "FedPer", "", "site0", facts, {"": ()}, {"site0": 1}, (), ("train",), False, False
+        ),
+        StepTrial: StepTrial("site0", "train"),
     }[kind]
 
 

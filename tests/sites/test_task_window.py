@@ -10,7 +10,7 @@ from fedlightning.client.requests import Evaluate
 from fedlightning.contract.messages import Message
 from fedlightning.engines.attempts import Attempts
 from fedlightning.engines.base import Visit
-from fedlightning.guards.step_trials import TryStep
+from fedlightning.guards.step_trials import StepTrial
 from fedlightning.sites import task_window as windows
 from fedlightning.sites.task_window import AHEAD, BUDGET, MOST, Entry, Window
 
@@ -19,7 +19,7 @@ WHERE = {"a": "x", "b": "x", "c": "x", "d": "y"}
 
 
 def entry(client, size=0, step=False):
-    task = TryStep(client, "val") if step else Visit(Message(0, client, {}, ()), Evaluate(()))
+    task = StepTrial(client, "val") if step else Visit(Message(0, client, {}, ()), Evaluate(()))
     object.__setattr__(task, "_size", size)
     return Entry(task, client, Attempts().of(task))
 

@@ -104,7 +104,7 @@ def made_up_summary(callbacks: Sequence[str], seed: int) -> dict[str, Any]:
         "data": {
             "module": "Made", "partition": "up",
             "splits": {"train": f"train{seed}", "val": f"val{seed}", "test": "test"},
-            "clients": {c: {"train": 32, "val": 8, "test": TEST_SIZES[c], "classes": [20, 12]} for c in CLIENTS},
+            "clients": {c: {"train": 32, "val": 8, "test": TEST_SIZES[c], "classes": [4] * 8} for c in CLIENTS},
         },
         "callbacks": {key: {} for key in callbacks},
         "seed": seed,

@@ -8,7 +8,7 @@ import torch
 from scipy.special import expit, logit
 from sklearn.linear_model import LogisticRegression
 
-from fedlightning.study.calibration import calibration, curve, net_benefit
+from fedlightning.study.calibration import INTERVALS, calibration, calibration_intervals, curve, net_benefit, wilson
 
 
 @pytest.fixture
@@ -35,6 +35,23 @@ def test_errors_are_those_of_torchmetrics_and_scikit_learn(drawn):
     assert found.ece == pytest.approx(float(binary_calibration_error(*tensors, n_bins=15)), abs=1e-6)
     assert found.auroc == pytest.approx(float(binary_auroc(*tensors)), abs=1e-6)
     assert found.brier == pytest.approx(((p - y) ** 2).mean())
+
+
+def test_intervals_hold_the_truth_and_are_wide_where_patients_are_few(drawn):
+    y, p = drawn
+    found = calibration_intervals([(y, p)])
+    low, high = found["slope_ci95"]
+    assert low < 0.6 < high and low < calibration(y, p).slope < high
+    few = calibration_intervals([(y[:40], p[:40])])
+    for name in INTERVALS:
+        ends = few[f"{name}_ci95"]
+        assert ends is None or ends[1] - ends[0] > found[f"{name}_ci95"][1] - found[f"{name}_ci95"][0]
+    assert calibration_intervals([(y[:6], p[:6])])["slope_ci95"] is None
+    assert calibration_intervals([(y, p), (y, p)]) == found  # a second seed of the same patients is no more patients
+
+
+def test_wilson_is_statsmodels():
+    assert wilson(0.9, 20) == pytest.approx((0.69897, 0.97214), abs=1e-4)  # proportion_confint(18, 20, method="wilson")
 
 
 def test_perfect_probabilities_have_slope_one_and_lie_on_the_diagonal():

@@ -200,7 +200,7 @@ def test_where_data_are_elsewhere_it_is_refused():
 
 
 def test_a_long_name_of_a_site_does_not_reach_the_next_panel(study):
-    from fedlightning.report.figures.external import calibration_curves
+    from fedlightning.report.sections.external import calibration_curves
     from fedlightning.report.styles import styles
 
     long = "University Hospital of Somewhere, Department of Medicine"

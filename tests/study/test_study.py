@@ -272,13 +272,52 @@ def test_partition_and_the_seeds_text(study):
         "client": "b",
         "split": "train",
         "samples": 32,
-        "classes": [20, 12],
+        "classes": [4] * 8,
     }
     assert line(table, client="b", split="test")["samples"] == TEST_SIZES["b"]
     assert study.seed_text == (
         "3 seeds (0, 1, 2): they change the initialisation and batch order, the training split and the validation "
-        "split; the test split stays the same."
+        "split; the test split stays the same. Intervals and p-values (paired t-test) are for this test set."
     )
+
+
+def other_splits(method, seed, rows, summary):
+    summary["data"]["splits"]["test"] = f"test{seed}"
+
+
+def test_overlapping_splits_take_the_corrected_test(tmp_path):
+    study = Study(write_study(tmp_path, edit=other_splits, shift={"fenda": 0.15}))
+    assert study.sampling == "splits" and "test sets overlap" in study.seed_text
+    share = sum(TEST_SIZES.values()) / (4 * 40)  # to those that training and validation had
+    found = line(study.differences(), method="fenda")
+    d = seed_means(tmp_path, "fenda") - seed_means(tmp_path, "silo")
+    t = d.mean() / math.sqrt((1 / 3 + share) * d.var(ddof=1))
+    assert found["p"] == pytest.approx(2 * stats.t.sf(abs(t), 2)) and found["test"] == "resampled t"
+    row, means = line(study.overview(), method="fenda"), seed_means(tmp_path, "fenda")
+    radius = stats.t.ppf(0.975, 2) * math.sqrt((1 / 3 + share) * means.var(ddof=1))
+    assert row["ci95"] == pytest.approx([max(0, means.mean() - radius), min(1, means.mean() + radius)])
+
+
+def test_folds_are_told_by_their_option(tmp_path):
+    runs = write_study(tmp_path, edit=other_splits)
+    for run in runs:
+        run.config["data"] = {"init_args": {"fold": run.seed}}
+        for held in run.summary["data"]["clients"].values():
+            held |= {"train": 100, "test": 5}
+    study = Study(runs)
+    assert study.sampling == "folds" and study.test_share == 0 and "disjoint folds" in study.seed_text
+    assert line(study.differences(), method="fenda")["test"] == "t"
+    for run in runs:  # more tested than there is: no folds
+        for held in run.summary["data"]["clients"].values():
+            held |= {"test": 200}
+    assert Study(runs).sampling == "splits"
+
+
+def test_the_test_over_clients_stands_beside_that_over_seeds(study, root):
+    means = [
+        np.mean([list(deployed(root, name, seed).values()) for seed in SEEDS], axis=0) for name in ("fenda", "silo")
+    ]
+    assert line(study.differences(), method="fenda")["p_clients"] == pytest.approx(stats.wilcoxon(*means).pvalue)
 
 
 def test_files_have_no_nan_and_no_nesting(study, tmp_path):
@@ -299,6 +338,16 @@ def test_files_have_no_nan_and_no_nesting(study, tmp_path):
         assert float(csv_line["mean"]) == row["mean"]
         assert [float(csv_line["ci95_low"]), float(csv_line["ci95_high"])] == row["ci95"]
         assert not any(value.startswith(("{", "[")) for value in csv_line.values())
+
+
+def test_the_overview_as_a_table_of_latex(study, tmp_path):
+    write_comparison(study, tmp_path)
+    text = (tmp_path / "comparison.tex").read_text()
+    row = line(study.overview(), method="fenda")
+    assert (
+        rf"fenda & {{\boldmath${row['mean']:.3f} \pm {row['ci95_radius']:.3f}$}} & ${row['worst']:.3f}$ & best" in text
+    )
+    assert text.count(r"\\") == 1 + len(METHODS) and r"\toprule" in text and "for this test set" in text
 
 
 def test_several_data_sets_in_one_file(study, tmp_path):
@@ -340,7 +389,9 @@ def test_a_comparison_is_a_study_of_this_session(study, tmp_path):
     assert list(table.columns[1].cells)[1].endswith(f"± {radius:.3f}")  # over seeds
     found.write(tmp_path)
     found.plot_clients(tmp_path / "clients.png")
-    assert {path.name for path in tmp_path.iterdir()} == {"comparison.json", "comparison.csv", "clients.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("comparison.json", "comparison.csv", "comparison.tex", "clients.png"),
+    }
 
 
 def test_of_one_seed_the_interval_is_over_clients(study):

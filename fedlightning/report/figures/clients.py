@@ -1,4 +1,4 @@
-"""Figures of clients: scores against siloed training, spread of gains, every model on every client's data."""
+"""Figures of clients: scores and gains with every method, their spread, every model on every client's data."""
 
 from __future__ import annotations
 
@@ -7,52 +7,69 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fedlightning.report.cells import is_number, number
-from fedlightning.report.drawing import clients_below, no_value, panel, rows_of
+from fedlightning.report.cells import is_number
+from fedlightning.report.drawing import WIDE, no_value, panel, rows_of
 from fedlightning.report.styles import BAD, INK, ON_BRIGHT, ON_DARK, SEQUENTIAL, Style, short_names
 
 MANY = 24
-"""Up to this many clients are named; more are drawn in the order of their scores."""
+"""Up to this many clients are named; more are a row of colour each."""
 Scores = Mapping[str, float | None]
 """Client -> score."""
 
 
-def client_bars(values: Scores, style: Style, ylabel: str, gains: bool) -> Figure:
-    """Draw a bar for each client, the highest first, with the mean over clients as a line; a red cross: no value.
+def client_map(values: Mapping[str, Scores], label: str, gains: bool) -> Figure:
+    """Draw a row for each client and a column for each method, in the colour of its score; hatched where there is none.
 
-    Bars of gains begin at 0. Those of scores would hide all differences there: they are marks.
+    Gains have two colours that meet at 0. Small maps show the numbers.
     """
-    clients = sorted(values, key=lambda client: -_or(values[client], -math.inf))
-    heights = [_or(values[client], math.nan) for client in clients]
-    known = [height for height in heights if not math.isnan(height)]
-    many = len(clients) > MANY
-    figure, axes = panel()
-    places = np.arange(len(clients))
-    if gains:
-        axes.bar(places, heights, 0.9 if many else 0.72, color=style.colour)
-        axes.axhline(0, color=INK, linewidth=1)
+    clients = list(dict.fromkeys(client for of in values.values() for client in of))
+    table = np.array([[_or(of.get(client), math.nan) for of in values.values()] for client in clients], dtype=float)
+    ends = float(np.nanmin(table)), float(np.nanmax(table))
+    most = max(map(abs, ends)) or 1.0
+    limits = (-most, most) if gains else ends if ends[0] < ends[1] else (ends[0] - 0.5, ends[1] + 0.5)
+    methods, many = short_names(values, 16), len(clients) > MANY
+    upright = max(map(len, methods.values())) * len(methods) > 80
+    height = (3.4 if many else 0.7 + 0.24 * max(4, len(clients))) + (1.2 if upright else 0.0)
+    figure, axes = panel(height=height, width=WIDE)
+    image = _map(axes, table, limits, "RdBu" if gains else SEQUENTIAL)
+    axes.set_xticks(range(len(methods)), list(methods.values()), rotation=90 if upright else 0)
+    if many:
+        axes.set_yticks([])
+        axes.set_ylabel(f"{len(clients)} clients, in order")
     else:
-        axes.plot(places, heights, linestyle="", marker=style.marker, color=style.colour, markersize=3 if many else 6)
-    mean = float(np.mean(known))
-    axes.axhline(
-        mean,
-        color=INK,
-        linewidth=1.2,
-        linestyle=(0, (4, 2)),
-        label=f"mean {number(mean, 3, sign=gains)}",
-    )
-    lost = [place for place, height in enumerate(heights) if math.isnan(height)]
-    if lost:
-        axes.plot(
-            lost, [0.0 if gains else min(known)] * len(lost), "x", color=BAD, markersize=8, mew=2, label="no value"
-        )
-    names = [] if many else list(short_names(clients, 14).values())
-    clients_below(axes, names, len(clients), "highest", upright=max(map(len, names), default=0) * len(clients) > 44)
-    axes.set_ylabel(ylabel)
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.1, handlelength=2)
+        short = short_names(clients, 14)
+        axes.set_yticks(range(len(clients)), [short[client] for client in clients])
+        axes.set_ylabel("client")
+    if not many and len(methods) <= 12:
+        for (row, column), value in np.ndenumerate(table):
+            share = 0.5 if math.isnan(value) else (value - limits[0]) / (limits[1] - limits[0])
+            dark = min(share, 1 - share) < 0.15 if gains else share < 0.5
+            text = "?" if math.isnan(value) else f"{value:+.3f}".replace("-", "\u2212") if gains else f"{value:.3f}"
+            colour = BAD if math.isnan(value) else ON_DARK if dark else ON_BRIGHT
+            axes.text(column, row, text, ha="center", va="center", color=colour, fontsize=8.5)
+    bar = figure.colorbar(image, ax=axes, pad=0.015, aspect=30)
+    bar.outline.set_visible(False)
+    bar.set_label(label)
     return figure
+
+
+def _map(axes: Axes, table: np.ndarray, limits: tuple[float, float], colours: str) -> Any:
+    """Draw a table as a map of colours, hatched where a value is missing."""
+    axes.grid(visible=False)
+    axes.patch.set(facecolor="#f6d9d6", hatch="////", edgecolor=BAD, linewidth=0)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+    return axes.imshow(
+        np.ma.masked_invalid(table),
+        cmap=colours,
+        vmin=limits[0],
+        vmax=limits[1],
+        interpolation="nearest",
+        aspect="auto",
+    )
 
 
 def strips(values: Mapping[str, Scores], styles: Mapping[str, Style], xlabel: str, zero: bool = False) -> Figure:
@@ -85,11 +102,8 @@ def heat_map(
     """
     table = np.array([[_or(value, math.nan) for value in row] for row in values], dtype=float)
     figure, axes = panel(height=3.55, width=4.4)
-    axes.grid(visible=False)
-    axes.patch.set(facecolor="#f6d9d6", hatch="////", edgecolor=BAD, linewidth=0)
-    image = axes.imshow(
-        np.ma.masked_invalid(table), cmap=SEQUENTIAL, vmin=limits[0], vmax=limits[1], interpolation="nearest"
-    )
+    image = _map(axes, table, limits, SEQUENTIAL)
+    axes.set_aspect("equal")
     n = len(clients)
     if n <= MANY:
         names = short_names(clients, 12)
@@ -101,8 +115,6 @@ def heat_map(
         axes.set_yticks([])
     axes.set_xlabel("test data of client")
     axes.set_ylabel("model of client")
-    axes.spines[:].set_visible(False)
-    axes.tick_params(length=0)
     middle = sum(limits) / 2
     if n <= 10:
         for (row, column), value in np.ndenumerate(table):

@@ -10,8 +10,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from fedlightning.report.cells import is_number
-from fedlightning.report.drawing import no_value, panel, rows_of
+from fedlightning.report.cells import is_number, number
+from fedlightning.report.drawing import legend_below, no_value, panel, rows_of
 from fedlightning.report.styles import INK, MUTED, short_names
 
 
@@ -67,16 +67,20 @@ def dot_plot(
     zero: bool = False,
     groups: Sequence[str] = (),
     limits: tuple[float, float] | None = None,
-    at: float | None = None,
+    at: tuple[str, float] | None = None,
 ) -> Figure:
-    """Draw horizontal dots with intervals, the first line on top; `at`: a value to compare with.
+    """Draw horizontal dots with intervals, the first line on top; `at`: name of a value to compare with, and the value.
 
     A line without any number says so in red.
     """
     spread = min(0.22, 0.6 / max(1, len(groups)))
     figure, axes = panel(height=min(9.0, 0.75 + max(2, len(lines)) * (0.3 if len(groups) < 2 else 0.36)))
-    if zero or at is not None:
-        axes.axvline(at or 0, color=INK, linewidth=1)
+    if zero:
+        axes.axvline(0, color=INK, linewidth=1)
+    if at is not None:
+        label = f"{at[0]} {number(at[1])}"
+        axes.axvline(at[1], color=INK, linewidth=1, linestyle=(0, (4, 2)), label=label)
+        legend_below(figure, axes)
     for place, line in enumerate(lines):
         if not any(is_number(dot.mean) for dot in line.dots):
             no_value(axes, place)

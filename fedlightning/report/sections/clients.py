@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from fedlightning.report.cells import Column, Kind, is_number, is_ranked, summary
-from fedlightning.report.context import Context
-from fedlightning.report.figures.clients import client_bars, heat_map, strips
+from fedlightning.report.cells import Column, Kind, counted, is_number, is_ranked, summary
+from fedlightning.report.context import METHOD, Context
+from fedlightning.report.figures.clients import client_map, heat_map, strips
 from fedlightning.report.html import Gallery, Section, Table
 from fedlightning.study.failures import site_of
 
@@ -25,34 +25,42 @@ def clients(context: Context) -> Section | None:
     if not methods:
         return None
     siloed = context.siloed
-    gains = {} if siloed is None else context.by_client("gain")
+    gains = {} if siloed is None else {m: of for m, of in context.by_client("gain").items() if m != siloed}
     names = list(dict.fromkeys(client for of in scores.values() for client in of))
-    pictures = []
-    for method in methods:
-        if method == siloed:
-            continue
-        shown = gains.get(method, {}) if siloed is not None else scores[method]
-        if not any(map(is_number, shown.values())):
-            continue
-        what = f"test {context.metric}" if siloed is None else context.over(siloed)
-        pictures.append(
-            context.picture(
-                f"clients-{context.slugs[method]}",
-                method,
-                f"{what} of {method} by client: {summary(list(shown.items()))}.",
-                partial(client_bars, shown, context.styles[method], what, siloed is not None),
-            )
-        )
+    shown, what = (gains, context.over(str(siloed))) if gains else (scores, f"test {context.metric}")
+    means = [(method, float(np.mean([v for v in of.values() if is_number(v)]))) for method, of in shown.items()]
+    picture = context.picture(
+        "clients",
+        f"{what[:1].upper()}{what[1:]} of each client",
+        f"Heat map: {what} of each client (rows) with each method (columns); means {summary(means)}.",
+        lambda: client_map(shown, what, bool(gains)),
+    )
     table = by_client_table(
         context, "clients", f"Test {context.metric} of each client's deployed model, mean over seeds", scores, names
     )
-    reading = "Clients stand in order, the highest first; the broken line is their mean."
+    reading = "Blue: better than alone; red: worse." if gains else ""
     return context.section(
         "clients",
         "Which client gets what",
         "Clients",
-        [_gains(context, names), context.gallery(pictures, table, reading)],
+        [context.gallery([picture], table, reading, open=False, wide=True), _gains(context, names), _harm(context)],
     )
+
+
+def _harm(context: Context) -> Table | None:
+    """Show how many clients lose by each method against training alone, and by how much."""
+    rows = context.in_order(context.study.negative_transfer())
+    columns = [
+        METHOD,
+        counted("lose", "lose", rows, better="low", help="clients below their own siloed model, by means over seeds"),
+        Column("clients", "of", "count"),
+        Column("mean_loss", "their mean", "difference"),
+        Column("tail", "worst tenth", "difference", better="high", help="mean gain of the worst tenth of the clients"),
+        Column("worst", "worst", "difference", better="high"),
+        Column("client", "client", "text"),
+    ]
+    caption = f"Negative transfer: clients that lose against {context.siloed}, and how much"
+    return context.table("harm", caption, columns, rows) if rows else None
 
 
 def by_client_table(

@@ -2,17 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from fedlightning.report.cells import Column, is_number, number
 from fedlightning.report.context import METHOD, SEEDS, Context, Row
+from fedlightning.report.drawing import legend_below
 from fedlightning.report.figures.dots import Dot, dot_plot
-from fedlightning.report.figures.external import calibration_curves, decision_curves
 from fedlightning.report.html import Gallery, Prose, Section, Table
+from fedlightning.report.styles import MUTED, Style, short_names
 from fedlightning.study import external as tables
 from fedlightning.study.calibration import FEWEST as SLOPE
+from fedlightning.study.calibration import RESAMPLES
 from fedlightning.study.external import FEWEST, MOST_CLASSES
+
+MOST_PANELS = 9
+COLUMNS = 2
+Curves = Mapping[str, Mapping[str, Any]]
+"""By site and method: what :func:`fedlightning.study.external.curves_of` returns."""
+
+
+def calibration_curves(found: Curves, styles: Mapping[str, Style]) -> Figure:
+    """Draw the share of events against the mean predicted probability of each bin; a perfect curve is the diagonal."""
+
+    def draw(axes: Axes, methods: Mapping[str, Any], names: Mapping[str, str]) -> None:
+        axes.plot([0, 1], [0, 1], color=MUTED, linewidth=0.9, linestyle=(0, (1.2, 1.2)), label="perfect")
+        for method, of in methods.items():
+            x, y = zip(*of["calibration"], strict=True)
+            _plot(axes, styles[method], x, y, names[method], marker=styles[method].marker)
+        axes.set_xlim(-0.03, 1.03)
+        axes.set_ylim(-0.03, 1.03)
+
+    return _panels(found, draw, "predicted probability", "share with the event")
+
+
+def decision_curves(found: Curves, styles: Mapping[str, Style]) -> Figure:
+    """Draw the net benefit over thresholds, beside that of treating all and of treating none."""
+
+    def draw(axes: Axes, methods: Mapping[str, Any], names: Mapping[str, str]) -> None:
+        shared = np.array(next(iter(methods.values()))["benefit"])
+        axes.plot(shared[:, 0], shared[:, 2], color=MUTED, linewidth=1.1, label="treat all")
+        axes.axhline(0, color=MUTED, linewidth=1.1, linestyle=(0, (5, 1.5)), label="treat none")
+        for method, of in methods.items():
+            values = np.array(of["benefit"])
+            _plot(axes, styles[method], values[:, 0], values[:, 1], names[method])
+        top = max(float(np.array(of["benefit"])[:, 1].max()) for of in methods.values())
+        axes.set_xlim(0, 1)
+        axes.set_ylim(-0.25 * max(top, 0.05), 1.1 * max(top, 0.05))  # what treating all loses has no lower end
+
+    return _panels(found, draw, "threshold probability", "net benefit")
+
+
+def _plot(axes: Axes, style: Style, x: Any, y: Any, label: str, marker: str = "") -> None:
+    axes.plot(x, y, color=style.colour, linestyle=style.line, marker=marker, markersize=4, linewidth=1.3, label=label)
+
+
+def _panels(
+    found: Curves, draw: Callable[[Axes, Mapping[str, Any], Mapping[str, str]], None], xlabel: str, ylabel: str
+) -> Figure:
+    sites = sorted(found, key=lambda site: -next(iter(found[site].values()))["samples"])[:MOST_PANELS]
+    names = short_names(dict.fromkeys(method for site in sites for method in found[site]), 20)
+    titles = short_names(sites, 16)  # beside its samples, one must not reach the next panel
+    lines = -(-len(sites) // COLUMNS)
+    figure = Figure(figsize=(5.0, 0.5 + 2.0 * lines), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(lines, COLUMNS, squeeze=False, sharex=True)
+    for place, axes in enumerate(grid.flat):
+        if place >= len(sites):
+            axes.axis("off")
+            continue
+        site = sites[place]
+        draw(axes, found[site], names)
+        axes.set_title(f"{titles[site]} ({next(iter(found[site].values()))['samples']} samples)", fontsize=9)
+        last = place + COLUMNS >= len(sites)
+        axes.tick_params(labelbottom=last)
+        axes.set_xlabel(xlabel if last else "", fontsize=9)
+        axes.set_ylabel("" if place % COLUMNS else ylabel, fontsize=9)
+    legend_below(figure, grid.flat[0])
+    return figure
+
 
 SITE = Column("site", "held-out site", "text")
 AT = (0.1, 0.2, 0.3, 0.5)
@@ -131,12 +204,19 @@ def _calibration(context: Context) -> list[Any]:
     columns = [METHOD, SITE, *_class_column(rows), Column("trained", "site", "text"), Column("samples", "samples", "count"),
         Column("events", "events", "count"), Column("observed", "observed", decimals=2, help="share with the event"),
         Column("expected", "expected", decimals=2, help="mean probability"),
-        Column("slope", "slope", decimals=2, help="logistic recalibration; 1 is perfect, less is too extreme"),
+        Column("slope", "slope", decimals=2, interval="slope_ci95",
+               help="logistic recalibration; 1 is perfect, less is too extreme"),
         Column("intercept", "intercept", "difference", decimals=2, help="beside that slope"),
-        Column("in_the_large", "in the large", "difference", decimals=2, help="with slope 1; above 0: risks are too low"),
-        Column("brier", "Brier", help="mean squared error of the probability"),
-        Column("ece", "calibration error", help="15 bins of equal width"), Column("auroc", "AUROC")]  # fmt: skip
-    notes = [f"No slope with fewer than {SLOPE} samples of either kind, or where a probability parts them.", *why]
+        Column("in_the_large", "in the large", "difference", decimals=2, interval="in_the_large_ci95",
+               help="with slope 1; above 0: risks are too low"),
+        Column("brier", "Brier", interval="brier_ci95", help="mean squared error of the probability"),
+        Column("ece", "calibration error", help="15 bins of equal width"),
+        Column("auroc", "AUROC", interval="auroc_ci95")]  # fmt: skip
+    notes = [
+        f"[95 % interval] over {RESAMPLES} resamples of the site's patients.",
+        f"No slope with fewer than {SLOPE} samples of either kind, or where a probability parts them.",
+        *why,
+    ]
     table = context.table(
         "external-calibration", "Calibration by site, means over seeds", columns, rows, notes, seeds=False
     )

@@ -113,7 +113,9 @@ def _pictures(
         shown = [(line.label, line.dots[0].mean) for line in lines]
         text = f"Dots: AUC of membership, 0.5 is chance: {summary(shown)}."
         title = "Members told from others"
-        pictures.append(context.picture("leakage", title, text, lambda: dot_plot(lines, "AUC, 0.5 is chance", at=0.5)))
+        pictures.append(
+            context.picture("leakage", title, text, lambda: dot_plot(lines, "AUC, 0.5 is chance", at=("chance", 0.5)))
+        )
     for (method, _), one in found.items():
         images = (one.get("inversion") or {}).get("images")
         if images:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
+from fedlightning.contract import Promise
 from fedlightning.report.cells import Column, is_number
 from fedlightning.report.context import METHOD, Context
 from fedlightning.report.html import Prose, Section
 
 FILE = "privacy.json"
+PROMISE = tuple(field.name for field in fields(Promise))
 
 
 def privacy(context: Context) -> Section | None:
     """Show epsilon and delta of each run, for whom they hold, and what epsilon does not count."""
     found = {key: told for key, told in context.read_of_runs(FILE).items() if isinstance(told, dict)}
-    if not found:
+    promises = _promises(context)
+    if not found and not promises:
         return None
     rows = [_row(method, seed, told) for (method, seed), told in found.items()]
     columns = [
@@ -24,6 +28,8 @@ def privacy(context: Context) -> Section | None:
         Column("unit", "hides", "text", help="whose part in the training the guarantee is about"),
         Column("epsilon", "epsilon", decimals=3, help="the largest of all clients where each has its own; none: the noise "
                "came from a fixed seed, and nothing is private"),
+        Column("known", "participants known", decimals=3, help="the same against whoever knows who took part in which round, "
+               "as readers of a run's folder do: drawing clients hides nothing from them"),
         Column("delta", "delta", "text", help="probability with which the guarantee may fail"),
         Column("noise", "noise multiplier", decimals=3),
         Column("clip", "clip", decimals=3, help="the most that one of them may change a sum"),
@@ -41,10 +47,21 @@ def privacy(context: Context) -> Section | None:
         "privacy",
         "What was promised",
         "Privacy",
-        [table, Prose(list(dict.fromkeys(notes)), title="In words")],
+        [*promises, *([table] if found else []), Prose(list(dict.fromkeys(notes)), title="In words")],
         "Each run counts alone, unless it has a ledger: who sees the models of several runs on the same data has the sum of "
         "them. Scores in this report are of test data, and are not counted.",
     )
+
+
+def _promises(context: Context) -> list[Any]:
+    """Return a table of who cannot learn what, of the callbacks of all runs; none where nothing is promised."""
+    rows: list[dict[str, Any]] = []
+    for scores in context.study.finished.values():
+        told = scores.run.summary.get("promises")
+        rows += [row for row in told if isinstance(row, dict) and row not in rows] if isinstance(told, list) else []
+    columns = [Column(name, name.replace("_", " "), "text") for name in ("callback", *PROMISE)]
+    title = "Who cannot learn what"
+    return [context.table("promises", title, columns, rows, seeds=False)] if rows else []
 
 
 def _row(method: str, seed: str, told: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,6 +75,7 @@ def _row(method: str, seed: str, told: Mapping[str, Any]) -> dict[str, Any]:
         "seed": seed,
         "unit": str(told.get("unit", "")),
         "epsilon": number("epsilon"),
+        "known": number("epsilon_participants_known"),
         "delta": "" if delta is None else f"{delta:g}",
         "noise": number("noise_multiplier"),
         "clip": number("clip"),

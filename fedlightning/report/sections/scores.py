@@ -21,12 +21,15 @@ def overview(context: Context) -> Section | None:
         for row in rows
     ]
     seeds = max((row["n_seeds"] for row in rows), default=0)
+    level = context.study.reference()
     alt = f"Dots: mean test {context.metric} of {summary([(row['method'], row['mean']) for row in rows])}."
     picture = context.picture(
         "overview",
         f"Mean test {context.metric} of deployed models",
         alt,
-        lambda: dot_plot(lines, f"test {context.metric}, mean over clients"),
+        lambda: dot_plot(
+            lines, f"test {context.metric}, mean over clients", at=None if level is None else (level.name, level.level)
+        ),
     )
     pictures = [picture]
     points = {row["method"]: (row["mb_total"], row["mean"]) for row in rows}
@@ -46,7 +49,14 @@ def overview(context: Context) -> Section | None:
         "All methods, best mean first",
         _columns(context),
         rows,
-        [_BOLD, *_not_asked(context), *_deployed(rows), *_defined(context)],
+        [
+            _BOLD,
+            *_not_asked(context),
+            *incentives_in_words(rows),
+            *_units(context),
+            *_deployed(rows),
+            *_defined(context),
+        ],
     )
     return context.section(
         "overview",
@@ -74,7 +84,7 @@ def _columns(context: Context) -> list[Column]:
         Column("sum", "sum", group="all clients’ data", better=better, help=added),
         Column(GLOBAL, "mean", group="global model", better=better, help="the server's model on each client's data"),
         Column("gap", "difference", "difference", interval="gap_ci95", group="to the best mean", help="paired over seeds"),
-        Column("gap_p", "p", "p", group="to the best mean", help="paired t-test over seeds, not adjusted"),
+        Column("gap_p", "p", "p", group="to the best mean", help="over seeds, not adjusted"),
         Column("ipr", "IPR", "percent", group="incentives", better="high", help="incentivised participation rate"),
         Column("opt_outs", "opt out", "percent", group="incentives", better="low", help="clients worse off than with FedAvg"),
         Column("mb_total", "MB", "amount", group="price of a run", help="sent up and down"),
@@ -88,6 +98,18 @@ _BOLD_ONLY = "Bold: the best of the column, of methods with all seeds on the sam
 _BOLD = f"{_BOLD_ONLY} The difference to the best mean is paired over seeds; its p is not adjusted."
 
 
+def incentives_in_words(rows: Sequence[Row]) -> list[str]:
+    """Return the note that says what the abbreviations of incentives are, of those that a table has."""
+    words = {
+        "ipr": "IPR (incentivised participation rate): clients better off than both alone and with FedAvg",
+        "opt_outs": "opt out: clients worse off than with FedAvg’s global model",
+        "pma": "PMA (personal model appeal): a client’s score minus what FedAvg’s global model gives it",
+        "gma": "GMA (global model appeal): clients whom the global model serves better than their own",
+    }
+    said = [text for key, text in words.items() if any(is_number(row.get(key)) for row in rows)]
+    return [f"{'; '.join(said)}."] if said else []
+
+
 def _not_asked(context: Context) -> list[str]:
     """Return the note that central training is never called the best, if there is such a method."""
     central = context.study.baselines.get("central")
@@ -96,6 +118,20 @@ def _not_asked(context: Context) -> list[str]:
     return [
         f"{central} moves all data to one place, so it is not asked who is best: best is the best of the other methods."
     ]
+
+
+def _units(context: Context) -> list[str]:
+    """Return the note that says in what units errors of a regression are."""
+    if context.study.metric not in ("rmse", "mae", "mse"):
+        return []
+    given = [((run.config.get("data") or {}).get("init_args") or {}) for run in context.study.runs]
+    target = next((one["target"] for one in given if isinstance(one.get("target"), str)), None)
+    scale = next((one["target_statistics"] for one in given if one.get("target_statistics")), None)
+    of = f"of {target}" if target else "of the target"
+    if scale is not None:
+        return [f"{context.metric} is in standard deviations {of}: times {float(scale[1]):g} it is in its own units."]
+    squared = "squared " if context.study.metric == "mse" else ""
+    return [f"{context.metric} is in the {squared}units {of}."]
 
 
 def _deployed(rows: Sequence[Row]) -> list[str]:

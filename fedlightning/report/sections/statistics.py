@@ -45,9 +45,10 @@ def differences(context: Context) -> Section | None:
         METHOD,
         Column("reference", "minus", "text"),
         Column("mean", "difference", "difference", decimals=4, interval="ci95"),
-        Column("p", "p (t-test)", "p"),
-        Column("p_holm", "p, Holm", "p", help="adjusted for all comparisons with the same reference"),
-        Column("p_wilcoxon", "p (Wilcoxon)", "p"),
+        Column("p", "p", "p", group="over seeds", help="paired t-test; corrected where splits overlap"),
+        Column("p_holm", "Holm", "p", group="over seeds", help="adjusted for all comparisons with the same reference"),
+        Column("p_wilcoxon", "signed ranks", "p", group="over seeds"),
+        Column("p_clients", "signed ranks", "p", group="over clients", help="would other clients like these gain too?"),
         Column("n", "seeds", "count"),
     ]
     table = context.table("differences", f"Paired differences of mean test {context.metric} over seeds", columns, rows)
@@ -58,12 +59,14 @@ def differences(context: Context) -> Section | None:
         "Are the differences real?",
         "Differences",
         [said if single else None, context.gallery(pictures, table, _READING)],
-        "Every difference is taken within a seed (same splits, same initialisation) and averaged over seeds.",
+        "Every difference is taken within a seed (same splits, same initialisation) and averaged over seeds. Tests over "
+        "seeds ask whether training again would show the same; the test over clients, whether others like these would gain. "
+        "Neither says the other.",
     )
 
 
 _READING = (
-    "Bars: 95 % interval (Student t) of the paired difference; one that crosses 0 is within the variation between seeds. "
+    "Bars: 95 % interval of the paired difference; one that crosses 0 is within the variation between seeds. "
     "Ticks: single seeds."
 )
 

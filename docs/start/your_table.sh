@@ -1,0 +1,4 @@
+fedlightning configs copy data/tabular models/tabular_regressor algorithms/fedavg algorithms/fedprox   # with data/patients.csv
+fedlightning partition --config configs/data/tabular.yaml
+fedlightning compare --config configs/data/tabular.yaml --config configs/models/tabular_regressor.yaml \
+    configs/algorithms/fedavg.yaml configs/algorithms/fedprox.yaml --seeds 2 --out runs/table --trainer.max_rounds=10

@@ -1,0 +1,49 @@
+"""The release of a round, stored before it is written down as spent: a run that goes on replays it, and makes no other."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedlightning.storage.files import read_tensors, write_atomically
+from fedlightning.tensors import State
+
+FILE = "privacy_release.ckpt"
+"""File in the run's folder."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """What a round gives to everybody.
+
+    Attributes:
+        name: Its name where spending is written down, with a hash of what it is made of.
+        state: Entries of the model, with their noise.
+        clip: The length to clip to in the next round.
+    """
+
+    name: str
+    state: State
+    clip: float
+
+
+def store(folder: Path, release: Release) -> None:
+    """Write a release to a run's folder, in the place of that of the round before, and wait until it is on the disk."""
+    write_atomically(folder / FILE, {"name": release.name, "state": dict(release.state), "clip": release.clip})
+
+
+def stored(folder: Path | None, names: Collection[str], round: int) -> Release:
+    """Return the release that is stored, of a round that was released before under one of some names.
+
+    Raises:
+        ValueError: If it is not there.
+    """
+    content = {} if folder is None or not (folder / FILE).exists() else read_tensors(folder / FILE)
+    if content.get("name") not in names:
+        raise ValueError(
+            f"Round {round + 1} was released before, by this run or a copy of it, and comes out differently now: a client "
+            "has failed, then or now. A second release would tell more than is accounted for, and the first one is not in "
+            f"{FILE} of this run's folder. Go on in the folder that has it, with the clients of then, or start a new run."
+        )
+    return Release(content["name"], content["state"], float(content["clip"]))

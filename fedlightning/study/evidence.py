@@ -1,0 +1,199 @@
+"""What there is to compare at all: the score of a constant answer, unfinished training, terms without effect, and harm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from fedlightning.study.columns import LOCAL
+from fedlightning.study.curves import round_means
+from fedlightning.study.data import StudyData, Table
+from fedlightning.study.measures import bounds, mean_of
+from fedlightning.study.runs import Run
+from fedlightning.study.scores import per_client
+
+CHANCE = {"auroc": 0.5, "c_index": 0.5, "r2": 0.0, "cohen_kappa": 0.0}
+"""Metric -> what an answer gets that is the same for all samples."""
+STILL = 0.05
+"""Share of all that a curve gained which its last quarter gains while training has not converged."""
+SAME = 1e-3
+"""Mean difference of clients' scores below which nothing can be measured: of shares as it is, of errors relative."""
+TAIL = 0.1
+"""Share of the clients that are the worst tail."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What an answer gets that is the same for all samples of a client.
+
+    Attributes:
+        name: What is answered.
+        by_seed: Seed -> mean over clients of its score.
+    """
+
+    name: str
+    by_seed: Mapping[int, float]
+
+    @property
+    def level(self) -> float:
+        """Mean over seeds."""
+        return fmean(self.by_seed.values())
+
+
+def reference(study: StudyData) -> Reference | None:
+    """Return the score of a constant answer; `None` where it is not known.
+
+    For accuracy each client's commonest training class, whose share is taken from its training samples. For `rmse` and `mse`
+    the mean of the client's own test targets, which `r2` beside them tells.
+    """
+    if study.metric in CHANCE:
+        return Reference("chance", dict.fromkeys(study.seeds, CHANCE[study.metric]))
+    levels: dict[int, list[float]] = {}
+    names = {"accuracy": "each client’s commonest class", "balanced_accuracy": "chance"}
+    name = names.get(study.metric, "each client’s mean")
+    for (method, seed), found in study.finished.items():
+        if (method, seed) in study.odd:
+            continue
+        if study.metric in ("accuracy", "balanced_accuracy"):
+            counts = [of for of in classes_of(found.run).values() if sum(of)]
+            shares = [max(of) / sum(of) if study.metric == "accuracy" else 1 / sum(n > 0 for n in of) for of in counts]
+        else:
+            shares = _errors_of_mean(study, method, seed) if study.metric in ("rmse", "mse") else []
+        if shares:
+            levels.setdefault(seed, []).append(fmean(shares))
+    return Reference(name, {seed: fmean(of) for seed, of in sorted(levels.items())}) if levels else None
+
+
+def classes_of(run: Run) -> dict[str, list[int]]:
+    """Return the training samples of each class by client, of clients whose data have classes."""
+    held = run.summary.get("data", {}).get("clients", {})
+    return {client: of["classes"] for client, of in held.items() if len(of.get("classes") or ()) > 1}
+
+
+def _errors_of_mean(study: StudyData, method: str, seed: int) -> list[float]:
+    """Return the error of each client's mean test target, from error and R² of a method: R² = 1 - (error / that)²."""
+    power = 0.5 if study.metric == "rmse" else 1.0
+    score, told = study.deployed(method).get(seed), study.deployed(method, metric="r2").get(seed)
+    known = {} if told is None else told.defined
+    return [
+        error / (1 - r2) ** power
+        for client, error in (score.defined if score is not None else {}).items()
+        if (r2 := known.get(client, 1.0)) < 1 and math.isfinite(r2)
+    ]
+
+
+def above_reference(study: StudyData, method: str) -> bool | None:
+    """Return whether a method is clearly better than the constant answer: by the interval of the difference at its seeds.
+
+    `None` where that cannot be said.
+    """
+    level = reference(study)
+    scores = {} if level is None else {s: one.mean for s, one in study.deployed(method).items() if s in level.by_seed}
+    if level is None or not scores or None in scores.values():
+        return None
+    sign = 1.0 if study.higher_is_better else -1.0
+    found = study.estimate([sign * (mean - level.by_seed[s]) for s, mean in scores.items() if mean is not None])
+    return found.mean is not None and (found.ci95 or [found.mean])[0] > 0
+
+
+def no_better_than_constant(study: StudyData) -> str | None:
+    """Return a sentence if no method is clearly above a constant answer."""
+    found = [above_reference(study, method) for method in study.methods]
+    level = reference(study)
+    if level is None or not found or any(found) or all(one is None for one in found):
+        return None
+    what = "answering " + level.name if level.name != "chance" else "chance"
+    return (
+        f"No method is clearly better than {what} ({study.metric} {level.level:.3g}): what was learnt, if anything, does "
+        "not show, and the order of the methods means nothing. Train longer, or tune the learning rate first."
+    )
+
+
+def still_improving(study: StudyData) -> dict[str, float]:
+    """Return method -> share of all that its validation curve gained in the last quarter of its rounds, where that is much.
+
+    The curve is that of models as received (L1), else of the server's, by the study's metric, else by the loss; every seed
+    must still improve.
+    """
+    found = {}
+    for method in study.methods:
+        shares = [_late(study.finished[method, seed].run, study) for seed in study.seeds_of(method)]
+        known = [share for share in shares if share is not None]
+        if known and len(known) == len(shares) and min(known) > STILL:
+            found[method] = fmean(known)
+    return found
+
+
+def _late(run: Run, study: StudyData) -> float | None:
+    for metric, sign in ((study.metric, 1.0 if study.higher_is_better else -1.0), ("loss", -1.0)):
+        means = round_means(run, metric)
+        for stage in ("L1", "G"):
+            points = [means[key] for key in sorted(means, key=lambda key: key[2]) if key[:2] == (stage, LOCAL)]
+            values = [sign * value for value in points if value is not None]
+            if len(values) >= 4 and len(values) == len(points):
+                quarter = len(values) // 4
+                gained = max(values) - values[0]
+                late = fmean(values[-quarter:]) - fmean(values[-2 * quarter : -quarter])
+                return late / gained if gained > 0 else 0.0
+    return None
+
+
+def without_effect(study: StudyData) -> Iterator[tuple[str, str, float]]:
+    """Yield methods, what they are the same as (FedAvg or siloed training) and how far clients' scores differ on average."""
+    for role in ("fedavg", "siloed"):
+        base = study.baselines.get(role)
+        for method in study.methods if base is not None else ():
+            apart = _apart(study, method, str(base)) if method != base and study.comparable(method) else None
+            if apart is not None and apart[0] <= apart[1]:
+                yield method, str(base), apart[0]
+
+
+def _apart(study: StudyData, method: str, other: str) -> tuple[float, float] | None:
+    """Return the mean distance of two methods' scores over clients and seeds, and what cannot be measured."""
+    a, b = study.deployed(method), study.deployed(other)
+    pairs = [
+        (value, b[seed].defined[client])
+        for seed in a
+        if seed in b
+        for client, value in a[seed].defined.items()
+        if client in b[seed].defined
+    ]
+    if not pairs:
+        return None
+    scale = 1.0 if bounds(study.metric, [value for value, _ in pairs])[1] == 1.0 else fmean(abs(v) for _, v in pairs)
+    return fmean(abs(x - y) for x, y in pairs), SAME * scale
+
+
+def negative_transfer(study: StudyData) -> Table:
+    """Return one line a method: the clients that lose by it, against their own siloed models, by means over seeds.
+
+    `lose` of `clients` have a negative gain; `mean_loss` is the mean of these, `worst` the lowest gain of all, of `client`;
+    `tail` is the mean gain of the worst tenth of the clients (at least one). Losses are negative whatever the metric.
+    """
+    siloed = study.baselines.get("siloed")
+    sign, base = (1.0 if study.higher_is_better else -1.0), study.siloed_scores()
+    lines: Table = []
+    for method in study.methods if siloed is not None else ():
+        seeds = study.comparable_seeds(method, str(siloed))
+        scores = {seed: score for seed, score in study.deployed(method).items() if seed in seeds and seed in base}
+        if method == siloed or not scores:
+            continue
+        own, alone = per_client(list(scores.values())), per_client([base[seed] for seed in scores])
+        gains = _gains(own, alone, sign)
+        if gains:
+            lost = [gain for gain in gains.values() if gain < 0]
+            worst = min(gains, key=gains.__getitem__)
+            tail = sorted(gains.values())[: max(1, round(TAIL * len(gains)))]
+            lines.append(
+                {"method": method, "reference": siloed, "lose": len(lost), "clients": len(gains)}
+                | {"mean_loss": mean_of(list(lost)), "tail": fmean(tail), "worst": gains[worst], "client": worst}
+            )
+    return lines
+
+
+def _gains(own: Mapping[str, float | None], alone: Mapping[str, float | None], sign: float) -> dict[str, float]:
+    pairs: dict[str, tuple[Any, Any]] = {client: (score, alone.get(client)) for client, score in own.items()}
+    return {client: sign * (a - b) for client, (a, b) in pairs.items() if a is not None and b is not None}

@@ -1,0 +1,140 @@
+"""What the report says of runs that learnt nothing, have not converged, do the same, or harm clients."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fedlightning  # noqa: F401  before lightning
+
+# isort: split
+from fedlightning.report.context import Context
+from fedlightning.report.sections.scores import overview
+from fedlightning.report.sentences import answers
+from fedlightning.report.styles import styles
+from fedlightning.scores.rows import Row
+from fedlightning.study.crossing import marked, setting, variances
+from fedlightning.study.measures import common_metric
+from fedlightning.study.study import Study
+from tests.study.folders import CLIENTS, ROUNDS, write_study
+
+FLAT = (0.2, 0.7, 0.8, 0.8, 0.8, 0.8)
+METHODS = {"silo": ["Local"], "fedavg": ["FedAvg"], "fedprox": ["FedProx"]}
+
+
+def rows_of(curve, tests, metric="accuracy", more=()):
+    """Validation scores over rounds and a test score a client; a loss that is finite."""
+    rows = []
+    for client, test in zip(CLIENTS, tests, strict=True):
+        own = ("local", client)
+        for number, value in enumerate(curve, 1):
+            rows.append(Row(number, "L1", "personal", "latest", own[0], "val", client, f"val_{metric}", value, 8))
+        for name, value in ((metric, test), ("loss", 0.5), *more):
+            rows.append(Row(ROUNDS, "L1", "personal", "latest", own[0], "test", client, f"test_{name}", value, 40))
+    return rows
+
+
+def study_of(
+    root: Path, scores, curve=(0.2, 0.7, 0.8, 0.8, 0.8, 0.8), metric="accuracy", more=(), classes=(24, 8), **options
+):
+    """Three seeds; `scores`: method -> test scores by client."""
+
+    def edit(method, seed, rows, summary):
+        summary["rounds"] = ROUNDS
+        for held in summary["data"]["clients"].values():
+            held["classes"] = list(classes)
+        return rows_of(curve, [value + 0.001 * seed for value in scores[method]], metric, more)
+
+    return Study(write_study(root, {name: METHODS[name] for name in scores}, edit=edit), metric=metric, **options)
+
+
+def kinds(study):
+    return {problem.kind: problem.text for problem in study.problems}
+
+
+GOOD = {"silo": [0.9, 0.8, 0.85, 0.9], "fedavg": [0.95, 0.7, 0.9, 0.95]}
+
+
+def test_no_method_is_best_where_none_is_above_the_commonest_class(tmp_path):
+    study = study_of(tmp_path / "bad", {"silo": [0.7, 0.75, 0.8, 0.74], "fedavg": [0.75, 0.7, 0.7, 0.75]})
+    assert study.reference().level == pytest.approx(0.75)
+    assert "answering each client’s commonest class (accuracy 0.75)" in kinds(study)["nothing_learnt"]
+    first = answers(Context(study, styles(study.methods)))[0]
+    assert (first.answer, first.method) == ("None is clearly better than a constant answer", None)
+    good = study_of(tmp_path / "good", GOOD)
+    assert "nothing_learnt" not in kinds(good)
+    assert "each client’s commonest class 0.750" in str(
+        overview(Context(good, styles(good.methods))).parts[0].pictures[0].svg
+    )
+
+
+def test_a_regression_is_measured_against_the_mean_of_its_targets(tmp_path):
+    # rmse 3 with R² 0.75: the mean has rmse 6
+    scores, more = {"silo": [3.0] * 4, "fedavg": [3.0] * 4}, (("r2", 0.75),)
+    study = study_of(tmp_path / "a", scores, (9.0, 4.0, 3.0, 3.0, 3.0, 3.0), "rmse", more, classes=())
+    assert study.reference().level == pytest.approx(6.0, abs=0.01) and "nothing_learnt" not in kinds(study)
+    flat = study_of(tmp_path / "b", scores, (3.0,) * 6, "rmse", (("r2", 0.0),), classes=())
+    assert "each client’s mean (rmse 3)" in kinds(flat)["nothing_learnt"]
+
+
+@pytest.mark.parametrize(
+    ("curve", "improves"),
+    [((0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8), True), ((0.1, 0.6, 0.8, 0.8, 0.8, 0.8, 0.8, 0.8), False)],
+)
+def test_curves_that_still_rise_ask_for_more_rounds(tmp_path, curve, improves):
+    study = study_of(tmp_path, GOOD, curve)
+    assert ("unconverged" in kinds(study)) == improves
+    assert not improves or kinds(study)["unconverged"].startswith("All methods still improve")
+
+
+def test_a_term_without_effect_is_told(tmp_path):
+    study = study_of(tmp_path, GOOD | {"fedprox": [0.9502, 0.7, 0.9, 0.95]})
+    assert kinds(study)["no_effect"].startswith("fedprox changed nothing measurable against fedavg")
+    assert [problem.run for problem in study.problems if problem.kind == "no_effect"] == ["fedprox"]
+
+
+def test_who_loses_against_training_alone(tmp_path):
+    (line,) = study_of(tmp_path, GOOD).negative_transfer()
+    assert (line["lose"], line["clients"], line["client"]) == (1, 4, "b")
+    assert (line["worst"], line["mean_loss"], line["tail"]) == pytest.approx((-0.1,) * 3)
+
+
+def test_intervals_of_shares_end_where_shares_end(tmp_path):
+    study = study_of(tmp_path, {"silo": [1.0, 0.99, 0.98, 0.97], "fedavg": [0.99, 0.98, 0.97, 0.7]}, confidence=0.9999)
+    for row in study.overview():
+        assert 0 <= row["ci95"][0] <= row["ci95"][1] <= 1
+    assert any(row["ci95_radius"] is None for row in study.overview())
+
+
+def test_unbalanced_classes_are_compared_by_what_counts_all_of_them(tmp_path):
+    more = (("auroc", 0.6), ("balanced_accuracy", 0.5))
+    runs = study_of(tmp_path, GOOD, more=more).runs
+    assert common_metric(runs) == "auroc"
+    for counts, chosen in (([16, 16], "accuracy"), ([30, 1, 1], "balanced_accuracy")):
+        data = {"clients": {client: {"classes": counts} for client in CLIENTS}}
+        assert common_metric([dataclasses.replace(run, summary=run.summary | {"data": data}) for run in runs]) == chosen
+
+
+def test_the_variance_of_crossed_seeds_is_taken_apart(tmp_path):
+    split, training = [0.0, 0.2, 0.4], [0.0, 0.02, 0.01]
+
+    def edit(method, seed, rows, summary):
+        value = 0.3 + split[seed // 3] + training[seed % 3] + (0.003 if seed == 4 else 0.0)
+        return rows_of(FLAT, [value] * 4)
+
+    study = Study(write_study(tmp_path, {"silo": METHODS["silo"]}, seeds=range(9), edit=edit), metric="accuracy")
+    keys = marked(["trainer.seed", "data.seed"], ["data.seed"], 3)
+    assert [setting(key, 7) for key in keys] == [("trainer.seed", 1), ("data.seed", 2)]
+    found = {line["source"]: line for line in variances(study, keys)}
+    # by hand: two-way analysis of variance without replication
+    y = np.array([[0.3 + a + b for b in training] for a in split])
+    y[1, 1] += 0.003
+    rest = (y - y.mean(1, keepdims=True) - y.mean(0) + y.mean()).ravel()
+    rest = (rest**2).sum() / 4
+    assert found["data.seed"]["std"] ** 2 == pytest.approx(y.mean(1).var(ddof=1) - rest / 3)
+    assert found["trainer.seed"]["std"] ** 2 == pytest.approx(y.mean(0).var(ddof=1) - rest / 3)
+    assert sum(line["share"] for line in found.values()) == pytest.approx(100)
+    assert variances(study, ["trainer.seed"]) == []
