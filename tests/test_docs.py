@@ -206,6 +206,12 @@ def test_the_reader_s_own_files_run(tmp_path: Path) -> None:
     assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout + done.stderr
 
 
+def test_the_installation_names_every_extra() -> None:
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/start/install.md").read_text(), re.MULTILINE)
+    named = set(re.findall(r"`(\w+)`", "".join(rows)))
+    assert named == set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+
+
 @pytest.mark.slow
 def test_a_table_goes_from_file_to_report(tmp_path: Path) -> None:
     """The commands of the page about one's own data, as they stand; of the runs those of one seed and round."""
@@ -220,15 +226,6 @@ def test_a_table_goes_from_file_to_report(tmp_path: Path) -> None:
         assert words[0] != "partition" or "in_features=10" in " ".join(done.stdout.split())
     page = (tmp_path / "runs/table/report.html").read_text()
     assert "RMSE is in standard deviations of progression: times 75 it is in its own units" in page
-
-
-def test_the_installation_names_every_extra() -> None:
-    named = set(
-        re.findall(
-            r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", (ROOT / "docs/start/install.md").read_text(), re.M))
-        )
-    )
-    assert named == set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 
 
 def test_numbers_agree() -> None:
