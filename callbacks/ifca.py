@@ -182,12 +182,14 @@ class IFCA(Clusters):
             FloatingPointError: If the gradient is not finite. The core then drops the update.
         """
         chosen = client.scratch[self.key]
-        if client.message.tag == GRADIENT and client.num_samples > 0:
-            gradient = client.gradient(split="train")
-            bad = first_nonfinite(gradient)
-            if bad is not None:
-                raise FloatingPointError(f"the gradient of '{bad}' holds NaN or infinite values")
-            update.extras[self.key] = {"cluster": chosen, "gradient": select(gradient, client.received)}
+        if client.message.tag == GRADIENT:
+            update.extras[self.key] = {"cluster": chosen}
+            if client.num_samples > 0:  # else it has no gradient, and none is averaged
+                gradient = client.gradient(split="train")
+                bad = first_nonfinite(gradient)
+                if bad is not None:
+                    raise FloatingPointError(f"the gradient of '{bad}' holds NaN or infinite values")
+                update.extras[self.key]["gradient"] = select(gradient, client.received)
         elif update.state:
             update.model = centre(chosen)
             update.extras[self.key] = {"cluster": chosen}

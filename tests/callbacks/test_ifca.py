@@ -193,6 +193,14 @@ def test_option_1_weighted_by_samples_with_partial_participation():
         close(trainer.server.models[centre(j)], {"w": w - 0.3 * sum(terms)}, atol=1e-14)
 
 
+def test_option_1_bears_a_client_without_a_batch():
+    callbacks = [IFCA(2, option=1, server_lr=0.3, init=0.1)]
+    trainer, spy = spied(NormNet("sgd"), toy_data([24, 0, 16]), callbacks, max_rounds=2)
+    assert not trainer.server.failures
+    sent = {update.client: set(update.extras["IFCA"]) for update in spy.updates}
+    assert sent == {"0": {"cluster", "gradient"}, "1": {"cluster"}, "2": {"cluster", "gradient"}}
+
+
 def test_option_1_touches_parameters_only():
     module = NormNet("sgd")
     trainer = federate(module, toy_data(), [IFCA(2, option=1)], max_rounds=2)
