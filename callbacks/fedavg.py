@@ -58,9 +58,11 @@ class FedSGD(FederatedCallback):
     Example:
         >>> from types import SimpleNamespace
         >>> from fedlightning.callbacks import FedSGD
-        >>> FedSGD().check(SimpleNamespace(local_steps=None, local_epochs=2, num_samples={"0": 64, "1": 80}))
+        >>> run = SimpleNamespace(clients=["0"], trainer_arguments={})
+        >>> data = SimpleNamespace(num_samples={"0": 80}, num_batches=lambda client: 2)
+        >>> FedSGD().check(SimpleNamespace(run=run, data=data))
         Traceback (most recent call last):
-        ValueError: FedSGD takes one step per round, ... Set local_steps=1 and a batch size of at least 80.
+        ValueError: FedSGD takes the gradient over ... Set a batch size of at least 80, or use FedAvg with local_steps=1.
     """
 
     facts = Facts(

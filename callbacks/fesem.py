@@ -27,8 +27,7 @@ from fedlightning.algorithm import (
     address,
     contributors,
 )
-from fedlightning.callbacks.shared.grouping import first_groups
-from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
+from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, first_groups, in_client_order
 from fedlightning.callbacks.shared.server_models import (
     NO_SERVER_STEP,
     combine,

@@ -34,8 +34,7 @@ from fedlightning.algorithm import (
     contributors,
     warn,
 )
-from fedlightning.callbacks.shared.grouping import clusters_of
-from fedlightning.callbacks.shared.memberships import Clusters, in_client_order
+from fedlightning.callbacks.shared.memberships import Clusters, clusters_of, in_client_order
 from fedlightning.callbacks.shared.modalities import (
     Parts,
     PassesOver,

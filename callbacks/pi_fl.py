@@ -4,7 +4,7 @@
 2. The scheduler fills each cluster's slots: bidders by contribution, then random ones. Who is chosen pays (`_schedule`).
 3. They train; each cluster's model becomes the mean of theirs (`_train`).
 4. Contributions are Shapley values of the round, and accuracy decides how much of the price is refunded and how the
-   rest is divided (`_settle`; the accounts are `shared.tokens`, the values `shared.shapley`).
+   rest is divided (`_settle`; accounts and values are those of `pi_fl_round`).
 5. A client deploys the mean of the models by its importance weights (`on_receive`). It trains nothing for that.
 """
 

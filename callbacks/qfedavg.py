@@ -150,7 +150,11 @@ class QFedAvg(FederatedCallback):
 
     def weighting(self, server: Server, update: Update) -> float:
         """Return `F_k^q` relative to `reference^q`, times the client's samples if these count."""
-        return self._weight(update, server.state[self.key]["sums"][update.model]["reference"] if self.q else 0.0)
+        if not self.q:
+            return self._weight(update, 0.0)
+        own = server.state[self.key]["sums"].get(update.model)
+        # the first update of a model is the reference, also for a callback before this one that asks for its weight
+        return self._weight(update, self._loss(update) if own is None else own["reference"])
 
     def denominator(self, server: Server) -> float:
         """Return `sum_k h_k / L`: the core divides `sum_k F_k^q (w_k - w)` by it."""

@@ -36,9 +36,9 @@ class IXITinyDataModule(IndexedFederatedDataModule):
     fetches, with `IXI002-Guys-0828/T1/*.nii.gz` and `IXI002-Guys-0828/label/*.nii.gz` for each person. nibabel reads
     them (the extra `clinical`).
 
-    The clients are "Guys", "HH" and "IOP"; the publisher's split is kept: train/test 249/62, 145/36 and 59/15. `x` is
-    float32 `(batch, 1, 48, 60, 48)`, resized (trilinear) and with mean 0 and deviation 1 of its own; `y` is int64
-    `(batch, 48, 60, 48)`, 1 is brain (nearest voxel).
+    The clients are "Guys", "HH" and "IOP"; the publisher's split is kept: train/test 249/62, 145/36 and 59/15
+    (FENDA's table 6 counts others). `x` is float32 `(batch, 1, 48, 60, 48)`, resized (trilinear) and with mean 0 and
+    deviation 1 of its own; `y` is int64 `(batch, 48, 60, 48)`, 1 is brain (nearest voxel).
 
     Args:
         root: Folder of `metadata_tiny.csv` and `IXI_sample`.

@@ -36,6 +36,7 @@ examples:
   fedlightning partition --config configs/quickstart.yaml --images 8     (who holds what, before you train)
   fedlightning compare configs/heart_disease/*.yaml --seeds 5 --out runs/heart
   fedlightning compare configs/heart_disease/*.yaml --leave-one-site-out   (each hospital once unseen)
+  fedlightning watch runs/heart          (a page that follows a run, or the runs of an experiment)
   fedlightning reproduce closed_forms
   fedlightning algorithms fenda
   fedlightning configs copy quickstart
@@ -128,6 +129,10 @@ def _find(command: str) -> Command:
         from fedlightning.commands.league import league
 
         return lambda rest: league(rest, main)
+    if command == "watch":
+        from fedlightning.commands.watch import watch
+
+        return watch
     if command == "report":
         from fedlightning.commands.report import report
 

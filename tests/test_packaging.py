@@ -215,6 +215,10 @@ def test_sentences_of_missing_packages_name_those_of_the_extras() -> None:
     assert set(_project()["optional-dependencies"]) - set(EXTRAS) <= {"dist", "docs", "test"}
 
 
+KINDS = {".css", ".html", ".jinja", ".js", ".mplstyle", ".toml"}
+"""What lies beside code and is read as it runs."""
+
+
 def _expected() -> set[str]:
     """Every file that a distribution must carry, by its path inside the package."""
     files = {
@@ -223,8 +227,9 @@ def _expected() -> set[str]:
         for path in (ROOT / name).rglob("*.py")
     }
     files |= {str(path.relative_to(ROOT)) for path in (ROOT / "fedlightning").rglob("*.py")}
-    report = ROOT / "fedlightning" / "study" / "report"
-    files |= {str(path.relative_to(ROOT)) for kind in ("jinja", "css", "js") for path in report.glob(f"*.{kind}")}
+    beside = [path for path in (ROOT / "fedlightning").rglob("*.*") if path.suffix in KINDS]
+    assert {path.suffix for path in beside} == KINDS
+    files |= {str(path.relative_to(ROOT)) for path in beside}
     return files | {"fedlightning/py.typed"}
 
 

@@ -30,7 +30,7 @@ ORDER = (
     ("trainer", "callbacks"),
     ("catalogue",),
     ("study", "config", "testing"),
-    ("report",),
+    ("report", "watch"),
     ("leakage",),
     ("experiments",),
     ("commands",),
@@ -42,7 +42,7 @@ ORDER = (
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 ALONE = {
     "datamodules": {"seeding", "errors", "ranges"},
-    "callbacks": {"algorithm", "ranges", "layers", "tensors", "topology", "wrappers"},
+    "callbacks": {"algorithm", "privacy", "ranges", "layers", "tensors", "topology", "wrappers"},
     "models": {"errors", "ranges"},
 }
 """Rooms that stand on less than what is above them."""

@@ -4,7 +4,7 @@
    (`units`); `wrappers.submodel` finds which units of which layers belong together (`plan_cuts`) and from both the kept
    indices of every entry (`entry_slices`); `wrappers.slices.take` indexes.
 2. The client shrinks its module to the same indices (`on_build`, `wrappers.submodel.shrink`) and puts the scaler and the
-   masked loss on it (`shared.submodels`), if the method has them. It trains and sends its part (`on_send`).
+   masked loss on it, if the method has them. It trains and sends its part (`on_send`).
 3. The server averages each element over the clients that hold it (`reduce`, `wrappers.slices.ElementMean`). It works out the
    parts again from the round and the client that the update names, so an update may be late.
 4. With static batch normalisation it then asks for the new model's statistics (`plan_round`, `personal_module`).

@@ -27,8 +27,9 @@ PARTS = {
 
 
 def first_words(page: nodes.document) -> str:
-    """Return a page's first sentence."""
-    paragraph = next((found.astext() for found in page.findall(nodes.paragraph)), "")
+    """Return a page's first sentence; a tutorial's begins with a note about its download, which is none of its own."""
+    paragraphs = (found for found in page.findall(nodes.paragraph) if not isinstance(found.parent, nodes.Admonition))
+    paragraph = next((found.astext() for found in paragraphs), "")
     return " ".join(paragraph.split()).split(". ")[0].rstrip(".:")
 
 

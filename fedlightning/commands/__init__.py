@@ -16,6 +16,7 @@ COMMANDS = {
     "sweep": "Search for the best values of options on validation data.",
     "reproduce": "Run published tables again: each cell agrees, disagrees, or why not.",
     "league": "Tune many methods with the same budget on validation data, and test them.",
+    "watch": "Follow a run, or the runs of an experiment, on a page of this machine.",
     "report": "Compare finished runs: tables, figures and one HTML page.",
     "card": "Write a model card beside the models of a run, for the Hugging Face Hub.",
     "partition": "Show the samples of each client: a table, a picture and a CSV file.",

@@ -6,6 +6,7 @@ import re
 import shlex
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from fedlightning.experiments.plan import Plan, Request, make_plan
 from fedlightning.experiments.ray_runner import ray_options, refuse_ray_within
 from fedlightning.experiments.study_file import StudyFile, only_one
 from fedlightning.scores.metrics import choose_metric
+from fedlightning.study.crossing import marked, setting
 from fedlightning.study.terms import optimizer_states
 
 DESCRIPTION = """\
@@ -100,6 +102,12 @@ def parser() -> Parser:
         metavar="COLUMN",
         help="subgroups of that report: a column of the table (sex), or one of numbers and where it is cut ('age>=65')",
     )
+    made.add_list(
+        "--cross",
+        metavar="KEY",
+        help="where the variance comes from: run every value of KEY, such as data.init_args.seed, with every trainer.seed; "
+        "--seeds says how many of each, and runs are that to the power of the sources",
+    )
     made.add_passed_on()
     made.add_runs("5")
     report = made.add_argument_group("report")
@@ -141,7 +149,7 @@ def compare(words: Sequence[str], main: Main) -> int:
         options.config,
         options.override,
         passed,
-        options.vary,
+        [*(options.vary or []), *options.cross] if options.cross else options.vary,
         names,
         metrics=not options.no_report,
         rehearse=True,
@@ -151,6 +159,15 @@ def compare(words: Sequence[str], main: Main) -> int:
     )
     screen = console()
     plan: Plan = call(make_plan, request)
+    if options.cross:
+        levels = len(seeds)
+        if levels < 2 or seeds != list(range(levels)):
+            raise InputError(f"--cross takes a number of seeds, 2 or more; --seeds is '{options.seeds}'.")
+        seeds = list(range(levels ** (1 + len(set(options.cross)))))
+        plan = replace(
+            plan,
+            vary={name: marked(keys, list(dict.fromkeys(options.cross)), levels) for name, keys in plan.vary.items()},
+        )
     if ray is not None:
         refuse_ray_within(plan.methods)
     named = [m.name for m in plan.methods if not m.baseline and m.left_out is None]
@@ -251,7 +268,9 @@ def show_plan(screen: Console, plan: Plan, seeds: Sequence[int], jobs: int, task
         )
         screen.print(f"{text}.", highlight=False)
     keys = list(dict.fromkeys(key for keys in plan.vary.values() for key in keys))
-    screen.print(f"The seed sets {' and '.join(keys)}.", highlight=False)
+    plain = [setting(key, 0)[0] for key in keys]
+    way = "Every value of each is run with every value of the others: " if plain != keys else "The seed sets "
+    screen.print(f"{way}{' and '.join(plain)}.", highlight=False)
     for text in optimizer_states({method.name: method.optimizer_state for method in methods}):
         screen.print(f"  ! {text}", markup=False, highlight=False)
     short = [method.name for method in methods if plan.vary[method.name] == keys[:1]]

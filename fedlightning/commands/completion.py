@@ -51,6 +51,7 @@ def script(shell: str) -> str:
         serve,
         sites,
         sweep,
+        watch,
     )
     from fedlightning.commands.run import Commands, cli_class
     from fedlightning.commands.study import PASSED_ON
@@ -72,6 +73,7 @@ def script(shell: str) -> str:
         "league": league.parser().option_strings(),
         "report": report.parser().option_strings(),
         "sites": sites.parser().option_strings(),
+        "watch": watch.parser().option_strings(),
         "certificates": certificates.parser().option_strings(),
     }
     for command in COMMANDS:

@@ -17,6 +17,7 @@ from fedlightning.commands.json_output import print_json
 from fedlightning.commands.leaks import Attack, leakage_by, show_leakage
 from fedlightning.commands.partition import PartitionCommand
 from fedlightning.commands.terminal import console, say, shown
+from fedlightning.commands.watch import watched
 from fedlightning.config.errors import InputError, explain
 from fedlightning.config.parsing import CommandLine
 from fedlightning.errors import ConfigurationError
@@ -39,7 +40,7 @@ def run(command: str, words: Sequence[str]) -> int:
 def written_out(command: str, words: Sequence[str]) -> list[str]:
     """Return the words of a command with flags as options, and the configuration of its run in front."""
     flags = {"--dry-run": "--dry_run=true", "--dry_run": "--dry_run=true", "--dry-run=json": "--dry_run=json"}
-    flags |= {"--json": "--json=true"}
+    flags |= {"--json": "--json=true", "--watch": "--watch=true"}
     if command == "evaluate" and words and not words[0].startswith("-"):
         words = [f"--trainer.init_from={words[0]}", *words[1:]]
     return with_run_config(command, [flags.get(word, word) for word in words])
@@ -62,6 +63,7 @@ class Commands(CommandLine):
         allow_config_change: bool = False,
         allow_new_clients: bool = False,
         dry_run: bool | Literal["json"] = False,
+        watch: bool = False,
         json: bool = False,
     ) -> None:
         """Train a federation, test it and show the results.
@@ -73,7 +75,9 @@ class Commands(CommandLine):
             self._dry_run(as_json=json or dry_run == "json")
             return
         screen = console()
-        with self._in_words():
+        given = self.trainer.arguments
+        place = Path(given["default_root_dir"], given["name"], given["version"] or "")
+        with self._in_words(), watched(place, watch and is_writer()):
             self.trainer.fit(
                 self.model,
                 self.datamodule,

@@ -65,6 +65,7 @@ def option_names() -> list[str]:
         "allow_config_change",
         "allow_new_clients",
         "dry_run",
+        "watch",
         "run",
         "checkpoint",
         "out",

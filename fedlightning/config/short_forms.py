@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from fedlightning.config.class_names import class_names
 from fedlightning.options import Evaluation, FailurePolicy
 from fedlightning.options.value_objects import ENGINES, EngineOptions
 
@@ -43,6 +42,8 @@ def _with_full_paths(value: Any) -> Any:
         return [_with_full_paths(item) for item in value]
     if not isinstance(value, dict):
         return value
+    from fedlightning.config.class_names import class_names  # it imports torch; who watches runs does without
+
     filled = {key: _with_full_paths(item) for key, item in value.items()}
     if isinstance(path := value.get("class_path"), str) and "." not in path:
         filled["class_path"] = class_names().get(path, path)

@@ -18,6 +18,7 @@ from fedlightning.experiments.children import Outcome
 from fedlightning.experiments.execute import Task, Watcher
 from fedlightning.experiments.methods import Method, differences
 from fedlightning.storage.files import read_mapping, write_text_atomically
+from fedlightning.study.crossing import setting
 from fedlightning.study.runs import STUDY_FILE, read_study_file
 
 FORMAT = 1
@@ -81,7 +82,7 @@ class StudyFile(Watcher):
             for method in methods:
                 if self._is_open(method, seed, vary[method.name], redo):
                     words = ["fit", "--config", str(self.config_file(method.name))]
-                    words += [f"--{key}={seed}" for key in vary[method.name]]
+                    words += ["--{}={}".format(*setting(key, seed)) for key in vary[method.name]]
                     tasks.append(Task(method.name, seed, self.run_folder(method.name, seed), words, method.rounds))
         return tasks
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning.pytorch import Callback, LightningModule
 
@@ -23,6 +23,9 @@ from fedlightning.contract.requirements import AutomaticOptimization
 from fedlightning.engines.base import PlainTask
 from fedlightning.errors import ControlFlow
 from fedlightning.tensors import entry_kinds
+
+if TYPE_CHECKING:
+    from fedlightning.guards.preflight import PreflightQuestions
 
 FACTS = {*(one.name for one in fields(RunTerms)), "num_samples", "drifts"} - {"lightning_callbacks"}
 """Plain values of a :class:`~fedlightning.contract.Setup`; a check that is answered elsewhere is sent these."""
@@ -57,32 +60,8 @@ class StepFinding:
         return StepFinding, (self.has_batches, self.refusal, self.names, self.said)
 
 
-class Terms(Protocol):
-    """What is known of a federation before round 1, beside its modules and the clients' batches."""
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """The values of :data:`FACTS`."""
-
-    @property
-    def batches(self) -> Mapping[str, int]:
-        """Training batches in an epoch of each client."""
-
-    @property
-    def pooled(self) -> Sequence[str]:
-        """Splits whose union over the clients can be had in one place."""
-
-    @property
-    def splits(self) -> Sequence[str]:
-        """Splits of which any client has samples."""
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether clients have models of different architectures."""
-
-
 def make_setup(
-    terms: Terms,
+    terms: PreflightQuestions | PreflightTask,
     runner: LocalRunner,
     modules: Mapping[str, LightningModule],
     architecture: str,
@@ -95,7 +74,7 @@ def make_setup(
     """Return what callbacks see in their `check` of an architecture; what costs something is looked up when it is asked for.
 
     Args:
-        terms: What is known of the federation.
+        terms: What is known of the federation beside its modules and the clients' batches.
         runner: The client side of this process.
         modules: A built module of each architecture.
         architecture: Name of the architecture.

@@ -1,8 +1,7 @@
 """What arguments may be, declared beside them, and checked when an object is made.
 
 `annotations.py` holds what an annotation can say of one argument (:class:`Range`, :class:`Length`, :class:`Instance`, and
-`Literal`), `together.py` what is said of several (:func:`at_most_one`, :func:`needs`), and `checking.py` the check
-(:func:`checked`).
+`Literal`), with the check (:func:`checked`), and `together.py` what is said of several (:func:`at_most_one`, :func:`needs`).
 """
 
 from fedlightning.ranges.annotations import (

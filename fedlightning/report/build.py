@@ -91,7 +91,8 @@ def make_page(
         if several:
             sections.append(Section(f"study-{context.prefix}", name, name, _facts_line(context.study)))
         sections += _kept(part(context) for part in PARTS)
-        sections += _kept([setting.made(context, (about or {}).get(name, {}))])
+        told = (about or {}).get(name, {})
+        sections += _kept([setting.variance(context, told), setting.made(context, told)])
     first = next(iter(studies.values()))
     word = _metric_of(first)
     methods = list(dict.fromkeys(method for study in studies.values() for method in study.methods))

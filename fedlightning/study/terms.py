@@ -92,7 +92,7 @@ def weightings(found: Mapping[str, str | None]) -> Iterator[str]:
     groups = _groups({method: weighting for method, weighting in found.items() if weighting is not None})
     if len(groups) > 1:
         told = "; ".join(f"{_weighting(str(weighting))} in {_listed(names)}" for weighting, names in groups.items())
-        yield f"{NOT_EQUAL}: clients weigh {told}. Where a method takes `weighting`, set the same on all."
+        yield f"{NOT_EQUAL}: clients weigh {told}. Where a method has the option weighting, set the same on all."
 
 
 def _weighting(name: str) -> str:

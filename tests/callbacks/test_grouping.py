@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedlightning.callbacks.shared.grouping import different, first_groups
+from fedlightning.callbacks.shared.memberships import different, first_groups
 from tests.callbacks.common import best_partition
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedlightning.callbacks import FedAdam, FedAvg, FedProx, Harmony
-from fedlightning.callbacks.shared.grouping import clusters_of
+from fedlightning.callbacks.shared.memberships import clusters_of
 from fedlightning.callbacks.shared.modalities import bias
 from fedlightning.contract import FederatedCallback
 from fedlightning.tensors import module_state

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from fedlightning.callbacks import Sensitivity
-from fedlightning.callbacks.diagnostics import layer_figures, layer_rows, layers
+from fedlightning.callbacks.diagnostics import layer_figures, layer_values, layers
 from fedlightning.callbacks.diagnostics.layer_values import LayerRow
 
 EXAMPLE = (1.0, 0.2, 0.1, 2.7, 1.0)  # F = 1, 1.2, 1.3, 4, 5: the sheet's example
@@ -44,24 +44,24 @@ def random_runs(seed: int = 0, noise: float = 1.0) -> dict[str, list[LayerRow]]:
 def test_a_table_survives_the_disk(tmp_path):
     path = tmp_path / "run" / "layers.csv"
     rows = [LayerRow(1, "L2", "a,b", 1, "net.0", "x", 1 / 3, 0.1), LayerRow(2, "L1", "all", 2, "n", "y", math.inf)]
-    assert layer_rows.read_layers(path) == []
-    layer_rows.write_layers(path, rows[:1])
-    layer_rows.write_layers(path, rows[1:])
-    assert repr(layer_rows.read_layers(path)) == repr(rows)  # NaN is not equal to itself
-    assert repr(layer_rows.read_layers(path.parent)) == repr(rows)
-    layer_rows.write_layers(path, rows[:1])  # of a run that goes on from its beginning
-    assert repr(layer_rows.read_layers(path)) == repr(rows[:1])
+    assert layer_values.read_layers(path) == []
+    layer_values.write_layers(path, rows[:1])
+    layer_values.write_layers(path, rows[1:])
+    assert repr(layer_values.read_layers(path)) == repr(rows)  # NaN is not equal to itself
+    assert repr(layer_values.read_layers(path.parent)) == repr(rows)
+    layer_values.write_layers(path, rows[:1])  # of a run that goes on from its beginning
+    assert repr(layer_values.read_layers(path)) == repr(rows[:1])
 
 
 def test_a_line_that_was_cut_off_is_left_out_and_removed(tmp_path):
     path = tmp_path / "layers.csv"
-    layer_rows.write_layers(path, rows_of(EXAMPLE))
+    layer_values.write_layers(path, rows_of(EXAMPLE))
     whole = path.read_text()
     path.write_text(whole + "2,L2,all,1,net.l1,sensi")
-    assert len(layer_rows.read_layers(path)) == 5
-    layer_rows.write_layers(path, rows_of(EXAMPLE, number=2))
+    assert len(layer_values.read_layers(path)) == 5
+    layer_values.write_layers(path, rows_of(EXAMPLE, number=2))
     assert path.read_text().startswith(whole)
-    assert len(layer_rows.read_layers(path)) == 10
+    assert len(layer_values.read_layers(path)) == 10
 
 
 # -- the transition ----------------------------------------------------------------------------------------------------

@@ -302,3 +302,20 @@ def test_losses_that_have_no_power_are_refused():
 def test_senseless_settings_are_refused(options):
     with pytest.raises(ValueError, match=f"QFedAvg got {next(iter(options))}="):
         QFedAvg(**options)
+
+
+def test_a_callback_before_it_may_ask_for_a_weight(tmp_path):
+    class Asks(FederatedCallback):
+        def __init__(self):
+            self.weights = []
+
+        def on_update(self, server, update):
+            self.weights.append(server.weight(update))
+
+    class AsksLater(Asks):
+        pass
+
+    asking = [Asks(), AsksLater()]
+    federate(Toy("sgd"), toy_data(), [asking[0], QFedAvg(), asking[1]], tmp_path, max_rounds=2)
+    given = [callback.weights for callback in asking]
+    assert given[0] == given[1] and given[0]

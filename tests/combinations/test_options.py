@@ -123,6 +123,7 @@ INERT: dict[str, dict[str, str]] = {
         "Harmony": "num_clusters",
         "PLayerFLRandom": "clamp",
         "PIFL": "gamma max_evaluations",
+        "pFedMe": "all_clients",
         "TIFF": "performance_slots random_slots gamma max_evaluations",
         "pFedHR": "temperature noise grouping relu tune_models cka_samples max_stitch",
     },

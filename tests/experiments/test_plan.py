@@ -241,6 +241,16 @@ def make(study, made, seeds, redo=None, error=None):
     return [task.seed for task in tasks]
 
 
+def test_all_files_that_cannot_run_are_named_at_once(here):
+    small(here / "a.yaml")
+    for name in "bc":
+        (here / f"{name}.yaml").write_text((here / "a.yaml").read_text().replace("max_rounds", f"{name}_rounds"))
+    with pytest.raises(InputError) as found:
+        make_plan(request(["a.yaml", "b.yaml", "c.yaml"], baselines=[]))
+    said = str(found.value)
+    assert said.startswith("2 of 3 methods cannot run:") and "1. b (" in said and "2. c (" in said
+
+
 def test_a_study_grows_and_keeps_what_it_has(tmp_path):
     assert make(StudyFile(tmp_path), method(), [0, 1]) == [0, 1]
     assert make(StudyFile(tmp_path), method(), [0, 1, 2]) == [2]

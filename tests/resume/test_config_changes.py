@@ -47,7 +47,7 @@ def test_what_a_callback_cannot_take_is_refused_when_clients_join(tmp_path):
         facts = Facts(newcomers=Newcomers(join=True))
 
         def check(self, setup):
-            if len(setup.clients) > 3:
+            if len(setup.run.clients) > 3:
                 raise ValueError("a fourth client is one too many")
 
     fit(tmp_path, [Wary()], 1, held_out=["3"])

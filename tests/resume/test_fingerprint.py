@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedlightning.callbacks import SCAFFOLD, FedAvgM, FedProx, GlobalCheckpoint, LocalCheckpoint
 from fedlightning.client.data_summary import describe
-from fedlightning.options import Evaluation, Processes, Sequential
+from fedlightning.options import Evaluation, FailurePolicy, Processes, Sequential
 from fedlightning.resume.config_changes import ARGUMENTS as FIXED
 from fedlightning.resume.config_changes import DETAILS, differences, fingerprint
 from fedlightning.storage.files import plain
@@ -258,7 +258,12 @@ def one_smaller_batch():
     return data
 
 
-ARGUMENTS = {"seed": 0, "engine": Sequential(), "evaluation": Evaluation()} | dict.fromkeys(FIXED)
+ARGUMENTS = {
+    "seed": 0,
+    "engine": Sequential(),
+    "evaluation": Evaluation(),
+    "failures": FailurePolicy(),
+} | dict.fromkeys(FIXED)
 SEEN = {
     "a scheduler's option": (
         {"model": Scheduled()},

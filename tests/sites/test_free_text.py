@@ -34,10 +34,10 @@ class Raises(ModelSelection):
 
     def check(self, setup):
         if self.where == "warns":
-            setup.first_batch()
+            setup.data.first_batch()
             setup.warn(f"odd value of {PATIENT}")
         if self.where == "check":
-            setup.first_batch()
+            setup.data.first_batch()
             raise ValueError(f"no label of {PATIENT}")
 
     def on_visit_start(self, client):
@@ -225,7 +225,7 @@ class Exits(ModelSelection):
 
     def check(self, setup):
         if self.where == "check":
-            setup.first_batch()
+            setup.data.first_batch()
             sys.exit("bye")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import fedlightning  # noqa: F401  before lightning
@@ -15,6 +16,7 @@ from fedlightning.report.sections.scores import overview
 from fedlightning.report.sentences import answers
 from fedlightning.report.styles import styles
 from fedlightning.scores.rows import Row
+from fedlightning.study.crossing import marked, setting, variances
 from fedlightning.study.measures import common_metric
 from fedlightning.study.study import Study
 from tests.study.folders import CLIENTS, ROUNDS, write_study
@@ -114,3 +116,25 @@ def test_unbalanced_classes_are_compared_by_what_counts_all_of_them(tmp_path):
     for counts, chosen in (([16, 16], "accuracy"), ([30, 1, 1], "balanced_accuracy")):
         data = {"clients": {client: {"classes": counts} for client in CLIENTS}}
         assert common_metric([dataclasses.replace(run, summary=run.summary | {"data": data}) for run in runs]) == chosen
+
+
+def test_the_variance_of_crossed_seeds_is_taken_apart(tmp_path):
+    split, training = [0.0, 0.2, 0.4], [0.0, 0.02, 0.01]
+
+    def edit(method, seed, rows, summary):
+        value = 0.3 + split[seed // 3] + training[seed % 3] + (0.003 if seed == 4 else 0.0)
+        return rows_of(FLAT, [value] * 4)
+
+    study = Study(write_study(tmp_path, {"silo": METHODS["silo"]}, seeds=range(9), edit=edit), metric="accuracy")
+    keys = marked(["trainer.seed", "data.seed"], ["data.seed"], 3)
+    assert [setting(key, 7) for key in keys] == [("trainer.seed", 1), ("data.seed", 2)]
+    found = {line["source"]: line for line in variances(study, keys)}
+    # by hand: two-way analysis of variance without replication
+    y = np.array([[0.3 + a + b for b in training] for a in split])
+    y[1, 1] += 0.003
+    rest = (y - y.mean(1, keepdims=True) - y.mean(0) + y.mean()).ravel()
+    rest = (rest**2).sum() / 4
+    assert found["data.seed"]["std"] ** 2 == pytest.approx(y.mean(1).var(ddof=1) - rest / 3)
+    assert found["trainer.seed"]["std"] ** 2 == pytest.approx(y.mean(0).var(ddof=1) - rest / 3)
+    assert sum(line["share"] for line in found.values()) == pytest.approx(100)
+    assert variances(study, ["trainer.seed"]) == []

@@ -340,6 +340,16 @@ def test_files_have_no_nan_and_no_nesting(study, tmp_path):
         assert not any(value.startswith(("{", "[")) for value in csv_line.values())
 
 
+def test_the_overview_as_a_table_of_latex(study, tmp_path):
+    write_comparison(study, tmp_path)
+    text = (tmp_path / "comparison.tex").read_text()
+    row = line(study.overview(), method="fenda")
+    assert (
+        rf"fenda & {{\boldmath${row['mean']:.3f} \pm {row['ci95_radius']:.3f}$}} & ${row['worst']:.3f}$ & best" in text
+    )
+    assert text.count(r"\\") == 1 + len(METHODS) and r"\toprule" in text and "for this test set" in text
+
+
 def test_several_data_sets_in_one_file(study, tmp_path):
     found = write_comparison({"one": study, "two": study}, tmp_path)
     assert [row["dataset"] for row in found["overview"]] == ["one"] * 4 + ["two"] * 4

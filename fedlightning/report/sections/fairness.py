@@ -12,6 +12,7 @@ from fedlightning.report.figures.clients import strips
 from fedlightning.report.figures.spread import against
 from fedlightning.report.html import Gallery, Prose, Section
 from fedlightning.report.sections.clients import by_client_table
+from fedlightning.report.sections.scores import incentives_in_words
 
 
 def fairness(context: Context) -> Section | None:
@@ -37,7 +38,9 @@ def fairness(context: Context) -> Section | None:
             lambda: strips(by_method, context.styles, f"test {context.metric}, one mark per client"),
         ),
     ]
-    table = context.table("fairness", "Spread over clients, and incentives", _columns(context, rows), rows)
+    table = context.table(
+        "fairness", "Spread over clients, and incentives", _columns(context, rows), rows, incentives_in_words(rows)
+    )
     notes = ["PMA and opt-outs are empty: they need a FedAvg run on the same splits, seeds and rounds."]
     return context.section(
         "fairness",

@@ -49,7 +49,14 @@ def overview(context: Context) -> Section | None:
         "All methods, best mean first",
         _columns(context),
         rows,
-        [_BOLD, *_not_asked(context), *_units(context), *_deployed(rows), *_defined(context)],
+        [
+            _BOLD,
+            *_not_asked(context),
+            *incentives_in_words(rows),
+            *_units(context),
+            *_deployed(rows),
+            *_defined(context),
+        ],
     )
     return context.section(
         "overview",
@@ -89,6 +96,18 @@ def _columns(context: Context) -> list[Column]:
 
 _BOLD_ONLY = "Bold: the best of the column, of methods with all seeds on the same test data."
 _BOLD = f"{_BOLD_ONLY} The difference to the best mean is paired over seeds; its p is not adjusted."
+
+
+def incentives_in_words(rows: Sequence[Row]) -> list[str]:
+    """Return the note that says what the abbreviations of incentives are, of those that a table has."""
+    words = {
+        "ipr": "IPR (incentivised participation rate): clients better off than both alone and with FedAvg",
+        "opt_outs": "opt out: clients worse off than with FedAvg’s global model",
+        "pma": "PMA (personal model appeal): a client’s score minus what FedAvg’s global model gives it",
+        "gma": "GMA (global model appeal): clients whom the global model serves better than their own",
+    }
+    said = [text for key, text in words.items() if any(is_number(row.get(key)) for row in rows)]
+    return [f"{'; '.join(said)}."] if said else []
 
 
 def _not_asked(context: Context) -> list[str]:

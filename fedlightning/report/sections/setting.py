@@ -11,9 +11,10 @@ import numpy as np
 
 from fedlightning.datamodules.report import PartitionReport
 from fedlightning.report.cells import Column, number
-from fedlightning.report.context import Context
+from fedlightning.report.context import METHOD, Context
 from fedlightning.report.figures.partition import partition_bars
 from fedlightning.report.html import Prose, Section
+from fedlightning.study.crossing import setting, variances
 from fedlightning.study.runs import Run
 
 _FILE = resources.files("fedlightning.report") / "definitions.toml"
@@ -63,6 +64,21 @@ def partition(context: Context) -> Section | None:
     return context.section("partition", "Who holds what", "Data", [context.gallery([picture], table, f"{told}.")])
 
 
+def variance(context: Context, about: Mapping[str, Any]) -> Section | None:
+    """Show where the variance of each method's score comes from, of crossed seeds."""
+    rows = variances(context.study, about.get("vary") or ())
+    columns = [
+        METHOD,
+        Column("source", "source", "text"),
+        Column("std", "standard deviation", decimals=4, help="of the mean score, by this source alone"),
+        Column("share", "of the variance", "percent"),
+    ]
+    caption = f"Variance of mean test {context.metric} by source"
+    lead = "Seeds are crossed: every value of a source is run with every value of the others. Few values say little."
+    table = [context.table("variance", caption, columns, rows)] if rows else []
+    return context.section("variance", "Where the variance comes from", "Variance", table, lead)
+
+
 def made(context: Context, about: Mapping[str, Any]) -> Section | None:
     """Show command, versions, seeds, step budgets, and the meaning of each number."""
     done = [run for run in context.study.runs if run.summary]
@@ -84,7 +100,8 @@ def _facts(context: Context, about: Mapping[str, Any], done: Sequence[Run]) -> l
     budgets = {run.name: run.summary.get("local_steps_total") for run in done}
     steps = {name: number(count, 0) for name, count in budgets.items() if count is not None}
     same = set(steps.values())
-    varies = f" Set by the seed: {', '.join(about['vary'])}." if about.get("vary") else ""
+    varied = ", ".join(setting(key, 0)[0] for key in about.get("vary") or ())
+    varies = f" Set by the seed: {varied}." if varied else ""
     return [
         ("command", str(about.get("command") or "")),
         ("data", _distinct(f"{of.get('module', '')}, {of.get('partition', '')}" for of in data)),

@@ -1,0 +1,84 @@
+"""Crossed seeds: which part of the variance of a score comes from where, such as the data's split or the training.
+
+Where seeds are crossed, every value of a key is run with every value of the others. A run's number holds them as digits:
+the key `data.init_args.seed@1/3` is set to digit 1 of the number to the base 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean, variance
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the process that watches runs imports this file, without numpy
+    from fedlightning.study.data import StudyData, Table
+
+REST = "together, and by chance"
+
+
+def marked(keys: Sequence[str], crossed: Sequence[str], levels: int) -> list[str]:
+    """Return keys with their digits: those that are crossed have one each, the others share the first.
+
+    Example:
+        >>> marked(["trainer.seed", "data.seed"], ["data.seed"], 3)
+        ['trainer.seed@0/3', 'data.seed@1/3']
+    """
+    return [f"{key}@{crossed.index(key) + 1 if key in crossed else 0}/{levels}" for key in keys]
+
+
+def setting(key: str, number: int) -> tuple[str, int]:
+    """Return the key without its digit and what a run of a number sets it to.
+
+    Example:
+        >>> setting("data.seed@1/3", 5), setting("trainer.seed", 5)
+        (('data.seed', 1), ('trainer.seed', 5))
+    """
+    name, _, digit = key.partition("@")
+    if not digit:
+        return key, number
+    place, levels = map(int, digit.split("/"))
+    return name, number // levels**place % levels
+
+
+def variances(study: StudyData, vary: Sequence[str]) -> Table:
+    """Return one line for each method and source: `std` of the score by it alone, and its `share` of the variance.
+
+    They are the components of a random-effects analysis of variance without interactions, which stand in the last source.
+    Methods that lack a run have none.
+    """
+    digits: dict[int, list[str]] = {}
+    for key in vary:
+        name, _, digit = key.partition("@")
+        if digit:
+            digits.setdefault(int(digit.split("/")[0]), []).append(name)
+    if len(digits) < 2:
+        return []
+    levels = int(vary[0].rpartition("/")[2])
+    lines: Table = []
+    for method in study.methods:
+        means = {seed: score.mean for seed, score in study.deployed(method, every_seed=True).items()}
+        known = {seed: mean for seed, mean in means.items() if mean is not None}
+        if len(known) == levels ** len(digits):
+            parts = _components(known, levels, {place: " and ".join(names) for place, names in sorted(digits.items())})
+            total = sum(parts.values())
+            lines += [
+                {"method": method, "source": source, "std": part**0.5, "share": 100 * part / total if total else None}
+                for source, part in parts.items()
+            ]
+    return lines
+
+
+def _components(values: Mapping[int, float], levels: int, sources: Mapping[int, str]) -> dict[str, float]:
+    """Return the components of variance of a full grid of values."""
+    each, grand = len(values) // levels, fmean(values.values())
+    effects = {
+        source: [fmean(v for n, v in values.items() if n // levels**place % levels == digit) for digit in range(levels)]
+        for place, source in sources.items()
+    }
+    rest = sum(
+        (v - grand - sum(effects[source][n // levels**place % levels] - grand for place, source in sources.items()))
+        ** 2
+        for n, v in values.items()
+    ) / (len(values) - 1 - len(sources) * (levels - 1))
+    parts = {source: max(0.0, variance(means) - rest / each) for source, means in effects.items()}
+    return parts | {REST: rest}

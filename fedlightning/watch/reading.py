@@ -1,0 +1,223 @@
+"""What the files of a run say of it while it goes on. Only what was appended is read again, and nothing is written."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fedlightning.resume.lock import holder_of
+from fedlightning.resume.manifest import whole
+from fedlightning.storage.files import read_json
+
+COLUMNS = ("round", "stage", "model", "checkpoint", "data", "split", "client", "metric", "value", "num_samples")
+SHOWN_CLIENTS, SHOWN_FAILURES = 500, 50
+RECENT = 5
+"""Rounds whose seconds tell how long a round takes."""
+
+
+class Scores:
+    """The clients' scores on their own data in a `metrics.csv`, read on as it grows.
+
+    Args:
+        path: The file; it need not be there yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._forget()
+
+    def _forget(self) -> None:
+        self.place, self.round = 0, 0
+        self.curves: dict[str, dict[str, dict[int, list[float]]]] = {}
+        """Metric -> stage -> round -> sum, count, lowest and highest over clients."""
+        self.clients: dict[str, dict[str, Any]] = {}
+        """Client -> its number of samples and newest scores."""
+
+    def read(self) -> None:
+        """Read the lines that were appended; a resumed run has cut some off, and then all are read."""
+        try:
+            if self.path.stat().st_size < self.place:
+                self._forget()
+            with self.path.open("rb") as file:
+                file.seek(self.place)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        data = data[: data.rfind(b"\n") + 1]  # the last line may be half written
+        self.place += len(data)
+        for line in csv.reader(data.decode(errors="replace").splitlines()):
+            if len(line) == len(COLUMNS) and line[0].isdigit():
+                self._take(dict(zip(COLUMNS, line, strict=True)))
+
+    def _take(self, row: dict[str, str]) -> None:
+        number, value, metric, stage = int(row["round"]), _number(row["value"]), row["metric"], row["stage"]
+        self.round = max(self.round, number)
+        of_training = (row["checkpoint"], row["data"]) == ("latest", "local") and row["model"] != "unseen"
+        if not of_training or row["split"] == "test" or value is None:
+            return
+        before = self.curves.setdefault(metric, {}).setdefault(stage, {})
+        mean = before.setdefault(number, [0.0, 0, math.inf, -math.inf])
+        mean[:] = [mean[0] + value, mean[1] + 1, min(mean[2], value), max(mean[3], value)]
+        client = self.clients.setdefault(
+            row["client"], {"client": row["client"], "round": 0, "samples": 0, "scores": {}}
+        )
+        client["scores"][f"{metric} {stage}"] = value
+        client["round"] = max(client["round"], number)
+        if row["split"] == "train":
+            client["samples"] = int(_number(row["num_samples"]) or 0)
+
+    def newest(self, metric: str | None = None) -> float | None:
+        """Return the newest mean of a metric (by default the one that a page shows first) at the stage that is deployed."""
+        metric = metric or next(iter(in_importance(self.curves)), None)
+        stages = self.curves.get(metric or "", {})
+        rounds = next((stages[stage] for stage in ("L1", "G", "L2") if stage in stages), None)
+        if not rounds:
+            return None
+        total, count, *_ = rounds[max(rounds)]
+        return total / count
+
+
+def in_importance(metrics: Iterable[str]) -> list[str]:
+    """Return metrics in the order in which they are shown: scores, then losses, then what training logs.
+
+    Example:
+        >>> in_importance(["train_loss", "val_loss", "val_ece", "val_accuracy"])
+        ['val_accuracy', 'val_ece', 'val_loss', 'train_loss']
+    """
+    words = ("accuracy", "auroc", "f1", "rmse", "c_index")
+
+    def rank(metric: str) -> tuple[bool, bool, int, str]:
+        word = next((place for place, word in enumerate(words) if metric == f"val_{word}"), len(words))
+        return metric.startswith("train"), metric.endswith("loss"), word, metric
+
+    return sorted(metrics, key=rank)
+
+
+class RunFiles:
+    """A run's folder, for somebody who looks at it again and again.
+
+    Args:
+        folder: The folder; it need not be there yet.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.scores = Scores(folder / "metrics.csv")
+        self._known: dict[Path, tuple[float, Any]] = {}
+
+    def state(self) -> dict[str, Any]:
+        """Return what the page of the run shows, as plain values."""
+        self.scores.read()
+        extra, history, failures, summary = self._saved()
+        rounds, most = self.rounds(history), self.max_rounds()
+        holder = holder_of(self.folder)
+        done = bool(summary) and rounds >= most
+        status = "done" if done else "running" if holder else "waiting" if not rounds else "stopped"
+        seconds = sum(entry.get("seconds", 0.0) for entry in history)
+        recent = [entry.get("seconds", 0.0) for entry in history[-RECENT:]]
+        each = sum(recent) / len(recent) if recent else None
+        clients = sorted(self.scores.clients.values(), key=lambda one: _natural(one["client"]))
+        counts: dict[str, int] = {}
+        for failure in failures:
+            counts[str(failure.get("client"))] = counts.get(str(failure.get("client")), 0) + 1
+        return {
+            "folder": str(self.folder),
+            "title": " + ".join(self.methods()) or self.folder.name,
+            "status": status,
+            "since": (holder or {}).get("since"),
+            "rounds": rounds,
+            "max_rounds": most,
+            "seconds": summary.get("seconds", seconds) if done else seconds,
+            "left": each * (most - rounds) if each is not None and status == "running" else None,
+            "heard": max(map(_written, (self.folder / "metrics.csv", self.folder / "checkpoints/last/manifest.json"))),
+            "bytes_up": sum(entry.get("bytes_up", 0) for entry in history),
+            "bytes_down": sum(entry.get("bytes_down", 0) for entry in history),
+            "epsilon": self._epsilon(),
+            "curves": {name: self._curve(name) for name in in_importance(self.scores.curves)},
+            "clients": [one | {"failures": counts.get(one["client"], 0)} for one in clients[:SHOWN_CLIENTS]],
+            "num_clients": max(len(clients), len(extra.get("clients") or [])),
+            "failures": failures[-SHOWN_FAILURES:][::-1],
+            "num_failures": len(failures),
+            "ended_why": summary.get("stopped") or extra.get("stopped"),
+        }
+
+    def rounds(self, history: list[Any] | None = None) -> int:
+        """Return the rounds that are over."""
+        return max(self.scores.round, len(history or []))
+
+    def max_rounds(self) -> int:
+        """Return the rounds that the run is to have; without a configuration those that it had."""
+        trainer = self._trainer()
+        told = 1 if trainer.get("fast_dev_run") else trainer.get("max_rounds")
+        return told if isinstance(told, int) else max(self.scores.round, 1)
+
+    def methods(self) -> list[str]:
+        """Return the names of the callbacks, but those that only keep or stop."""
+        callbacks = self._trainer().get("callbacks") or []
+        names = [str(one.get("class_path", "")).rpartition(".")[2] for one in callbacks if isinstance(one, dict)]
+        return [name for name in names if name and not name.endswith(("Checkpoint", "Stopping"))]
+
+    def _trainer(self) -> dict[str, Any]:
+        config = self._once(self.folder / "config.yaml", lambda path: yaml.safe_load(path.read_text(encoding="utf-8")))
+        trainer = config.get("trainer") if isinstance(config, dict) else None
+        return trainer if isinstance(trainer, dict) else {}
+
+    def _saved(self) -> tuple[dict[str, Any], list[Any], list[Any], dict[str, Any]]:
+        """Return what the newest state and the summary say: all, its rounds, its failures, the summary."""
+        last = self.folder / "checkpoints/last"
+        manifest = self._once(last / "manifest.json", read_json)
+        extra = manifest.get("extra") if isinstance(manifest, dict) else None
+        extra = whole(extra, lambda name: self._once(last / name, read_json) or []) if isinstance(extra, dict) else {}
+        summary = self._once(self.folder / "summary.json", read_json)
+        summary = summary if isinstance(summary, dict) else {}
+        history = extra.get("history") or summary.get("per_round") or []
+        return extra, history, extra.get("failures") or summary.get("failures") or [], summary
+
+    def _epsilon(self) -> list[list[float]]:
+        def read(path: Path) -> list[list[float]]:
+            with path.open(encoding="utf-8", newline="") as file:
+                rows = [(_number(row.get("round")), _number(row.get("epsilon"))) for row in csv.DictReader(file)]
+            return [[number, value] for number, value in rows if number is not None and value is not None]
+
+        return self._once(self.folder / "privacy.csv", read) or []
+
+    def _curve(self, metric: str) -> dict[str, list[list[float]]]:
+        return {
+            stage: [[number, total / count, low, high] for number, (total, count, low, high) in sorted(rounds.items())]
+            for stage, rounds in self.scores.curves[metric].items()
+        }
+
+    def _once(self, path: Path, read: Callable[[Path], Any]) -> Any:
+        """Return what a file says, read again when it has changed; `None` while it is not there or not whole."""
+        try:
+            changed = path.stat().st_mtime
+            if self._known.get(path, (None,))[0] != changed:
+                self._known[path] = (changed, read(path))
+        except (OSError, ValueError, yaml.YAMLError):
+            return None
+        return self._known[path][1]
+
+
+def _number(text: Any) -> float | None:
+    """Return a finite number, or `None`."""
+    try:
+        value = float(text)
+    except (TypeError, ValueError):
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _written(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _natural(name: str) -> tuple[bool, int, str]:
+    return (False, int(name), "") if name.isascii() and name.isdigit() else (True, 0, name)
