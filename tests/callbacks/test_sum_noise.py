@@ -89,3 +89,9 @@ def test_the_last_integer_gets_no_noise_and_shares_add_up():
 
 def test_who_says_nothing_adds_no_shares():
     assert SharesNoise().in_sum == 0
+
+
+def test_elements_beyond_the_bound_are_cut_to_it():
+    point = FixedPoint(clip=1.0, bits=32, clients=2)
+    sums = point.decode(point.encode([torch.tensor([2.0, -4.5, 0.25])], 1.0))
+    assert sums.tolist() == pytest.approx([1.0, -1.0, 0.25], abs=1e-6)
