@@ -30,7 +30,7 @@ ORDER = (
     ("trainer", "callbacks"),
     ("catalogue",),
     ("study", "config", "testing"),
-    ("report", "watch"),
+    ("report",),
     ("leakage",),
     ("experiments",),
     ("commands",),

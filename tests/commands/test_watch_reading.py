@@ -8,9 +8,9 @@ import shutil
 import pytest
 
 from fedlightning.callbacks import ClientDP, FedAvg, LocalCheckpoint
+from fedlightning.commands.watch.reading import RunFiles, Scores
+from fedlightning.commands.watch.studies import Watched
 from fedlightning.resume.lock import RunLock
-from fedlightning.watch.reading import RunFiles, Scores
-from fedlightning.watch.studies import Watched
 from tests.helpers import Toy, federate, toy_data
 
 ROUNDS = 3

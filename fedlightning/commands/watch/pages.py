@@ -1,4 +1,4 @@
-"""A page on the loopback that shows what :class:`~fedlightning.watch.studies.Watched` reads. It asks nobody else."""
+"""A page on the loopback that shows what :class:`~fedlightning.commands.watch.studies.Watched` reads. It asks nobody else."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from threading import Lock
 from urllib.parse import parse_qs, urlsplit
 
+from fedlightning.commands.watch.studies import Watched
 from fedlightning.config.errors import InputError
-from fedlightning.watch.studies import Watched
 
 HOST = "127.0.0.1"
 PAGE = Path(__file__).with_name("page.html")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fedlightning.commands.watch.reading import RunFiles, in_importance
 from fedlightning.storage.files import UnreadableError
 from fedlightning.study.runs import STUDY_FILE, read_study_file
-from fedlightning.watch.reading import RunFiles, in_importance
 
 LEVELS = ("", "*/", "*/*/", "*/*/*/")
 """Where lists of runs are below a folder: `league` has one for each task."""

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from fedlightning.commands.study import Parser
 from fedlightning.commands.terminal import console, say, shown
+from fedlightning.commands.watch.pages import PageServer
 from fedlightning.config.errors import InputError
-from fedlightning.watch.pages import PageServer
 
 DESCRIPTION = """\
 Show a page, on this machine only, that follows a run by its files: rounds, curves, clients, failures, bytes, epsilon and
