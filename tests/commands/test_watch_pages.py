@@ -13,10 +13,10 @@ from http.client import HTTPConnection
 from threading import Thread
 
 import pytest
-from tests.watch.test_reading import finished, folder, study  # noqa: F401
 
 from fedlightning.cli import main
 from fedlightning.commands.watch.pages import PAGE, PageServer
+from tests.commands.test_watch_reading import finished, folder, study  # noqa: F401
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 LOOK = """<body><iframe src="{address}" style="width:{width}px;height:900px;border:0"></iframe><script>
