@@ -1,12 +1,20 @@
-"""Record-level differential privacy of training, in a federation and in a plain Lightning Trainer."""
+"""Record-level differential privacy of training, in a federation and in a plain Lightning Trainer.
+
+Means by class of a client's samples under SampleDP: clipped sums and counts with noise, one release of all of them.
+
+What SampleDP asks of a fit: how many steps it will take, what it is addressed by, and whose records are.
+
+The loader that a plain Trainer is about to train on: the one place that looks at Lightning's private source of it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
@@ -28,13 +36,13 @@ from fedlightning.algorithm import (
     TrainingData,
     Update,
     Wire,
+    isolated,
+    probes,
     requires,
     warn,
 )
 from fedlightning.callbacks import sample_dp_checks as checks
-from fedlightning.callbacks.sample_dp_budget import StepBudget, added, count, told_of
-from fedlightning.callbacks.sample_dp_fit import add_to, patients_of, planned_steps, try_records
-from fedlightning.callbacks.sample_dp_means import released_means, sums_by_class
+from fedlightning.callbacks.sample_dp_checks import NO_GROUPS, StepBudget, added, count, told_of
 from fedlightning.callbacks.shared.ledger import Ledger, Steps
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches, poisson_loader
 from fedlightning.callbacks.shared.private_options import (
@@ -47,11 +55,143 @@ from fedlightning.callbacks.shared.private_options import (
     Private,
     Scores,
 )
-from fedlightning.callbacks.shared.record_gradients import RecordGradients
+from fedlightning.callbacks.shared.record_gradients import RecordGradients, refuse_mixed_records
+from fedlightning.callbacks.shared.secret_noise import digest_of, with_noise
 from fedlightning.callbacks.shared.spending import accountant_of, write_told
 from fedlightning.ranges import PositiveFloat, PositiveInt
 from fedlightning.tensors import entry_kinds
-from fedlightning.wrappers.train_loader import replaced_train_loader
+
+
+def replaced_train_loader(trainer: Trainer, change: Callable[[Any], Any]) -> Callable[[], None]:
+    """Let a fit that starts train on `change(loader)`. A callback has no public way to do so.
+
+    Args:
+        trainer: The Trainer, in `on_fit_start`, before it asks for the loader.
+        change: Function of the loader.
+
+    Returns:
+        What undoes it after the fit.
+    """
+    source = trainer.fit_loop._data_source
+    if not source.is_module():
+        before, source.instance = source.instance, change(source.instance)
+        return lambda: setattr(source, "instance", before)
+    owner, name = source.instance, source.name
+    method = getattr(owner, name)
+    own = vars(owner).get(name)
+    setattr(owner, name, lambda: change(method()))
+    return lambda: delattr(owner, name) if own is None else setattr(owner, name, own)
+
+
+FEW = 4
+"""Records with which a module is tried."""
+
+
+def add_to(digest: Any, value: Any) -> None:
+    """Add a tree of tensors and plain values to a hash; of other objects their class, which is the same in each process."""
+    if isinstance(value, Mapping):
+        for name in sorted(value, key=str):
+            digest.update(f"|{name}=".encode())
+            add_to(digest, value[name])
+    elif isinstance(value, list | tuple):
+        for one in value:
+            add_to(digest, one)
+    elif isinstance(value, torch.Tensor):
+        digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    elif value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        digest.update(f"|{value!r}".encode())
+    else:
+        digest.update(f"|{type(value).__qualname__}".encode())
+
+
+def planned_steps(trainer: Any, sampler: PoissonBatches) -> int:
+    """Return the optimizer steps of a fit.
+
+    Raises:
+        ValueError: If nobody knows.
+    """
+    batches, done = min(int(trainer.num_training_batches), len(sampler)), int(trainer.global_step)
+    if trainer.max_steps is not None and trainer.max_steps >= 0:
+        return max(int(trainer.max_steps) - done, 0)
+    if trainer.max_epochs is None or trainer.max_epochs < 0:
+        raise ValueError("SampleDP has to know how long training goes on. Give the Trainer max_epochs or max_steps.")
+    return max(int(trainer.max_epochs) * batches - done, 0)
+
+
+def try_records(module: LightningModule, trainer: Any, owner: str) -> None:
+    """Try a few records of a loader, together and each by itself.
+
+    Raises:
+        ValueError: If they are mixed on the way to their gradients.
+    """
+    loader, convert = trainer.train_dataloader, trainer.precision_plugin.convert_input
+    with isolated(0, owner):
+        few = [loader.dataset[place] for place in range(min(FEW, len(loader.dataset)))]
+    batches = []
+    for records in (few, *([one] for one in few[: FEW - 1])):
+        with isolated(0, owner, "batch"):
+            batches.append(probes.move_batch(module, convert(loader.collate_fn(records))))
+    refuse_mixed_records(module, batches[0], owner, alone=batches[1:])
+
+
+def patients_of(client: Client) -> np.ndarray:
+    """Return the group of each of a client's training samples.
+
+    Raises:
+        ValueError: If nobody knows, of one sample or of all.
+    """
+    groups = client.sample_groups
+    if groups is None:
+        raise ValueError(NO_GROUPS)
+    missing = sum(name is None or name != name for name in groups.tolist())
+    if missing:
+        raise ValueError(
+            f"Of {missing} training samples of client '{client.id}' nobody knows whose they are, and "
+            "SampleDP(unit='patient') covers patients. Name their groups, or leave them out."
+        )
+    return groups
+
+
+SURE = 3.0
+"""Standard deviations of noise that a class's count has to exceed for its mean to be sent: else it would be noise alone."""
+
+
+def sums_by_class(vectors: Iterable[tuple[Tensor, Tensor]], classes: int, clip: float) -> dict[str, Tensor]:
+    """Return sums over samples of vectors that are cut to length 1 (in units of `clip`), and counts, by class, in float64.
+
+    One sample moves both together by the square root of two at most. One whose vector is not finite has no part.
+
+    Raises:
+        ValueError: If a label has no class.
+    """
+    sums, counts = torch.zeros(0), torch.zeros(classes, dtype=torch.float64)
+    for batch, labels in vectors:
+        chosen = (labels >= 0).cpu() & batch.isfinite().all(1).cpu()  # -100: a sample that losses ignore
+        rows, of_class = batch.detach().cpu().double()[chosen], labels.cpu()[chosen].long()
+        if len(of_class) and int(of_class.max()) >= classes:
+            raise ValueError(f"A label is {int(of_class.max())}, and the model has {classes} classes.")
+        rows = rows / rows.norm(dim=1, keepdim=True).clamp(min=clip)
+        sums = torch.zeros(classes, rows.shape[1], dtype=torch.float64) if sums.dim() == 1 else sums
+        sums = sums.index_add(0, of_class, rows)
+        counts = counts + torch.bincount(of_class, minlength=classes)
+    return {"sums": sums, "counts": counts}
+
+
+def released_means(exact: dict[str, Tensor], clip: float, noise: float, secret: str, address: str) -> dict[int, Tensor]:
+    """Return the means of the classes whose noisy count says that they are there.
+
+    Args:
+        exact: Sums and counts.
+        clip: Length to which vectors were cut.
+        noise: Noise multiplier of the release.
+        secret: What nobody else knows.
+        address: What the noise is for.
+    """
+    std = noise * math.sqrt(2.0)
+    noisy = with_noise(exact, std, secret, f"{address}|{digest_of('means', exact)}")
+    there = (noisy["counts"] > max(SURE * std, 1.0)).nonzero()[:, 0].tolist()
+    return {label: clip * noisy["sums"][label] / noisy["counts"][label] for label in there}
+
 
 COVERED = Need(
     "covers with noise what a client learns from the batches of its training, and nothing else",

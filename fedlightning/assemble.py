@@ -21,9 +21,9 @@ from fedlightning.arguments import TrainerOptions
 from fedlightning.client.blueprint import Blueprint, ClientParts
 from fedlightning.client.requests import LocalSettings
 from fedlightning.client.runtime import LocalRunner
-from fedlightning.client.warm_start import read_privacy, warm_started
 from fedlightning.contract import Protection
 from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.deployment.checkpoints import read_privacy, warm_started
 from fedlightning.engines.base import Engine
 from fedlightning.engines.records import ClientStore
 from fedlightning.engines.sequential import SequentialEngine
@@ -48,8 +48,7 @@ from fedlightning.guards.watchdog import Watchdog
 from fedlightning.onboarding.held_out_scores import HeldOutScores
 from fedlightning.options import Auto, EngineOptions, Evaluation, Flower, Processes, Ray, Vectorized
 from fedlightning.options.lightning_arguments import OF_DEVICES, check_devices
-from fedlightning.privacy.leaving import refuse_private
-from fedlightning.privacy.outgoing import OutgoingReport
+from fedlightning.privacy.outgoing import OutgoingReport, refuse_private
 from fedlightning.resume.config_changes import DETAILS, fingerprint
 from fedlightning.resume.loggers import Logs
 from fedlightning.resume.resumable import refuse_requeued

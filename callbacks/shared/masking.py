@@ -1,18 +1,23 @@
 """The steps of secure aggregation: what a client keeps, sends and refuses in each, and how the server opens a sum.
 
 What a client keeps are plain values, secrets as hexadecimal texts: they live in its private state, for one round.
+
+Shamir's secret sharing: any `threshold` shares give a secret back, and fewer tell nothing of it.
+
+Shamir, "How to share a secret", Communications of the ACM 22(11), 1979.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+import secrets
+from collections.abc import Collection, Iterable, Mapping
+from functools import lru_cache, reduce
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from fedlightning.callbacks.shared import shamir
 from fedlightning.callbacks.shared.masks import (
     SEED,
     agreed,
@@ -24,6 +29,60 @@ from fedlightning.callbacks.shared.masks import (
     seal,
     unseal,
 )
+
+PRIME = 2**256 + 297
+"""The field is that of the integers modulo this prime, the first one beyond all secrets of 32 bytes."""
+LENGTH = 33
+"""Bytes of a share."""
+
+
+def split(secret: bytes, threshold: int, places: Iterable[int]) -> dict[int, bytes]:
+    """Return the shares of a secret by place: values of a random polynomial, which is the secret at 0.
+
+    Args:
+        secret: At most 32 bytes.
+        threshold: Shares that give it back.
+        places: Different whole numbers from 1.
+
+    Example:
+        >>> shares = split(b"a secret of at most 32 bytes", 2, [1, 2, 3])
+        >>> join({1: shares[1], 3: shares[3]}).lstrip(bytes(1))
+        b'a secret of at most 32 bytes'
+    """
+    drawn = [secrets.randbelow(PRIME) for _ in range(threshold - 1)]
+    highest_first = [*drawn, int.from_bytes(secret, "big")]
+    values = {place: reduce(lambda sum, next: (sum * place + next) % PRIME, highest_first, 0) for place in places}
+    return {place: value.to_bytes(LENGTH, "big") for place, value in values.items()}
+
+
+def join(shares: Mapping[int, bytes]) -> bytes:
+    """Return the secret of some shares, as 32 bytes: Lagrange's interpolation at 0.
+
+    Args:
+        shares: By place, as many as the threshold, or more.
+
+    Raises:
+        ValueError: If they are not shares of one secret, as far as can be seen.
+    """
+    factors = zip(shares.values(), _factors(tuple(shares)), strict=True)
+    secret = sum(int.from_bytes(share, "big") * factor for share, factor in factors) % PRIME
+    if secret >= 2**256:
+        raise ValueError("these are not enough shares of one secret, or they were changed")
+    return secret.to_bytes(32, "big")
+
+
+@lru_cache(maxsize=64)  # all secrets of a round have shares at the same places
+def _factors(places: tuple[int, ...]) -> tuple[int, ...]:
+    """Return what the values at some places count in the value at 0."""
+    factors = []
+    for place in places:
+        above = below = 1
+        for other in places:
+            if other != place:
+                above, below = above * other % PRIME, below * (other - place) % PRIME
+        factors.append(above * pow(below, -1, PRIME) % PRIME)
+    return tuple(factors)
+
 
 ADVERTISED = 3 * SEED
 """Bytes that a client advertises: the public key for masks, the one for sealed texts, and a digest of its own seed."""
@@ -72,8 +131,8 @@ def share(
     if len(set(told.values())) != len(told) or not len(told) / 2 < threshold <= len(told):
         raise ValueError(f"{len(told)} keys came for a threshold of {threshold}")
     places = {client: place for place, client in enumerate(told, start=1)}
-    of_key = shamir.split(bytes.fromhex(kept["mask"]), threshold, places.values())
-    of_seed = shamir.split(bytes.fromhex(kept["seed"]), threshold, places.values())
+    of_key = split(bytes.fromhex(kept["mask"]), threshold, places.values())
+    of_seed = split(bytes.fromhex(kept["seed"]), threshold, places.values())
     both = {client: of_key[place] + of_seed[place] for client, place in places.items()}
     others = {client: box_key(text) for client, text in told.items() if client != me}
     boxes = agreed(bytes.fromhex(kept["box"]), others, "shares")
@@ -148,7 +207,7 @@ def reveal(kept: Mapping[str, Any], me: str, there: Mapping[str, Tensor]) -> dic
     if me not in alive or len(alive) < kept["threshold"]:
         raise ValueError(f"a sum of {len(alive)} clients is to be opened, and {kept['threshold']} were agreed on")
     both = {client: bytes.fromhex(text) for client, text in kept["held"].items()}
-    parts = {client: (shamir.LENGTH, None) if client in alive else (0, shamir.LENGTH) for client in both}
+    parts = {client: (LENGTH, None) if client in alive else (0, LENGTH) for client in both}
     return {client: as_tensor(both[client][slice(*part)]) for client, part in parts.items()}
 
 
@@ -176,7 +235,7 @@ def opened_sum(
     places = {client: place for place, client in enumerate(told, start=1)}
     total: np.ndarray = sum(masked.values(), start=np.zeros((), next(iter(masked.values())).dtype))
     for client in together:
-        secret = shamir.join({places[one]: as_bytes(of[client]) for one, of in shares.items() if client in of})
+        secret = join({places[one]: as_bytes(of[client]) for one, of in shares.items() if client in of})
         here = client in masked
         if (digest_of(secret) if here else public_key(secret)) != (
             told[client][2 * SEED :] if here else told[client][:SEED]

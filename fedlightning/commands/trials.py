@@ -12,7 +12,6 @@ import yaml
 from rich.console import Console
 
 from fedlightning.commands.study import CLI, gpus_to_share, make_runs
-from fedlightning.config.errors import InputError
 from fedlightning.experiments.children import Main, call
 from fedlightning.experiments.execute import Task
 from fedlightning.experiments.first_result import FirstResult
@@ -21,7 +20,7 @@ from fedlightning.experiments.plan import Request, make_plans
 from fedlightning.experiments.ray_runner import refuse_ray_within
 from fedlightning.experiments.space import Values
 from fedlightning.experiments.study_file import StudyFile
-from fedlightning.experiments.sweep import NO_TEST, Trial, objective, override, ranked, refuse_unpayable
+from fedlightning.experiments.sweep import NO_TEST, Trial, have_ledgers, objective, override, ranked, refuse_unpayable
 from fedlightning.scores.metrics import bare, higher_is_better
 from fedlightning.storage.files import write_text_atomically
 
@@ -97,10 +96,9 @@ class Sweep:
         """
         trials, tasks, vary, gpus = self.plan(values)
         runs = [self.methods[task.name] for task in tasks if not task.resumable]
-        try:
-            refuse_unpayable([*runs, *([self.methods[trials[0].name]] * (more * len(self.seeds)))])
-        except ValueError as error:
-            raise InputError(f"{error} Every trial of a sweep spends once for each seed.") from error
+        runs += [self.methods[trials[0].name]] * (more * len(self.seeds))
+        if have_ledgers(runs):
+            call(refuse_unpayable, runs)
         methods = [self.methods[trial.name] for trial in trials]
         self.study.begin(methods, self.seeds, vary, tasks, self.options.redo)
         first = FirstResult(lambda folder: objective(folder, self.options.metric))

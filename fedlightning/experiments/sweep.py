@@ -13,7 +13,6 @@ from typing import Any
 from fedlightning.config.errors import InputError
 from fedlightning.config.short_forms import expand_words
 from fedlightning.config.value_checks import class_of
-from fedlightning.contract import Protection
 from fedlightning.errors import missing_package
 from fedlightning.experiments.methods import Config, Method
 from fedlightning.experiments.space import Range, Values
@@ -57,12 +56,16 @@ class Trial:
 def refuse_unpayable(methods: Sequence[Method]) -> None:
     """Refuse runs whose privacy callbacks share a budget that does not last for all of them: each spends once a run.
 
+    It imports their classes, and torch with them: call it in a child process.
+
     Args:
         methods: The configuration of each run.
 
     Raises:
-        ValueError: With the budget and a way out.
+        InputError: With the budget and a way out.
     """
+    from fedlightning.contract import Protection
+
     runs: list[tuple[Protection, int]] = []
     for method in methods:
         for entry in method.config.get("trainer", {}).get("callbacks") or []:
@@ -70,7 +73,16 @@ def refuse_unpayable(methods: Sequence[Method]) -> None:
             if isinstance(kind, type) and issubclass(kind, Protection):
                 runs.append((kind(**entry.get("init_args") or {}), method.rounds))
     for callback, _ in runs:
-        callback.check_runs(runs)
+        try:
+            callback.check_runs(runs)
+        except ValueError as error:
+            raise InputError(f"{error} Every trial of a sweep spends once for each seed.") from error
+
+
+def have_ledgers(methods: Sequence[Method]) -> bool:
+    """Return whether any run writes what it spends into a file that runs share."""
+    callbacks = [entry for method in methods for entry in method.config.get("trainer", {}).get("callbacks") or []]
+    return any((entry.get("init_args") or {}).get("ledger") is not None for entry in callbacks)
 
 
 def objective(folder: Path, metric: str = "loss") -> float | None:

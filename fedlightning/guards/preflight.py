@@ -22,8 +22,7 @@ from fedlightning.errors import ConfigurationError, listed, warn
 from fedlightning.guards.composition import changes_of, refuse_combinations
 from fedlightning.guards.preflight_task import DataElsewhere, PreflightTask, StepFinding, ask_callback, make_setup
 from fedlightning.guards.step_trials import StepTrial, StepTrials
-from fedlightning.privacy.leaving import leaving_of
-from fedlightning.privacy.outgoing import outgoing_of
+from fedlightning.privacy.outgoing import leaving_of, outgoing_of
 from fedlightning.ranges import counts_of
 from fedlightning.server.loop import Synchronous
 from fedlightning.server.model_store import refuse_mixed, refuse_uncommon

@@ -43,7 +43,7 @@ from fedlightning.wire.container import check_of
 
 FIXED = (
     *("fedlightning.sites", "fedlightning.wire", "fedlightning.contract.messages"),
-    *("fedlightning.client.visit", "fedlightning.privacy.leaving"),
+    *("fedlightning.client.visit", "fedlightning.privacy.outgoing"),
 )
 """Modules and packages whose own sentences hold nothing of the data."""
 CHECKING = (

@@ -33,7 +33,7 @@ from fedlightning.engines.score_tasks import ScoreClient, ScoreModel
 from fedlightning.errors import ConfigurationError
 from fedlightning.guards.preflight_task import PreflightTask
 from fedlightning.guards.step_trials import StepTrial
-from fedlightning.privacy.leaving import leaving_of
+from fedlightning.privacy.outgoing import leaving_of
 from fedlightning.resume.config_changes import differences
 from fedlightning.server.population import refuse_covered
 from fedlightning.sites import code_hashes as code

@@ -22,7 +22,7 @@ from fedlightning.contract import Change, FederatedCallback
 from fedlightning.engines.attempts import TooFewClientsError
 from fedlightning.guards.composition import changes_of
 from fedlightning.options import FailurePolicy
-from fedlightning.privacy.leaving import leaving_of
+from fedlightning.privacy.outgoing import leaving_of
 from fedlightning.scores.rows import UNSEEN
 from fedlightning.server.server import Server
 from fedlightning.tensors import State, entry_kinds, first_nonfinite, module_state

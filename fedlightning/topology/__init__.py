@@ -1,10 +1,12 @@
 """Who is a neighbour of whom where there is no server, and how much each node listens to each: graphs and mixing weights."""
 
-from fedlightning.topology.graphs import GRAPHS, Topology, make_graph
-from fedlightning.topology.weights import (
+from fedlightning.topology.graphs import (
+    GRAPHS,
     WEIGHTS,
     MixingWeights,
+    Topology,
     contraction,
+    make_graph,
     metropolis_weights,
     mixing_weights,
     swift_weights,

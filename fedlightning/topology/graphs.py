@@ -1,15 +1,237 @@
-"""Graphs of nodes by name, from edges, from an adjacency, or from a file: :func:`make_graph`."""
+"""Graphs of nodes by name, from edges, from an adjacency, or from a file: :func:`make_graph`.
+
+Mixing weights on a graph: how much every node takes of every neighbour's model; :func:`mixing_weights`.
+"""
 
 from __future__ import annotations
 
 import csv
+import warnings
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import networkx as nx
+import torch
+from torch import Tensor
 
+from fedlightning.ranges import number_in
 from fedlightning.seeding import address
+
+MixingWeights = str | Sequence[Sequence[float]]
+"""A name of :data:`WEIGHTS`, a matrix in the order of the nodes, or a `.csv` file of one."""
+WEIGHTS = ("metropolis", "uniform", "swift")
+"""Weights that follow from the graph alone."""
+TOLERANCE = 1e-6
+"""How far given weights may be from symmetric and from sums of one; what is missing goes to the diagonal."""
+
+
+def mixing_weights(weights: MixingWeights, graph: nx.Graph) -> Tensor:
+    """Return a symmetric, doubly stochastic matrix in float64 that has weight on edges and the diagonal only.
+
+    Args:
+        weights: `"metropolis"`: ``W_ij = 1 / (1 + max(d_i, d_j))`` on an edge, d the degrees; `"uniform"`: 1/n, on a complete
+            graph; `"swift"`: see :func:`swift_weights`; a matrix in the order of the nodes, or a `.csv` file of one.
+        graph: The nodes, in order, and their edges.
+
+    Raises:
+        ValueError: If the weights are no such matrix. The sentence says where.
+
+    Example:
+        >>> graph = nx.path_graph(["a", "b", "c"])
+        >>> mixing_weights("metropolis", graph)[0]
+        tensor([0.6667, 0.3333, 0.0000], dtype=torch.float64)
+    """
+    count = len(graph)
+    if isinstance(weights, str) and Path(weights).suffix.lower() == ".csv":
+        return _checked(_rows_in(Path(weights)), graph)
+    if not isinstance(weights, str):
+        return _checked(weights, graph)
+    if weights == "metropolis":
+        return metropolis_weights(graph)
+    if weights == "swift":
+        return swift_weights(graph)
+    if weights == "uniform":
+        if graph.number_of_edges() < count * (count - 1) // 2:
+            raise ValueError(
+                "weights='uniform' gives every client 1/n of every other's model, and this topology does not connect all of "
+                "them. Use topology='complete', or weights='metropolis'."
+            )
+        return torch.full((count, count), 1.0 / count, dtype=torch.float64)
+    raise ValueError(
+        f"weights={weights!r} are not known. Use one of {list(WEIGHTS)}, a matrix with a row for each client, or a .csv "
+        "file of one."
+    )
+
+
+def metropolis_weights(graph: nx.Graph) -> Tensor:
+    """Return ``W_ij = 1 / (1 + max(d_i, d_j))`` on edges, and what is left of each row on the diagonal.
+
+    Xiao, Boyd, Kim, "Distributed average consensus with least-mean-square deviation", 2007. On a ring all are 1/3.
+
+    Args:
+        graph: The graph.
+    """
+    return _matrix(graph, {edge: Fraction(1, 1 + max(graph.degree[node] for node in edge)) for edge in graph.edges})
+
+
+def swift_weights(graph: nx.Graph) -> Tensor:
+    """Return the client-communication weights of SWIFT for clients of equal influence.
+
+    Bornstein, Rabbani, Wang, Bedi, Huang, "SWIFT: rapid decentralized federated learning via wait-free model
+    communication", ICLR 2023. Nodes are taken by falling degree. With ``s`` the weight that a node has given already
+    and R its neighbours without a weight, it proposes ``(1 - s) / (|R| + 1)``. Neighbours of lower degree accept, of
+    two of equal degree the smaller proposal counts, and what is left is the node's own weight.
+
+    A node of low degree may have accepted so much that nothing, or less, is left for itself. Then the weights are
+    Metropolis', with a warning.
+
+    Args:
+        graph: The graph.
+
+    Example:
+        Five leaves around a hub give it 1/6 each and keep 5/6.
+
+        >>> [round(w, 4) for w in swift_weights(nx.star_graph(5))[:2].diagonal().tolist()]
+        [0.1667, 0.8333]
+    """
+    given: dict[frozenset[str], Fraction] = {}
+    for degree in sorted(set(dict(graph.degree).values()), reverse=True):
+        wave = [node for node in graph if graph.degree[node] == degree]
+        proposed = {}
+        for node in wave:
+            edges = [frozenset((node, other)) for other in graph[node]]
+            left = 1 - sum((given[edge] for edge in edges if edge in given), Fraction(0))
+            proposed[node] = left / (sum(edge not in given for edge in edges) + 1)
+        found: dict[frozenset[str], Fraction] = {}
+        for node in wave:
+            for other in graph[node]:
+                edge = frozenset((node, other))
+                if edge not in given:
+                    found[edge] = min(proposed[node], proposed.get(other, proposed[node]))
+        given |= found
+    weights = {(one, other): given[frozenset((one, other))] for one, other in graph.edges}
+    matrix = _matrix(graph, weights)
+    if bool((matrix.diagonal() <= 0).any()) or any(weight < 0 for weight in weights.values()):
+        node = list(graph)[int(matrix.diagonal().argmin())]
+        warnings.warn(
+            f"SWIFT's weights would leave client '{node}' a weight of {float(matrix.diagonal().min()):.3g} for its own "
+            "model; this graph gets Metropolis weights instead.",
+            stacklevel=2,
+        )
+        return metropolis_weights(graph)
+    return matrix
+
+
+def contraction(matrix: Tensor) -> float:
+    """Return the second-largest absolute eigenvalue: the factor on the distance to the mean of one mixing, at most.
+
+    It is 1 where the weights leave parts of the graph unconnected, and 0 where one mixing makes all alike.
+
+    Args:
+        matrix: Symmetric, doubly stochastic weights.
+
+    Example:
+        >>> round(contraction(mixing_weights("metropolis", nx.cycle_graph(4))), 3)
+        0.333
+    """
+    if len(matrix) < 2:
+        return 0.0
+    values: list[float] = torch.linalg.eigvalsh(matrix).abs().sort(descending=True).values.tolist()
+    return values[1]
+
+
+def without(matrix: Tensor, absent: Sequence[int]) -> Tensor:
+    """Return the weights while some nodes are away: each end of a link that is down keeps its weight for itself.
+
+    What is left is symmetric and doubly stochastic, so the mean over all nodes still stays as it is.
+
+    Args:
+        matrix: Symmetric, doubly stochastic weights.
+        absent: Places of the nodes that are away.
+
+    Example:
+        >>> without(torch.full((2, 2), 0.5, dtype=torch.float64), [1])
+        tensor([[1., 0.],
+                [0., 1.]], dtype=torch.float64)
+    """
+    if not absent:
+        return matrix
+    away = torch.zeros(len(matrix), dtype=torch.bool)
+    away[list(absent)] = True
+    found = matrix.clone()
+    found[away] = 0.0
+    found[:, away] = 0.0
+    return _closed(found)
+
+
+def _matrix(graph: nx.Graph, weights: dict[tuple[str, str], Fraction]) -> Tensor:
+    """Return the matrix of weights on edges; what is left of each row, computed exactly, is on the diagonal."""
+    place = {node: index for index, node in enumerate(graph)}
+    left = dict.fromkeys(graph, Fraction(1))
+    matrix = torch.zeros(len(place), len(place), dtype=torch.float64)
+    for (one, other), weight in weights.items():
+        matrix[place[one], place[other]] = matrix[place[other], place[one]] = float(weight)
+        left[one] -= weight
+        left[other] -= weight
+    for node, rest in left.items():
+        matrix[place[node], place[node]] = float(rest)
+    return matrix
+
+
+def _closed(matrix: Tensor) -> Tensor:
+    """Return the matrix with what its rows lack to one on the diagonal."""
+    found = matrix.clone()
+    found.fill_diagonal_(0.0)
+    return found + torch.diag(1.0 - found.sum(1))
+
+
+def _rows_in(path: Path) -> list[list[float]]:
+    """Return the rows of a file of numbers."""
+    if not path.is_file():
+        raise ValueError(f"weights='{path}': there is no such file.")
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            return [[number_in(cell) for cell in line] for line in csv.reader(file) if any(map(str.strip, line))]
+    except (ValueError, csv.Error) as error:
+        raise ValueError(f"weights='{path}' is no table of numbers: {error}.") from error
+
+
+def _checked(rows: Sequence[Sequence[float]], graph: nx.Graph) -> Tensor:
+    """Return given weights as a matrix."""
+    nodes, count = list(graph), len(graph)
+    lengths = {len(row) for row in rows}
+    if len(rows) != count or lengths != {count}:
+        raise ValueError(
+            f"weights have {len(rows)} rows of {sorted(lengths)} numbers, and there are {count} clients: give a row and "
+            f"a column for each, in the order {nodes}."
+        )
+    matrix = torch.tensor([[float(entry) for entry in row] for row in rows], dtype=torch.float64)
+    if not bool(matrix.isfinite().all()) or bool((matrix < 0).any()):
+        raise ValueError("weights must be finite numbers from 0: a model is a mean of its neighbours' models.")
+    for one, other in zip(
+        *(where.tolist() for where in ((matrix - matrix.T).abs() > TOLERANCE).nonzero(as_tuple=True)), strict=True
+    ):
+        raise ValueError(
+            f"weights are not symmetric: client '{nodes[one]}' takes {float(matrix[one, other]):g} of '{nodes[other]}', "
+            f"which takes {float(matrix[other, one]):g} in return. Symmetric rows that sum to 1 keep the mean of all "
+            "models; use weights='metropolis' for such a matrix on any graph."
+        )
+    for node, total in zip(nodes, matrix.sum(1).tolist(), strict=True):
+        if abs(total - 1.0) > TOLERANCE:
+            raise ValueError(
+                f"weights are not doubly stochastic: those of client '{node}' sum to {total:g}, and must sum to 1. Use "
+                "weights='metropolis' for such a matrix on any graph."
+            )
+    for i, j in matrix.nonzero().tolist():
+        if i != j and not graph.has_edge(nodes[i], nodes[j]):
+            raise ValueError(
+                f"weights give client '{nodes[i]}' {float(matrix[i, j]):g} of the model of '{nodes[j]}', and the "
+                "topology has no edge between them. Add the edge, or set the weight to 0."
+            )
+    return _closed((matrix + matrix.T) / 2)
+
 
 Topology = str | Sequence[Sequence[Any]] | Mapping[str, Sequence[Any]]
 """A name of :data:`GRAPHS`, a file, edges as pairs of nodes, neighbours by node, or a square matrix of 0 and 1."""

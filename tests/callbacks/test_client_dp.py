@@ -31,7 +31,7 @@ from fedlightning.callbacks import (
     LocalCheckpoint,
     PoissonSampling,
 )
-from fedlightning.callbacks.client_dp_budget import RoundBudget
+from fedlightning.callbacks.client_dp_checks import RoundBudget
 from fedlightning.contract.messages import Message, Update
 from fedlightning.engines.attempts import FederationError
 from fedlightning.errors import ConfigurationError

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedlightning.callbacks import client_dp_clipping as clipping
+from fedlightning.callbacks import client_dp as clipping
 
 
 @pytest.mark.parametrize("clip", [0.5, 1e6])

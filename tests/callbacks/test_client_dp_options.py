@@ -15,7 +15,7 @@ pytest.importorskip("opacus", reason="ClientDP counts with Opacus: pip install o
 
 from fedlightning.algorithm import FederatedCallback, Outgoing
 from fedlightning.callbacks import FedAvg, client_dp
-from fedlightning.callbacks.client_dp_clipping import next_clip, noise_of_changes, noise_of_count
+from fedlightning.callbacks.client_dp import next_clip, noise_of_changes, noise_of_count
 from fedlightning.callbacks.shared.secret_noise import with_noise
 from fedlightning.contract.messages import Update
 from fedlightning.engines.attempts import FederationError

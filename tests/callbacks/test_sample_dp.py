@@ -36,7 +36,7 @@ from fedlightning.callbacks import (
     Local,
     SampleDP,
 )
-from fedlightning.callbacks.sample_dp_budget import room_for
+from fedlightning.callbacks.sample_dp_checks import room_for
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches
 from fedlightning.callbacks.shared.record_gradients import RecordGradients
 from fedlightning.client.visit import carry_out

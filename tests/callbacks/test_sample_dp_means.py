@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install opacus cryptography")
 
 from fedlightning.callbacks import FD, MOON, FedProto, SampleDP
-from fedlightning.callbacks.sample_dp_means import SURE, released_means, sums_by_class
+from fedlightning.callbacks.sample_dp import SURE, released_means, sums_by_class
 from fedlightning.callbacks.shared.ledger import Ledger
 from tests.callbacks.test_sample_dp import SIZES, dp, module
 from tests.helpers import federate, make_trainer, toy_data

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from fedlightning.callbacks.secure_aggregation_checks import refuse_unfit
+from fedlightning.callbacks.secure_aggregation import refuse_unfit
 
 
 def setup(net, clients=20, participation=1.0, stays=()):

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedlightning.callbacks.shared import shamir
-from fedlightning.callbacks.shared.shamir import LENGTH, PRIME, join, split
+from fedlightning.callbacks.shared import masking as shamir
+from fedlightning.callbacks.shared.masking import LENGTH, PRIME, join, split
 
 
 def is_prime(number, rounds=40):

@@ -17,7 +17,7 @@ from fedlightning.client.requests import Evaluate, LocalSettings
 from fedlightning.contract import POOLED, CallbackList, FederatedCallback, ModelSelection, Protection
 from fedlightning.contract.messages import Extra, Message, Wire
 from fedlightning.errors import ConfigurationError
-from fedlightning.privacy.leaving import leaving_of
+from fedlightning.privacy.outgoing import leaving_of
 from fedlightning.testing.runs import same_tree, watching
 from fedlightning.testing.toys import ToyData, ToyModule, federate
 from tests.conformance.case import Case, collect

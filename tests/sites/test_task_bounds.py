@@ -22,7 +22,7 @@ from fedlightning.engines.base import Visit
 from fedlightning.engines.score_tasks import ScoreClient, ScoredModel, ScoreModel, ServerModel
 from fedlightning.guards.preflight_task import PreflightTask
 from fedlightning.guards.step_trials import StepTrial
-from fedlightning.privacy.leaving import leaving_of
+from fedlightning.privacy.outgoing import leaving_of
 from fedlightning.server.loop import ROUNDS
 from fedlightning.sites.message_checks import ENVELOPES
 from fedlightning.sites.site import TASKS

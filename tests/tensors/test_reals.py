@@ -31,7 +31,7 @@ NO_ENTRIES = {
     "callbacks/pfedla.py",
     "callbacks/pi_fl.py",
     "callbacks/pi_fl_round.py",
-    "callbacks/sample_dp_means.py",
+    "callbacks/sample_dp.py",
     "callbacks/shared/distillation.py",
     "callbacks/shared/fixed_point.py",
     "callbacks/shared/fusion.py",
