@@ -164,4 +164,7 @@ def test_one_run_of_a_grid_and_nothing_else_of_the_disk(study, folder):
 
 def test_the_newest_run_of_a_folder_or_none_yet(folder, tmp_path):
     assert Watched(tmp_path / "later").state()["kind"] == "nothing"
-    assert Watched(folder).state()["folder"] == Watched(folder.parent).state()["folder"] == str(folder)
+    run = tmp_path / "runs" / "name" / "version_0"
+    shutil.copytree(folder, run)
+    for place in (run, run.parent, run.parent.parent):
+        assert Watched(place).state()["folder"] == str(run)

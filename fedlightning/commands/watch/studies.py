@@ -42,10 +42,12 @@ class Watched:
 
     def _newest(self) -> Path | None:
         """Return the folder of the run itself, or of the newest in it."""
-        if any((self.folder / name).exists() for name in ("metrics.csv", "config.yaml")):
-            return self.folder
-        found = [path.parent for name in ("metrics.csv", "config.yaml") for path in self.folder.glob(f"*/{name}")]
-        return max(found, key=lambda path: path.stat().st_mtime, default=None)
+        for levels in ((LEVELS[0],), LEVELS[1:3]):  # `runs/NAME/version_0`: of `runs`, too
+            places = [f"{level}{name}" for level in levels for name in ("metrics.csv", "config.yaml")]
+            folders = [path.parent for place in places for path in self.folder.glob(place)]
+            if folders:
+                return max(folders, key=lambda path: path.stat().st_mtime)
+        return None
 
     def _studies(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the lists of runs here, each with its place."""
