@@ -24,8 +24,7 @@ from fedlightning.client.runtime import LocalRunner
 from fedlightning.contract import Protection
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.deployment.checkpoints import read_privacy, warm_started
-from fedlightning.engines.base import Engine
-from fedlightning.engines.records import ClientStore
+from fedlightning.engines.base import ClientStore, Engine
 from fedlightning.engines.sequential import SequentialEngine
 from fedlightning.errors import ConfigurationError, refuse_without_posix, warn
 from fedlightning.fast.evaluation import FastEvaluator, RowTable

@@ -24,7 +24,7 @@ from fedlightning.assemble import assemble, assemble_dry_run, make_blueprint
 from fedlightning.client.blueprint import Blueprint
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.deployment.export import export
-from fedlightning.engines.records import ClientStore
+from fedlightning.engines.base import ClientStore
 from fedlightning.errors import ConfigurationError
 from fedlightning.fitted import ClientView as ClientView
 from fedlightning.fitted import FittedFederation

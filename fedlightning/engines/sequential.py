@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from fedlightning.client.record import ClientRecord
-from fedlightning.engines.base import Engine, Task
-from fedlightning.engines.records import ClientStore
+from fedlightning.engines.base import ClientStore, Engine, Task
 
 __all__ = ["ClientStore", "SequentialEngine"]
 

@@ -298,7 +298,7 @@ class _Reader:
                 raise InputError(str(error).replace(f" ({path})", "")) from error
 
     def _complete(self, words: list[str], vary: list[str]) -> tuple[Config, int, list[str]]:
-        from fedlightning.client.optimizers import have_memory
+        from fedlightning.client.fit import have_memory
 
         module, _, name = self.request.cli.partition(":")
         cli = getattr(import_module(module), name)("fit", words)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from fedlightning.client.data_summary import Description, Detail
-from fedlightning.client.optimizers import optimizers_of
+from fedlightning.client.fit import optimizers_of
 from fedlightning.contract import FederatedCallback
 from fedlightning.contract.messages import tree_bytes
 from fedlightning.datamodules.held_out import FewerClients

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule
 
 from fedlightning.client.client_errors import client_failure
 from fedlightning.client.data_summary import knows_groups, take_first_batch, train_loaders
-from fedlightning.client.optimizers import optimizers_of
+from fedlightning.client.fit import optimizers_of
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.runtime import LocalRunner
 from fedlightning.contract import DataView, FederatedCallback, FirstStep, PublicDataView, RunTerms, Setup

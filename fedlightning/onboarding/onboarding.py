@@ -23,8 +23,7 @@ from fedlightning.client.requests import Evaluate
 from fedlightning.contract import NEWCOMER, CallbackList, Facts, FederatedCallback, Job, Placing
 from fedlightning.contract.messages import Message, Update
 from fedlightning.deployment.export import Deploy
-from fedlightning.engines.base import Engine, Visit
-from fedlightning.engines.records import ClientStore
+from fedlightning.engines.base import ClientStore, Engine, Visit
 from fedlightning.engines.score_tasks import ScoreClient, ScoredModel
 from fedlightning.onboarding.held_out_scores import Unseen
 from fedlightning.scores.metrics import summarise

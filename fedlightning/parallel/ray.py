@@ -30,8 +30,7 @@ from typing import Any, cast
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.runtime import LocalRunner
 from fedlightning.engines.attempts import FederationError
-from fedlightning.engines.base import Task
-from fedlightning.engines.records import ClientStore
+from fedlightning.engines.base import ClientStore, Task
 from fedlightning.errors import ConfigurationError, missing_package
 from fedlightning.options import Ray
 from fedlightning.parallel.arena import Broadcast

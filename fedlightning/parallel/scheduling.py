@@ -21,8 +21,7 @@ from typing import Any, Protocol, TypeVar, cast
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.runtime import LocalRunner
 from fedlightning.engines.attempts import Attempt, Attempts
-from fedlightning.engines.base import Engine, Task
-from fedlightning.engines.records import ClientStore
+from fedlightning.engines.base import ClientStore, Engine, Task
 from fedlightning.errors import ConfigurationError
 from fedlightning.parallel.arena import Arena, Broadcast
 from fedlightning.parallel.pool import Setup, UnpicklableError, Worker, own_gpu, usable_cores

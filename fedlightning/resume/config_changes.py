@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningModule
 
 from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.data_summary import Description, Detail
-from fedlightning.client.optimizers import configured, schedulers_in
+from fedlightning.client.fit import configured, schedulers_in
 from fedlightning.contract import FederatedCallback
 from fedlightning.datamodules.held_out import draw_clients
 from fedlightning.errors import ConfigurationError, listed, warn

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from fedlightning.client.data_summary import Description
-from fedlightning.client.optimizers import have_memory
+from fedlightning.client.fit import have_memory
 from fedlightning.compat.system import peak_memory_mb
 from fedlightning.contract import CallbackList, FederatedCallback
 from fedlightning.datamodules.base import SPLITS

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlightning.client.blueprint import Blueprint
-from fedlightning.client.optimizers import optimizers_of
+from fedlightning.client.fit import optimizers_of
 
 Code = dict[str, dict[str, str]]
 """By package: a short hash of each file by its place in the package, or its version under an empty name."""

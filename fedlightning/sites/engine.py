@@ -19,8 +19,7 @@ from fedlightning.contract.messages import Update
 from fedlightning.datamodules.base import in_order
 from fedlightning.datamodules.public_only import public_facts
 from fedlightning.engines.attempts import WITHOUT, at_site
-from fedlightning.engines.base import Engine, Task
-from fedlightning.engines.records import Note
+from fedlightning.engines.base import Engine, Note, Task
 from fedlightning.errors import ConfigurationError
 from fedlightning.sites import code_hashes as code
 from fedlightning.sites.agreement import agreement, digest, state_digest

@@ -27,8 +27,7 @@ from fedlightning.compat.system import file_name_of
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.public_only import public_facts
 from fedlightning.deployment.export import Deploy
-from fedlightning.engines.base import Visit
-from fedlightning.engines.records import Note
+from fedlightning.engines.base import Note, Visit
 from fedlightning.engines.score_tasks import ScoreClient, ScoreModel
 from fedlightning.errors import ConfigurationError
 from fedlightning.guards.preflight_task import PreflightTask

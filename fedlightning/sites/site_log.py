@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlightning.client.record import ClientRecord
-from fedlightning.engines.base import Visit
-from fedlightning.engines.records import ClientStore, Note
+from fedlightning.engines.base import ClientStore, Note, Visit
 from fedlightning.sites.status import LISTED, OwnStatus, StatusFile, of_clients, printable, stamped
 from fedlightning.sites.task_bounds import VERBS, in_words
 

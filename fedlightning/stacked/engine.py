@@ -38,8 +38,7 @@ from fedlightning.client.visit import bind
 from fedlightning.compat.lightning_runs import on_device
 from fedlightning.contract import Phase
 from fedlightning.contract.messages import Update
-from fedlightning.engines.base import Task, Visit
-from fedlightning.engines.records import ClientStore
+from fedlightning.engines.base import ClientStore, Task, Visit
 from fedlightning.engines.sequential import SequentialEngine
 from fedlightning.errors import ConfigurationError
 from fedlightning.fast.log_sheet import NotInFastLoop

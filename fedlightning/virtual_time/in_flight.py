@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedlightning.client.record import ClientRecord
 from fedlightning.contract.messages import ClientLog, Message, Outcome, Trip, Update
-from fedlightning.engines.base import Engine
-from fedlightning.engines.records import ClientStore
+from fedlightning.engines.base import ClientStore, Engine
 from fedlightning.errors import DamagedStateError
 
 if TYPE_CHECKING:

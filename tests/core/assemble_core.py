@@ -22,7 +22,7 @@ from fedlightning.client.runtime import LocalRunner
 from fedlightning.contract import CallbackList, FederatedCallback
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner
 from fedlightning.datamodules.base import FederatedDataModule
-from fedlightning.engines.records import ClientStore
+from fedlightning.engines.base import ClientStore
 from fedlightning.engines.sequential import SequentialEngine
 from fedlightning.models import MLP, Classifier
 from fedlightning.run.recorder import Recorder

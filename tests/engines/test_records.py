@@ -10,7 +10,7 @@ from fedlightning import FederatedTrainer
 # isort: split
 from fedlightning.callbacks import FedPer
 from fedlightning.client.record import ClientRecord
-from fedlightning.engines.records import ClientStore, default_limit, tensor_bytes
+from fedlightning.engines.base import ClientStore, default_limit, tensor_bytes
 from fedlightning.errors import ConfigurationError
 from fedlightning.tensors import equal, module_state
 from tests.helpers import Toy, federate, toy_data

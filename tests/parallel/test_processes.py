@@ -36,7 +36,7 @@ from fedlightning.client.requests import LocalSettings
 from fedlightning.client.runtime import LocalRunner
 from fedlightning.contract import CallbackList
 from fedlightning.engines.attempts import FederationError
-from fedlightning.engines.records import ClientStore
+from fedlightning.engines.base import ClientStore
 from fedlightning.errors import ConfigurationError
 from fedlightning.options import Evaluation, Processes
 from fedlightning.parallel import scheduling

@@ -26,7 +26,7 @@ from fedlightning.client.runtime import LocalRunner
 from fedlightning.contract import CallbackList
 from fedlightning.datamodules import DigitsDataModule, DriftingDataModule, IIDPartitioner, ShiftedDataModule
 from fedlightning.engines.attempts import FederationError
-from fedlightning.engines.records import ClientStore
+from fedlightning.engines.base import ClientStore
 from fedlightning.errors import ConfigurationError
 from fedlightning.models import MLP, Classifier
 from fedlightning.options import Evaluation, Ray

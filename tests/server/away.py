@@ -15,7 +15,7 @@ from fedlightning.client.record import ClientRecord
 from fedlightning.client.runtime import LocalRunner
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.held_out import without
-from fedlightning.engines.records import ClientStore
+from fedlightning.engines.base import ClientStore
 from fedlightning.parallel.scheduling import ProcessesEngine
 from tests.helpers import Toy
 
