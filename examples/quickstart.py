@@ -49,7 +49,7 @@ METHODS: dict[str, list[Callback]] = {
     "FedProx": [FedProx(mu=0.01), GlobalCheckpoint()],
     "APFL": [APFL()],
     "FENDA": [FENDA(head="net.fc")],
-    "FLIU": [FLIU()],
+    "FLIU": [FLIU(weighting="samples")],  # as the others weigh
     "PLayer-FL": [PLayerFL()],
 }
 
@@ -66,6 +66,7 @@ def run(name: str, rounds: int, out: Path) -> dict[str, Any]:
     trainer = FederatedTrainer(
         max_rounds=rounds,
         local_epochs=2,
+        optimizer_state="reset",  # the same for all; Local and Central would keep theirs
         callbacks=[*METHODS[name], LocalCheckpoint()],
         default_root_dir=out,
         name=name,
