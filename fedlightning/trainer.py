@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
-from html import escape
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -263,7 +262,7 @@ class FederatedTrainer:
         started = time.monotonic()
         model = arguments.check_model(model)
         data = arguments.federated_data(datamodule, train_dataloaders, val_dataloaders, test_dataloaders)
-        run, is_new = self._find_run(resume)
+        run, is_new = find_run(self.arguments, resume)
         self.federation, self.stopped_by = None, None
         with ExitStack() as stack:
             if run is not None and is_writer():
@@ -354,7 +353,7 @@ class FederatedTrainer:
         if not isinstance(least, int) or least < 1:
             raise ConfigurationError(f"least={least!r} must be a whole number from 1 on.")
         data = arguments.federated_data(datamodule, test_dataloaders, None, test_dataloaders)
-        run, _ = self._find_run(None)
+        run, _ = find_run(self.arguments, None)
         self.federation, self.stopped_by = None, None
         with ExitStack() as stack:
             if run is not None and is_writer():
@@ -469,16 +468,14 @@ class FederatedTrainer:
 
     def __repr__(self) -> str:
         """Return the arguments that differ from their defaults, and how far the federation is."""
-        texts = [f"{name}={value}" for name, value in self.options.shown(type(self)).items()]
-        return f"<{type(self).__name__}({', '.join(texts)}): {self._done()}>"
+        return self.options.as_text(type(self), self._done())
 
     def _repr_html_(self) -> str:
         """Return the same as a table, with the newest scores and the run's folder, for notebooks."""
         scores = {name: f"{value:.4g}" for name, value in self.callback_metrics.items()}
-        folder = {} if self.run is None else {"run": str(self.run.path)}
-        rows = self.options.shown(type(self)) | scores | folder
-        cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in rows.items())
-        return f"<table><caption>{type(self).__name__}: {self._done()}</caption>{cells}</table>"
+        return self.options.as_table(
+            type(self), self._done(), scores | ({} if self.run is None else {"run": str(self.run.path)})
+        )
 
     def _done(self) -> str:
         return f"{self.rounds_done} rounds done, {len(self.client_ids)} clients" if self.federation else "not fitted"
@@ -553,12 +550,9 @@ class FederatedTrainer:
         elif ckpt_path is not None:
             checkpoint = "all" if str(ckpt_path) == "best" else str(ckpt_path)
         if run is not None:
-            if model is None or datamodule is None:
-                raise ValueError(
-                    "To score a run from its folder, give the model and the datamodule that it was started with: "
-                    "test(model=..., datamodule=..., run=...)."
-                )
-            self.restore(model, datamodule, run)
+            self._restore(
+                run, model, datamodule, "score a run from its folder", "test(model=..., datamodule=..., run=...)"
+            )
         fitted = self.fitted
         if run is None:
             for what, given, known in zip(("model", "datamodule"), (model, datamodule), self.given, strict=True):
@@ -594,12 +588,8 @@ class FederatedTrainer:
         what each method does.
         """
         if run is not None:
-            if model is None or datamodule is None:
-                raise ConfigurationError(
-                    "To onboard clients into a run from its folder, give the model and the datamodule that it was started "
-                    "with: onboard(newcomers, model=..., datamodule=..., run=...)."
-                )
-            self.restore(model, datamodule, run)
+            call = "onboard(newcomers, model=..., datamodule=..., run=...)"
+            self._restore(run, model, datamodule, "onboard clients into a run from its folder", call)
         return self.fitted.onboard(newcomers, clients, epochs, verbose)
 
     @only_thread()
@@ -629,8 +619,12 @@ class FederatedTrainer:
         self.fitted.save_checkpoint(path, client, checkpoint)
 
     # -- helpers -----------------------------------------------------------------------------------------------------
-    def _find_run(self, resume: str | Path | None) -> tuple[RunFolder | None, bool]:
-        return find_run(self.arguments, resume)
+    def _restore(
+        self, run: str | Path, model: Any, datamodule: LightningDataModule | None, aim: str, call: str
+    ) -> None:
+        if model is None or datamodule is None:
+            raise ConfigurationError(f"To {aim}, give the model and the datamodule that it was started with: {call}.")
+        self.restore(model, datamodule, run)
 
     def _hold(self, federation: Federation, model: LightningModule, datamodule: LightningDataModule | None) -> None:
         """Take a federation that nothing has refused: no models of another are scored into the folder of a run."""

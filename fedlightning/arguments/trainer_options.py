@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from html import escape
 from typing import Any, Literal
 
 from lightning.pytorch import Callback
@@ -69,6 +70,17 @@ class TrainerOptions:
             if name != "callbacks" and name in defaults and repr(value) != repr(defaults[name])
         }
         return texts | {"callbacks": repr(self.callbacks.callbacks + self.ordinary_callbacks)}
+
+    def as_text(self, trainer: type, done: str) -> str:
+        """Return what differs from the trainer's defaults, and how far it is, in a line."""
+        texts = [f"{name}={value}" for name, value in self.shown(trainer).items()]
+        return f"<{trainer.__name__}({', '.join(texts)}): {done}>"
+
+    def as_table(self, trainer: type, done: str, more: Mapping[str, str]) -> str:
+        """Return the same and some further lines as a table in HTML."""
+        rows = self.shown(trainer) | dict(more)
+        cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in rows.items())
+        return f"<table><caption>{trainer.__name__}: {done}</caption>{cells}</table>"
 
     def copied(self, **changes: Any) -> TrainerOptions:
         """Return options with copies of the callbacks and some other arguments."""

@@ -30,10 +30,12 @@ SHOWN = (
 )
 """Columns on the terminal, the first of those there are; the files have all."""
 MOST = 5
-WORDS = (
-    "[95 % interval] over a client's samples: they do not hold what another training would change. slope: 1 is perfect, less "
-    "is too extreme; in_the_large: above 0 risks are too low. All columns are in the files."
-)
+INTERVALS = "[95 % interval] over a client's samples: they do not hold what another training would change."
+MEANINGS = {
+    "slope": " slope: 1 is perfect, less is too extreme.",
+    "in_the_large": " in_the_large: above 0 risks are too low.",
+}
+"""Column -> how it is read."""
 
 
 def show_evaluation(
@@ -62,7 +64,8 @@ def show_evaluation(
         )
         table.add_row(line["client"], "" if line["samples"] is None else str(line["samples"]), *cells)
     print_whole(screen, table)
-    screen.print(WORDS, highlight=False, markup=False)
+    meanings = "".join(meaning for name, meaning in MEANINGS.items() if name in names[:MOST])
+    screen.print(f"{INTERVALS}{meanings} All columns are in the files.", highlight=False, markup=False)
     if found is not None and found.reason:
         say(screen, f"No calibration slope: {found.reason}.", markup=False)
     files = []

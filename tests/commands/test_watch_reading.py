@@ -168,3 +168,7 @@ def test_the_newest_run_of_a_folder_or_none_yet(folder, tmp_path):
     shutil.copytree(folder, run)
     for place in (run, run.parent, run.parent.parent):
         assert Watched(place).state()["folder"] == str(run)
+    (run.parent / "version_1").mkdir()
+    for name in ("config.yaml", "evaluation.json"):  # of `fedlightning evaluate`, which trains nothing
+        (run.parent / "version_1" / name).write_text("{}")
+    assert Watched(run.parent).state()["folder"] == str(run)

@@ -45,6 +45,7 @@ class Watched:
         for levels in ((LEVELS[0],), LEVELS[1:3]):  # `runs/NAME/version_0`: of `runs`, too
             places = [f"{level}{name}" for level in levels for name in ("metrics.csv", "config.yaml")]
             folders = [path.parent for place in places for path in self.folder.glob(place)]
+            folders = [folder for folder in folders if not (folder / "evaluation.json").exists()]  # nothing was trained
             if folders:
                 return max(folders, key=lambda path: path.stat().st_mtime)
         return None
