@@ -51,7 +51,8 @@ class Form:
     Attributes:
         delimiter: Character between two cells: of comma, semicolon, tab and bar the one that gives the header and the first
             rows as many cells, and most.
-        decimal: Sign before the fraction of a number. A comma is taken for one only where it cannot be a mark of thousands.
+        decimal: Sign before the fraction of a number. A comma is taken for one only where it cannot be a mark of thousands;
+            in a file of such commas, so is a point.
         encoding: Of the text, as Python names it.
     """
 
@@ -101,7 +102,7 @@ def read_table(
                         "each column, in quotes if it holds the delimiter."
                     )
                 rows.append(row)
-    except UnicodeDecodeError as error:
+    except UnicodeError as error:  # not of bytes alone: utf-16 wants its mark at the beginning
         named = "UTF-8" if form.encoding == "utf-8-sig" else form.encoding
         raise ValueError(
             f"{path} cannot be read as CSV in {named} ({error}); save it as UTF-8, or give its encoding: cp1252 is usual for "
@@ -114,15 +115,22 @@ def read_table(
     if not rows or "" in header or len(set(header)) < len(header):
         wrong = "no rows" if not rows else "a column without a name" if "" in header else "two columns of one name"
         raise ValueError(f"{path} has {wrong}; the first line names every column, the others are the samples.")
-    table = {}
+    table: dict[str, Column] = {}
+    marked: dict[str, list[str]] = {}
+    commas = form.decimal == ","
     for place, name in enumerate(header):
         if only is not None and name not in only:
             continue
         cells = [row[place].strip() for row in rows]
         cells = ["" if cell.lower() in GAPS else cell for cell in cells]
         if delimiter != "," or form.decimal == ",":
-            cells = _with_points(cells, form.decimal)
+            cells, written = _with_points(cells, form.decimal), cells
+            commas |= cells != written
+            marked[name] = [cell for cell in written if "." in cell]
         table[name] = Column(name, cells, _numbers(path, name, cells))
+    for name, cells in marked.items():
+        if commas and cells and all(_THOUSANDS.fullmatch(cell) for cell in cells):
+            table[name].numbers = None  # words, until somebody asks for numbers: then they are refused
     return table
 
 
@@ -153,13 +161,15 @@ def delimiter_of(path: Path, form: Form = Form()) -> str:
 
 _COMMA = re.compile(r"[-+]?\d*,\d+(?:[eE][-+]?\d+)?")
 """A number with a decimal comma."""
+_THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}[.,]\d{3}")
+"""A number whose sign may be a mark of thousands."""
 
 
 def _with_points(cells: list[str], decimal: str | None) -> list[str]:
     """Return the cells of a column of numbers with points in the place of decimal commas; others as they are."""
     commas = [cell for cell in cells if _COMMA.fullmatch(cell)]
     plain = all(not cell or _COMMA.fullmatch(cell) or re.fullmatch(r"[-+]?\d+", cell) for cell in cells)
-    thousands = all(re.fullmatch(r"[-+]?[1-9]\d{0,2},\d{3}", cell) for cell in commas)
+    thousands = all(_THOUSANDS.fullmatch(cell) for cell in commas)
     if not commas or not plain or decimal == "." or (decimal is None and thousands):
         return cells
     return [cell.replace(",", ".") for cell in cells]
@@ -251,14 +261,15 @@ def refuse_other_numbers(path: Path, column: Column, way: str) -> None:
         >>> from fedlightning.datamodules.tables import Column, refuse_other_numbers
         >>> refuse_other_numbers(Path("a.csv"), Column("dose", ["0,5", "1,25", ""], None), "give categorical: [dose]")
         Traceback (most recent call last):
-        ValueError: a.csv: column 'dose' holds '0,5', which is no number here: write it as 1234.5, or give ...
+        ValueError: a.csv: column 'dose' holds '0,5', which is no number here: write it as 1234.5, without ...
     """
     words = [cell for cell in column.cells if cell]
     other = [cell for cell in words if _OTHER_NUMBER.fullmatch(cell)]
     if column.numbers is None and 2 * len(other) > len(words):
+        signed = next((cell for cell in other if not cell.isdigit()), other[0])
         raise ValueError(
-            f"{path}: column {column.name!r} holds {other[0]!r}, which is no number here: write it as 1234.5, or give "
-            f"decimal: ',' if the comma begins its fraction. If it is a word, {way}."
+            f"{path}: column {column.name!r} holds {signed!r}, which is no number here: write it as 1234.5, without marks of "
+            f"thousands, or give decimal: ',' if the comma begins its fraction. If it is a word, {way}."
         )
 
 
@@ -335,6 +346,7 @@ def numbers_of(path: Path, column: Column) -> np.ndarray:
         except ValueError:
             what = f"{cell!r} in column {column.name!r} is no number" if cell else f"column {column.name!r} is empty"
             raise ValueError(f"{path}, sample {sample}: {what}.") from None
+    refuse_other_numbers(path, column, "leave the column out")
     raise AssertionError("a column without numbers has a cell that is none")
 
 

@@ -186,8 +186,8 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         check_scale(name, scale if scaling else f"{scale} and scaling: false", self.ranges, self.categories)
         self.val_fraction, self.test_fraction, self.val_seed = val_fraction, test_fraction, val_seed
         try:
-            codecs.lookup(encoding)
-        except LookupError:
+            "".encode(codecs.lookup(encoding).name)  # LookupError: also of rot13, which is no encoding of text
+        except (LookupError, ValueError):
             raise ValueError(
                 f"{name} got encoding={encoding!r}, which Python does not know; such as utf-8, cp1252."
             ) from None

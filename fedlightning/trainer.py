@@ -340,6 +340,8 @@ class FederatedTrainer:
     ) -> list[dict[str, Any]]:
         """Score a model as it is given at all clients; nothing is trained. Its folder is one that `report` reads.
 
+        Methods and `held_out` play no role; callbacks that protect what leaves clients do.
+
         Args:
             model: Any LightningModule, with its weights, or those of the trainer's `init_from`.
             datamodule: The clients' data, as for :meth:`fit`; or
@@ -359,7 +361,9 @@ class FederatedTrainer:
             if run is not None and is_writer():
                 stack.callback(run.remove_empty)
             model = arguments.check_model(model)
-            federation = assemble(self.options, model, data, run, go_on=False)
+            kept = [*self.options.callbacks.protecting, *self.options.ordinary_callbacks]
+            options = self.options.copied(callbacks=kept, held_out=None)  # what methods make of a model plays no role
+            federation = assemble(options, model, data, run, go_on=False)
             if run is not None:
                 stack.enter_context(only_writer(run.path))
             self._hold(federation, model, datamodule)

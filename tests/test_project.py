@@ -15,6 +15,7 @@ from lightning.pytorch.cli import LightningCLI
 
 from fedlightning import FederatedCLI
 from fedlightning.cli import main
+from fedlightning.config.value_checks import refuse_misread
 from fedlightning.datamodules import DigitsDataModule, IIDPartitioner, Partitioned
 from fedlightning.errors import ConfigurationError
 from fedlightning.project import INSTEAD
@@ -149,6 +150,10 @@ def test_without_run_there_are_the_objects_by_any_class(project):
         args=["--model=project_of_a_test.Net", "--model.num_features=64", "--data=DigitsDataModule"],
     )  # fmt: skip
     assert type(line.datamodule) is DigitsDataModule
+
+
+def test_a_command_line_without_options_is_read(project):
+    refuse_misread([], {})  # main.py fit, where everything has a default
 
 
 def test_the_data_are_shown_without_a_whole_model(project, capsys):

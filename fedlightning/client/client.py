@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from fedlightning.client import probes
 from fedlightning.client.data_summary import count_used_samples, start_sampler
@@ -416,6 +416,15 @@ class Client:
         loader = self.loader("train")
         assert loader is not None
         lap = 0
+        while isinstance(loader.dataset, IterableDataset):  # without positions that could be drawn
+            start_sampler(self._runner, loader, self.message, purpose=f"{stream}-{lap}")
+            empty = True
+            for batch in loader:
+                empty = False
+                yield batch
+            if empty:
+                return
+            lap += 1
         while True:
             count, size = len(loader.dataset), loader.batch_size or 1  # type: ignore[arg-type]
             order = torch.randperm(count, generator=self.rng(f"{stream}-{lap}"))

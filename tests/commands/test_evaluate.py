@@ -65,6 +65,28 @@ def test_a_model_is_scored_with_samples_intervals_and_a_floor(folder, capsys):
     again.load_state_dict(given)  # the file is as it was
 
 
+@pytest.mark.parametrize(
+    "word",
+    [
+        "--trainer.callbacks=FedPer",
+        "--trainer.callbacks=IFCA",
+        "--trainer.callbacks=FedET",
+        "--trainer.held_out=[Bern,Oslo]",
+    ],
+)
+def test_methods_and_who_is_held_out_play_no_role(word, folder, capsys):
+    alone = last_line(["evaluate", "given.pt", "--config", "c.yaml", "--json"], capsys)
+    found = last_line(["evaluate", "given.pt", "--config", "c.yaml", word, "--json"], capsys)
+    assert found["clients"] == alone["clients"]
+    with (folder / "runs/ev/version_1/metrics.csv").open() as file:
+        assert "Bern" not in {line["client"] for line in csv.DictReader(file)}  # below the floor
+
+
+def test_a_configuration_that_names_no_model_takes_the_one_of_the_command(folder, capsys):
+    (folder / "c.yaml").write_text(CONFIG.replace("{name: ev,", "{name: ev, init_from: null,"))
+    assert len(last_line(["evaluate", "given.pt", "--config", "c.yaml", "--json"], capsys)["clients"]) == 3
+
+
 def test_what_is_no_model_is_told(folder, capsys):
     assert main(["evaluate", "--config", "c.yaml"]) == 2
     assert "there is no model: fedlightning evaluate MODEL" in capsys.readouterr().err

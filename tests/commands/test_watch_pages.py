@@ -61,6 +61,17 @@ def test_data_are_sent_when_they_have_changed(server):
     assert json.loads(ask(server, "/data")[1])["kind"] == "grid"
 
 
+@pytest.mark.parametrize(
+    "summary", ['{"seconds": NaN, "per_round": [{"seconds": NaN}]}', '{"failures": {"a": 1}}', '{"per_round": ["x"]}']
+)
+def test_a_damaged_file_is_said_on_the_page(summary, tmp_path):
+    (tmp_path / "config.yaml").write_text("trainer: {}")
+    (tmp_path / "summary.json").write_text(summary)
+    with PageServer(tmp_path) as damaged:
+        state = json.loads(damaged.data(""), parse_constant=pytest.fail)
+    assert state["kind"] == "damaged" and state["error"]
+
+
 def test_a_taken_port_and_other_words_are_refused_in_a_sentence(server, capsys):
     assert main(["watch", "runs", "--port", str(server.server_port)]) == 2
     assert "cannot be had" in capsys.readouterr().err

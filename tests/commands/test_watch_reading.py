@@ -91,6 +91,34 @@ def test_a_run_that_goes_on_and_one_that_has_stopped(folder, rounds):
     assert files.state()["status"] == ("stopped" if rounds else "waiting")
 
 
+HEAD = "round,stage,model,checkpoint,data,split,client,metric,value,num_samples\n"
+
+
+def row(number, value="0.5", client="a"):
+    return f"{number},G,global,latest,local,val,{client},val_loss,{value},10\n"
+
+
+@pytest.mark.parametrize("between", [True, False])
+def test_another_runs_file_in_the_same_place_is_read_from_its_beginning(between, tmp_path):
+    path = tmp_path / "metrics.csv"
+    path.write_text(HEAD + row(1) + row(2))
+    scores = Scores(path)
+    scores.read()
+    path.unlink()
+    if between:
+        scores.read()
+        assert not scores.curves and scores.round == 0
+    path.write_text(HEAD + "".join(row(number, "9.0") for number in range(1, 5)))
+    scores.read()
+    assert [scores.curves["val_loss"]["G"][number][:2] for number in range(1, 5)] == [[9.0, 1]] * 4
+
+
+@pytest.mark.parametrize("text", [row("²"), row("9" * 5000), row(1, client="x" * 200_000)])
+def test_damaged_lines_are_passed_over(text, tmp_path):
+    (tmp_path / "metrics.csv").write_text(HEAD + row(3) + text, encoding="utf-8")
+    assert RunFiles(tmp_path).state()["rounds"] == 3
+
+
 def test_the_expected_end_is_from_the_newest_rounds(folder):
     manifest = json.loads((folder / "checkpoints/last/manifest.json").read_text())
     for number, entry in enumerate(manifest["extra"]["history"]):

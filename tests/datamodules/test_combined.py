@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedlightning.callbacks import SCAFFOLD, Central
+from fedlightning.callbacks import SCAFFOLD, Central, FedALA, PerFedAvg
 from fedlightning.datamodules import LoaderDataModule
 from fedlightning.errors import ConfigurationError
 from tests.helpers import Toy, global_state, make_trainer, same
@@ -88,6 +88,13 @@ def test_a_resumed_run_goes_on_with_the_same_batches(tmp_path):
 
 def test_central_trains_on_all_of_them():
     assert fitted(callbacks=[Central()]).rounds_done == 2
+
+
+@pytest.mark.parametrize("method", [PerFedAvg, FedALA])
+def test_methods_that_draw_more_batches_draw_joint_ones(method):
+    first = fitted(callbacks=[method()], generator=True)
+    assert first.rounds_done == 2
+    same(global_state(first), global_state(fitted(callbacks=[method()], generator=True)))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from fedlightning.datamodules import DirichletPartitioner, IIDPartitioner, TabularFederatedDataModule, describe
-from fedlightning.datamodules.tables import read_table
+from fedlightning.datamodules.tables import Form, numbers_of, read_table
 
 RNG = np.random.default_rng(0)
 
@@ -294,3 +294,24 @@ def test_what_could_be_either_is_asked_about(tmp_path):
     path.write_bytes("größe;klinik;tot\n1;a;0\n".encode("cp1252"))
     with pytest.raises(ValueError, match=r"in UTF-8 .* or give its encoding: cp1252"):
         TabularFederatedDataModule(path, "tot", "klinik").setup()
+
+
+@pytest.mark.parametrize(("decimal", "other"), [(",", "7"), (None, "7,5")])
+def test_a_point_that_may_mark_thousands_is_no_fraction_beside_decimal_commas(tmp_path, decimal, other):
+    path = tmp_path / "klinik.csv"
+    lines = [f"{'950' if i % 2 else f'1.2{i:02d}'};{other};{'ab'[i % 2]};{i // 2 % 2}" for i in range(20)]
+    path.write_text("\n".join(["units;dose;hospital;ill", *lines]))
+    with pytest.raises(ValueError, match=r"column 'units' holds '1.200', which is no number here.*marks of thousands"):
+        ready(path, drop=[], group=False, decimal=decimal)
+    ready(path, drop=["units"], group=False, decimal=decimal)
+    with pytest.raises(ValueError, match=r"column 'units' holds '1.200', which is no number here"):
+        numbers_of(path, read_table(path, Form(decimal=decimal))["units"])
+
+
+@pytest.mark.parametrize(
+    ("encoding", "sentence"),
+    [("rot13", "encoding='rot13', which Python"), ("utf-16", "cannot be read as CSV in utf-16")],
+)
+def test_encodings_that_the_file_cannot_have(tmp_path, encoding, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        ready(write(tmp_path, patients()), encoding=encoding)

@@ -41,9 +41,17 @@ class PageServer(ThreadingHTTPServer):
 
     def data(self, run: str) -> bytes | None:
         """Return the state as JSON; requests wait for each other, since files are read on."""
-        with self.one_at_a_time:
-            state = self.watched.state(run)
-        return None if state is None else json.dumps(state).encode()
+        try:
+            with self.one_at_a_time:
+                state = self.watched.state(run)
+            return None if state is None else json.dumps(state, allow_nan=False).encode()
+        except (
+            AttributeError,
+            KeyError,
+            TypeError,
+            ValueError,
+        ) as error:  # a file holds something else than runs write
+            return json.dumps({"kind": "damaged", "folder": str(self.watched.folder), "error": str(error)}).encode()
 
 
 class Handler(BaseHTTPRequestHandler):

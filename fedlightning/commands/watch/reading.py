@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from fedlightning.storage.files import read_json
 
 COLUMNS = ("round", "stage", "model", "checkpoint", "data", "split", "client", "metric", "value", "num_samples")
 SHOWN_CLIENTS, SHOWN_FAILURES = 500, 50
+REMEMBERED = 4096
+"""Bytes before the place that is read next, by which it is still the same file."""
 RECENT = 5
 """Rounds whose seconds tell how long a round takes."""
 
@@ -32,27 +35,31 @@ class Scores:
         self._forget()
 
     def _forget(self) -> None:
-        self.place, self.round = 0, 0
+        self.place, self.round, self._before = 0, 0, b""
         self.curves: dict[str, dict[str, dict[int, list[float]]]] = {}
         """Metric -> stage -> round -> sum, count, lowest and highest over clients."""
         self.clients: dict[str, dict[str, Any]] = {}
         """Client -> its number of samples and newest scores."""
 
     def read(self) -> None:
-        """Read the lines that were appended; a resumed run has cut some off, and then all are read."""
+        """Read the lines that were appended; where those before are others (a resumed run, another run), all are read."""
         try:
-            if self.path.stat().st_size < self.place:
-                self._forget()
             with self.path.open("rb") as file:
-                file.seek(self.place)
+                file.seek(self.place - len(self._before))
+                if file.read(len(self._before)) != self._before:
+                    self._forget()
+                    file.seek(0)
                 data = file.read()
-        except FileNotFoundError:
+        except OSError:
+            self._forget()
             return
         data = data[: data.rfind(b"\n") + 1]  # the last line may be half written
         self.place += len(data)
-        for line in csv.reader(data.decode(errors="replace").splitlines()):
-            if len(line) == len(COLUMNS) and line[0].isdigit():
-                self._take(dict(zip(COLUMNS, line, strict=True)))
+        self._before = (self._before + data)[-REMEMBERED:]
+        with suppress(csv.Error):  # damaged
+            for line in csv.reader(data.decode(errors="replace").splitlines()):
+                if len(line) == len(COLUMNS) and line[0].isascii() and line[0].isdigit() and len(line[0]) < 10:
+                    self._take(dict(zip(COLUMNS, line, strict=True)))
 
     def _take(self, row: dict[str, str]) -> None:
         number, value, metric, stage = int(row["round"]), _number(row["value"]), row["metric"], row["stage"]
