@@ -60,6 +60,8 @@ def open_client(
     client.evaluating = evaluating
     client.received = dict(message.state)
     client.message.state = dict(message.state)
+    covering = next((one.key for one in runner.callbacks.protecting if one.covers_training), "")
+    client.withhold_data("" if evaluating else covering)
     bind(runner, client)
     try:
         if entries is None:
@@ -182,6 +184,7 @@ def _train(runner: LocalRunner, client: Client, loader: Any) -> Generator[Fit, A
         work = next(amount for amount in given if amount is not None)
         fitted: FitResult = yield Fit(client, message, phase, work, loader)
         loader = None  # each of the other phases begins with a new one
+        runner.callbacks.event("check_fit", client)
         if phase.keep_as is not None:
             phase.keep_as(client)
             assert before is not None
@@ -238,7 +241,7 @@ def _send(runner: LocalRunner, client: Client, update: Update) -> None:
         if not runner.callbacks.covers_training or ALTERING & set(callback.facts.changes):
             callback.on_send(client, update)
         elif callback.claims("on_send"):
-            seen = replace(update, state=clone(update.state), extras={})
+            seen = replace(update, state=clone(update.state), extras={}, evaluations=[], gaps=[])
             callback.on_send(client, seen)
             _take_declared(client, callback, seen, update)
 
@@ -252,7 +255,7 @@ def _take_declared(client: Client, callback: FederatedCallback, seen: Update, up
     if seen.model == client.message.tag:
         update.model = seen.model
     same = len(made) == len(extras) and seen.extras.keys() <= {callback.key}
-    if not same or not equal(seen.state, update.state):
+    if not same or seen.evaluations or seen.gaps or not equal(seen.state, update.state):
         warn(
             f"Round {client.round + 1}: what {callback.key} makes of an update in on_send is set to nothing: the noise is in "
             "what training has left, and would not cover it. If it is made of the update alone, declare so in facts: "

@@ -194,6 +194,41 @@ def test_no_record_is_longer_than_the_bound_in_16_bits(precision, monkeypatch):
     assert all(0.0099 < length <= 0.01 for length in single)
 
 
+@pytest.mark.parametrize("hook", ["setup", "on_train_start", "on_before_zero_grad", "on_fit_end", "teardown"])
+@pytest.mark.parametrize("base", [Toy, FederatedCallback], ids=["module", "callback"])
+def test_entries_that_move_beside_the_steps_of_a_fit_are_refused(hook, base):
+    """Right before its first step, in the middle of one, and when the last hook that SampleDP itself has is over."""
+
+    def write(*arguments, **options):
+        module = next(one for one in arguments if isinstance(one, Toy))
+        module.net[0].weight.data.add_(1.0)
+
+    writing = type("Writing", (base,), {hook: write})()
+    net, beside = (writing, []) if base is Toy else (Toy(), [writing])
+    with pytest.raises(FederationError, match=r"'net\.0\.weight' has moved without a step of the optimizer"):
+        federate(net, toy_data(SIZES), [FedAvg(), dp(), *beside], max_rounds=1)
+
+
+def test_samples_are_withheld_before_training_starts():
+    class Reads(FederatedCallback):
+        def on_receive(self, client, message):
+            rows, _ = next(iter(client.loader("train")))
+            message.state["net.0.weight"] = message.state["net.0.weight"] + rows.mean()
+
+    with pytest.raises(FederationError, match="gives its samples to the steps of training only, which SampleDP covers"):
+        federate(Toy(), toy_data(SIZES), [FedAvg(), dp(), Reads()], max_rounds=1)
+
+
+def test_scores_and_gaps_that_a_callback_adds_do_not_leave(tmp_path):
+    class Tells(FederatedCallback):
+        def on_send(self, client, update):
+            update.gaps.append(("L2", "local", "val", "a mean of 12345"))
+
+    with pytest.warns(UserWarning, match="what Tells makes of an update in on_send is set to nothing"):
+        trainer = federate(Toy(), toy_data(SIZES), [FedAvg(), dp(), Tells()], tmp_path, max_rounds=1)
+    assert "12345" not in (trainer.run.path / "summary.json").read_text()
+
+
 # -- runs that go on ---------------------------------------------------------------------------------------------------
 def test_a_plain_checkpoint_goes_on_in_the_middle_and_spends_once(tmp_path):
     def trainer(callback, **options):
