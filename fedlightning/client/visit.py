@@ -54,12 +54,13 @@ def open_client(
     runner: LocalRunner, message: Message, record: ClientRecord, evaluating: bool = False
 ) -> Iterator[Client]:
     """Open a client with its merged model (stage L1), on a copy of its record, bound to every callback."""
-    entries = runner.blueprint.plain_entries(record.personal | message.state, message.client)
+    # The server, or who protects the client, goes by what was sent: a callback that writes into it has a copy.
+    sent = clone(message.state) if runner.callbacks.protecting else dict(message.state)
+    entries = runner.blueprint.plain_entries(record.personal | sent, message.client)
     module = runner.blueprint.build(message.client) if entries is None else None
     client = Client(runner, copy.copy(message), record.copy(), module, entries)
     client.evaluating = evaluating
-    client.received = dict(message.state)
-    client.message.state = dict(message.state)
+    client.received, client.message.state = sent, dict(sent)
     covering = next((one.key for one in runner.callbacks.protecting if one.covers_training), "")
     client.withhold_data("" if evaluating else covering)
     bind(runner, client)
@@ -159,6 +160,7 @@ def visit_steps(runner: LocalRunner, message: Message, record: ClientRecord, eva
                 client.record.personal = kept
             if message.work != 0 and message.client != POOLED:
                 update.evaluations = yield from _evaluate(runner, client, update, evaluate)
+            client.received = dict(message.state)  # as it came, whatever callbacks have written into theirs
             leave(runner, client, update)  # every callback has had it
             answer = update, client.record
     except BaseException as error:  # one client's failure must not end the round; the loop reports it

@@ -13,7 +13,7 @@ pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install o
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from fedlightning.algorithm import Change, Facts, FederatedCallback
-from fedlightning.callbacks import FedAvg, FedLP
+from fedlightning.callbacks import ClientDP, FedAvg, FedLP
 from fedlightning.engines.attempts import FederationError
 from fedlightning.tensors import equal
 from tests.callbacks.test_sample_dp import SIZES, Plain, dp, module, plain_trainer, records
@@ -227,6 +227,26 @@ def test_scores_and_gaps_that_a_callback_adds_do_not_leave(tmp_path):
     with pytest.warns(UserWarning, match="what Tells makes of an update in on_send is set to nothing"):
         trainer = federate(Toy(), toy_data(SIZES), [FedAvg(), dp(), Tells()], tmp_path, max_rounds=1)
     assert "12345" not in (trainer.run.path / "summary.json").read_text()
+
+
+@pytest.mark.parametrize("by", ["ClientDP", "SampleDP"])
+def test_what_was_sent_stays_what_the_guarantee_goes_by(by):
+    """A client shares its memory with the server where it trains in one process."""
+
+    class Writes(FederatedCallback):
+        def on_send(self, client, update):
+            for value in client.received.values():
+                value.add_(9.0)
+
+    net = Toy()
+    for one in net.net[0].parameters():
+        one.requires_grad_(False)
+    start = net.net[0].weight.detach().clone()
+    chosen = dp() if by == "SampleDP" else ClientDP(delta=1e-3, noise_multiplier=1e-9, clip=0.1, noise_seed=1)
+    trainer = federate(net, toy_data(SIZES), [FedAvg(weighting="uniform"), chosen, Writes()], max_rounds=1)
+    after = global_state(trainer)
+    assert torch.equal(after["net.0.weight"], start)
+    assert float(after["net.3.weight"].abs().max()) < 8.0
 
 
 # -- runs that go on ---------------------------------------------------------------------------------------------------
