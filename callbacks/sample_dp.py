@@ -55,7 +55,7 @@ from fedlightning.callbacks.shared.private_options import (
     Private,
     Scores,
 )
-from fedlightning.callbacks.shared.record_gradients import RecordGradients, refuse_mixed_records
+from fedlightning.callbacks.shared.record_gradients import RecordGradients, refuse_mixed_records, trained_by
 from fedlightning.callbacks.shared.secret_noise import digest_of, with_noise
 from fedlightning.callbacks.shared.spending import accountant_of, write_told
 from fedlightning.ranges import PositiveFloat, PositiveInt
@@ -278,6 +278,7 @@ class SampleDP(TrainingData, Private):
         self._fit: RecordGradients | None = None
         self._sampler: PoissonBatches | None = None
         self._ended: RecordGradients | None = None
+        self._began: list[tuple[str, torch.nn.Parameter, Tensor]] | None = None
         self._undo: list[Callable[[], None]] = []
         self._secret = ""
         self._entry = Ledger(None, "", "")
@@ -367,9 +368,8 @@ class SampleDP(TrainingData, Private):
 
     # -- a visit -------------------------------------------------------------------------------------------------------
     def on_visit_start(self, client: Client) -> None:
-        """Let only the steps of training read the client's samples; find the client's secret, or draw it."""
+        """Find the client's secret, or draw it."""
         self._close()  # of a visit, in whatever trainer, that ended between its batches and its first step
-        client.withhold_data(checks.ONLY_STEPS.format(client.id))
         if client.is_at_site:
             checks.refuse_forgetting(self.ledger, self.noise_seed)
         if "secret" not in client.state.get(self.key, {}):
@@ -390,6 +390,7 @@ class SampleDP(TrainingData, Private):
         groups = patients_of(client) if self.unit == "patient" else None
         secret = client.state[self.key]["secret"]
         made, self._sampler = poisson_loader(loader, self.key, secret, address, groups, self.most)
+        self._began = trained_by(client.module)
         return made
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -411,7 +412,8 @@ class SampleDP(TrainingData, Private):
         self._entry = self._budget.file(client, f"{secret}|{address}")
         room = self._budget.enter(self._entry, history, (noise, self._sampler.rate), planned, all_of_them=not keeps)
         self._undo.append(checks.refuse_monitors(trainer, pl_module))
-        self._fit = RecordGradients(pl_module, self._sampler, self.clip, noise, secret, address, room)
+        began, self._began = self._began, None
+        self._fit = RecordGradients(pl_module, self._sampler, self.clip, noise, secret, address, room, began)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Take note of how many records there are in the batch."""
@@ -455,10 +457,10 @@ class SampleDP(TrainingData, Private):
                 "logs are not covered."
             )
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """See that no other callback has moved what leaves when training ended."""
+    def check_fit(self, client: Client) -> None:
+        """See that no other hook of the fit has moved what leaves when training ended."""
         ended, self._ended = self._ended, None
-        if ended is not None and self._client is not None:
+        if ended is not None:
             ended.refuse_moved()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -497,7 +499,7 @@ class SampleDP(TrainingData, Private):
         self._budget.enter(file, kept["history"], (self.means_noise, 1.0), 1, all_of_them=True)
         client.withhold_data("")
         exact = sums_by_class(vectors(), classes, self.means_clip)
-        client.withhold_data(checks.ONLY_STEPS.format(client.id))
+        client.withhold_data(self.key)
         count(client, self.key, (self.means_noise, 1.0, 1))
         return released_means(exact, self.means_clip, self.means_noise, kept["secret"], address)
 

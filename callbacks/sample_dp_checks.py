@@ -135,10 +135,6 @@ def told_of(epsilon: Mapping[str, float], private: bool, unit: str) -> dict[str,
     }
 
 
-ONLY_STEPS = (
-    "Client '{}' gives its samples to the steps of training only, which SampleDP covers with noise. Remove SampleDP, or the "
-    "callback that reads samples otherwise."
-)
 NO_GROUPS = (
     "SampleDP(unit='patient') has to know whose a record is, and the data module knows no groups. Give it group=..., or take "
     "unit='record'."

@@ -40,6 +40,7 @@ class RecordGradients:
         secret: What nobody else knows.
         address: What the noise is for.
         room: Steps for which the budget has room.
+        began: What the fit began with (:func:`trained_by`); `None`: as the module is now.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class RecordGradients:
         secret: str,
         address: str,
         room: int,
+        began: list[tuple[str, nn.Parameter, Tensor]] | None = None,
     ) -> None:
         self.module, self.sampler = module, sampler
         self.clip, self.noise_multiplier = clip, noise_multiplier
@@ -63,7 +65,7 @@ class RecordGradients:
         self._looked_at: set[int] = set()
         self._tried = -1  # the last epoch of which a batch was tried
         self._before = held_by(module)
-        self._left: list[tuple[str, nn.Parameter, Tensor]] = []  # what the last step has left
+        self._left = trained_by(module) if began is None else began  # what the last step has left
         self._hooks = hooks_on(module)
 
     @property
@@ -105,8 +107,7 @@ class RecordGradients:
         Raises:
             ValueError: If a step went past Lightning's hooks, or a buffer has learnt from records.
         """
-        named = self.module.named_parameters()
-        self._left = [(name, one, one.detach().clone()) for name, one in named if one.requires_grad]
+        self._left = trained_by(self.module)
         if self._due:
             raise ValueError(
                 f"A batch ended without the step that is covered with noise: optimizer_step of {type(self.module).__name__} "
@@ -121,7 +122,7 @@ class RecordGradients:
         Raises:
             ValueError: With the name of one.
         """
-        moved = (name for name, parameter, before in self._left if not torch.equal(parameter, before))
+        moved = (name for name, now, before in self._left if not torch.equal(now, before.to(now.device)))
         if name := next(moved, None):
             raise ValueError(
                 f"'{name}' has moved without a step of the optimizer, and noise covers steps only: a hook of "
@@ -146,6 +147,7 @@ class RecordGradients:
                 "counted, for one. Use an optimizer that takes one."
             )
         self._due = False
+        self.refuse_moved()
         if self.steps >= self.room:
             raise ValueError(f"The budget has room for {self.room} steps of this fit, and this is one more.")
         chosen = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -213,6 +215,11 @@ def refuse_other_parts(
                 "parameter that is used outside of its layer, or a second model. It would be lost, since single records are "
                 "clipped. Use weight_decay of the optimizer for a penalty, and layers for parameters."
             )
+
+
+def trained_by(module: LightningModule) -> list[tuple[str, nn.Parameter, Tensor]]:
+    """Return names of the parameters that train, themselves, and copies of them."""
+    return [(name, one, one.detach().clone()) for name, one in module.named_parameters() if one.requires_grad]
 
 
 def held_by(module: LightningModule) -> dict[str, Tensor]:

@@ -23,5 +23,5 @@ def refuse_other_ways(owner: FederatedCallback, setup: Setup, why: str, sums: bo
             raise ValueError(
                 f"{other.key} takes {', '.join(extras)} from clients, which {owner.key} {why}. Remove one of the two."
             )
-        if other.claims("on_update"):
+        if other.claims("on_update") or (other.claims("check_update") and not isinstance(other, UpdateCodec)):
             raise ValueError(f"{other.key} goes by single updates, which {owner.key} {why}. Remove one of the two.")

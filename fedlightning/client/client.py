@@ -221,18 +221,21 @@ class Client:
         self.refuse_withheld()
         return self._runner.loader(self.message, split)
 
-    def withhold_data(self, why: str) -> None:
+    def withhold_data(self, owner: str) -> None:
         """Let callbacks read the client's samples in this visit no more; the batches of its fits go on.
 
         Args:
-            why: The sentence that those who ask get.
+            owner: Key of the callback that covers these; empty: samples may be read.
         """
-        self._withheld = why
+        self._withheld = owner
 
     def refuse_withheld(self) -> None:
         """Raise ValueError if samples are for the steps of training only (:meth:`withhold_data`)."""
         if self._withheld:
-            raise ValueError(self._withheld)
+            raise ValueError(
+                f"Client '{self.id}' gives its samples to the steps of training only, which {self._withheld} covers with "
+                f"noise. Remove {self._withheld}, or the callback that reads samples otherwise."
+            )
 
     def size(self, split: str = "train") -> int:
         """Return the number of samples in a split of the client's data; of all clients' data in a pooled job."""

@@ -54,12 +54,15 @@ def open_client(
     runner: LocalRunner, message: Message, record: ClientRecord, evaluating: bool = False
 ) -> Iterator[Client]:
     """Open a client with its merged model (stage L1), on a copy of its record, bound to every callback."""
-    entries = runner.blueprint.plain_entries(record.personal | message.state, message.client)
+    # The server, or who protects the client, goes by what was sent: a callback that writes into it has a copy.
+    sent = clone(message.state) if runner.callbacks.protecting else dict(message.state)
+    entries = runner.blueprint.plain_entries(record.personal | sent, message.client)
     module = runner.blueprint.build(message.client) if entries is None else None
     client = Client(runner, copy.copy(message), record.copy(), module, entries)
     client.evaluating = evaluating
-    client.received = dict(message.state)
-    client.message.state = dict(message.state)
+    client.received, client.message.state = sent, dict(sent)
+    covering = next((one.key for one in runner.callbacks.protecting if one.covers_training), "")
+    client.withhold_data("" if evaluating else covering)
     bind(runner, client)
     try:
         if entries is None:
@@ -157,6 +160,7 @@ def visit_steps(runner: LocalRunner, message: Message, record: ClientRecord, eva
                 client.record.personal = kept
             if message.work != 0 and message.client != POOLED:
                 update.evaluations = yield from _evaluate(runner, client, update, evaluate)
+            client.received = dict(message.state)  # as it came, whatever callbacks have written into theirs
             leave(runner, client, update)  # every callback has had it
             answer = update, client.record
     except BaseException as error:  # one client's failure must not end the round; the loop reports it
@@ -182,6 +186,7 @@ def _train(runner: LocalRunner, client: Client, loader: Any) -> Generator[Fit, A
         work = next(amount for amount in given if amount is not None)
         fitted: FitResult = yield Fit(client, message, phase, work, loader)
         loader = None  # each of the other phases begins with a new one
+        runner.callbacks.event("check_fit", client)
         if phase.keep_as is not None:
             phase.keep_as(client)
             assert before is not None
@@ -238,7 +243,7 @@ def _send(runner: LocalRunner, client: Client, update: Update) -> None:
         if not runner.callbacks.covers_training or ALTERING & set(callback.facts.changes):
             callback.on_send(client, update)
         elif callback.claims("on_send"):
-            seen = replace(update, state=clone(update.state), extras={})
+            seen = replace(update, state=clone(update.state), extras={}, evaluations=[], gaps=[])
             callback.on_send(client, seen)
             _take_declared(client, callback, seen, update)
 
@@ -252,7 +257,7 @@ def _take_declared(client: Client, callback: FederatedCallback, seen: Update, up
     if seen.model == client.message.tag:
         update.model = seen.model
     same = len(made) == len(extras) and seen.extras.keys() <= {callback.key}
-    if not same or not equal(seen.state, update.state):
+    if not same or seen.evaluations or seen.gaps or not equal(seen.state, update.state):
         warn(
             f"Round {client.round + 1}: what {callback.key} makes of an update in on_send is set to nothing: the noise is in "
             "what training has left, and would not cover it. If it is made of the update alone, declare so in facts: "

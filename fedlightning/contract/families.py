@@ -179,6 +179,9 @@ class Protection(FederatedCallback):
         """
         return "in the clear"
 
+    def check_fit(self, client: Client) -> None:
+        """Look at what a fit has left, after the last hook of its Trainer; raise ValueError if it is not covered."""
+
     def protect(self, client: Client, update: Update) -> None:
         """Cover an update that is about to leave: after every `on_send`, when no callback gets it any more but a codec."""
 

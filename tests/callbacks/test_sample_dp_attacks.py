@@ -13,7 +13,7 @@ pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install o
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from fedlightning.algorithm import Change, Facts, FederatedCallback
-from fedlightning.callbacks import FedAvg, FedLP
+from fedlightning.callbacks import ClientDP, FedAvg, FedLP
 from fedlightning.engines.attempts import FederationError
 from fedlightning.tensors import equal
 from tests.callbacks.test_sample_dp import SIZES, Plain, dp, module, plain_trainer, records
@@ -192,6 +192,61 @@ def test_no_record_is_longer_than_the_bound_in_16_bits(precision, monkeypatch):
     assert len(lengths) == 12 and all(length <= most for length, most in lengths)
     single = [length for length, most in lengths if most == 0.01]
     assert all(0.0099 < length <= 0.01 for length in single)
+
+
+@pytest.mark.parametrize("hook", ["setup", "on_train_start", "on_before_zero_grad", "on_fit_end", "teardown"])
+@pytest.mark.parametrize("base", [Toy, FederatedCallback], ids=["module", "callback"])
+def test_entries_that_move_beside_the_steps_of_a_fit_are_refused(hook, base):
+    """Right before its first step, in the middle of one, and when the last hook that SampleDP itself has is over."""
+
+    def write(*arguments, **options):
+        module = next(one for one in arguments if isinstance(one, Toy))
+        module.net[0].weight.data.add_(1.0)
+
+    writing = type("Writing", (base,), {hook: write})()
+    net, beside = (writing, []) if base is Toy else (Toy(), [writing])
+    with pytest.raises(FederationError, match=r"'net\.0\.weight' has moved without a step of the optimizer"):
+        federate(net, toy_data(SIZES), [FedAvg(), dp(), *beside], max_rounds=1)
+
+
+def test_samples_are_withheld_before_training_starts():
+    class Reads(FederatedCallback):
+        def on_receive(self, client, message):
+            rows, _ = next(iter(client.loader("train")))
+            message.state["net.0.weight"] = message.state["net.0.weight"] + rows.mean()
+
+    with pytest.raises(FederationError, match="gives its samples to the steps of training only, which SampleDP covers"):
+        federate(Toy(), toy_data(SIZES), [FedAvg(), dp(), Reads()], max_rounds=1)
+
+
+def test_scores_and_gaps_that_a_callback_adds_do_not_leave(tmp_path):
+    class Tells(FederatedCallback):
+        def on_send(self, client, update):
+            update.gaps.append(("L2", "local", "val", "a mean of 12345"))
+
+    with pytest.warns(UserWarning, match="what Tells makes of an update in on_send is set to nothing"):
+        trainer = federate(Toy(), toy_data(SIZES), [FedAvg(), dp(), Tells()], tmp_path, max_rounds=1)
+    assert "12345" not in (trainer.run.path / "summary.json").read_text()
+
+
+@pytest.mark.parametrize("by", ["ClientDP", "SampleDP"])
+def test_what_was_sent_stays_what_the_guarantee_goes_by(by):
+    """A client shares its memory with the server where it trains in one process."""
+
+    class Writes(FederatedCallback):
+        def on_send(self, client, update):
+            for value in client.received.values():
+                value.add_(9.0)
+
+    net = Toy()
+    for one in net.net[0].parameters():
+        one.requires_grad_(False)
+    start = net.net[0].weight.detach().clone()
+    chosen = dp() if by == "SampleDP" else ClientDP(delta=1e-3, noise_multiplier=1e-9, clip=0.1, noise_seed=1)
+    trainer = federate(net, toy_data(SIZES), [FedAvg(weighting="uniform"), chosen, Writes()], max_rounds=1)
+    after = global_state(trainer)
+    assert torch.equal(after["net.0.weight"], start)
+    assert float(after["net.3.weight"].abs().max()) < 8.0
 
 
 # -- runs that go on ---------------------------------------------------------------------------------------------------

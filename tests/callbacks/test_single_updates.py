@@ -21,6 +21,11 @@ class Looks(FederatedCallback):
         pass
 
 
+class Compares(FederatedCallback):
+    def check_update(self, server, message, update):
+        pass
+
+
 def judge(*others, sums=False):
     owner = FedAvg()
     refuse_other_ways(owner, SimpleNamespace(callbacks=[owner, *others], module=None), "does not judge", sums)
@@ -31,6 +36,7 @@ def judge(*others, sums=False):
     [
         (Sends(), "Sends takes score from clients, which FedAvg does not judge"),
         (Looks(), "Looks goes by single updates"),
+        (Compares(), "Compares goes by single updates"),
     ],
 )
 def test_what_is_taken_from_single_clients_is_refused(other, reason):
