@@ -1,10 +1,10 @@
-"""Rounds with each private callback, as ratios to FedAvg on equal work, in CPU time and bytes: `python -m benchmarks.private`.
+"""Rounds with each private callback, as ratios to FedAvg on equal work, in CPU time and bytes.
 
     python -m benchmarks.private [--only SampleDP,masked] [--clients 20] [--batch 64] [--rounds 4] [--repeats 5] [--out FILE]
 
 Each client takes one step on one batch with the network of 1.66 million parameters, the hardest case: what privacy adds to a
-visit does not grow with its steps, but for `SampleDP`, whose every step is dearer. The runs take turns in one process with one
-torch thread; the first round of each is not counted. Ratios are taken within a turn, and their median over turns is shown.
+visit does not grow with its steps, but for `SampleDP`, whose every step is dearer. The runs take turns in one process with
+one torch thread; the first round of each is not counted. Ratios are taken within a turn; their median over turns is shown.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Marks(FederatedCallback):
 def contestants(clients: int) -> dict[str, Callable[[], list[FederatedCallback]]]:
     """Return what makes the callbacks of each run."""
     return {
-        PLAIN: lambda: [],
+        PLAIN: list,
         "ClientDP": lambda: [ClientDP(**NOISE)],
         "SecureAggregation": lambda: [SecureAggregation()],
         "masked": lambda: [SecureAggregation(), ClientDP(**NOISE, where="masked", shares=2 * clients // 3 + 1)],

@@ -1,9 +1,9 @@
-"""Keys that two clients agree on, sealed texts, and streams of random integers, by the package `cryptography`."""
+"""Keys that two clients agree on, sealed texts, and streams of random bits, by the package `cryptography`."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedlightning.algorithm import missing_package
+from fedlightning.tensors.memory import PIECE
 
 SEED = 32
 """Bytes of keys and seeds."""
@@ -32,7 +33,7 @@ def library() -> Any:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
     except ImportError as error:
-        raise ValueError(missing_package("Keys and masks are made by cryptography", "privacy")) from error
+        raise ValueError(missing_package("Keys, masks and noise are made by cryptography", "privacy")) from error
     return SimpleNamespace(
         sha256=hashes.SHA256,
         private=x25519.X25519PrivateKey,
@@ -97,10 +98,35 @@ def unseal(key: bytes, sealed: bytes, first: bool) -> bytes:
         raise ValueError("a share of another client was changed on its way") from error
 
 
-# -- masks -------------------------------------------------------------------------------------------------------------
-def mask(seed: bytes, size: int, bits: int) -> np.ndarray:
-    """Return random integers of so many bits, the same for the same seed (AES-256 in counter mode)."""
-    return np.frombuffer(library().stream(seed).update(bytes(size * bits // 8)), dtype=f"<u{bits // 8}")
+# -- streams -----------------------------------------------------------------------------------------------------------
+ZEROS = memoryview(bytes(8 * PIECE))
+"""What is encrypted to get a stream's bits."""
+
+
+def stream(seed: bytes) -> Callable[[int], np.ndarray]:
+    """Return what gives the next random bytes of a stream, at most 8 for each number of a piece (AES-256, counter mode).
+
+    They are overwritten by the next call: memory that is in the cache already costs less than the encryption.
+
+    Args:
+        seed: A key of 32 bytes, of this stream alone.
+    """
+    encryptor, bits = library().stream(seed), np.empty(8 * PIECE + 16, np.uint8)
+
+    def next_bytes(count: int) -> np.ndarray:
+        encryptor.update_into(ZEROS[:count], bits)
+        return bits[:count]
+
+    return next_bytes
+
+
+def add_mask(total: np.ndarray, seed: bytes, sign: int = 1) -> None:
+    """Add the random integers of a seed to others of the same bits, or subtract them."""
+    next_bytes = stream(seed)
+    change = np.add if sign > 0 else np.subtract
+    for start in range(0, len(total), PIECE):
+        piece = total[start : start + PIECE]
+        change(piece, next_bytes(piece.nbytes).view(total.dtype), out=piece)
 
 
 # -- bytes as tensors --------------------------------------------------------------------------------------------------
