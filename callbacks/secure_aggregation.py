@@ -422,7 +422,7 @@ class SecureAggregation(SumCodec):
             self._refuse_thin(kept, share, noise)
             covered = {f"received {name}": client.received[name] for name in names}
             noise.add(integers, point, digest_of("sum", covered | {"integers": to_wire(integers, self.bits)}))
-        masking.add_masks(integers, kept, client.id)
+        masking.add_own_masks(integers, kept, client.id)
         client.state[self.key] = kept
         update.state = {}
         update.extras[self.key] = {"masked": to_wire(integers, self.bits)}

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedlightning.callbacks.shared.masks import (
     SEED,
-    add_mask,
+    add_masks,
     agreed,
     as_bytes,
     as_tensor,
@@ -165,7 +165,7 @@ def receive(kept: Mapping[str, Any], me: str, sealed: Mapping[str, Tensor]) -> d
     return {**kept, "held": held, "round": sorted(held)}
 
 
-def add_masks(total: np.ndarray, kept: Mapping[str, Any], me: str) -> None:
+def add_own_masks(total: np.ndarray, kept: Mapping[str, Any], me: str) -> None:
     """Add a client's masks to its integers: one of its own, and one with each other client, which cancels in the sum.
 
     Args:
@@ -173,10 +173,11 @@ def add_masks(total: np.ndarray, kept: Mapping[str, Any], me: str) -> None:
         kept: What :func:`receive` has kept.
         me: The client.
     """
-    add_mask(total, bytes.fromhex(kept["seed"]))
     others = {client: bytes.fromhex(kept["keys"][client]) for client in kept["round"] if client != me}
-    for client, seed in agreed(bytes.fromhex(kept["mask"]), others, "mask").items():
-        add_mask(total, seed, 1 if me < client else -1)
+    between = agreed(bytes.fromhex(kept["mask"]), others, "mask").items()
+    add_masks(
+        total, [(bytes.fromhex(kept["seed"]), 1), *((seed, 1 if me < client else -1) for client, seed in between)]
+    )
 
 
 def reveal(kept: Mapping[str, Any], me: str, there: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -221,6 +222,7 @@ def opened_sum(
     told = {client: as_bytes(keys[client]) for client in sorted(keys)}
     places = {client: place for place, client in enumerate(told, start=1)}
     total: np.ndarray = sum(masked.values(), start=np.zeros((), next(iter(masked.values())).dtype))
+    seeds: list[tuple[bytes, int]] = []
     for client in together:
         secret = join({places[one]: as_bytes(of[client]) for one, of in shares.items() if client in of})
         here = client in masked
@@ -229,9 +231,10 @@ def opened_sum(
         ):
             raise ValueError(f"the shares of client '{client}' do not give back what it has advertised")
         if here:
-            add_mask(total, secret, -1)
+            seeds.append((secret, -1))
             continue
         between = agreed(secret, {one: mask_key(told[one]) for one in masked}, "mask")
-        for one, seed in between.items():  # as the client that is gone would have: what they have added cancels
-            add_mask(total, seed, 1 if client < one else -1)
+        # as the client that is gone would have: what they have added cancels
+        seeds += [(seed, 1 if client < one else -1) for one, seed in between.items()]
+    add_masks(total, seeds)
     return total

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -103,30 +103,44 @@ ZEROS = memoryview(bytes(8 * PIECE))
 """What is encrypted to get a stream's bits."""
 
 
-def stream(seed: bytes) -> Callable[[int], np.ndarray]:
+def room() -> np.ndarray:
+    """Return memory for the bytes of a piece, and what a cipher may want beyond."""
+    return np.empty(8 * PIECE + 16, np.uint8)
+
+
+def stream(seed: bytes, bits: np.ndarray | None = None) -> Callable[[int], np.ndarray]:
     """Return what gives the next random bytes of a stream, at most 8 for each number of a piece (AES-256, counter mode).
 
     They are overwritten by the next call: memory that is in the cache already costs less than the encryption.
 
     Args:
         seed: A key of 32 bytes, of this stream alone.
+        bits: Memory for them (:func:`room`), which streams that take turns may share; default: of its own.
     """
-    encryptor, bits = library().stream(seed), np.empty(8 * PIECE + 16, np.uint8)
+    encryptor, own = library().stream(seed), room() if bits is None else bits
 
     def next_bytes(count: int) -> np.ndarray:
-        encryptor.update_into(ZEROS[:count], bits)
-        return bits[:count]
+        encryptor.update_into(ZEROS[:count], own)
+        return own[:count]
 
     return next_bytes
 
 
-def add_mask(total: np.ndarray, seed: bytes, sign: int = 1) -> None:
-    """Add the random integers of a seed to others of the same bits, or subtract them."""
-    next_bytes = stream(seed)
-    change = np.add if sign > 0 else np.subtract
+def add_masks(total: np.ndarray, seeds: Iterable[tuple[bytes, int]]) -> None:
+    """Add the random integers of seeds to others of the same bits, or subtract them.
+
+    All of them to a piece before the next one: it stays in the cache.
+
+    Args:
+        total: The integers.
+        seeds: Seeds, each with 1 to add its integers or -1 to subtract them.
+    """
+    bits = room()
+    streams = [(stream(seed, bits), np.add if sign > 0 else np.subtract) for seed, sign in seeds]
     for start in range(0, len(total), PIECE):
         piece = total[start : start + PIECE]
-        change(piece, next_bytes(piece.nbytes).view(total.dtype), out=piece)
+        for next_bytes, change in streams:
+            change(piece, next_bytes(piece.nbytes).view(total.dtype), out=piece)
 
 
 # -- bytes as tensors --------------------------------------------------------------------------------------------------

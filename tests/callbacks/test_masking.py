@@ -52,7 +52,7 @@ def numbers(client, size, bits):
 
 def with_masks(integers, kept, me):
     masked = integers.copy()
-    masking.add_masks(masked, kept, me)
+    masking.add_own_masks(masked, kept, me)
     return masked
 
 
@@ -99,10 +99,10 @@ def test_who_fails_between_keys_and_shares_is_not_in_the_round():
 def test_a_mask_is_the_stream_of_its_seed_across_pieces(bits):
     size, seed = 2**15 + 3, bytes(range(32))
     total = np.arange(size, dtype=f"<u{bits // 8}")
-    masks.add_mask(total, seed)
+    masks.add_masks(total, [(seed, 1)])
     keys = Cipher(algorithms.AES(seed), modes.CTR(bytes(16))).encryptor().update(bytes(size * bits // 8))
     assert np.array_equal(total - np.arange(size, dtype=total.dtype), np.frombuffer(keys, total.dtype))
-    masks.add_mask(total, seed, -1)
+    masks.add_masks(total, [(bytes(32), 1), (seed, -1), (bytes(32), -1)])
     assert np.array_equal(total, np.arange(size, dtype=total.dtype))
 
 
@@ -121,7 +121,7 @@ def test_a_single_masked_update_is_random(monkeypatch):
     signed = masked.view("i4").astype(float), plain.view("i4").astype(float)
     assert abs(np.corrcoef(*signed)[0, 1]) < 5 / size**0.5
     without = masked.copy()
-    masks.add_mask(without, bytes.fromhex(kept["site 3"]["seed"]), -1)  # what the server learns when all stay
+    masks.add_masks(without, [(bytes.fromhex(kept["site 3"]["seed"]), -1)])  # what the server learns when all stay
     assert abs(np.corrcoef(without.view("i4").astype(float), signed[1])[0, 1]) < 5 / size**0.5
 
 

@@ -65,15 +65,15 @@ def test_the_run_tells_both_promises(tmp_path):
 @pytest.mark.parametrize("step", ["training", "masking", "open"])
 def test_a_visit_whose_update_never_arrives_is_spent(step, tmp_path, monkeypatch):
     """A client that trained and could not mask, or that sent masked integers and was gone at the end."""
-    add_masks = masking.add_masks
+    add_own_masks = masking.add_own_masks
 
     def failing(total, kept, me):
         if me == "2":
             raise RuntimeError("no power")
-        add_masks(total, kept, me)
+        add_own_masks(total, kept, me)
 
     if step == "masking":
-        monkeypatch.setattr(masking, "add_masks", failing)
+        monkeypatch.setattr(masking, "add_own_masks", failing)
     ledger = tmp_path / "ledger"
     callbacks = [dp(ledger=str(ledger)), SecureAggregation()]
     gone = [] if step == "masking" else [Fails(c2=step)]
