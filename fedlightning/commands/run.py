@@ -42,7 +42,7 @@ def written_out(command: str, words: Sequence[str]) -> list[str]:
     flags = {"--dry-run": "--dry_run=true", "--dry_run": "--dry_run=true", "--dry-run=json": "--dry_run=json"}
     flags |= {"--json": "--json=true", "--watch": "--watch=true"}
     if command == "evaluate" and words and not words[0].startswith("-"):
-        words = [f"--trainer.init_from={words[0]}", *words[1:]]
+        words = [*words[1:], f"--trainer.init_from={words[0]}"]  # last: a configuration may hold null
     return with_run_config(command, [flags.get(word, word) for word in words])
 
 
