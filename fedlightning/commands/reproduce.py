@@ -29,12 +29,11 @@ from fedlightning.experiments.children import Main, call
 from fedlightning.experiments.execute import Task
 from fedlightning.experiments.ray_runner import ray_options, refuse_ray_within
 from fedlightning.experiments.reproduce.page import write_page
-from fedlightning.experiments.reproduce.reading import read_table
 from fedlightning.experiments.reproduce.record import lost, moved_goals, write_record
 from fedlightning.experiments.reproduce.results import Line, Place, measure_table
 from fedlightning.experiments.reproduce.runs import Job, obstacle, plan_jobs
 from fedlightning.experiments.reproduce.summary import as_json, write_json
-from fedlightning.experiments.reproduce.tables import ALL, Table
+from fedlightning.experiments.reproduce.tables import ALL, Table, read_table
 from fedlightning.experiments.study_file import StudyFile, only_one
 
 TABLES = FOLDER / "reproduce"

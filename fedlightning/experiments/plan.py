@@ -23,7 +23,7 @@ from fedlightning.errors import ConfigurationError
 from fedlightning.experiments.baselines import AUTO, baseline_config, missing_baselines
 from fedlightning.experiments.leave_one_site_out import without_each
 from fedlightning.experiments.methods import Config, Method, labels, split_label, tidy, unique
-from fedlightning.experiments.reproduce.fields import read_yaml
+from fedlightning.experiments.yaml_blocks import read_yaml
 from fedlightning.options import Flower, Ray
 from fedlightning.study.columns import LOCAL, POOLED
 

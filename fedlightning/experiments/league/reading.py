@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedlightning.config.errors import InputError
-from fedlightning.experiments.reproduce.fields import Fields, read_yaml
-from fedlightning.experiments.reproduce.reading import read_data
-from fedlightning.experiments.reproduce.tables import Data
+from fedlightning.experiments.reproduce.tables import Data, Texts, find_config
 from fedlightning.experiments.space import Range, parse_search
+from fedlightning.experiments.yaml_blocks import Block, Names, read_yaml
+from fedlightning.ranges import Count, Natural, NonNegativeFloat
 
 RATE = "model.init_args.lr"
 """The option that every method is tuned in."""
@@ -30,8 +30,8 @@ class LeagueTask:
         metric: Score on test data.
         rate: Range of the learning rate.
         vary: Keys that are set to the seed, beside the trainer's.
-        data: Files that must be there.
         options: Method -> options that this network asks for.
+        data: Files that must be there.
         without: Method -> why it cannot run here.
     """
 
@@ -40,10 +40,10 @@ class LeagueTask:
     title: str
     metric: str
     rate: Range
-    vary: list[str]
-    data: list[Data]
-    options: dict[str, dict[str, Any]]
-    without: dict[str, str]
+    vary: Texts
+    options: dict[str, Names]
+    data: list[Data] = field(default_factory=list)
+    without: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class LeagueMethod:
     group: str
     config: Path
     space: list[Range]
-    gradients: float
+    gradients: NonNegativeFloat = 1.0
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ class League:
         methods: Methods, by name.
     """
 
-    trials: int
-    search_seed: int
-    trial_seed: int
+    trials: Count
+    search_seed: Natural
+    trial_seed: Natural
     seeds: list[int]
-    references: list[str]
+    references: Texts
     tasks: dict[str, LeagueTask]
     methods: dict[str, LeagueMethod]
 
@@ -110,62 +110,37 @@ def read_league(path: Path, configs: Path) -> League:
     Raises:
         InputError: If something in it cannot work. The sentence names the file, the place and the way out.
     """
-    top = Fields(read_yaml(path), path.name, "the league")
-    methods = {}
-    for group, inner in top.named_sections("groups"):
-        for name, one in Fields({"methods": inner.whole()}, path.name, group).named_sections("methods"):
+    top = Block(read_yaml(path), path.name, "the league")
+    methods: dict[str, LeagueMethod] = {}
+    for group, members in top.named("groups"):
+        for name, block in Block({"methods": members.values}, path.name, group).named("methods"):
             if name in methods:
                 raise top.error(f"has the method '{name}' in two groups. Give it once.")
-            methods[name] = _method(name, group, one, (path.parent, configs))
-    tasks = {name: _task(name, one, path.parent, methods) for name, one in top.named_sections("tasks")}
-    numbers = {
-        key: int(top.number(key, low=low)) for key, low in (("trials", 1), ("search_seed", 0), ("trial_seed", 0))
+            file = block.take("config", str, f"algorithms/{name.lower()}.yaml")
+            config = find_config(block, file, (path.parent, configs))
+            space = _ranges({_key(key): value for key, value in block.take("space", Names, {}).items()})
+            methods[name] = block.read(LeagueMethod, name=name, group=group, config=config, space=space)
+    tasks = {
+        name: _read_task(name, block, path.with_name(f"{name}.yaml"), methods) for name, block in top.named("tasks")
     }
-    seeds, references = [int(seed) for seed in top.texts("seeds")], top.texts("references")
-    top.end()
-    if not seeds or numbers["trial_seed"] in seeds:
-        raise top.error(f"has seeds: {seeds}. Give some, and not the trial_seed, so that splits are fresh.")
-    for name in references:
+    league = top.read(League, tasks=tasks, methods=methods)
+    if not league.seeds or league.trial_seed in league.seeds:
+        raise top.error(f"has seeds: {league.seeds}. Give some, and not the trial_seed, so that splits are fresh.")
+    for name in league.references:
         top.known(name, methods, "references")
-    return League(**numbers, seeds=seeds, references=references, tasks=tasks, methods=methods)
+    return league
 
 
-def _method(name: str, group: str, one: Fields, folders: Sequence[Path]) -> LeagueMethod:
-    file = one.text("config", f"algorithms/{name.lower()}.yaml")
-    config = next((folder / file for folder in folders if (folder / file).is_file()), None)
-    if config is None:
-        raise one.error(f"has the configuration {file}, which is not there.")
-    space = _ranges({_key(key): value for key, value in one.mapping("space").items()})
-    gradients = one.number("gradients", 1.0, low=0)
-    one.end()
-    return LeagueMethod(name, group, config, space, gradients)
-
-
-def _task(name: str, one: Fields, folder: Path, methods: Mapping[str, LeagueMethod]) -> LeagueTask:
-    path = folder / f"{name}.yaml"
+def _read_task(name: str, block: Block, path: Path, methods: Mapping[str, LeagueMethod]) -> LeagueTask:
     if not path.is_file():
-        raise one.error(f"has no configuration: {path} is not there.")
-    (rate,) = _ranges({RATE: one.text("learning_rate")})
-    options = {
-        method: {_key(key): value for key, value in values.whole().items()}
-        for method, values in one.named_sections("options")
-    }
-    without = {method: str(reason) for method, reason in one.mapping("without").items()}
-    for method in (*options, *without):
-        one.known(method, methods, "a method")
-    made = LeagueTask(
-        name=name,
-        path=path,
-        title=one.text("title"),
-        metric=one.text("metric"),
-        rate=rate,
-        vary=one.texts("vary"),
-        data=[read_data(data) for data in one.sections("data")],
-        options=options,
-        without=without,
-    )
-    one.end()
-    return made
+        raise block.error(f"has no configuration: {path} is not there.")
+    (rate,) = _ranges({RATE: block.take("learning_rate", str)})
+    given: dict[str, Names] = block.take("options", dict[str, Names], {})
+    options = {method: {_key(key): value for key, value in values.items()} for method, values in given.items()}
+    task = block.read(LeagueTask, name=name, path=path, rate=rate, options=options)
+    for method in (*task.options, *task.without):
+        block.known(method, methods, "a method")
+    return task
 
 
 def _key(name: str) -> str:

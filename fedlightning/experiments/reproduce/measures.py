@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fedlightning.compat.system import file_name_of
+from fedlightning.config.errors import suggestion
+from fedlightning.experiments.yaml_blocks import Block
 from fedlightning.scores.metrics import bare, higher_is_better
 from fedlightning.scores.rows import Row
 from fedlightning.study.columns import GLOBAL, LOCAL, PERSONAL
@@ -51,6 +53,12 @@ class Spec:
     kind: str
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def runs(self) -> list[str]:
+        """The further runs that it reads."""
+        inner: list[str] = self.options["of"].runs if "of" in self.options else []
+        return [self.options["against"], *inner] if "against" in self.options else inner
 
 
 # -- scores ------------------------------------------------------------------------------------------------------------
@@ -282,6 +290,43 @@ def better_is_higher(spec: Spec) -> bool:
     if spec.kind in LOWER or spec.options.get("over") in ("std", "variance"):
         return False
     return "metric" not in spec.options or higher_is_better(spec.options["metric"])
+
+
+def read_measure(given: Any, at: Block, runs: Collection[str], measures: Mapping[str, Spec], name: str = "") -> Spec:
+    """Return a measure as a table has it: by its name, or written out with a kind and the keywords of its function.
+
+    Args:
+        given: The name, or the keywords.
+        at: The block that it stands in.
+        runs: Names of the table's runs.
+        measures: The table's measures by name.
+        name: Its own name in the table.
+
+    Raises:
+        InputError: If it has an unknown kind or key, lacks one, or names an unknown run.
+    """
+    if isinstance(given, str) and given in measures:
+        return measures[given]
+    if not isinstance(given, Mapping):
+        hint = suggestion(str(given), [*measures, *KINDS]) or f"There is {', '.join(measures or KINDS)}."
+        raise at.error(f"has the measure {given!r:.60}, which is none. {hint}")
+    kind = str(given.get("kind", "score"))
+    options = {str(key): value for key, value in given.items() if key != "kind"}
+    place = f"measure '{name}'" if name else "measure"
+    if kind not in KINDS:
+        hint = suggestion(kind, KINDS) or f"Kinds: {', '.join(KINDS)}."
+        raise at.error(f"has the {place} of kind '{kind}', which is none. {hint}")
+    block = Block(options, at.file, f"the {place} ({kind}) of {at.where}")
+    if "of" in options:
+        options["of"] = read_measure(block.take("of"), block, runs, measures)
+    block.arguments(KINDS[kind], {"of"} & {*options})
+    over = options.get("over", "mean")
+    if over not in OVER and not str(over).startswith("client:"):
+        raise block.error(f"has over: {over}. Give {', '.join(OVER)} or client:NAME.")
+    if "against" in options:
+        block.known(options["against"], runs, "against")
+    words = [value.name if isinstance(value, Spec) else str(value) for value in options.values()]
+    return Spec(kind, name or " ".join([*([] if kind == "score" else [kind.replace("_", " ")]), *words]), options)
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------

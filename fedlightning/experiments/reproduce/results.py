@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fedlightning.experiments.reproduce.measures import NoValueError, Spec, Value, better_is_higher, measure
-from fedlightning.experiments.reproduce.specs import runs_of
-from fedlightning.experiments.reproduce.tables import WHOLE, Table
+from fedlightning.experiments.reproduce.tables import WHOLE, Cell, Order, Table
 from fedlightning.experiments.reproduce.verdicts import (
     DISAGREES,
     NOT_JUDGED,
@@ -100,78 +100,81 @@ Places = Mapping[str, Mapping[int, Place]]
 
 def measure_table(table: Table, places: Places, seeds: Sequence[int], obstacle: str = "") -> list[Line]:
     """Return all cells and orders of a table with their verdicts. It may import torch: call it in a child process."""
-    return _Measurer(table, places, seeds, obstacle).lines()
+    measurer = _Measurer(table, places, seeds, obstacle)
+    return [*map(measurer.cell, table.cells), *map(measurer.order, table.orders)]
 
 
+@dataclass(frozen=True)
 class _Measurer:
-    def __init__(self, table: Table, places: Places, seeds: Sequence[int], obstacle: str) -> None:
-        self.table, self.places, self.obstacle = table, places, obstacle
-        self.seeds = seeds
-        self._loaded: dict[str, Run] = {}
+    table: Table
+    places: Places
+    seeds: Sequence[int]
+    obstacle: str
+    loaded: dict[str, Run] = field(default_factory=dict)
 
-    def lines(self) -> list[Line]:
-        table, out = self.table, []
-        for cell in table.cells:
-            found = self._values(cell.run, cell.measure, cell.runs)
-            line = {"published": cell.published, "tolerance": cell.tolerance, "row": cell.row, "column": cell.column}
-            if isinstance(found, Place):
-                verdict = Verdict(DISAGREES if found.diverged and cell.judged else NOT_RUN, why=found.why)
-                out.append(Line(cell.name, verdict, failed=found.failed, asked=found.asked, **line))  # type: ignore[arg-type]
-                continue
-            values = {seed: value.number for seed, value in found.items()}
-            beyond = any(value.beyond for value in found.values())
-            exact = table.exact or cell.run is None
-            verdict = judge(list(values.values()), cell.published, cell.tolerance, exact=exact, beyond=beyond)
-            if not cell.judged:
-                verdict = Verdict(NOT_JUDGED, verdict.mean, verdict.low, verdict.high, cell.because)
-            out.append(Line(cell.name, verdict, values, why=table.reason(cell), **line))  # type: ignore[arg-type]
-        return out + [self._order(order) for order in table.orders]
+    def cell(self, cell: Cell) -> Line:
+        line = partial(
+            Line, cell.name, published=cell.published, tolerance=cell.tolerance, row=cell.row, column=cell.column
+        )
+        values = self._values(cell.run, cell.measure)
+        if isinstance(values, Place):
+            word = DISAGREES if values.diverged and not cell.because else NOT_RUN
+            return line(Verdict(word, why=values.why), failed=values.failed, asked=values.asked)
+        numbers = {seed: value.number for seed, value in values.items()}
+        beyond = any(value.beyond for value in values.values())
+        exact = self.table.exact or cell.run is None
+        verdict = judge(list(numbers.values()), cell.published, cell.tolerance, exact=exact, beyond=beyond)
+        return line(_unless(cell.because, verdict), numbers, why=self.table.reason(cell))
 
-    def _order(self, order: Any) -> Line:
+    def order(self, order: Order) -> Line:
         sides, missing = [], []
         for run, spec, factor in zip((order.better, order.worse), order.measures, (1.0, order.factor), strict=True):
-            found = self._values(run, spec, [run, *runs_of(spec)])
-            if isinstance(found, Place):
-                missing.append((run, found))
+            values = self._values(run, spec)
+            if isinstance(values, Place):
+                missing.append((run, values))
                 continue
             sign = 1.0 if better_is_higher(spec) else -1.0
-            sides.append({seed: sign * factor * value.number for seed, value in found.items()})
+            sides.append({seed: sign * factor * value.number for seed, value in values.items()})
         if missing:
-            told = _first([place for _, place in missing])
+            place = _first([place for _, place in missing])
             lost = any(place.diverged for run, place in missing if run == order.better)
-            judged = order.judged and all(place.asked for _, place in missing)
-            verdict = Verdict(ORDER_DISAGREES if lost and judged else NOT_RUN, why=told.why)
-            return Line(order.name, verdict, tolerance=order.margin, failed=told.failed, asked=told.asked)
+            judged = not order.because and all(place.asked for _, place in missing)
+            verdict = Verdict(ORDER_DISAGREES if lost and judged else NOT_RUN, why=place.why)
+            return Line(order.name, verdict, tolerance=order.margin, failed=place.failed, asked=place.asked)
         better, worse = sides
         verdict = judge_order(list(better.values()), list(worse.values()), order.margin, exact=self.table.exact)
-        if not order.judged:
-            verdict = Verdict(NOT_JUDGED, verdict.mean, verdict.low, verdict.high, "the order is from memory")
         differences = {seed: better[seed] - worse[seed] for seed in better}
-        return Line(order.name, verdict, differences, tolerance=order.margin, why=self.table.why.get(WHOLE, ""))
+        why = self.table.why.get(WHOLE, "")
+        return Line(order.name, _unless(order.because, verdict), differences, tolerance=order.margin, why=why)
 
-    def _values(self, run: str | None, spec: Spec, needed: Sequence[str]) -> dict[int, Value] | Place:
+    def _values(self, run: str | None, spec: Spec) -> dict[int, Value] | Place:
         """Return seed -> value, or the place that has none."""
         if self.obstacle:
             return Place(None, self.obstacle)
         if run is None:
             return {0: measure(spec, {}, None)}
-        found = {}
+        values, absent = {}, partial(Place, None, asked=False)
         needs = {
-            (name, seed): self.places.get(name, {}).get(seed, Place(None, f"run {name} was not asked for", asked=False))
+            (name, seed): self.places.get(name, {}).get(seed, absent(f"run {name} was not asked for"))
             for seed in self.seeds
-            for name in needed
+            for name in (run, *spec.runs)
         }
         if missing := [place for place in needs.values() if place.folder is None]:
             return _first(missing)
         for seed in self.seeds:
-            runs = {name: self._run(str(needs[name, seed].folder), name) for name in needed}
+            runs = {name: self._run(str(needs[name, seed].folder), name) for name in (run, *spec.runs)}
             try:
-                found[seed] = measure(spec, runs, run)
+                values[seed] = measure(spec, runs, run)
             except (NoValueError, IndexError) as error:
                 return Place(None, f"run {run}, seed {seed}: {error}", failed=True)
-        return found
+        return values
 
     def _run(self, folder: str, name: str) -> Run:
-        if folder not in self._loaded:
-            self._loaded[folder] = load_run(Path(folder), name)
-        return self._loaded[folder]
+        if folder not in self.loaded:
+            self.loaded[folder] = load_run(Path(folder), name)
+        return self.loaded[folder]
+
+
+def _unless(because: str, verdict: Verdict) -> Verdict:
+    """Return a verdict, or that there is none if something speaks against judging."""
+    return replace(verdict, word=NOT_JUDGED, why=because) if because else verdict

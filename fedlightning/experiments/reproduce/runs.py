@@ -47,7 +47,7 @@ class Job:
 
 def folder_of(data: Data, root: Path) -> Path | None:
     """Return the folder below the data root in which all files of a data set lie, or `None`."""
-    folders = (root / name for name in data.roots)
+    folders = (root / name for name in data.root)
     return next((one for one in folders if all((one / file).is_file() for file in data.files)), None)
 
 
@@ -62,8 +62,8 @@ def obstacle(table: Table, root: Path) -> str:
 
 def missing(data: Data, root: Path) -> str:
     """Return a sentence that says which file is missing, and where to get it."""
-    places = " or ".join(str(root / name) for name in data.roots)
-    lacking = next((file for file in data.files if not (root / data.roots[0] / file).is_file()), data.files[0])
+    places = " or ".join(str(root / name) for name in data.root)
+    lacking = next((file for file in data.files if not (root / data.root[0] / file).is_file()), data.files[0])
     return f"{data.name} is missing: {lacking} is not in {places}. {data.get}".rstrip(".")
 
 

@@ -53,8 +53,11 @@ def test_values_are_reproducible_and_within_their_ranges():
     [
         ({"references": ["FedAvgg"]}, "names 'FedAvgg' (references)"),
         ({"seeds": [0, 1000]}, "and not the trial_seed"),
-        ({"trials": 0}, "has trials: 0, which is below 1"),
-        ({"groups": {"any": {"FedAvgg": {}}}}, "fedavgg.yaml, which is not there"),
+        ({"trials": 0}, "has trials: 0. Give a whole number in [1, inf)."),
+        (
+            {"groups": {"any": {"FedAvgg": {}}}},
+            "names the configuration 'algorithms/fedavgg.yaml', which lies neither beside the file nor",
+        ),
         ({"groups": {"a": {"FedAvg": {}}, "b": {"FedAvg": {}}}}, "has the method 'FedAvg' in two groups"),
         ({"trails": 8}, "has the key 'trails', which means nothing here"),
     ],

@@ -13,9 +13,8 @@ from fedlightning.commands.study import CLI
 from fedlightning.experiments.methods import Method
 from fedlightning.experiments.plan import _Reader
 from fedlightning.experiments.reproduce import runs
-from fedlightning.experiments.reproduce.reading import read_table
 from fedlightning.experiments.reproduce.runs import folder_of, name_of, obstacle, plan_jobs
-from fedlightning.experiments.reproduce.tables import Data
+from fedlightning.experiments.reproduce.tables import Data, read_table
 from tests.experiments.reproduce.writing import table, write
 from tests.experiments.tiny import small
 
