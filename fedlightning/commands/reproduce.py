@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,28 +12,18 @@ from rich.console import Console
 from fedlightning.commands.configs import FOLDER
 from fedlightning.commands.json_output import print_json
 from fedlightning.commands.reproduce_tables import list_tables, listed, show_summary, show_table
-from fedlightning.commands.study import (
-    CLI,
-    INTERRUPTED,
-    Parser,
-    check_jobs,
-    gpus_to_share,
-    make_runs,
-    parse_seeds,
-    show_commands,
-)
+from fedlightning.commands.study import CLI, INTERRUPTED, Parser, show_commands
 from fedlightning.commands.terminal import console, say, shown
 from fedlightning.config.errors import InputError, suggestion
 from fedlightning.experiments.children import Main, call
 from fedlightning.experiments.execute import Task
-from fedlightning.experiments.ray_runner import ray_options, refuse_ray_within
+from fedlightning.experiments.experiment import Experiment, StudyFile
 from fedlightning.experiments.reproduce.page import write_page
 from fedlightning.experiments.reproduce.record import lost, moved_goals, write_record
 from fedlightning.experiments.reproduce.results import Line, Place, measure_table
 from fedlightning.experiments.reproduce.runs import Job, obstacle, plan_jobs
 from fedlightning.experiments.reproduce.summary import as_json, write_json
 from fedlightning.experiments.reproduce.tables import ALL, Table, read_table
-from fedlightning.experiments.study_file import StudyFile, only_one
 
 TABLES = FOLDER / "reproduce"
 """The tables that come with the package."""
@@ -67,15 +56,12 @@ Exit codes: 0 all cells that once agreed still do (or could not be run here), 1 
 
 def parser() -> Parser:
     """Return the parser of the command."""
-    made = Parser("reproduce", "[NAME ...]", DESCRIPTION, EXAMPLES)
+    why = "a table's runs are as its file says. Copy the file, and change it."
+    made = Parser("reproduce", "[NAME ...]", DESCRIPTION, EXAMPLES, why)
     made.add_argument("names", nargs="*", metavar="NAME", help="table, or YAML file of your own; none: list all")
     made.add_argument("--set", metavar="SET", help="runs of one set only, as cpu; without a NAME, of all tables")
-    root = Path("data")
-    made.add_argument(
-        "--data-root", type=Path, default=root, metavar="DIR", help=f"folder of the data; default: {root}"
-    )
-    out = Path("runs/reproduce")
-    made.add_argument("--out", type=Path, default=out, metavar="DIR", help=f"folder for all files; default: {out}")
+    made.add_folder("--data-root", "data", "folder of the data")
+    made.add_folder("--out", "runs/reproduce", "folder for all files")
     made.add_argument("--record", action="store_true", help="keep the verdicts beside the tables (recorded/NAME.json)")
     made.add_argument("--json", action="store_true", help="print the results as one line of JSON too, the last one")
     made.add_making(None, "as each table says")
@@ -95,14 +81,7 @@ class _Asked:
 
 def reproduce(words: Sequence[str], main: Main) -> int:
     """Carry out the command and return its exit code."""
-    options, passed = parser().parse(words)
-    if passed:
-        raise InputError(
-            f"'{passed[0]}' cannot be given here: a table's runs are as its file says. Copy the file, and change it."
-        )
-    check_jobs(options.jobs)
-    seeds = None if options.seeds is None else parse_seeds(options.seeds)
-    ray = ray_options(options.runner, options.ray_address, options.ray_cpus)
+    options, _ = parser().parse(words)
     screen = console()
     tables = find_tables(options.names)
     if not options.names and options.set is None:
@@ -111,27 +90,20 @@ def reproduce(words: Sequence[str], main: Main) -> int:
         else:
             list_tables(tables, screen)
         return 0
-    asked = _asked(tables, options, seeds)
+    asked = _asked(tables, options)
     possible = {one.table.name: (one.table, one.runs) for one in asked if not one.obstacle and one.runs}
-    with tempfile.TemporaryDirectory() as scratch:
-        jobs: list[Job] = (
-            call(plan_jobs, possible, str(options.data_root.resolve()), seeds, CLI, scratch) if possible else []
-        )
-    if ray is not None:
-        refuse_ray_within(job.method for job in jobs)
+    root = str(options.data_root.resolve())
+    jobs: list[Job] = call(plan_jobs, possible, root, options.seeds, CLI) if possible else []
+    experiment = Experiment(options.out, screen, main, options.jobs, options.redo, options.ray)
     if options.dry_run:
-        show_commands(_tasks(StudyFile(options.out), jobs, options.redo), screen)
+        show_commands(_tasks(experiment, jobs), screen)
         return 0
-    with only_one(options.out):
-        study = StudyFile(options.out)
-        tasks = _tasks(study, jobs, options.redo)
+    with experiment.alone(command="fedlightning reproduce") as study:
+        tasks = _tasks(experiment, jobs)
         _say_plan(asked, jobs, tasks, options, screen)
         methods = {job.method.name: job.method for job in jobs}
-        vary = {job.method.name: job.vary for job in jobs}
-        every = sorted({seed for job in jobs for seed in job.seeds})
-        study.data |= {"command": "fedlightning reproduce"}
-        study.begin(list(methods.values()), every, vary, tasks, options.redo)
-        if not make_runs(study, tasks, options.jobs, gpus_to_share(0), screen, main, (), ray):
+        seeds = sorted({seed for job in jobs for seed in job.seeds})
+        if not experiment.make(list(methods.values()), seeds, tasks):
             say(screen, "\nInterrupted. The same command goes on from here.")
             return INTERRUPTED
     for one in asked:
@@ -158,12 +130,12 @@ def find_tables(names: Sequence[str]) -> list[Table]:
     return [read_table(path, FOLDER) for path in (found or known).values()]
 
 
-def _asked(tables: Sequence[Table], options: Any, seeds: Sequence[int] | None) -> list[_Asked]:
+def _asked(tables: Sequence[Table], options: Any) -> list[_Asked]:
     out = []
     for table in tables:
         runs = [name for name, run in table.runs.items() if options.set is None or options.set in run.sets]
         if runs or options.set is None or options.set in table.sets:
-            out.append(_Asked(table, runs, obstacle(table, options.data_root), list(seeds or table.seeds)))
+            out.append(_Asked(table, runs, obstacle(table, options.data_root), list(options.seeds or table.seeds)))
     if not out:
         sets = sorted({name for table in tables for run in table.runs.values() for name in (*run.sets, *table.sets)})
         hint = suggestion(options.set, sets) or f"Sets: {', '.join(sets)}; without --set all runs are made."
@@ -171,16 +143,10 @@ def _asked(tables: Sequence[Table], options: Any, seeds: Sequence[int] | None) -
     return out
 
 
-def _tasks(study: StudyFile, jobs: Sequence[Job], redo: Any) -> list[Task]:
+def _tasks(experiment: Experiment, jobs: Sequence[Job]) -> list[Task]:
     """Return the runs that are missing; one that several tables ask for is there once."""
-    wanted: dict[str, tuple[Job, list[int]]] = {}
-    for job in jobs:
-        _, seeds = wanted.setdefault(job.method.name, (job, []))
-        seeds += [seed for seed in job.seeds if seed not in seeds]
-    found = []
-    for job, seeds in wanted.values():
-        found += study.plan([job.method], seeds, {job.method.name: job.vary}, redo)
-    return found
+    wanted = {(job.method.name, seed): (job.method, seed) for job in jobs for seed in job.seeds}
+    return [task for method, seed in wanted.values() for task in experiment.plan([method], [seed])]
 
 
 def _say_plan(
@@ -200,15 +166,13 @@ def _say_plan(
 
 
 def _places(study: StudyFile, job: Job) -> dict[int, Place]:
-    found = {}
+    places = {}
     for seed in job.seeds:
-        entry = study.entry(job.method.name, seed)
-        if entry is not None and entry["state"] == "done":
-            found[seed] = Place(str(study.run_folder(job.method.name, seed)))
-        else:
-            error = "it was not made" if entry is None else entry["error"]
-            found[seed] = Place(None, f"run {job.run}, seed {seed}, failed: {error}", failed=True)
-    return found
+        folder, entry = study.done(job.method.name, seed), study.entry(job.method.name, seed)
+        error = "it was not made" if entry is None else entry["error"]
+        why = f"run {job.run}, seed {seed}, failed: {error}"
+        places[seed] = Place(None, why, failed=True) if folder is None else Place(str(folder))
+    return places
 
 
 def _measure(asked: Sequence[_Asked]) -> dict[str, list[Line]]:

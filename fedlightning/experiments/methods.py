@@ -13,20 +13,23 @@ from typing import Any
 Config = dict[str, Any]
 """Sections `trainer`, `model` and `data` of a complete configuration, as plain values."""
 
+SEED_KEY = "trainer.seed"
 _PLACE = ("name", "version", "default_root_dir", "enable_progress_bar")
 
 
 @dataclass(frozen=True)
 class Method:
-    """One method of a study.
+    """What an experiment runs with every seed: a method of a comparison, a trial of a sweep, a run of a published table.
 
     Attributes:
         name: Label of the method, and name of its folder.
         configs: YAML files it was made from.
         config: Complete configuration; values that vary with the seed are 0 here.
+        vary: Keys that are set to the seed.
         baseline: Whether `compare` added it as a baseline.
-        num_clients: Number of clients in its data.
+        clients: Clients in its data.
         optimizer_state: What becomes of its optimizers between visits, `None` where that makes no difference.
+        no_model: Why a client that never trained has no model; `None`: it has one.
         left_out: Name of the method and the site that it is trained without, for leave-one-site-out; `None`: all train.
         cell: Row and column of a grid; `None`: it is of none.
     """
@@ -34,9 +37,11 @@ class Method:
     name: str
     configs: list[str]
     config: Config = field(repr=False)
+    vary: Sequence[str] = (SEED_KEY,)
     baseline: bool = False
-    num_clients: int = 0
+    clients: Sequence[str] = ()
     optimizer_state: str | None = None
+    no_model: str | None = None
     left_out: tuple[str, str] | None = None
     cell: tuple[str, str] | None = None
 
@@ -53,9 +58,9 @@ class Method:
         steps, epochs = trainer.get("local_steps"), trainer.get("local_epochs") or 1
         return f"{self.rounds} rounds x {f'{steps} local steps' if steps else f'{epochs} local epochs'}"
 
-    def fingerprint(self, seed: int, vary: Iterable[str]) -> str:
+    def fingerprint(self, seed: int) -> str:
         """Return a hash of everything that decides the numbers of a run: configuration, keys that vary, and seed."""
-        decides = [without_place(self.config), sorted(vary), seed]
+        decides = [without_place(self.config), sorted(self.vary), seed]
         return hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

@@ -13,8 +13,17 @@ from fedlightning.cli import main
 from fedlightning.config.errors import InputError
 from fedlightning.experiments.methods import without_place
 from fedlightning.experiments.plan import make_plan
-from fedlightning.experiments.space import combinations, parse_grid, parse_search, split_values
-from fedlightning.experiments.sweep import Proposals, Trial, objective, override, ranked
+from fedlightning.experiments.search import (
+    Proposals,
+    Trial,
+    combinations,
+    objective,
+    override,
+    parse_grid,
+    parse_search,
+    ranked,
+    split_values,
+)
 from fedlightning.scores.rows import Row, read_rows
 from tests.experiments.tiny import HERE, request, small
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from fedlightning.config.errors import InputError
 from fedlightning.experiments.reproduce.tables import Data, Texts, find_config
-from fedlightning.experiments.space import Range, parse_search
+from fedlightning.experiments.search import Range, parse_search
 from fedlightning.experiments.yaml_blocks import Block, Names, read_yaml
 from fedlightning.ranges import Count, Natural, NonNegativeFloat
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,8 +19,8 @@ from fedlightning.config.errors import InputError
 from fedlightning.errors import missing_package
 from fedlightning.experiments.baselines import algorithms_of
 from fedlightning.experiments.methods import Config, Method
-from fedlightning.experiments.plan import Request, make_plans
-from fedlightning.experiments.reproduce.tables import Data, RunSpec, Table
+from fedlightning.experiments.plan import Request, make_plan
+from fedlightning.experiments.reproduce.tables import Data, Table
 from fedlightning.run.folder import versions
 
 WATCHING = ("catalogue", "cli", "commands", "configs", "experiments", "study", "testing")
@@ -34,14 +35,12 @@ class Job:
         table: Name of the table.
         run: Name of the run in it.
         method: Complete configuration; its name is the same in every table that asks for the same run.
-        vary: Keys that are set to the seed.
         seeds: Seeds.
     """
 
     table: str
     run: str
     method: Method
-    vary: list[str]
     seeds: list[int]
 
 
@@ -57,14 +56,23 @@ def obstacle(table: Table, root: Path) -> str:
         package = PACKAGES.get(extra, extra)
         if importlib.util.find_spec(package) is None:
             return missing_package(f"The table needs {package}", extra).rstrip(".")
-    return next((missing(data, root) for data in table.data if folder_of(data, root) is None), "")
+    return missing_data(table.data, root)
 
 
-def missing(data: Data, root: Path) -> str:
-    """Return a sentence that says which file is missing, and where to get it."""
+def missing_data(sets: Sequence[Data], root: Path) -> str:
+    """Return a sentence that says which file is missing, and where to get it; empty if all data are there."""
+    data = next((data for data in sets if folder_of(data, root) is None), None)
+    if data is None:
+        return ""
     places = " or ".join(str(root / name) for name in data.root)
     lacking = next((file for file in data.files if not (root / data.root[0] / file).is_file()), data.files[0])
     return f"{data.name} is missing: {lacking} is not in {places}. {data.get}".rstrip(".")
+
+
+def words_of(sets: Sequence[Data], root: Path, options: Mapping[str, Any]) -> list[str]:
+    """Return options as words of the command line, with the folders of the data before them."""
+    all_options = {**{data.option: str(folder_of(data, root)) for data in sets}, **options}
+    return [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in all_options.items()]
 
 
 PACKAGES = {"privacy": "opacus", "vision": "timm", "lora": "peft", "flower": "flwr"}
@@ -72,7 +80,7 @@ PACKAGES = {"privacy": "opacus", "vision": "timm", "lora": "peft", "flower": "fl
 
 
 def plan_jobs(
-    wanted: Mapping[str, tuple[Table, Sequence[str]]], root: str, seeds: Sequence[int] | None, cli: str, scratch: str
+    wanted: Mapping[str, tuple[Table, Sequence[str]]], root: str, seeds: Sequence[int] | None, cli: str
 ) -> list[Job]:
     """Return the runs of tables as complete configurations. It imports the user's classes: call it in a child process.
 
@@ -81,55 +89,40 @@ def plan_jobs(
         root: Data root.
         seeds: Seeds of all runs; `None`: as each table says.
         cli: `module:class` of the command line that parses the options of a run.
-        scratch: Folder for configurations that are written in tables.
 
     Raises:
         InputError: If a configuration cannot be read, naming the table and the run.
     """
-    asked = [(table, table.runs[name]) for table, names in wanted.values() for name in names]
-    requests = []
-    for number, (table, run) in enumerate(asked):
-        stack = [str(path) for path in run.configs]
-        if run.config:
-            path = Path(scratch) / f"{number}.yaml"
-            path.write_text(yaml.safe_dump(dict(run.config), sort_keys=False))
-            stack.append(str(path))
-        places = {one.option: str(folder_of(one, Path(root))) for one in table.data}
-        options = [f"--{key}={_word(value)}" for key, value in {**places, **run.options}.items()]
-        vary = None if table.vary is None else list(table.vary)
-        requests.append(Request([f"{run.name}={stack[-1]}"], cli, stack[:-1], [], options, vary, [], matrix=False))
-    jobs = []
-    for (table, run), plan in zip(asked, _plans(asked, requests), strict=True):
-        (method,) = plan.methods
-        keys = plan.vary[method.name]
-        if run.test_curve:
-            method, keys = _on_test_data(method, keys)
-        method = replace(method, name=name_of(method, keys), configs=[path.name for path in run.configs])
-        jobs.append(Job(table.name, run.name, method, keys, list(seeds or table.seeds)))
+    jobs: list[Job] = []
+    clients: dict[str, list[str]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        written = Path(folder) / "config.yaml"
+        for table, run in ((table, table.runs[name]) for table, names in wanted.values() for name in names):
+            stack = [str(path) for path in run.configs]
+            if run.config:
+                written.write_text(yaml.safe_dump(dict(run.config), sort_keys=False))
+                stack.append(str(written))
+            options = words_of(table.data, Path(root), run.options)
+            try:
+                request = Request([f"{run.name}={stack[-1]}"], cli, stack[:-1], options=options, vary=table.vary)
+                (method,) = make_plan(request, clients).methods
+            except InputError as error:
+                raise InputError(f"{table.path.name}: run '{run.name}' cannot be made: {error}") from error
+            if run.test_curve:
+                method = _on_test_data(method)
+            method = replace(method, name=name_of(method), configs=[path.name for path in run.configs])
+            jobs.append(Job(table.name, run.name, method, list(seeds or table.seeds)))
     return jobs
 
 
-def _plans(asked: Sequence[tuple[Table, RunSpec]], requests: Sequence[Request]) -> list[Any]:
-    """Return the plans; an error names the table and its run."""
-    try:
-        return make_plans(requests)
-    except InputError:
-        for (table, run), request in zip(asked, requests, strict=True):
-            try:
-                make_plans([request])
-            except InputError as error:
-                raise InputError(f"{table.path.name}: run '{run.name}' cannot be made: {error}") from error
-        raise
-
-
-def name_of(method: Method, vary: Sequence[str]) -> str:
+def name_of(method: Method) -> str:
     """Return the name of a run: its algorithms, and a hash of all that decides its numbers, the seed aside.
 
     That is the complete configuration, the keys that the seed sets, the versions of the packages that compute, the code of
     this package that runs, and the files of classes that are not of this package.
     """
     config = method.config
-    decides = [method.fingerprint(0, vary), _environment(), [_digest(path) for path in _own_files(config)]]
+    decides = [method.fingerprint(0), _environment(), [_digest(path) for path in _own_files(config)]]
     key = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:10]
     label = "-".join(sorted(name.rpartition(".")[2].lower() for name in algorithms_of(config)))[:60]
     return f"{label or 'fedavg'}-{key}"
@@ -177,17 +170,12 @@ def _class_paths(value: Any) -> Iterator[str]:
         yield from _class_paths(one)
 
 
-def _on_test_data(method: Method, vary: Sequence[str]) -> tuple[Method, list[str]]:
+def _on_test_data(method: Method) -> Method:
     """Return the run with the scores of each round taken on test data, as a paper took them."""
     wrapped = {
         "class_path": "fedlightning.datamodules.ValidatedOnTest",
         "init_args": {"data": method.config["data"]},
     }
     inner = "data.init_args.data."
-    keys = [inner + key.removeprefix("data.") if key.startswith("data.") else key for key in vary]
-    return replace(method, config={**method.config, "data": wrapped}), keys
-
-
-def _word(value: Any) -> str:
-    """Write a value as a word of the command line."""
-    return value if isinstance(value, str) else json.dumps(value)
+    keys = [inner + key.removeprefix("data.") if key.startswith("data.") else key for key in method.vary]
+    return replace(method, config={**method.config, "data": wrapped}, vary=keys)
