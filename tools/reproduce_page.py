@@ -9,11 +9,19 @@ from typing import Any
 
 from fedlightning.commands.configs import FOLDER
 from fedlightning.commands.reproduce import find_tables
-from fedlightning.experiments.reproduce.formatting import chance, row_of, times, verdict_counts
 from fedlightning.experiments.reproduce.record import moved_goals, read_record
-from fedlightning.experiments.reproduce.results import Line
+from fedlightning.experiments.reproduce.results import (
+    BAD,
+    BY_CHANCE,
+    INCONCLUSIVE,
+    Line,
+    Verdict,
+    chance,
+    row_of,
+    times,
+    verdict_counts,
+)
 from fedlightning.experiments.reproduce.tables import WHOLE, Cell, Table
-from fedlightning.experiments.reproduce.verdicts import BAD, BY_CHANCE, INCONCLUSIVE, Verdict
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/results/reproduce.md"
 HEAD = """# Published tables, run again

@@ -21,9 +21,8 @@ from fedlightning.commands.terminal import console, say, shown
 from fedlightning.config.errors import InputError
 from fedlightning.experiments.baselines import AUTO, notes
 from fedlightning.experiments.children import Main, call
-from fedlightning.experiments.execute import Task
+from fedlightning.experiments.execute import FirstResult, Task, check_metric, refuse_unknown
 from fedlightning.experiments.experiment import Experiment, StudyFile
-from fedlightning.experiments.first_result import FirstResult, check_known, check_metric
 from fedlightning.experiments.leave_one_site_out import predict_runs
 from fedlightning.experiments.plan import Plan, Request, make_plan
 from fedlightning.scores.metrics import choose_metric
@@ -138,7 +137,8 @@ def compare(words: Sequence[str], main: Main) -> int:
     if metric is None and plan.metrics:
         metric = choose_metric([plan.metrics])
     if metric is not None:
-        check_known(metric, plan.metrics)
+        fault = "the runs will have no such score on test data. They will have"
+        refuse_unknown(metric, plan.metrics, fault, "No run was made.")
     show_plan(screen, plan, seeds, options.jobs, tasks, out)
     if options.dry_run:
         show_commands(tasks, screen)

@@ -15,9 +15,7 @@ from fedlightning.commands.terminal import FOLDED, console, print_table, say, sh
 from fedlightning.experiments.children import Main
 from fedlightning.experiments.execute import Task, Watcher
 from fedlightning.experiments.experiment import Experiment
-from fedlightning.experiments.league.reading import League, LeagueTask, chosen, read_league
-from fedlightning.experiments.league.rows import Row, read_rows, write_row
-from fedlightning.experiments.league.trials import Contest
+from fedlightning.experiments.league import Contest, League, LeagueTask, Row, chosen, read_league, read_rows, write_row
 from fedlightning.experiments.reproduce.runs import missing_data
 
 LEAGUE = FOLDER / "league/league.yaml"

@@ -8,23 +8,37 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from fedlightning.commands.configs import FOLDER
 from fedlightning.commands.json_output import print_json
-from fedlightning.commands.reproduce_tables import list_tables, listed, show_summary, show_table
 from fedlightning.commands.study import CLI, INTERRUPTED, Parser, show_commands
-from fedlightning.commands.terminal import console, say, shown
+from fedlightning.commands.terminal import FOLDED, NUMBER, WHOLE, console, print_table, say, shown
 from fedlightning.config.errors import InputError, suggestion
 from fedlightning.experiments.children import Main, call
 from fedlightning.experiments.execute import Task
 from fedlightning.experiments.experiment import Experiment, StudyFile
 from fedlightning.experiments.reproduce.page import write_page
-from fedlightning.experiments.reproduce.record import lost, moved_goals, write_record
-from fedlightning.experiments.reproduce.results import Line, Place, measure_table
+from fedlightning.experiments.reproduce.record import as_json, lost, moved_goals, read_record, write_json, write_record
+from fedlightning.experiments.reproduce.results import (
+    BAD,
+    BY_CHANCE,
+    GOOD,
+    Line,
+    Place,
+    chance,
+    counts,
+    left_out,
+    measure_table,
+    reasons,
+    row_of,
+    times,
+    verdict_counts,
+)
 from fedlightning.experiments.reproduce.runs import Job, obstacle, plan_jobs
-from fedlightning.experiments.reproduce.summary import as_json, write_json
 from fedlightning.experiments.reproduce.tables import ALL, Table, read_table
 
+_COLOURS = {**dict.fromkeys(GOOD, "green"), **dict.fromkeys(BAD, "bold red"), "inconclusive": "yellow"}
 TABLES = FOLDER / "reproduce"
 """The tables that come with the package."""
 DESCRIPTION = """\
@@ -202,3 +216,70 @@ def _tell(asked: Sequence[_Asked], found: Mapping[str, list[Line]], options: Any
         )
     failed = any(line.failed for lines in found.values() for line in lines)
     return 1 if said or failed else 0
+
+
+# -- on the terminal ---------------------------------------------------------------------------------------------------
+def listed(tables: Sequence[Table]) -> list[dict[str, Any]]:
+    """Return the tables with their last verdicts, for programs."""
+    return [
+        {
+            "name": table.name,
+            "title": table.title,
+            "paper": table.source.paper,
+            "sets": list(table.sets),
+            "minutes": dict(table.minutes),
+            "counts": counts(list(read_record(table.path).values())),
+        }
+        for table in tables
+    ]
+
+
+def list_tables(tables: Sequence[Table], screen: Console) -> None:
+    """Print the tables that can be run."""
+    rows = []
+    for table in tables:
+        last = verdict_counts(list(read_record(table.path).values())) or "none yet"
+        paper = table.source.paper.partition(",")[0]
+        rows.append([table.name, escape(paper), escape(table.title), times(table), last])
+    columns = dict.fromkeys(("paper", "about", "sets: minutes", "last verdicts"), FOLDED)
+    print_table(screen, {"table": WHOLE, **columns}, rows)
+    say(
+        screen,
+        "Run one: fedlightning reproduce NAME --data-root DIR --jobs 2. A table of your own: docs/how-to/reproduce.md.",
+    )
+
+
+def show_table(table: Table, lines: Sequence[Line], screen: Console) -> None:
+    """Print a table with its verdicts, and why cells disagree."""
+    say(screen, f"\n{table.name}: {table.title}", style="bold", markup=False)
+    say(screen, f"{table.source.paper}, {table.source.table}. {table.source.link}".strip(), markup=False)
+    if table.tuned_on_test:
+        say(screen, "The paper chose on test data; its numbers are too good by what that gains.", markup=False)
+    shown = [line for line in lines if line.asked]
+    for kind in ("cell", "order"):
+        _show_lines([row_of(line) for line in shown if line.is_order == (kind == "order")], kind, screen)
+    for text in (*reasons(shown), *left_out(lines)):
+        say(screen, f"  {text}", markup=False)
+
+
+def _show_lines(lines: Sequence[Mapping[str, str]], kind: str, screen: Console) -> None:
+    columns = {"cell": FOLDED, "published": NUMBER, "ours": NUMBER, "verdict": WHOLE}
+    if kind == "order":
+        columns = {"order": FOLDED, "difference": NUMBER, "verdict": WHOLE}
+    rows = []
+    for line in lines:
+        verdict = f"[{_COLOURS.get(line['verdict'], 'dim')}]{line['verdict']}[/]"
+        published = [line["published"]] if kind == "cell" else []
+        rows.append([escape(line["name"]), *published, escape(line["ours"]), verdict])
+    if rows:
+        print_table(screen, columns, rows)
+
+
+def show_summary(content: Mapping[str, Any], lost: Sequence[str], moved: Sequence[str], screen: Console) -> None:
+    """Print how many cells agree, how many would disagree by chance, and what was lost or moved since the last record."""
+    lines = [line for table in content["tables"] for line in (*table["cells"], *table["orders"])]
+    asked = [line for line in lines if line["asked"]]
+    say(screen, f"\nAll: {verdict_counts(asked) or 'nothing was asked for'}.")
+    say(screen, chance(content["chance"], round(content["chance"] / BY_CHANCE)))
+    for text in (*moved, *lost):
+        say(screen, f"! {text}", style="bold red", markup=False)

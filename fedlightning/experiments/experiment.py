@@ -18,9 +18,8 @@ from rich.console import Console
 from fedlightning.compat.system import lock_file
 from fedlightning.config.errors import InputError
 from fedlightning.experiments.children import Main, Outcome
-from fedlightning.experiments.execute import Task, Watcher, execute
+from fedlightning.experiments.execute import Task, View, Watcher, execute
 from fedlightning.experiments.methods import Method, differences
-from fedlightning.experiments.progress import View
 from fedlightning.experiments.ray_runner import RayRuns, refuse_ray_within
 from fedlightning.resume.stop_requests import ENDINGS, SIGNALS, under_slurm
 from fedlightning.storage.files import read_mapping, write_text_atomically

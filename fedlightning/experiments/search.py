@@ -21,9 +21,8 @@ from fedlightning.config.short_forms import expand_words
 from fedlightning.config.value_checks import class_of
 from fedlightning.errors import missing_package
 from fedlightning.experiments.children import call
-from fedlightning.experiments.execute import Task
+from fedlightning.experiments.execute import FirstResult, Task
 from fedlightning.experiments.experiment import Experiment, StudyFile
-from fedlightning.experiments.first_result import FirstResult
 from fedlightning.experiments.methods import Config, Method
 from fedlightning.experiments.plan import Plan, Request, make_plans
 from fedlightning.scores.metrics import bare, higher_is_better

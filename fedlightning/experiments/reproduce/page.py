@@ -10,11 +10,21 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from fedlightning.experiments.reproduce.formatting import chance, left_out, ours, reasons, row_of, verdict_counts
-from fedlightning.experiments.reproduce.results import Line
-from fedlightning.experiments.reproduce.summary import Told
+from fedlightning.experiments.reproduce.record import Told
+from fedlightning.experiments.reproduce.results import (
+    BAD,
+    BY_CHANCE,
+    GOOD,
+    Line,
+    chance,
+    expected_by_chance,
+    left_out,
+    ours,
+    reasons,
+    row_of,
+    verdict_counts,
+)
 from fedlightning.experiments.reproduce.tables import Table
-from fedlightning.experiments.reproduce.verdicts import BAD, BY_CHANCE, GOOD, expected_by_chance
 from fedlightning.report import html
 from fedlightning.report.cells import Column
 from fedlightning.report.drawing import inline, look, panel, rows_of, save, settle, svg

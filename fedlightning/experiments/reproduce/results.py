@@ -1,27 +1,141 @@
-"""A table that was run: every cell and order with its values and verdict, as plain values that go to files."""
+"""A table that was run: the rule of verdicts, every cell and order with its values and verdict, and how these are written.
+
+The rule is fixed before a table is run, and the same for all tables.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fedlightning.experiments.reproduce.measures import NoValueError, Spec, Value, better_is_higher, measure
-from fedlightning.experiments.reproduce.tables import WHOLE, Cell, Order, Table
-from fedlightning.experiments.reproduce.verdicts import (
-    DISAGREES,
-    NOT_JUDGED,
-    NOT_RUN,
-    ORDER_DISAGREES,
-    Verdict,
-    judge,
-    judge_order,
-)
+from fedlightning.experiments.reproduce.tables import ALL, WHOLE, Cell, Order, Table
 from fedlightning.study.runs import Run, load_run
+from fedlightning.study.significance import mean_interval
+
+AGREES, DISAGREES, INCONCLUSIVE = "agrees", "disagrees", "inconclusive"
+ORDER_AGREES, ORDER_DISAGREES = "order agrees", "order disagrees"
+NOT_RUN, NOT_JUDGED = "not run", "not judged"
+GOOD = (AGREES, ORDER_AGREES)
+BAD = (DISAGREES, ORDER_DISAGREES)
+BY_CHANCE = 0.025
+"""Largest chance that a cell disagrees although the true mean lies within its tolerance.
+
+The 95 % interval then lies beyond one end of the tolerance only if it misses the true mean on that side: 2.5 %. The same
+holds for an order whose true difference is not negative.
+"""
+_ROUNDING = 1e-12
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """A verdict with what it was made from.
+
+    Attributes:
+        word: One of the constants above.
+        mean: Mean over seeds, of an order that of the differences; `None` without a value.
+        low: Lower end of the 95 % interval; `None` if there is none.
+        high: Upper end.
+        why: What a reader must know beside the word.
+    """
+
+    word: str
+    mean: float | None = None
+    low: float | None = None
+    high: float | None = None
+    why: str = ""
+
+    @property
+    def random(self) -> bool:
+        """Whether chance could have changed it: its interval has a width."""
+        return self.word in (*GOOD, *BAD, INCONCLUSIVE) and self.low is not None and self.low != self.high
+
+
+def judge(
+    values: Sequence[float], published: float, tolerance: float, *, exact: bool = False, beyond: bool = False
+) -> Verdict:
+    """Judge a cell by the values of its seeds.
+
+    It *agrees* if the 95 % interval of the mean over seeds (Student's t) lies inside published ± tolerance, it *disagrees* if
+    the interval lies entirely outside, and between it is *inconclusive*. One seed has no interval and is inconclusive, unless
+    nothing in the run is random (`exact`): then it is an interval of width zero. A value that is not a number disagrees.
+
+    Args:
+        values: A value for each seed.
+        published: The published value.
+        tolerance: Distance from it that still agrees.
+        exact: Whether nothing in the run is random.
+        beyond: Whether a value is only a lower bound. Such a cell cannot agree.
+
+    Example:
+        >>> judge([0.71, 0.72, 0.70], published=0.70, tolerance=0.05).word
+        'agrees'
+        >>> judge([0.71], 0.70, 0.05).word, judge([0.71], 0.70, 0.05, exact=True).word, judge([0.7, 0.8], 0.70, 0.05).word
+        ('inconclusive', 'agrees', 'inconclusive')
+    """
+    if any(not math.isfinite(value) for value in values):
+        return Verdict(DISAGREES, why="a value is not a finite number: a model diverged")
+    found = mean_interval(values)
+    if len(values) == 1 and not exact:
+        return Verdict(INCONCLUSIVE, found.centre, why="one seed has no interval")
+    low, high = published - tolerance - _ROUNDING, published + tolerance + _ROUNDING
+    ends = found.centre, found.low, found.high
+    if found.low > high or (found.high < low and not beyond):
+        return Verdict(DISAGREES, *ends, why="more rounds than the run has" if beyond else "")
+    if beyond:
+        return Verdict(INCONCLUSIVE, *ends, why="a seed did not reach the target: its value is a lower bound")
+    if found.low >= low and found.high <= high:
+        return Verdict(AGREES, *ends)
+    return Verdict(INCONCLUSIVE, *ends, why="the interval crosses an end of the tolerance: more seeds")
+
+
+def judge_order(
+    better: Sequence[float], worse: Sequence[float], margin: float = 0.0, *, exact: bool = False
+) -> Verdict:
+    """Judge an order by the differences between two runs, paired by seed.
+
+    The *order agrees* if the 95 % interval of the mean difference (paired, Student's t) lies above `margin`, it *disagrees*
+    if it lies below, and between it is *inconclusive*; so is one seed, unless nothing is random.
+
+    Args:
+        better: A value for each seed of the run that was published as better, where higher is better.
+        worse: Those of the other run, for the same seeds.
+        margin: Distance by which the better one must be ahead.
+        exact: Whether nothing in the runs is random.
+
+    Example:
+        >>> judge_order([0.80, 0.82, 0.81], [0.75, 0.78, 0.75]).word
+        'order agrees'
+    """
+    differences = [a - b for a, b in zip(better, worse, strict=True)]
+    if any(not math.isfinite(value) for value in differences):
+        return Verdict(ORDER_DISAGREES, why="a value is not a finite number: a model diverged")
+    found = mean_interval(differences)
+    if len(differences) == 1 and not exact:
+        return Verdict(INCONCLUSIVE, found.centre, why="one seed has no interval")
+    ends = found.centre, found.low, found.high
+    if found.low > margin:
+        return Verdict(ORDER_AGREES, *ends)
+    if found.high < margin:
+        return Verdict(ORDER_DISAGREES, *ends)
+    return Verdict(INCONCLUSIVE, *ends, why="the interval of the difference contains the margin: more seeds")
+
+
+def expected_by_chance(verdicts: Iterable[Verdict]) -> float:
+    """Return how many verdicts would be *disagrees* by chance, at most, if every true mean agreed.
+
+    Example:
+        >>> expected_by_chance([judge([0.7, 0.7], 0.7, 0.1), judge([0.6, 0.7], 0.7, 0.1)])
+        0.025
+    """
+    return BY_CHANCE * sum(verdict.random for verdict in verdicts)
+
+
+# -- lines of a table --------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Line:
     """A cell or an order with what was found.
@@ -178,3 +292,104 @@ class _Measurer:
 def _unless(because: str, verdict: Verdict) -> Verdict:
     """Return a verdict, or that there is none if something speaks against judging."""
     return replace(verdict, word=NOT_JUDGED, why=because) if because else verdict
+
+
+# -- as they are written -----------------------------------------------------------------------------------------------
+def chance(expected: float, judged: int) -> str:
+    """Return how many verdicts chance alone would turn to *disagrees*, with the model behind the number.
+
+    Example:
+        >>> chance(0.0, 0)
+        'No verdict rests on a random run, so none disagrees by chance.'
+    """
+    if not judged:
+        return "No verdict rests on a random run, so none disagrees by chance."
+    return (
+        f"By chance alone at most {expected:.2g} of the {judged} verdicts that rest on random runs would be 'disagrees' "
+        "(each with 2.5 %, if its true mean lies within the tolerance and seeds are independent)."
+    )
+
+
+def digits(line: Line) -> int:
+    """Return decimals that show the published value and the tolerance.
+
+    Example:
+        >>> digits(Line("a", judge([0.7], 0.724, 0.03), published=0.724, tolerance=0.03))
+        4
+    """
+    known = [one for one in (line.published, line.tolerance) if one]
+    shown = max((len(f"{abs(one):.10f}".rstrip("0").partition(".")[2]) for one in known), default=2)
+    return min(shown + 1, 8)
+
+
+def number_of(value: float | None, places: int) -> str:
+    """Write a number with as many decimals, or more briefly if it is large."""
+    if value is None or not math.isfinite(value):
+        return "-" if value is None else str(value)
+    return f"{value:.{places}f}".rstrip("0").rstrip(".") if abs(value) < 1e6 else f"{value:.4g}"
+
+
+def ours(line: Line) -> str:
+    """Write the mean over seeds with its interval."""
+    verdict, places = line.verdict, digits(line) if line.published is not None else 4
+    if verdict.mean is None:
+        return "-"
+    text = f"{verdict.mean:.{places}f}"
+    if verdict.low is not None and verdict.high is not None and verdict.low != verdict.high:
+        text += f" [{verdict.low:.{places}f}, {verdict.high:.{places}f}]"
+    return text
+
+
+def row_of(line: Line) -> dict[str, str]:
+    """Return the columns of a cell or order: its name, the published value with the tolerance, ours, and the verdict."""
+    places = digits(line)
+    published = "" if line.is_order else f"{number_of(line.published, places)} ± {number_of(line.tolerance, places)}"
+    return {"name": line.name, "published": published, "ours": ours(line), "verdict": line.verdict.word}
+
+
+def reasons(lines: Sequence[Line]) -> list[str]:
+    """Return why verdicts are what they are, each reason once, with the cells that it is about."""
+    found: dict[str, list[str]] = {}
+    for line in lines:
+        given = line.why if line.verdict.word in (*BAD, INCONCLUSIVE) else ""
+        for text in filter(None, (line.verdict.why, given)):
+            found.setdefault(text, []).append(line.name)
+    return [f"{'all' if len(names) == len(lines) else _few(names)}: {text}" for text, names in found.items()]
+
+
+def _few(names: Sequence[str]) -> str:
+    return "; ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def left_out(lines: Sequence[Line]) -> list[str]:
+    """Return a sentence on the lines that need runs of another set; none, if there are none."""
+    number = sum(not line.asked for line in lines)
+    return (
+        [f"{number} more {'need' if number > 1 else 'needs'} runs of other sets than was asked for."] if number else []
+    )
+
+
+def times(table: Table) -> str:
+    """Return the sets of a table with their expected minutes, and those of all runs if they are others."""
+    known = dict.fromkeys(table.sets) | dict(table.minutes)
+    if len(known) > 1 and known.get(ALL) == next(iter(known.values())):
+        known.pop(ALL)
+    return ", ".join(name if minutes is None else f"{name}: {minutes:g}" for name, minutes in known.items())
+
+
+def verdict_counts(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return how many lines have each verdict, in words.
+
+    Example:
+        >>> verdict_counts([{"verdict": "agrees"}, {"verdict": "agrees"}, {"verdict": "not run"}])
+        '2 agrees, 1 not run'
+    """
+    return ", ".join(f"{number} {word}" for word, number in counts(lines).items())
+
+
+def counts(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return verdict -> number of lines, in the order in which they come."""
+    found: dict[str, int] = {}
+    for line in lines:
+        found[line["verdict"]] = found.get(line["verdict"], 0) + 1
+    return found

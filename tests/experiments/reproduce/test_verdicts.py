@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from fedlightning.experiments.reproduce.verdicts import expected_by_chance, judge, judge_order
+from fedlightning.experiments.reproduce.results import expected_by_chance, judge, judge_order
 
 T_95 = {2: 12.706204736, 3: 4.30265273, 5: 2.776445105, 10: 2.262157163}
 """Quantiles of Student's t, from a printed table: number of values -> 97.5 % of t with one degree less."""
