@@ -172,10 +172,7 @@ def _class_paths(value: Any) -> Iterator[str]:
 
 def _on_test_data(method: Method) -> Method:
     """Return the run with the scores of each round taken on test data, as a paper took them."""
-    wrapped = {
-        "class_path": "fedlightning.datamodules.ValidatedOnTest",
-        "init_args": {"data": method.config["data"]},
-    }
+    wrapped = {"class_path": "fedlightning.datamodules.ValidatedOnTest", "init_args": {"data": method.config["data"]}}
     inner = "data.init_args.data."
     keys = [inner + key.removeprefix("data.") if key.startswith("data.") else key for key in method.vary]
     return replace(method, config={**method.config, "data": wrapped}, vary=keys)
