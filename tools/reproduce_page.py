@@ -12,11 +12,11 @@ from fedlightning.commands.reproduce import find_tables
 from fedlightning.experiments.reproduce.record import moved_goals, read_record
 from fedlightning.experiments.reproduce.results import (
     BAD,
-    BY_CHANCE,
     INCONCLUSIVE,
     Line,
     Verdict,
     chance,
+    expected_by_chance,
     row_of,
     times,
     verdict_counts,
@@ -36,10 +36,10 @@ def page(tables: Sequence[Table]) -> str:
     """Return the page."""
     records = {table.name: read_record(table.path) for table in tables}
     every = [line for record in records.values() for line in record.values()]
-    random = sum(_line(line).verdict.random for line in every)
+    expected = expected_by_chance(map(_line, every))
     parts = [
         HEAD,
-        f"All tables: {verdict_counts(every)}. {chance(BY_CHANCE * random, random)}\n",
+        f"All tables: {verdict_counts(every)}. {chance(expected)}\n",
         _overview(tables, records),
     ]
     return "\n".join([*parts, *(_section(table, records[table.name]) for table in tables)])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +22,20 @@ from fedlightning.experiments.reproduce.page import write_page
 from fedlightning.experiments.reproduce.record import as_json, lost, moved_goals, read_record, write_json, write_record
 from fedlightning.experiments.reproduce.results import (
     BAD,
-    BY_CHANCE,
     GOOD,
     Line,
     Place,
+    TableRun,
     chance,
     counts,
     left_out,
-    measure_table,
+    measure_tables,
     reasons,
     row_of,
     times,
     verdict_counts,
 )
-from fedlightning.experiments.reproduce.runs import Job, obstacle, plan_jobs
+from fedlightning.experiments.reproduce.runs import obstacle, plan_runs
 from fedlightning.experiments.reproduce.tables import ALL, Table, read_table
 
 _COLOURS = {**dict.fromkeys(GOOD, "green"), **dict.fromkeys(BAD, "bold red"), "inconclusive": "yellow"}
@@ -82,17 +82,6 @@ def parser() -> Parser:
     return made
 
 
-@dataclass
-class _Asked:
-    """A table that was asked for, with the runs of it that are to be made."""
-
-    table: Table
-    runs: list[str]
-    obstacle: str
-    seeds: list[int]
-    places: dict[str, dict[int, Place]] = field(default_factory=dict)
-
-
 def reproduce(words: Sequence[str], main: Main) -> int:
     """Carry out the command and return its exit code."""
     options, _ = parser().parse(words)
@@ -104,26 +93,31 @@ def reproduce(words: Sequence[str], main: Main) -> int:
         else:
             list_tables(tables, screen)
         return 0
-    asked = _asked(tables, options)
-    possible = {one.table.name: (one.table, one.runs) for one in asked if not one.obstacle and one.runs}
-    root = str(options.data_root.resolve())
-    jobs: list[Job] = call(plan_jobs, possible, root, options.seeds, CLI) if possible else []
+    asked = ask_for(tables, options)
+    if any(one.runs and not one.obstacle for one in asked):
+        for one, methods in zip(asked, call(plan_runs, asked, str(options.data_root.resolve()), CLI), strict=True):
+            one.methods = methods
+    wanted = {(m.name, seed): (m, seed) for one in asked for m in one.methods.values() for seed in one.seeds}
     experiment = Experiment(options.out, screen, main, options.jobs, options.redo, options.ray)
+
+    def plan() -> list[Task]:
+        """Return the runs that are missing; one that several tables ask for is there once."""
+        return [task for method, seed in wanted.values() for task in experiment.plan([method], [seed])]
+
     if options.dry_run:
-        show_commands(_tasks(experiment, jobs), screen)
+        show_commands(plan(), screen)
         return 0
     with experiment.alone(command="fedlightning reproduce") as study:
-        tasks = _tasks(experiment, jobs)
-        _say_plan(asked, jobs, tasks, options, screen)
-        methods = {job.method.name: job.method for job in jobs}
-        seeds = sorted({seed for job in jobs for seed in job.seeds})
-        if not experiment.make(list(methods.values()), seeds, tasks):
+        tasks = plan()
+        show_plan(asked, len(wanted), len(tasks), options, screen)
+        methods = {method.name: method for method, _ in wanted.values()}
+        if not experiment.make(list(methods.values()), sorted({seed for _, seed in wanted}), tasks):
             say(screen, "\nInterrupted. The same command goes on from here.")
             return INTERRUPTED
-    for one in asked:
-        one.places = {job.run: _places(study, job) for job in jobs if job.table == one.table.name}
-    found: dict[str, list[Line]] = call(_measure, asked)
-    return _tell(asked, found, options, screen)
+    measured = call(measure_tables, [(one.table, _places(study, one), one.seeds, one.obstacle) for one in asked])
+    for one, lines in zip(asked, measured, strict=True):
+        one.lines = lines
+    return tell(asked, options, screen)
 
 
 def find_tables(names: Sequence[str]) -> list[Table]:
@@ -144,78 +138,53 @@ def find_tables(names: Sequence[str]) -> list[Table]:
     return [read_table(path, FOLDER) for path in (found or known).values()]
 
 
-def _asked(tables: Sequence[Table], options: Any) -> list[_Asked]:
-    out = []
+def ask_for(tables: Sequence[Table], options: Namespace) -> list[TableRun]:
+    """Return what is to be run of tables.
+
+    Raises:
+        InputError: If it is nothing.
+    """
+    asked = []
     for table in tables:
         runs = [name for name, run in table.runs.items() if options.set is None or options.set in run.sets]
         if runs or options.set is None or options.set in table.sets:
-            out.append(_Asked(table, runs, obstacle(table, options.data_root), list(options.seeds or table.seeds)))
-    if not out:
+            asked.append(TableRun(table, runs, options.seeds or table.seeds, obstacle(table, options.data_root)))
+    if not asked:
         sets = sorted({name for table in tables for run in table.runs.values() for name in (*run.sets, *table.sets)})
         hint = suggestion(options.set, sets) or f"Sets: {', '.join(sets)}; without --set all runs are made."
         raise InputError(f"No table is in the set '{options.set}'. {hint}")
-    return out
+    return asked
 
 
-def _tasks(experiment: Experiment, jobs: Sequence[Job]) -> list[Task]:
-    """Return the runs that are missing; one that several tables ask for is there once."""
-    wanted = {(job.method.name, seed): (job.method, seed) for job in jobs for seed in job.seeds}
-    return [task for method, seed in wanted.values() for task in experiment.plan([method], [seed])]
-
-
-def _say_plan(
-    asked: Sequence[_Asked], jobs: Sequence[Job], tasks: Sequence[Task], options: Any, screen: Console
-) -> None:
-    total = len({(job.method.name, seed) for job in jobs for seed in job.seeds})
-    known = [one.table.minutes for one in asked if not one.obstacle]
-    wanted = options.set or ALL
-    minutes = sum(one.get(wanted, 0.0 if options.set else sum(one.values())) for one in known)
-    word = "about" if all(wanted in one for one in known) else "more than"
-    about = f"{word} {minutes:g} minutes if none was; " if minutes else ""
-    say(
-        screen,
-        f"{len(asked)} table{'s' if len(asked) > 1 else ''}: {total} runs, {total - len(tasks)} of them there already; "
-        f"{options.jobs} at a time; {about}{shown(options.out)}",
-    )
-
-
-def _places(study: StudyFile, job: Job) -> dict[int, Place]:
-    places = {}
-    for seed in job.seeds:
-        folder, entry = study.done(job.method.name, seed), study.entry(job.method.name, seed)
-        error = "it was not made" if entry is None else entry["error"]
-        why = f"run {job.run}, seed {seed}, failed: {error}"
-        places[seed] = Place(None, why, failed=True) if folder is None else Place(str(folder))
+def _places(study: StudyFile, one: TableRun) -> dict[str, dict[int, Place]]:
+    """Return where the runs of a table lie, by name and seed."""
+    places: dict[str, dict[int, Place]] = {}
+    for run, method in one.methods.items():
+        for seed in one.seeds:
+            folder, entry = study.done(method.name, seed), study.entry(method.name, seed)
+            why = f"run {run}, seed {seed}, failed: {'it was not made' if entry is None else entry['error']}"
+            place = Place(None, why, failed=True) if folder is None else Place(str(folder))
+            places.setdefault(run, {})[seed] = place
     return places
 
 
-def _measure(asked: Sequence[_Asked]) -> dict[str, list[Line]]:
-    return {one.table.name: measure_table(one.table, one.places, one.seeds, one.obstacle) for one in asked}
-
-
-def _tell(asked: Sequence[_Asked], found: Mapping[str, list[Line]], options: Any, screen: Console) -> int:
+def tell(asked: Sequence[TableRun], options: Namespace, screen: Console) -> int:
     """Print and write the results, keep them if asked to, and return the exit code."""
-    said, moved = [], []
     for one in asked:
-        lines = found[one.table.name]
-        show_table(one.table, lines, screen)
-        said += lost(one.table, lines, one.seeds)
-        moved += moved_goals(one.table)
-    tables = [(one.table, found[one.table.name], one.seeds) for one in asked]
-    content = as_json(tables, said, moved)
+        show_table(one.table, one.lines, screen)
+    said = [text for one in asked for text in lost(one.table, one.lines, one.seeds)]
+    moved = [text for one in asked for text in moved_goals(one.table)]
+    content = as_json(asked, said, moved)
     write_json(options.out, content)
-    page = call(write_page, options.out, tables, said, moved)
+    page = call(write_page, options.out, asked, said, moved)
     show_summary(content, said, moved, screen)
-    if options.record:
-        for table, lines, _ in tables:
-            say(screen, f"Recorded: {shown(write_record(table, lines))}")
+    for one in asked if options.record else ():
+        say(screen, f"Recorded: {shown(write_record(one.table, one.lines))}")
     say(screen, f"Page: {shown(page)}; results: {shown(options.out / 'reproduce.json')}")
     if options.json:
-        print_json(
-            "reproduce", out=options.out, page=page, tables=content["tables"], chance=content["chance"], lost=said
-        )
-    failed = any(line.failed for lines in found.values() for line in lines)
-    return 1 if said or failed else 0
+        about = {name: content[name] for name in ("tables", "chance", "lost")}
+        print_json("reproduce", out=options.out, page=page, **about)
+    return 1 if said or any(line.failed for one in asked for line in one.lines) else 0
 
 
 # -- on the terminal ---------------------------------------------------------------------------------------------------
@@ -232,6 +201,20 @@ def listed(tables: Sequence[Table]) -> list[dict[str, Any]]:
         }
         for table in tables
     ]
+
+
+def show_plan(asked: Sequence[TableRun], total: int, missing: int, options: Namespace, screen: Console) -> None:
+    """Print how many runs there are, and how long they take."""
+    known = [one.table.minutes for one in asked if not one.obstacle]
+    wanted = options.set or ALL
+    minutes = sum(one.get(wanted, 0.0 if options.set else sum(one.values())) for one in known)
+    word = "about" if all(wanted in one for one in known) else "more than"
+    about = f"{word} {minutes:g} minutes if none was; " if minutes else ""
+    say(
+        screen,
+        f"{len(asked)} table{'s' if len(asked) > 1 else ''}: {total} runs, {total - missing} of them there already; "
+        f"{options.jobs} at a time; {about}{shown(options.out)}",
+    )
 
 
 def list_tables(tables: Sequence[Table], screen: Console) -> None:
@@ -280,6 +263,6 @@ def show_summary(content: Mapping[str, Any], lost: Sequence[str], moved: Sequenc
     lines = [line for table in content["tables"] for line in (*table["cells"], *table["orders"])]
     asked = [line for line in lines if line["asked"]]
     say(screen, f"\nAll: {verdict_counts(asked) or 'nothing was asked for'}.")
-    say(screen, chance(content["chance"], round(content["chance"] / BY_CHANCE)))
+    say(screen, chance(content["chance"]))
     for text in (*moved, *lost):
         say(screen, f"! {text}", style="bold red", markup=False)

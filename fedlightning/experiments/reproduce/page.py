@@ -10,12 +10,11 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from fedlightning.experiments.reproduce.record import Told
 from fedlightning.experiments.reproduce.results import (
     BAD,
-    BY_CHANCE,
     GOOD,
     Line,
+    TableRun,
     chance,
     expected_by_chance,
     left_out,
@@ -83,7 +82,7 @@ _LEGEND = (
 )
 
 
-def write_page(out: Path, tables: Sequence[Told], lost: Sequence[str], moved: Sequence[str]) -> Path:
+def write_page(out: Path, tables: Sequence[TableRun], lost: Sequence[str], moved: Sequence[str]) -> Path:
     """Write the page and its figures into a folder.
 
     Args:
@@ -92,17 +91,15 @@ def write_page(out: Path, tables: Sequence[Told], lost: Sequence[str], moved: Se
         lost: Sentences on cells that once agreed and do not now.
         moved: Sentences on tolerances and published values that were changed after a run.
     """
-    every = [line for _, lines, _ in tables for line in lines]
-    expected = expected_by_chance(line.verdict for line in every)
+    every = [line for one in tables for line in one.lines]
     said = [Trouble("Held against the recorded verdicts", None, [*moved, *lost])] if moved or lost else []
     counted = verdict_counts([line.plain() for line in every if line.asked])
     page = Page(
         title="Published tables, run again",
-        subtitle=f"{len(tables)} tables: {counted or 'nothing was asked for'}. "
-        + chance(expected, round(expected / BY_CHANCE)),
+        subtitle=f"{len(tables)} tables: {counted or 'nothing was asked for'}. " + chance(expected_by_chance(every)),
         answers={},
         problems=said,
-        sections=[_section(table, lines, seeds, out) for table, lines, seeds in tables],
+        sections=[_section(one.table, one.lines, one.seeds, out) for one in tables],
         kicker="Reproduction of published results",
     )
     path = out / FILE

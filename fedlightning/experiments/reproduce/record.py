@@ -10,7 +10,15 @@ from typing import Any
 
 import fedlightning
 from fedlightning.config.errors import InputError
-from fedlightning.experiments.reproduce.results import GOOD, INCONCLUSIVE, NOT_RUN, Line, counts, expected_by_chance
+from fedlightning.experiments.reproduce.results import (
+    GOOD,
+    INCONCLUSIVE,
+    NOT_RUN,
+    Line,
+    TableRun,
+    counts,
+    expected_by_chance,
+)
 from fedlightning.experiments.reproduce.tables import Table
 from fedlightning.run.folder import versions
 from fedlightning.storage.files import UnreadableError, read_json, write_text_atomically
@@ -154,11 +162,9 @@ def commit(root: Path = Path(fedlightning.__file__).parents[1]) -> str | None:
 
 # -- all of a call -----------------------------------------------------------------------------------------------------
 FILE = "reproduce.json"
-Told = tuple[Table, Sequence[Line], Sequence[int]]
-"""A table, what was found, and the seeds."""
 
 
-def as_json(tables: Sequence[Told], lost: Sequence[str], moved: Sequence[str]) -> dict[str, Any]:
+def as_json(tables: Sequence[TableRun], lost: Sequence[str], moved: Sequence[str]) -> dict[str, Any]:
     """Return the content of the file.
 
     Args:
@@ -170,10 +176,10 @@ def as_json(tables: Sequence[Told], lost: Sequence[str], moved: Sequence[str]) -
         "format": 1,
         "commit": commit(),
         "versions": versions(),
-        "chance": expected_by_chance(line.verdict for _, lines, _ in tables for line in lines),
+        "chance": expected_by_chance(line for one in tables for line in one.lines),
         "lost": list(lost),
         "moved": list(moved),
-        "tables": [_table(table, lines, seeds) for table, lines, seeds in tables],
+        "tables": [_table(one.table, one.lines, one.seeds) for one in tables],
     }
 
 

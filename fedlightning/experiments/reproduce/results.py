@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fedlightning.experiments.methods import Method
 from fedlightning.experiments.reproduce.measures import NoValueError, Spec, Value, better_is_higher, measure
 from fedlightning.experiments.reproduce.tables import ALL, WHOLE, Cell, Order, Table
 from fedlightning.study.runs import Run, load_run
@@ -125,16 +126,6 @@ def judge_order(
     return Verdict(INCONCLUSIVE, *ends, why="the interval of the difference contains the margin: more seeds")
 
 
-def expected_by_chance(verdicts: Iterable[Verdict]) -> float:
-    """Return how many verdicts would be *disagrees* by chance, at most, if every true mean agreed.
-
-    Example:
-        >>> expected_by_chance([judge([0.7, 0.7], 0.7, 0.1), judge([0.6, 0.7], 0.7, 0.1)])
-        0.025
-    """
-    return BY_CHANCE * sum(verdict.random for verdict in verdicts)
-
-
 # -- lines of a table --------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Line:
@@ -208,6 +199,27 @@ def _first(missing: Sequence[Place]) -> Place:
     return max(missing, key=lambda place: (place.failed, place.asked))
 
 
+@dataclass
+class TableRun:
+    """A table that is run again: what was asked for, what is made, and what was found.
+
+    Attributes:
+        table: The table.
+        runs: Names of the runs that were asked for.
+        seeds: Seeds of each.
+        obstacle: Why nothing can be run here; empty: it can.
+        methods: Name of a run -> its complete configuration.
+        lines: Its cells and orders with their verdicts.
+    """
+
+    table: Table
+    runs: Sequence[str]
+    seeds: Sequence[int]
+    obstacle: str = ""
+    methods: Mapping[str, Method] = field(default_factory=dict)
+    lines: Sequence[Line] = ()
+
+
 Places = Mapping[str, Mapping[int, Place]]
 """Name of a run -> seed -> its place."""
 
@@ -216,6 +228,11 @@ def measure_table(table: Table, places: Places, seeds: Sequence[int], obstacle: 
     """Return all cells and orders of a table with their verdicts. It may import torch: call it in a child process."""
     measurer = _Measurer(table, places, seeds, obstacle)
     return [*map(measurer.cell, table.cells), *map(measurer.order, table.orders)]
+
+
+def measure_tables(asked: Sequence[tuple[Table, Places, Sequence[int], str]]) -> list[list[Line]]:
+    """Return for each table what :func:`measure_table` returns of it."""
+    return [measure_table(*arguments) for arguments in asked]
 
 
 @dataclass(frozen=True)
@@ -295,18 +312,23 @@ def _unless(because: str, verdict: Verdict) -> Verdict:
 
 
 # -- as they are written -----------------------------------------------------------------------------------------------
-def chance(expected: float, judged: int) -> str:
+def expected_by_chance(lines: Iterable[Line]) -> float:
+    """Return how many verdicts would be *disagrees* by chance, at most, if every true mean agreed."""
+    return BY_CHANCE * sum(line.verdict.random for line in lines)
+
+
+def chance(expected: float) -> str:
     """Return how many verdicts chance alone would turn to *disagrees*, with the model behind the number.
 
     Example:
-        >>> chance(0.0, 0)
+        >>> chance(0.0)
         'No verdict rests on a random run, so none disagrees by chance.'
     """
-    if not judged:
+    if not expected:
         return "No verdict rests on a random run, so none disagrees by chance."
     return (
-        f"By chance alone at most {expected:.2g} of the {judged} verdicts that rest on random runs would be 'disagrees' "
-        "(each with 2.5 %, if its true mean lies within the tolerance and seeds are independent)."
+        f"By chance alone at most {expected:.2g} of the {round(expected / BY_CHANCE)} verdicts that rest on random runs "
+        "would be 'disagrees' (each with 2.5 %, if its true mean lies within the tolerance and seeds are independent)."
     )
 
 

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,28 +20,12 @@ from fedlightning.errors import missing_package
 from fedlightning.experiments.baselines import algorithms_of
 from fedlightning.experiments.methods import Config, Method
 from fedlightning.experiments.plan import Request, make_plan
+from fedlightning.experiments.reproduce.results import TableRun
 from fedlightning.experiments.reproduce.tables import Data, Table
 from fedlightning.run.folder import versions
 
 WATCHING = ("catalogue", "cli", "commands", "configs", "experiments", "study", "testing")
 """Rooms that no number of a run depends on. The code of all others is a part of a run's name."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """One run of a table, as it is to be made.
-
-    Attributes:
-        table: Name of the table.
-        run: Name of the run in it.
-        method: Complete configuration; its name is the same in every table that asks for the same run.
-        seeds: Seeds.
-    """
-
-    table: str
-    run: str
-    method: Method
-    seeds: list[int]
 
 
 def folder_of(data: Data, root: Path) -> Path | None:
@@ -79,40 +63,45 @@ PACKAGES = {"privacy": "opacus", "vision": "timm", "lora": "peft", "flower": "fl
 """Extra -> package by which it is known to be installed, where they have different names."""
 
 
-def plan_jobs(
-    wanted: Mapping[str, tuple[Table, Sequence[str]]], root: str, seeds: Sequence[int] | None, cli: str
-) -> list[Job]:
-    """Return the runs of tables as complete configurations. It imports the user's classes: call it in a child process.
+def plan_runs(asked: Sequence[TableRun], root: str, cli: str) -> list[dict[str, Method]]:
+    """Return for each table the complete configurations of its runs by their names in it.
+
+    A run that two tables ask for has one configuration, of one name. This imports the user's classes: call it in a child
+    process.
 
     Args:
-        wanted: Name of a table -> the table, and the names of its runs.
+        asked: Tables; of one that cannot be made here, there are none.
         root: Data root.
-        seeds: Seeds of all runs; `None`: as each table says.
         cli: `module:class` of the command line that parses the options of a run.
 
     Raises:
         InputError: If a configuration cannot be read, naming the table and the run.
     """
-    jobs: list[Job] = []
     clients: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        written = Path(folder) / "config.yaml"
-        for table, run in ((table, table.runs[name]) for table, names in wanted.values() for name in names):
-            stack = [str(path) for path in run.configs]
-            if run.config:
-                written.write_text(yaml.safe_dump(dict(run.config), sort_keys=False))
-                stack.append(str(written))
-            options = words_of(table.data, Path(root), run.options)
-            try:
-                request = Request([f"{run.name}={stack[-1]}"], cli, stack[:-1], options=options, vary=table.vary)
-                (method,) = make_plan(request, clients).methods
-            except InputError as error:
-                raise InputError(f"{table.path.name}: run '{run.name}' cannot be made: {error}") from error
-            if run.test_curve:
-                method = _on_test_data(method)
-            method = replace(method, name=name_of(method), configs=[path.name for path in run.configs])
-            jobs.append(Job(table.name, run.name, method, list(seeds or table.seeds)))
-    return jobs
+        return [
+            {name: _plan_run(one.table, name, Path(root), cli, Path(folder), clients) for name in one.runs}
+            if not one.obstacle
+            else {}
+            for one in asked
+        ]
+
+
+def _plan_run(table: Table, name: str, root: Path, cli: str, folder: Path, clients: dict[str, list[str]]) -> Method:
+    run = table.runs[name]
+    stack = [str(path) for path in run.configs]
+    if run.config:
+        stack.append(str(folder / "config.yaml"))
+        Path(stack[-1]).write_text(yaml.safe_dump(dict(run.config), sort_keys=False))
+    options = words_of(table.data, root, run.options)
+    try:
+        request = Request([f"{name}={stack[-1]}"], cli, stack[:-1], options=options, vary=table.vary)
+        (method,) = make_plan(request, clients).methods
+    except InputError as error:
+        raise InputError(f"{table.path.name}: run '{name}' cannot be made: {error}") from error
+    if run.test_curve:
+        method = _on_test_data(method)
+    return replace(method, name=name_of(method), configs=[path.name for path in run.configs])
 
 
 def name_of(method: Method) -> str:
