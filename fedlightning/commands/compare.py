@@ -190,7 +190,6 @@ def request_of(options: Namespace, passed: Sequence[str]) -> Request:
         [*(options.vary or []), *options.cross] if options.cross else options.vary,
         {"auto": list(AUTO), "none": []}.get(baselines, names),
         matrix=True,
-        metrics=not options.no_report,
         rehearse=True,
         leave_one_out=options.leave_one_site_out,
         columns=options.subgroup,

@@ -28,6 +28,7 @@ from fedlightning.experiments.reproduce.results import (
     TableRun,
     chance,
     counts,
+    headings,
     left_out,
     measure_tables,
     reasons,
@@ -39,6 +40,7 @@ from fedlightning.experiments.reproduce.runs import obstacle, plan_runs
 from fedlightning.experiments.reproduce.tables import ALL, Table, read_table
 
 _COLOURS = {**dict.fromkeys(GOOD, "green"), **dict.fromkeys(BAD, "bold red"), "inconclusive": "yellow"}
+_KINDS = {"name": FOLDED, "published": NUMBER, "ours": NUMBER, "verdict": WHOLE}
 TABLES = FOLDER / "reproduce"
 """The tables that come with the package."""
 DESCRIPTION = """\
@@ -239,23 +241,18 @@ def show_table(table: Table, lines: Sequence[Line], screen: Console) -> None:
     if table.tuned_on_test:
         say(screen, "The paper chose on test data; its numbers are too good by what that gains.", markup=False)
     shown = [line for line in lines if line.asked]
-    for kind in ("cell", "order"):
-        _show_lines([row_of(line) for line in shown if line.is_order == (kind == "order")], kind, screen)
+    for orders in (False, True):
+        rows = [row_of(line) for line in shown if line.is_order == orders]
+        titles = headings(orders)
+        cells = [[_coloured(row[key]) if key == "verdict" else escape(row[key]) for key in titles] for row in rows]
+        if cells:
+            print_table(screen, {title: _KINDS[key] for key, title in titles.items()}, cells)
     for text in (*reasons(shown), *left_out(lines)):
         say(screen, f"  {text}", markup=False)
 
 
-def _show_lines(lines: Sequence[Mapping[str, str]], kind: str, screen: Console) -> None:
-    columns = {"cell": FOLDED, "published": NUMBER, "ours": NUMBER, "verdict": WHOLE}
-    if kind == "order":
-        columns = {"order": FOLDED, "difference": NUMBER, "verdict": WHOLE}
-    rows = []
-    for line in lines:
-        verdict = f"[{_COLOURS.get(line['verdict'], 'dim')}]{line['verdict']}[/]"
-        published = [line["published"]] if kind == "cell" else []
-        rows.append([escape(line["name"]), *published, escape(line["ours"]), verdict])
-    if rows:
-        print_table(screen, columns, rows)
+def _coloured(verdict: str) -> str:
+    return f"[{_COLOURS.get(verdict, 'dim')}]{verdict}[/]"
 
 
 def show_summary(content: Mapping[str, Any], lost: Sequence[str], moved: Sequence[str], screen: Console) -> None:

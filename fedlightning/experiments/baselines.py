@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fedlightning.catalogue import find, installed, rows
-from fedlightning.experiments.methods import Config
+from fedlightning.experiments.methods import Config, callbacks_of
 
 AUTO = ("Local", "Central", "FedAvg", "LocalAdaptation")
 """Default baselines: nothing is shared, all data are in one place, one model for all, and that model fine-tuned."""
@@ -23,7 +23,7 @@ def algorithms_of(config: Config) -> set[str]:
         >>> algorithms_of({"trainer": {"callbacks": [{"class_path": "fedlightning.callbacks.FedProx"}]}})
         {'FedProx'}
     """
-    return {name for name in map(_name, _callbacks(config)) if not _kept(name)} - {_DEFAULT}
+    return {name for name in map(_name, callbacks_of(config)) if not _kept(name)} - {_DEFAULT}
 
 
 def missing_baselines(configs: Sequence[Config], requested: Sequence[str] = AUTO) -> list[str]:
@@ -50,7 +50,7 @@ def baseline_config(config: Config, name: str) -> Config:
     """Return `config` with its algorithms replaced by `name`. Checkpoints and ordinary callbacks stay."""
     row = find(name)
     without = _CANNOT_STAND_BESIDE.get(row.name, ())
-    callbacks = [item for item in _callbacks(config) if _kept(_name(item)) and _name(item) not in without]
+    callbacks = [item for item in callbacks_of(config) if _kept(_name(item)) and _name(item) not in without]
     trainer = {**config["trainer"], "callbacks": [*callbacks, {"class_path": row.class_path, "init_args": {}}]}
     return {**config, "trainer": trainer}
 
@@ -58,11 +58,6 @@ def baseline_config(config: Config, name: str) -> Config:
 def _are_mixed(config: Config) -> bool:
     """Whether clients have models of their own."""
     return str((config.get("model") or {}).get("class_path", "")).rpartition(".")[2] == "ClientModels"
-
-
-def _callbacks(config: Config) -> list[dict[str, Any]]:
-    found = config["trainer"].get("callbacks") or []
-    return found if isinstance(found, list) else [found]
 
 
 def _name(callback: dict[str, Any]) -> str:

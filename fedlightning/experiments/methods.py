@@ -64,6 +64,12 @@ class Method:
         return hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
+def callbacks_of(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the callbacks of a configuration; one may stand there without a list."""
+    callbacks = config["trainer"].get("callbacks") or []
+    return callbacks if isinstance(callbacks, list) else [callbacks]
+
+
 def without_place(config: Mapping[str, Any]) -> Config:
     """Return a configuration without the options that say where files go and what is shown."""
     trainer = {key: value for key, value in config["trainer"].items() if key not in _PLACE}

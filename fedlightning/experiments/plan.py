@@ -23,11 +23,9 @@ from fedlightning.errors import ConfigurationError
 from fedlightning.experiments.baselines import baseline_config, missing_baselines
 from fedlightning.experiments.leave_one_site_out import without_each_site
 from fedlightning.experiments.methods import SEED_KEY, Config, Method, labels, split_label, tidy, unique
-from fedlightning.experiments.yaml_blocks import read_yaml
+from fedlightning.experiments.yaml_blocks import Block, Names, read_yaml
 from fedlightning.options import Flower, Ray
 from fedlightning.study.columns import LOCAL, POOLED
-
-KEYS = {"config", "methods", "variants"}
 
 
 @dataclass(frozen=True)
@@ -65,15 +63,7 @@ def read_grid(path: Path, folder: Path) -> Grid:
     Raises:
         InputError: If it is no grid.
     """
-    try:
-        given = read_yaml(path)
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}.") from error
-    if set(given) - KEYS or not all(isinstance(given.get(key), dict) and given[key] for key in ("methods", "variants")):
-        raise InputError(
-            f"{path} is no grid. It has config: [FILE, ...], and by name methods and variants, each a FILE, a list of files, "
-            "or what would stand in one ({}: nothing)."
-        )
+    block = Block(read_yaml(path), str(path), "the grid")
     count = 0
 
     def files(value: Any) -> list[str]:
@@ -91,14 +81,15 @@ def read_grid(path: Path, folder: Path) -> Grid:
         aside.write_text(yaml.safe_dump(value, sort_keys=False))
         return [str(aside)]
 
-    def named(key: str) -> dict[str, list[str]]:
-        found = {str(name): files(value) for name, value in given[key].items()}
-        if len(found) < len(given[key]) or not all(name.strip() for name in found):
-            raise InputError(f"{path}: the names of {key} have to differ, as texts, and none may be empty.")
-        return found
-
-    grid = Grid(files(given.get("config", [])), named("methods"), named("variants"))
-    if len({name.lower() for name in grid.cells}) < len(grid.methods) * len(grid.variants):
+    before = files(block.take("config", default=[]))
+    methods, variants = (
+        {name: files(value) for name, value in block.take(key, Names).items()} for key in ("methods", "variants")
+    )
+    block.end()
+    grid = Grid(before, methods, variants)
+    if not grid.cells or not all(name.strip() for name in (*methods, *variants)):
+        raise block.error("needs methods and variants, and none of their names may be empty.")
+    if len({name.lower() for name in grid.cells}) < len(methods) * len(variants):
         raise InputError(f"{path}: two runs would have one name. Name methods and variants otherwise.")
     return grid
 
@@ -123,8 +114,8 @@ class Request:
         vary: Keys that are set to the seed beside `trainer.seed`. `None` takes the seed of the validation split, if the
             data have one.
         baselines: Names of algorithms to add, unless they are there already.
-        metrics: Whether to find out which scores there will be.
-        rehearse: Whether to make a dry run of every method, so that what cannot work is said before the first run.
+        rehearse: Whether to make a dry run of every method, so that what cannot work is said before the first run, and it is
+            known which scores there will be.
         matrix: Whether runs are tested with every client's model on every client's data.
         leave_one_out: Whether every method is also trained without each client.
         columns: Columns that the data of every method need to have, for subgroups.
@@ -139,7 +130,6 @@ class Request:
     vary: list[str] | None = None
     baselines: list[str] = field(default_factory=list)
     matrix: bool = False
-    metrics: bool = False
     rehearse: bool = False
     leave_one_out: bool = False
     columns: list[str] = field(default_factory=list)
@@ -153,7 +143,7 @@ class Plan:
     Attributes:
         methods: Methods in the order given, with added baselines and then those without a site last.
         gpus: Number of GPUs.
-        metrics: Scores on test data of the first method; empty if nobody asked, or if it cannot be found out.
+        metrics: Scores on test data of the first method, after a dry run; empty if it cannot be found out.
     """
 
     methods: list[Method]
@@ -266,8 +256,7 @@ class _Reader:
             clients = self._clients(cli.datamodule, config["data"])
             if self.request.rehearse and not isinstance(cli.trainer.arguments["engine"], ELSEWHERE):
                 metrics = _rehearsed(cli)
-                if self.request.metrics and self.metrics is None:
-                    self.metrics = metrics
+                self.metrics = metrics if self.metrics is None else self.metrics
         except Exception as error:
             sentence = explain(error)
             if sentence is None:

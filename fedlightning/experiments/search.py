@@ -23,7 +23,7 @@ from fedlightning.errors import missing_package
 from fedlightning.experiments.children import call
 from fedlightning.experiments.execute import FirstResult, Task
 from fedlightning.experiments.experiment import Experiment, StudyFile
-from fedlightning.experiments.methods import Config, Method
+from fedlightning.experiments.methods import Config, Method, callbacks_of
 from fedlightning.experiments.plan import Plan, Request, make_plans
 from fedlightning.scores.metrics import bare, higher_is_better
 from fedlightning.storage.files import write_text_atomically
@@ -218,7 +218,7 @@ def refuse_unpayable(methods: Sequence[Method]) -> None:
 
     runs: list[tuple[Protection, int]] = []
     for method in methods:
-        for entry in method.config.get("trainer", {}).get("callbacks") or []:
+        for entry in callbacks_of(method.config):
             kind = class_of(entry["class_path"])
             if isinstance(kind, type) and issubclass(kind, Protection):
                 runs.append((kind(**entry.get("init_args") or {}), method.rounds))
@@ -231,8 +231,8 @@ def refuse_unpayable(methods: Sequence[Method]) -> None:
 
 def have_ledgers(methods: Sequence[Method]) -> bool:
     """Return whether any run writes what it spends into a file that runs share."""
-    callbacks = [entry for method in methods for entry in method.config.get("trainer", {}).get("callbacks") or []]
-    return any((entry.get("init_args") or {}).get("ledger") is not None for entry in callbacks)
+    entries = (entry for method in methods for entry in callbacks_of(method.config))
+    return any((entry.get("init_args") or {}).get("ledger") is not None for entry in entries)
 
 
 def objective(folder: Path, metric: str = "loss") -> float | None:

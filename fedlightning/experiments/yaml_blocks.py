@@ -40,6 +40,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         content = yaml.safe_load(text)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{path} is no YAML that can be read: {' '.join(str(error).split())[:200]}.") from error
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}.") from error
     if not isinstance(content, dict):
         raise InputError(f"{path} holds no named values, so nothing can be read from it.")
     return content

@@ -17,6 +17,7 @@ from fedlightning.experiments.reproduce.results import (
     TableRun,
     chance,
     expected_by_chance,
+    headings,
     left_out,
     ours,
     reasons,
@@ -110,19 +111,14 @@ def write_page(out: Path, tables: Sequence[TableRun], lost: Sequence[str], moved
 def _section(table: Table, lines: Sequence[Line], seeds: Sequence[int], out: Path) -> Section:
     name = html.slug(table.name)
     shown = [line for line in lines if line.asked]
-    cells, orders = [line for line in shown if not line.is_order], [line for line in shown if line.is_order]
     parts: list[Any] = []
-    if cells:
-        parts.append(
-            html.Table(f"{name}-cells", "Cells", _columns(), [row_of(line) for line in cells], notes=reasons(cells))
-        )
-        drawn = [line for line in cells if line.verdict.mean is not None]
+    for orders, title in ((False, "Cells"), (True, "Orders, paired over seeds")):
+        told = [line for line in shown if line.is_order == orders]
+        columns = [Column(key, heading, "text") for key, heading in headings(orders).items()]
+        slug = f"{name}-{'orders' if orders else 'cells'}"
+        parts += [html.Table(slug, title, columns, list(map(row_of, told)), notes=reasons(told))] if told else []
+        drawn = [line for line in told if line.verdict.mean is not None and not orders]
         parts += [Gallery([_picture(table, drawn, out)], _numbers(name, drawn), _LEGEND)] if drawn else []
-    if orders:
-        parts.append(
-            html.Table(f"{name}-orders", "Orders, paired over seeds", _columns(True), [row_of(line) for line in orders],
-                       notes=reasons(orders))
-        )  # fmt: skip
     parts.append(Prose(terms=_terms(table, seeds, lines), title="About this table"))
     return Section(name, table.title, table.name, table.claim, parts)
 
@@ -156,17 +152,6 @@ def _numbers(name: str, lines: Sequence[Line]) -> html.Table:
         Column("values", "seed: value", "text"),
     ]
     return html.Table(f"{name}-numbers", "Means, intervals and the value of every seed", columns, rows)
-
-
-def _columns(orders: bool = False) -> list[Column]:
-    published = [] if orders else [Column("published", "published", "text")]
-    name = Column("name", "order" if orders else "cell", "text")
-    return [
-        name,
-        *published,
-        Column("ours", "difference" if orders else "ours", "text"),
-        Column("verdict", "verdict", "text"),
-    ]
 
 
 def _terms(table: Table, seeds: Sequence[int], lines: Sequence[Line]) -> list[tuple[str, str]]:

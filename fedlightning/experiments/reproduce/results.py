@@ -362,8 +362,14 @@ def ours(line: Line) -> str:
     return text
 
 
+def headings(orders: bool) -> dict[str, str]:
+    """Return the titles of the columns of cells, or of orders, by the keys of :func:`row_of`."""
+    titles = {"name": "cell", "published": "published", "ours": "ours", "verdict": "verdict"}
+    return {"name": "order", "ours": "difference", "verdict": "verdict"} if orders else titles
+
+
 def row_of(line: Line) -> dict[str, str]:
-    """Return the columns of a cell or order: its name, the published value with the tolerance, ours, and the verdict."""
+    """Return a cell or an order in words: its name, the published value with the tolerance, ours, and the verdict."""
     places = digits(line)
     published = "" if line.is_order else f"{number_of(line.published, places)} ± {number_of(line.tolerance, places)}"
     return {"name": line.name, "published": published, "ours": ours(line), "verdict": line.verdict.word}
