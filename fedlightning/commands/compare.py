@@ -224,10 +224,10 @@ def metric_watcher(
     """Return a watcher that stops all runs if the first one that succeeds does not have the metric."""
     watcher = FirstResult(lambda folder: check_metric(folder, metric))
     again = {task.folder for task in tasks}
-    folders = [study.folder / run["folder"] for run in study.states([m.name for m in plan.methods], seeds)["done"]]
-    kept = [folder for folder in folders if folder not in again]
-    if kept and tasks:
-        watcher.look(kept[0])
+    done = filter(None, (study.done(method.name, seed) for method in plan.methods for seed in seeds))
+    kept = next((folder for folder in done if folder not in again), None)
+    if kept is not None and tasks:
+        watcher.look(kept)
     return watcher
 
 

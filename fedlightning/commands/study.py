@@ -22,8 +22,8 @@ PASSED_ON = re.compile(r"--(?:trainer|model|data)(?:[.+=]|$)")
 """Options that are passed on to every run."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
-CLI = "fedlightning.commands.run:Commands"
-"""Class that parses the options of a run, by name, since it imports torch."""
+CLI = "fedlightning.commands.run.Commands"
+"""Class that parses the options of a run, by its import path, since it imports torch."""
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):

@@ -284,7 +284,7 @@ class Contest:
         method: The method.
         root: Data root.
         experiment: Makes the runs of the task.
-        cli: `module:class` of the command line that parses the options of a run.
+        cli: Class of the command line that parses the options of a run, by its import path.
         watchers: Who is told about the progress of runs.
     """
 

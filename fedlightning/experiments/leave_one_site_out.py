@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 
 from fedlightning.config.errors import InputError
 from fedlightning.config.short_forms import engine_of
+from fedlightning.config.value_checks import class_of
 from fedlightning.experiments.methods import Method, tidy, unique
 from fedlightning.options import Flower
 from fedlightning.study.columns import FEWEST_SITES, LOCAL
@@ -59,7 +59,7 @@ def predict_runs(cli: str, folders: Sequence[Path], columns: Sequence[str], chec
     """Write the predictions of finished runs into their folders; return in sentences why some have none.
 
     Args:
-        cli: `module:class` of the command line that parses the options of a run.
+        cli: Class of the command line that parses the options of a run, by its import path.
         folders: Folders of runs. One that has such predictions keeps them.
         columns: Columns of the data that subgroups are made of.
         checkpoint: Models of the sites that trained.
@@ -68,14 +68,13 @@ def predict_runs(cli: str, folders: Sequence[Path], columns: Sequence[str], chec
     from fedlightning.compat.lightning_runs import quiet
     from fedlightning.study import predicted, samples
 
-    module, _, name = cli.partition(":")
-    kind, missing = getattr(import_module(module), name), []
+    missing = []
     for folder in folders:
         known = samples.read(folder)  # a run that is made anew has an empty folder
         same = known is not None and known.checkpoint == checkpoint
         if known is not None and same and (known.reason or set(columns) <= set(known.columns)):
             continue
-        run = kind("predict", ["--config", str(folder / "config.yaml"), "--run", str(folder)])
+        run = class_of(cli)("predict", ["--config", str(folder / "config.yaml"), "--run", str(folder)])
         with quiet():
             run.trainer.restore(run.model, run.datamodule, folder)
         data = federated_data(run.datamodule, None, None, None)

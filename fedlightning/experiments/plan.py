@@ -12,13 +12,13 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from fedlightning.config.errors import InputError, explain
+from fedlightning.config.value_checks import class_of
 from fedlightning.errors import ConfigurationError
 from fedlightning.experiments.baselines import baseline_config, missing_baselines
 from fedlightning.experiments.leave_one_site_out import without_each_site
@@ -107,7 +107,7 @@ class Request:
 
     Attributes:
         files: Configurations of the methods, as `path` or `NAME=path`.
-        cli: `module:class` of the command line that parses the options of a run, by name because it imports torch.
+        cli: Class of the command line that parses the options of a run, by its import path because it imports torch.
         before: Files that are read before each of `files`.
         after: Files that are read after each of `files`.
         options: Options that override all files.
@@ -243,11 +243,10 @@ class _Reader:
         """Return a method with its complete configuration, its data found, and after a dry run if one was asked for."""
         from fedlightning.client.fit import have_memory
 
-        module, _, kind = self.request.cli.partition(":")
         vary = list(dict.fromkeys([SEED_KEY, *(self.request.vary or [])]))
         words = [*(word for file in files for word in ("--config", file)), *options, *(f"--{key}=0" for key in vary)]
         try:
-            cli = getattr(import_module(module), kind)("fit", words)
+            cli = class_of(self.request.cli)("fit", words)
             config: Config = yaml.safe_load(cli.run_config())
             arguments = config["data"].get("init_args") or {}
             if self.request.vary is None and _DATA_SEED in arguments:

@@ -72,7 +72,7 @@ def plan_runs(asked: Sequence[TableRun], root: str, cli: str) -> list[dict[str, 
     Args:
         asked: Tables; of one that cannot be made here, there are none.
         root: Data root.
-        cli: `module:class` of the command line that parses the options of a run.
+        cli: Class of the command line that parses the options of a run, by its import path.
 
     Raises:
         InputError: If a configuration cannot be read, naming the table and the run.
