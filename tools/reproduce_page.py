@@ -39,7 +39,7 @@ def page(tables: Sequence[Table]) -> str:
     expected = expected_by_chance(map(_line, every))
     parts = [
         HEAD,
-        f"All tables: {verdict_counts(every)}. {chance(expected)}\n",
+        f"All tables: {verdict_counts(line['verdict'] for line in every)}. {chance(expected)}\n",
         _overview(tables, records),
     ]
     return "\n".join([*parts, *(_section(table, records[table.name]) for table in tables)])
@@ -48,7 +48,7 @@ def page(tables: Sequence[Table]) -> str:
 def _overview(tables: Sequence[Table], records: Mapping[str, Mapping[str, Any]]) -> str:
     lines = ["| table | published in | sets: minutes on two cores | verdicts |", "|---|---|---|---|"]
     for table in tables:
-        told = verdict_counts(list(records[table.name].values())) or "not run yet"
+        told = verdict_counts(line["verdict"] for line in records[table.name].values()) or "not run yet"
         link = f"[{table.name}](#{table.name.replace('_', '-')})"
         lines.append(f"| {link} | {_cell(table.source.paper)} | {times(table)} | {told} |")
     return "\n".join(lines) + "\n"

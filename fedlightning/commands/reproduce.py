@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from fedlightning.experiments.reproduce.results import (
     Place,
     TableRun,
     chance,
-    counts,
     headings,
     left_out,
     measure_tables,
@@ -179,7 +179,7 @@ def tell(asked: Sequence[TableRun], options: Namespace, screen: Console) -> int:
     content = as_json(asked, said, moved)
     write_json(options.out, content)
     page = call(write_page, options.out, asked, said, moved)
-    show_summary(content, said, moved, screen)
+    show_summary(asked, content["chance"], [*moved, *said], screen)
     for one in asked if options.record else ():
         say(screen, f"Recorded: {shown(write_record(one.table, one.lines))}")
     say(screen, f"Page: {shown(page)}; results: {shown(options.out / 'reproduce.json')}")
@@ -190,6 +190,11 @@ def tell(asked: Sequence[TableRun], options: Namespace, screen: Console) -> int:
 
 
 # -- on the terminal ---------------------------------------------------------------------------------------------------
+def recorded_words(table: Table) -> list[str]:
+    """Return the last verdicts of a table."""
+    return [line["verdict"] for line in read_record(table.path).values()]
+
+
 def listed(tables: Sequence[Table]) -> list[dict[str, Any]]:
     """Return the tables with their last verdicts, for programs."""
     return [
@@ -199,7 +204,7 @@ def listed(tables: Sequence[Table]) -> list[dict[str, Any]]:
             "paper": table.source.paper,
             "sets": list(table.sets),
             "minutes": dict(table.minutes),
-            "counts": counts(list(read_record(table.path).values())),
+            "counts": dict(Counter(recorded_words(table))),
         }
         for table in tables
     ]
@@ -223,7 +228,7 @@ def list_tables(tables: Sequence[Table], screen: Console) -> None:
     """Print the tables that can be run."""
     rows = []
     for table in tables:
-        last = verdict_counts(list(read_record(table.path).values())) or "none yet"
+        last = verdict_counts(recorded_words(table)) or "none yet"
         paper = table.source.paper.partition(",")[0]
         rows.append([table.name, escape(paper), escape(table.title), times(table), last])
     columns = dict.fromkeys(("paper", "about", "sets: minutes", "last verdicts"), FOLDED)
@@ -255,11 +260,10 @@ def _coloured(verdict: str) -> str:
     return f"[{_COLOURS.get(verdict, 'dim')}]{verdict}[/]"
 
 
-def show_summary(content: Mapping[str, Any], lost: Sequence[str], moved: Sequence[str], screen: Console) -> None:
+def show_summary(asked: Sequence[TableRun], expected: float, changes: Sequence[str], screen: Console) -> None:
     """Print how many cells agree, how many would disagree by chance, and what was lost or moved since the last record."""
-    lines = [line for table in content["tables"] for line in (*table["cells"], *table["orders"])]
-    asked = [line for line in lines if line["asked"]]
-    say(screen, f"\nAll: {verdict_counts(asked) or 'nothing was asked for'}.")
-    say(screen, chance(content["chance"]))
-    for text in (*moved, *lost):
+    words = [line.verdict.word for one in asked for line in one.lines if line.asked]
+    say(screen, f"\nAll: {verdict_counts(words) or 'nothing was asked for'}.")
+    say(screen, chance(expected))
+    for text in changes:
         say(screen, f"! {text}", style="bold red", markup=False)

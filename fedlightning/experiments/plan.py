@@ -20,9 +20,18 @@ import yaml
 from fedlightning.config.errors import InputError, explain
 from fedlightning.config.value_checks import class_of
 from fedlightning.errors import ConfigurationError
-from fedlightning.experiments.baselines import baseline_config, missing_baselines
 from fedlightning.experiments.leave_one_site_out import without_each_site
-from fedlightning.experiments.methods import SEED_KEY, Config, Method, labels, split_label, tidy, unique
+from fedlightning.experiments.methods import (
+    SEED_KEY,
+    Config,
+    Method,
+    baseline_config,
+    labels,
+    missing_baselines,
+    split_label,
+    tidy,
+    unique,
+)
 from fedlightning.experiments.yaml_blocks import Block, Names, read_yaml
 from fedlightning.options import Flower, Ray
 from fedlightning.study.columns import LOCAL, POOLED

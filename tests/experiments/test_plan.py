@@ -8,10 +8,18 @@ import pytest
 
 from fedlightning.commands.study import parse_seeds, split_words
 from fedlightning.config.errors import InputError
-from fedlightning.experiments.baselines import AUTO, algorithms_of, baseline_config, missing_baselines
 from fedlightning.experiments.children import Outcome, call
 from fedlightning.experiments.experiment import StudyFile
-from fedlightning.experiments.methods import Method, differences, labels, split_label
+from fedlightning.experiments.methods import (
+    AUTO,
+    Method,
+    algorithms_of,
+    baseline_config,
+    differences,
+    labels,
+    missing_baselines,
+    split_label,
+)
 from fedlightning.experiments.plan import make_plan
 from tests.experiments.tiny import CALLBACKS, HERE, is_the_same_library, request, small
 

@@ -18,7 +18,7 @@ from fedlightning import FederatedCallback
 from fedlightning.callbacks import LocalCheckpoint
 from fedlightning.commands.study import CLI
 from fedlightning.datamodules import DigitsDataModule
-from fedlightning.experiments.baselines import AUTO
+from fedlightning.experiments.methods import AUTO
 from fedlightning.experiments.plan import Request
 from fedlightning.models import Classifier
 

@@ -94,7 +94,7 @@ def write_page(out: Path, tables: Sequence[TableRun], lost: Sequence[str], moved
     """
     every = [line for one in tables for line in one.lines]
     said = [Trouble("Held against the recorded verdicts", None, [*moved, *lost])] if moved or lost else []
-    counted = verdict_counts([line.plain() for line in every if line.asked])
+    counted = verdict_counts(line.verdict.word for line in every if line.asked)
     page = Page(
         title="Published tables, run again",
         subtitle=f"{len(tables)} tables: {counted or 'nothing was asked for'}. " + chance(expected_by_chance(every)),

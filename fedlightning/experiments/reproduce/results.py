@@ -6,6 +6,7 @@ The rule is fixed before a table is run, and the same for all tables.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -405,19 +406,11 @@ def times(table: Table) -> str:
     return ", ".join(name if minutes is None else f"{name}: {minutes:g}" for name, minutes in known.items())
 
 
-def verdict_counts(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Return how many lines have each verdict, in words.
+def verdict_counts(words: Iterable[str]) -> str:
+    """Return how many verdicts of each kind there are, in words.
 
     Example:
-        >>> verdict_counts([{"verdict": "agrees"}, {"verdict": "agrees"}, {"verdict": "not run"}])
+        >>> verdict_counts(["agrees", "agrees", "not run"])
         '2 agrees, 1 not run'
     """
-    return ", ".join(f"{number} {word}" for word, number in counts(lines).items())
-
-
-def counts(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return verdict -> number of lines, in the order in which they come."""
-    found: dict[str, int] = {}
-    for line in lines:
-        found[line["verdict"]] = found.get(line["verdict"], 0) + 1
-    return found
+    return ", ".join(f"{number} {word}" for word, number in Counter(words).items())

@@ -17,8 +17,7 @@ import yaml
 import fedlightning
 from fedlightning.config.errors import InputError
 from fedlightning.errors import missing_package
-from fedlightning.experiments.baselines import algorithms_of
-from fedlightning.experiments.methods import Config, Method
+from fedlightning.experiments.methods import Config, Method, algorithms_of
 from fedlightning.experiments.plan import Request, make_plan
 from fedlightning.experiments.reproduce.results import TableRun
 from fedlightning.experiments.reproduce.tables import Data, Table
