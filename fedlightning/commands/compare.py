@@ -201,7 +201,7 @@ def crossed(plan: Plan, keys: list[str], seeds: Sequence[int]) -> tuple[Plan, li
     """Return the plan in which every value of keys is run with every other, and the numbers of its runs."""
     levels = len(seeds)
     if levels < 2 or list(seeds) != list(range(levels)):
-        raise InputError(f"--cross takes a number of seeds, 2 or more; --seeds is '{','.join(map(str, seeds))}'.")
+        raise InputError(f"--cross takes a number of seeds, 2 or more, as in --seeds=3; here they are {list(seeds)}.")
     methods = [replace(method, vary=marked(method.vary, keys, levels)) for method in plan.methods]
     return replace(plan, methods=methods), list(range(levels ** (1 + len(keys))))
 
