@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,9 +9,9 @@ import numpy as np
 import torch
 
 from fedlightning.datamodules.base import in_order
-from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
+from fedlightning.datamodules.natural import NaturalSites, SiteSamples
 from fedlightning.datamodules.tables import extreme_of, text_of
-from fedlightning.datamodules.views import ArrayDataset
+from fedlightning.datamodules.views import ArrayDataset, Indices
 from fedlightning.ranges import ShareBelowOne, checked, number_in
 
 SIGNALS = tuple(f"{kind}_{axis}" for kind in ("body_acc", "body_gyro", "total_acc") for axis in "xyz")
@@ -23,7 +22,7 @@ SUBJECTS = 30
 WINDOW, FEATURES = 128, 561
 
 
-class UCIHARDataModule(IndexedFederatedDataModule):
+class UCIHARDataModule(NaturalSites):
     """UCI-HAR: 10299 windows of 2.56 s of a phone's sensors, six activities; the 30 subjects are the clients.
 
     Anguita, Ghio, Oneto, Parra, Reyes-Ortiz 2013; CC BY 4.0. Nothing is downloaded: unpack
@@ -66,8 +65,8 @@ class UCIHARDataModule(IndexedFederatedDataModule):
         inputs: Literal["signals", "features"] = "signals",
         **options: Any,
     ) -> None:
-        super().__init__(batch_size, **options)
-        self.root, self.val_fraction, self.test_fraction, self.inputs = Path(root), val_fraction, test_fraction, inputs
+        super().__init__(root, batch_size, **options)
+        self.val_fraction, self.test_fraction, self.inputs = val_fraction, test_fraction, inputs
 
     def prepare_data(self) -> None:
         """Check that the files are there (Lightning's hook)."""
@@ -79,24 +78,20 @@ class UCIHARDataModule(IndexedFederatedDataModule):
                 f"in {self.root}; unpack UCI's archive there."
             )
 
-    def build(self) -> tuple[list[str], Mapping[str, Split]]:
-        self.prepare_data()
+    def read(self) -> SiteSamples:
         parts = [self._read(part) for part in ("train", "test")]
         x, y, subjects = (np.concatenate(column) for column in zip(*parts, strict=True))
         clients = in_order(map(str, np.unique(subjects).tolist()))
-        held: dict[str, list[np.ndarray]] = {"train": [], "val": [], "test": []}
-        for client in clients:
-            own: dict[str, list[np.ndarray]] = {split: [] for split in held}
-            for activity in range(len(ACTIVITIES)):
-                rows = np.flatnonzero((subjects == int(client)) & (y == activity))
-                rest, own_test = _cut_last(rows, self.test_fraction)
-                train, own_val = _cut_last(rest, self.val_fraction)
-                for split, indices in (("train", train), ("val", own_val), ("test", own_test)):
-                    own[split].append(indices)
-            for split, pieces in own.items():
-                held[split].append(np.sort(np.concatenate(pieces)))
-        data = ArrayDataset(torch.from_numpy(x), torch.from_numpy(y))
-        return clients, {split: Split(data, rows, y) for split, rows in held.items()}
+        rows = {client: {"train": np.flatnonzero(subjects == int(client))} for client in clients}
+        return SiteSamples(ArrayDataset(torch.from_numpy(x), torch.from_numpy(y)), rows, y)
+
+    def cut(
+        self, rows: Indices, fraction: float, draw: torch.Generator, samples: SiteSamples
+    ) -> tuple[Indices, Indices]:
+        labels = np.asarray(samples.labels)[rows]
+        pieces = [_cut_last(rows[labels == activity], fraction) for activity in range(len(ACTIVITIES))]
+        rest, last = (np.sort(np.concatenate(parts)) for parts in zip(*pieces, strict=True))
+        return rest, last
 
     def _files(self, part: str) -> list[Path]:
         folder = self.root / part

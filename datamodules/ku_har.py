@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,10 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from fedlightning.datamodules.arrays import cut_off
 from fedlightning.datamodules.base import in_order
 from fedlightning.datamodules.download import refuse_absent
 from fedlightning.datamodules.har import read_numbers
-from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
+from fedlightning.datamodules.natural import NaturalSites, SiteSamples
 from fedlightning.datamodules.views import ArrayDataset
 from fedlightning.ranges import PositiveInt, ShareBelowOne, checked
 
@@ -29,7 +27,7 @@ _FILE = re.compile(r"(\d+)_[A-Z]_(\d+(?:_\d+)*)\.csv")
 _COLUMNS = 8  # time, three accelerations, time, three angular velocities
 
 
-class KUHARDataModule(IndexedFederatedDataModule):
+class KUHARDataModule(NaturalSites):
     """KU-HAR: recordings of a phone's accelerometer and gyroscope at 100 Hz, 18 activities; the 90 subjects are the clients.
 
     Sikder, Nahid 2021, "KU-HAR: An open dataset for heterogeneous human activity recognition"; CC BY 4.0. Nothing is
@@ -60,6 +58,8 @@ class KUHARDataModule(IndexedFederatedDataModule):
         300
     """
 
+    classes = len(ACTIVITIES)
+
     @checked
     def __init__(
         self,
@@ -72,8 +72,8 @@ class KUHARDataModule(IndexedFederatedDataModule):
         min_windows: PositiveInt = 20,
         **options: Any,
     ) -> None:
-        super().__init__(batch_size, **options)
-        self.root, self.val_fraction, self.test_fraction = Path(root), val_fraction, test_fraction
+        super().__init__(root, batch_size, **options)
+        self.val_fraction, self.test_fraction = val_fraction, test_fraction
         self.window, self.min_windows = int(window), int(min_windows)
 
     def prepare_data(self) -> None:
@@ -83,8 +83,7 @@ class KUHARDataModule(IndexedFederatedDataModule):
         way = "unpack 2.Trimmed_interpolated_data.zip of https://data.mendeley.com/datasets/45f952y38r there"
         refuse_absent(self, lacking, self.root, way)
 
-    def build(self) -> tuple[list[str], Mapping[str, Split]]:
-        self.prepare_data()
+    def read(self) -> SiteSamples:
         windows: list[np.ndarray] = []
         labels: list[int] = []
         subjects: list[str] = []
@@ -113,14 +112,9 @@ class KUHARDataModule(IndexedFederatedDataModule):
                 category=UserWarning,
             )
         data = ArrayDataset(torch.from_numpy(np.concatenate(windows)), torch.from_numpy(y))
-        train = Split(data, [np.flatnonzero(who == client) for client in clients], y, groups=recordings)
-        test = cut_off(train, clients, "test", self.test_fraction, self.seed)
-        val = cut_off(train, clients, "val", self.val_fraction, self.seed)
-        return clients, {"train": train, "val": val, "test": test}
-
-    def setup(self, stage: str | None = None) -> None:
-        super().setup(stage)
-        self._num_classes = len(ACTIVITIES)
+        return SiteSamples(
+            data, {client: {"train": np.flatnonzero(who == client)} for client in clients}, y, recordings
+        )
 
     def _recordings(self) -> list[tuple[int, Path]]:
         """Return the activity and the file of each recording, in order."""
