@@ -28,7 +28,7 @@ from fedlightning.contract import CallbackList, FederatedCallback, GradientConte
 from fedlightning.contract.messages import ClientLog
 from fedlightning.errors import ConfigurationError
 from fedlightning.seeding import seed_all
-from fedlightning.tensors import dense
+from fedlightning.tensors import dense, momentum_step
 from fedlightning.wrappers import user_class
 
 
@@ -242,7 +242,9 @@ class VisitCallback(Callback):
             if before not in totals:
                 weight, velocity = before
                 for number, lr in enumerate(moves.rates):
-                    step, velocity = step_of_ones(velocity, *moves.momenta.get(number, (0.0, 0.0, False)))
+                    step = 1.0
+                    if number in moves.momenta:
+                        step, velocity = momentum_step(velocity, 1.0, *moves.momenta[number])
                     weight += lr * step
                 totals[before] = weight, velocity
             self.gradient_weights[name], velocity = totals[before]
@@ -274,22 +276,6 @@ class KeepingVisitCallback(VisitCallback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.unit == "epochs":
             trainer.should_stop |= trainer.current_epoch - self.first_epoch + 1 >= self.work
-
-
-def step_of_ones(
-    velocity: float | None, momentum: float, dampening: float, nesterov: bool
-) -> tuple[float, float | None]:
-    """Return the step, over its learning rate, that torch's SGD takes along gradients that are all 1, and its velocity.
-
-    Example:
-        >>> step, velocity = step_of_ones(None, 0.5, 0.0, False)
-        >>> step, step_of_ones(velocity, 0.5, 0.0, False)
-        (1.0, (1.5, 1.5))
-    """
-    if not momentum:
-        return 1.0, velocity
-    velocity = 1.0 if velocity is None else momentum * velocity + 1.0 - dampening
-    return 1.0 + momentum * velocity if nesterov else velocity, velocity
 
 
 class UnseenStepsError(ConfigurationError):
