@@ -49,7 +49,10 @@ def test_the_first_name_that_is_not_finite(bad):
 
 @pytest.mark.parametrize("options", [{}, {"dampening": 0.3}, {"nesterov": True}], ids=str)
 def test_a_step_with_momentum_is_torchs_on_tensors_and_on_numbers(options):
-    x, gradients = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)), torch.tensor([[1.0, 0.3, -7.1]] * 4).double()
+    x, gradients = (
+        torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)),
+        torch.tensor([[1.0, 0.3, -7.1]] * 4).double(),
+    )
     optimizer, steps = torch.optim.SGD([x], lr=1.0, momentum=0.7, **options), []
     buffer = number = None
     settings = 0.7, options.get("dampening", 0.0), options.get("nesterov", False)
