@@ -143,19 +143,7 @@ class VisitCallback(Callback):
         keeps = self.settings.optimizer_state == "keep" and "checkpoint" in self.client.record.lightning[self.phase]
         rounds = self.client.round - (self.client.record.last_round if keeps else 0)
         factor = self.settings.lr_decay**rounds * (1.0 if keeps else self.lr_factor)
-        if factor == 1.0:
-            return
-        for optimizer in trainer.optimizers:
-            for group in optimizer.param_groups:
-                for name in ("lr", "initial_lr", "max_lr", "min_lr"):  # the last two are OneCycleLR's
-                    if name in group:
-                        group[name] = group[name] * factor
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        while schedulers:
-            scheduler = schedulers.pop()
-            if hasattr(scheduler, "base_lrs"):
-                scheduler.base_lrs = [lr * factor for lr in scheduler.base_lrs]
-            schedulers += getattr(scheduler, "_schedulers", [])  # SequentialLR, ChainedScheduler
+        scale_learning_rates(trainer.optimizers, [config.scheduler for config in trainer.lr_scheduler_configs], factor)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         epoch = trainer.current_epoch - self.first_epoch
@@ -276,6 +264,23 @@ class KeepingVisitCallback(VisitCallback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.unit == "epochs":
             trainer.should_stop |= trainer.current_epoch - self.first_epoch + 1 >= self.work
+
+
+def scale_learning_rates(optimizers: Iterable[Optimizer], schedulers: Iterable[Any], factor: float) -> None:
+    """Multiply every learning rate of optimizers and of what schedules them by a factor."""
+    if factor == 1.0:
+        return
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for name in ("lr", "initial_lr", "max_lr", "min_lr"):  # the last two are OneCycleLR's
+                if name in group:
+                    group[name] = group[name] * factor
+    rest = list(schedulers)
+    while rest:
+        scheduler = rest.pop()
+        if hasattr(scheduler, "base_lrs"):
+            scheduler.base_lrs = [lr * factor for lr in scheduler.base_lrs]
+        rest += getattr(scheduler, "_schedulers", [])  # SequentialLR, ChainedScheduler
 
 
 class UnseenStepsError(ConfigurationError):
