@@ -40,6 +40,7 @@ def sharpened(probabilities: Tensor, temperature: float) -> Tensor:
     """Return `softmax(p / T)` of mean probabilities: entropy reduction averaging (ERA) with a small `T`.
 
     Example:
+        >>> import torch
         >>> sharpened(torch.tensor([[0.9, 0.1]]), 0.1)
         tensor([[9.9966e-01, 3.3535e-04]])
     """
