@@ -8,8 +8,8 @@ import shutil
 import pytest
 
 from fedlightning.callbacks import ClientDP, FedAvg, LocalCheckpoint
+from fedlightning.commands.watch.pages import Watched
 from fedlightning.commands.watch.reading import RunFiles, ScoreCurves
-from fedlightning.commands.watch.studies import Watched
 from fedlightning.resume.lock import RunLock
 from tests.helpers import Toy, federate, toy_data
 
