@@ -40,7 +40,7 @@ from fedlightning.datamodules.by_inputs import EmbeddingPartitioner
 from fedlightning.datamodules.camelyon16 import Camelyon16DataModule
 from fedlightning.datamodules.digits import DigitsDataModule, PairedDigitsDataModule
 from fedlightning.datamodules.drifting import DriftingDataModule
-from fedlightning.datamodules.har import UCIHARDataModule
+from fedlightning.datamodules.har import KUHARDataModule, UCIHARDataModule
 from fedlightning.datamodules.heart_disease import HeartDiseaseDataModule
 from fedlightning.datamodules.huggingface import HuggingFaceDataModule
 from fedlightning.datamodules.image_folders import ImageFolderDataModule
@@ -56,7 +56,6 @@ from fedlightning.datamodules.image_sets import (
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.isic2019 import ISIC2019DataModule
 from fedlightning.datamodules.ixi import IXITinyDataModule
-from fedlightning.datamodules.ku_har import KUHARDataModule
 from fedlightning.datamodules.lazy import LazyClients
 from fedlightning.datamodules.leaf import (
     LEAFCelebADataModule,

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from fedlightning.datamodules.base import clients_here
 from fedlightning.datamodules.natural import NaturalSites, SiteSamples
 from fedlightning.datamodules.tables import column_of, extreme_of, read_table, whole_of
+from fedlightning.datamodules.views import FileSamples
 from fedlightning.errors import missing_package
 from fedlightning.ranges import ShareBelowOne, checked
 
@@ -103,7 +103,7 @@ class IXITinyDataModule(NaturalSites):
         return SiteSamples(Volumes(images, masks, SHAPE, self.cache), rows)
 
 
-class Volumes(Dataset[Any]):
+class Volumes(FileSamples):
     """A dataset of NIfTI images and masks, `(1, *shape)` and `(*shape)`.
 
     Args:
@@ -117,15 +117,14 @@ class Volumes(Dataset[Any]):
     """
 
     def __init__(self, images: list[Path], masks: list[Path], shape: tuple[int, int, int], cache: bool = False) -> None:
+        super().__init__(len(images), cache)
         self.images, self.masks, self.shape = images, masks, shape
-        self._held: dict[int, tuple[Tensor, Tensor]] | None = {} if cache else None
-
-    def __len__(self) -> int:
-        return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if self._held is not None and index in self._held:
-            return self._held[index]
+        sample: tuple[Tensor, Tensor] = self.kept(index)
+        return sample
+
+    def read(self, index: int) -> tuple[Tensor, Tensor]:
         image, mask = _volume(self.images[index]), _volume(self.masks[index])
         if image.shape != mask.shape:
             raise ValueError(
@@ -135,10 +134,7 @@ class Volumes(Dataset[Any]):
             raise ValueError(f"{self.masks[index]} has values other than 0 and 1; it is no mask.")
         x = F.interpolate(image[None, None], self.shape, mode="trilinear", align_corners=False)[0]
         y = F.interpolate(mask[None, None], self.shape, mode="nearest")[0, 0].long()
-        found = (x - x.mean()) / x.std().clamp(min=1e-8), y
-        if self._held is not None:
-            self._held[index] = found
-        return found
+        return (x - x.mean()) / x.std().clamp(min=1e-8), y
 
 
 def _named(folder: Path) -> tuple[int, str]:

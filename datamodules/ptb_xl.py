@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from fedlightning.datamodules.base import in_order
 from fedlightning.datamodules.groups import codes_of
 from fedlightning.datamodules.natural import NaturalSites, SiteSamples
 from fedlightning.datamodules.tables import column_of, read_table, refuse_twice, whole_of
+from fedlightning.datamodules.views import FileSamples
 from fedlightning.errors import missing_package
 from fedlightning.ranges import NonNegativeInt, checked
 
@@ -157,7 +157,7 @@ class PTBXLDataModule(NaturalSites):
             )
 
 
-class Records(Dataset[Any]):
+class Records(FileSamples):
     """A dataset of records `(leads, length)` in wfdb's format.
 
     Args:
@@ -171,21 +171,14 @@ class Records(Dataset[Any]):
     """
 
     def __init__(self, paths: list[Path], labels: np.ndarray, length: int, cache: bool = False) -> None:
+        super().__init__(len(paths), cache)
         self.paths, self.targets, self.length = paths, torch.from_numpy(labels), length
-        self._held: dict[int, Tensor] | None = {} if cache else None
-
-    def __len__(self) -> int:
-        return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        record = None if self._held is None else self._held.get(index)
-        if record is None:
-            record = self._read(self.paths[index])
-        if self._held is not None:
-            self._held[index] = record
-        return record, self.targets[index]
+        return self.kept(index), self.targets[index]
 
-    def _read(self, path: Path) -> Tensor:
+    def read(self, index: int) -> Tensor:
+        path = self.paths[index]
         try:
             import wfdb
         except ImportError as error:
