@@ -6,6 +6,7 @@ know about one is the kind of each entry (`entry_kinds`).
 
 from fedlightning.tensors import ties
 from fedlightning.tensors.arithmetic import (
+    WeightedMean,
     add,
     add_row,
     as_reals,
@@ -16,6 +17,7 @@ from fedlightning.tensors.arithmetic import (
     first_nonfinite,
     has_mean,
     interpolate,
+    momentum_step,
     narrow,
     select,
     subtract,
@@ -23,7 +25,6 @@ from fedlightning.tensors.arithmetic import (
     widen,
     zeros_like,
 )
-from fedlightning.tensors.mean import WeightedMean
 from fedlightning.tensors.memory import pack, side_by_side
 from fedlightning.tensors.modules import EntryKind, State, entry_kinds, load_state, module_state, tied_names
 
@@ -44,6 +45,7 @@ __all__ = [
     "interpolate",
     "load_state",
     "module_state",
+    "momentum_step",
     "narrow",
     "pack",
     "select",
