@@ -151,7 +151,7 @@ def test_yaml_in_pages_matches_the_schema(page: Path) -> None:
 def test_hand_written_pages_are_short() -> None:
     """Readers come for an answer: cut before you raise this. Results that a tool writes are apart."""
     words = sum(len(page.read_text().split()) for page in WRITTEN if not page.as_posix().endswith(GENERATED))
-    assert words <= 29_900
+    assert words <= 28_000
 
 
 def test_files_for_agents_are_short_and_true() -> None:

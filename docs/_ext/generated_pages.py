@@ -52,8 +52,11 @@ SETTINGS = ("DataModule", "Partitioner", "Partitioned")
 
 
 def plain(text: str) -> str:
-    """Return a text in which nothing is markup."""
-    return re.sub(r"([\\*`|_<>])", r"\\\1", " ".join(text.split()))
+    """Return a text in which nothing is markup but code in backticks."""
+    parts = re.split(r"(`+[^`]+`+)", " ".join(text.split()))
+    return "".join(
+        f"``{part.strip('`')}``" if n % 2 else re.sub(r"([\\*`|_<>])", r"\\\1", part) for n, part in enumerate(parts)
+    )
 
 
 def titled(text: str, line: str = "=") -> str:
