@@ -4,15 +4,15 @@
 2. The scheduler fills each cluster's slots: bidders by contribution, then random ones. Who is chosen pays (`_schedule`).
 3. They train; each cluster's model becomes the mean of theirs (`_train`).
 4. Contributions are Shapley values of the round, and accuracy decides how much of the price is refunded and how the
-   rest is divided (`_settle`; accounts and values are those of `pi_fl_round`).
+   rest is divided (`_settle`; accounts and values are those of `shared/contributions.py`).
 5. A client deploys the mean of the models by its importance weights (`on_receive`). It trains nothing for that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import inf, nan
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Generator, Mapping, Sequence
+from math import inf, isnan, nan
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fedlightning.algorithm import (
     GLOBAL,
+    POOLED,
     Client,
     Extra,
     Facts,
@@ -34,20 +35,31 @@ from fedlightning.algorithm import (
     Update,
     WeightingName,
     Wire,
+    contributors,
     facts,
     requires,
 )
-from fedlightning.callbacks.pi_fl_round import (
-    CLASSES,
-    UTILITY,
+from fedlightning.callbacks.shared.contributions import (
+    Coalition,
     Ledger,
-    PIFLRound,
-    Steps,
+    Shapley,
     class_scores,
+    contribution_ranks,
+    groups_by_class_scores,
+    levels,
+    refund_share,
+    shapley_values,
     shares,
     write_ledger,
 )
-from fedlightning.callbacks.shared.memberships import best_fitted, cluster_module, in_client_order, ledger_figure, save
+from fedlightning.callbacks.shared.memberships import (
+    Clusters,
+    best_fitted,
+    cluster_module,
+    in_client_order,
+    ledger_figure,
+    save,
+)
 from fedlightning.callbacks.shared.representations import head_path
 from fedlightning.callbacks.shared.server_models import (
     NO_SERVER_STEP,
@@ -67,14 +79,19 @@ from fedlightning.ranges import (
     idle_with,
     needs,
 )
-from fedlightning.tensors import entry_kinds, select, ties
+from fedlightning.tensors import entry_kinds, select, ties, to_row
 
 BID = "bid"
+UTILITY, CLASSES = "utility", "classes"
+TRIAL = "trial"
+"""Key of a server model that is there only while it is scored."""
+
+Steps = Generator[list[Job], list[Update], Any]
 OF_ACCOUNTS = ("price", "tokens", "eta", "gamma", "charge_first_round")
 """Options that mean something with a ledger."""
 
 
-class PIFL(PIFLRound):
+class PIFL(Clusters):
     r"""Clients pay tokens to train with a cluster that fits them, earn by what they contribute, and deploy a mixture.
 
     Khan et al., "PI-FL: personalized and incentivized federated learning", 2023 (later "IP-FL"). In every round
@@ -234,6 +251,30 @@ class PIFL(PIFLRound):
             },
         )
 
+    # -- state at the server ---------------------------------------------------------------------------------------------
+    @property
+    def clusters(self) -> list[str]:
+        """Keys of the clusters' models at the server."""
+        return [f"cluster {k}" for k in range(1, self.num_clusters + 1)]
+
+    @property
+    def _in_one_place(self) -> bool:
+        """Whether models are scored on everybody's validation data at once, not by the players on theirs."""
+        return self.utility == "pooled"
+
+    def _note(self, server: Server, **entries: Any) -> None:
+        """Replace entries of the state."""
+        server.state[self.key] = {**server.state[self.key], **entries}
+
+    def _first(self, server: Server) -> bool:
+        """Return True in the first round with clusters."""
+        return server.round == self.pretrain_rounds
+
+    def memberships(self, server: Server) -> dict[str, dict[str, float]]:
+        """Return the shares of Eq. 2 of every client that has been asked for a bid."""
+        found = server.state[self.key]["importance"]
+        return {client: dict(zip(self.clusters, shares(v), strict=True)) for client, v in found.items()}
+
     # -- server: the round ---------------------------------------------------------------------------------------------
     def on_federation_start(self, server: Server) -> None:
         """Open the accounts; initialise the clusters' models unless a pre-training will give them."""
@@ -329,6 +370,154 @@ class PIFL(PIFLRound):
         if server.run_dir is not None and self.ledger and own.get("ledger"):
             figure = ledger_figure(own["ledger"], dict.fromkeys(server.clients, own["tokens"]))
             save(figure, server.run_dir / "figures" / "ledger.png")
+
+    # -- who trains what -----------------------------------------------------------------------------------------------
+    def _schedule(
+        self, server: Server, ledger: Ledger, available: Sequence[str], bids: Mapping[str, Sequence[str]] | None
+    ) -> dict[str, list[str]]:
+        """Choose each cluster's clients, and let them pay. Without bids, all are assigned at random."""
+        own, chosen = server.state[self.key], {cluster: list[str]() for cluster in self.clusters}
+        slots = len(available) if self.performance_slots is None else self.performance_slots
+        turn = server.round % self.num_clusters  # nobody is always the last to be paid
+        assigned = self._assigned(server, available) if bids is None else {}
+        for cluster in [*self.clusters[turn:], *self.clusters[:turn]]:
+            if bids is None:
+                willing = [client for client in assigned[cluster] if ledger.can_pay(client, self.price)]
+                picked = willing[: slots + self.random_slots]
+            else:
+                worth, before = own["contribution"][cluster], own["taken_part"][cluster]
+                willing = [client for client in bids[cluster] if ledger.can_pay(client, self.price)]
+                level = levels({client: worth.get(client, (0.0, 0))[0] for client in willing})
+                willing.sort(key=lambda client: (-level[client], before.get(client, 0)))
+                picked = willing[:slots]
+                others = [c for c in available if c not in picked and ledger.can_pay(c, self.price)]
+                order = torch.randperm(len(others), generator=server.rng(f"random slots of {cluster}")).tolist()
+                picked += [others[place] for place in order[: self.random_slots]]
+            for client in picked:
+                ledger.pay(client, cluster, self.price)
+            chosen[cluster] = [client for client in server.clients if client in set(picked)]
+        return chosen
+
+    def _assigned(self, server: Server, available: Sequence[str]) -> dict[str, list[str]]:
+        """Deal the clients to the clusters at random; those that the pre-training has grouped go to their group."""
+        order = torch.randperm(len(available), generator=server.rng("groups")).tolist()
+        groups = server.state[self.key]["groups"] if self._first(server) else {}
+        unknown = [available[place] for place in order if available[place] not in groups]
+        dealt = {cluster: unknown[k :: self.num_clusters] for k, cluster in enumerate(self.clusters)}
+        members = [available[place] for place in order if available[place] in groups]
+        return {cluster: [c for c in members if groups[c] == cluster] + dealt[cluster] for cluster in self.clusters}
+
+    def _train(self, server: Server, ledger: Ledger, chosen: Mapping[str, Sequence[str]]) -> Steps:
+        """Train and make the new models. Return each cluster's answers; who gave none gets the price back."""
+        settles = self.ledger or self.incentive
+        jobs = [Job(client, model=cluster, keep=settles) for cluster in self.clusters for client in chosen[cluster]]
+        answers: dict[str, list[Update]] = {cluster: [] for cluster in self.clusters}
+        for job, update in zip(jobs, (yield jobs) if jobs else (), strict=True):
+            if contributors([update]):
+                answers[job.model].append(update)
+            else:
+                ledger.give_back(job.client, job.model)
+        yield []
+        return answers if settles else {cluster: [] for cluster in self.clusters}
+
+    # -- contributions and tokens --------------------------------------------------------------------------------------
+    def _settle(self, server: Server, ledger: Ledger, cluster: str, before: State, answers: Sequence[Update]) -> Steps:
+        """Compute contributions, refund and reward of one cluster."""
+        own, players = server.state[self.key], [update.client for update in answers]
+        new = server.models[cluster]
+        accuracy_before, accuracy = yield from self._scores(server, [before, new], players)
+        found: Shapley = yield from self._contributions(server, before, new, answers, (accuracy_before, accuracy))
+        known = [value for value in (own["best"][cluster], accuracy_before) if value is not None and not isnan(value)]
+        best = known[0] if known else None
+        if best is not None and not isnan(accuracy):
+            ledger.refund(cluster, refund_share(accuracy, best, self.eta, self.gamma))
+            best = max(best, accuracy)
+        means, counts = dict(own["contribution"][cluster]), dict(own["taken_part"][cluster])
+        for client, value in found.values.items():
+            mean, rounds = means.get(client, (0.0, 0))
+            means[client] = (mean + (value - mean) / (rounds + 1), rounds + 1)
+            counts[client] = counts.get(client, 0) + 1
+        ledger.reward(cluster, contribution_ranks(found.values, counts))
+        for entry in ledger.entries:
+            if entry["cluster"] == cluster and entry["client"] in found.values:
+                entry |= {"contribution": found.values[str(entry["client"])], "error": found.error}
+        self._note(
+            server,
+            contribution={**own["contribution"], cluster: means},
+            taken_part={**own["taken_part"], cluster: counts},
+            best={**own["best"], cluster: best},
+            evaluations=own["evaluations"] + found.evaluations,
+        )
+
+    def _contributions(
+        self, server: Server, before: State, new: State, answers: Sequence[Update], known: tuple[float, float]
+    ) -> Steps:
+        """Return the Shapley values of the answers to this round, or the cosines of their steps.
+
+        All are 0 where nobody has validation data. A coalition that nobody could score is worth as much as none.
+        """
+        players = [update.client for update in answers]
+        if self.utility == "gradient":
+            names = [name for name in server.trainable if name in answers[0].state]
+            mean = to_row(new, names) - to_row(before, names)
+            cosines = [
+                torch.cosine_similarity(to_row(u.state, names) - to_row(before, names), mean, 0) for u in answers
+            ]
+            return Shapley(dict(zip(players, map(float, cosines), strict=True)), 0, exact=False)
+        if isnan(known[0]) or isnan(known[1]):
+            return Shapley(dict.fromkeys(players, 0.0), 0, exact=False)
+        models = {update.client: (server.weight(update), update.state) for update in answers}
+        draw = server.rng(f"permutations of {answers[0].model}")
+        game = shapley_values(players, max_evaluations=self.max_evaluations, draw=draw)
+        next(game)
+        wanted: list[Coalition] = []
+        worths = list(known)
+        while True:
+            try:
+                wanted = game.send(worths)
+            except StopIteration as end:
+                return end.value
+            states = [combine(before, (models[c] for c in players if c in some)) for some in wanted]
+            scores = yield from self._scores(server, states, players)
+            worths = [known[0] if isnan(score) else score for score in scores]
+
+    def _scores(self, server: Server, states: Sequence[State], players: Sequence[str]) -> Steps:
+        """Return what each state scores on the players' validation data, or on everybody's; NaN if nobody could tell."""
+        if self.utility == "gradient" and not self.ledger:
+            return [nan] * len(states)
+        found = []
+        for state in states:
+            server.models[TRIAL] = state
+            if self._in_one_place:
+                jobs = [Job(POOLED, model=TRIAL, data="pooled", work=0, returns=(), tag=UTILITY)]
+            else:
+                jobs = [Job(client, model=TRIAL, work=0, returns=(), tag=UTILITY) for client in players]
+            answers = yield jobs
+            del server.models[TRIAL]
+            values = [update.extras[self.key]["utility"] for update in answers if update.error is None]
+            values = [value for value in values if not isnan(value)]  # clients without validation data cannot tell
+            found.append(sum(values) / len(values) if values else nan)
+        return found
+
+    # -- pre-training --------------------------------------------------------------------------------------------------
+    def _pretrain(self, server: Server, available: Sequence[str]) -> Steps:
+        """Carry out a round of FedAvg; after the last one, group the clients and start the clusters."""
+        last = server.round + 1 == self.pretrain_rounds
+        updates = yield [Job(client, keep=last) for client in available]
+        yield []
+        if not last:
+            return
+        scores: dict[str, Tensor] = {}
+        for update in contributors(updates):
+            server.models[TRIAL] = {**server.model, **update.state}
+            (answer,) = yield [Job(POOLED, model=TRIAL, data="pooled", work=0, returns=(), tag=CLASSES)]
+            if answer.error is None:
+                scores[update.client] = answer.extras[self.key]["f1"]
+        server.models.pop(TRIAL, None)
+        groups = groups_by_class_scores(scores, self.num_clusters, server.blueprint.settings.seed)
+        self._note(server, groups={client: self.clusters[group] for client, group in groups.items()})
+        for cluster in self.clusters:
+            server.models[cluster] = dict(server.model)
 
     # -- messages and clients ------------------------------------------------------------------------------------------
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:

@@ -10,8 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedlightning.algorithm import GLOBAL, Client, Server, State, WeightingName
-from fedlightning.callbacks.pi_fl import PIFL
-from fedlightning.callbacks.pi_fl_round import Steps
+from fedlightning.callbacks.pi_fl import PIFL, Steps
 from fedlightning.callbacks.shared.memberships import cluster_module
 from fedlightning.ranges import Range
 

@@ -160,7 +160,8 @@ def visit_steps(runner: LocalRunner, message: Message, record: ClientRecord, eva
                 client.record.personal = kept
             if message.work != 0 and message.client != POOLED:
                 update.evaluations = yield from _evaluate(runner, client, update, evaluate)
-            client.received = dict(message.state)  # as it came, whatever callbacks have written into theirs
+            if runner.callbacks.protecting:
+                client.received = dict(message.state)  # as it came, whatever callbacks have written into their copy
             leave(runner, client, update)  # every callback has had it
             answer = update, client.record
     except BaseException as error:  # one client's failure must not end the round; the loop reports it

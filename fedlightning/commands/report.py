@@ -85,7 +85,7 @@ def overview_of(runs: Sequence[Path], metric: str | None, checkpoint: str) -> di
 
     study = Study(load_study(runs), metric=metric, checkpoint=checkpoint)
     problems = list(dict.fromkeys(problem.text for problem in study.problems))
-    return {"metric": study.metric, "checkpoint": checkpoint, "overview": study.overview(), "problems": problems}
+    return {"metric": study.data.metric, "checkpoint": checkpoint, "overview": study.overview(), "problems": problems}
 
 
 def write_report(out: Path, runs: Sequence[Path], metric: str | None, checkpoint: str, screen: Console) -> None:
@@ -151,10 +151,10 @@ def show_overview(runs: Sequence[Path], metric: str | None, checkpoint: str, scr
             str(line["n_seeds"]) if line["n_seeds"] == line["seeds"] else f"{line['n_seeds']} of {line['seeds']}",
         )
     screen.print(
-        f"\n{study.metric} on test data, {checkpoint} models: mean over clients, then over seeds", highlight=False
+        f"\n{study.data.metric} on test data, {checkpoint} models: mean over clients, then over seeds", highlight=False
     )
     print_whole(screen, table)
-    central = study.baselines.get("central")
+    central = study.data.baselines.get("central")
     not_asked = f" ({central}, which moves all data, is not asked)" if central else ""
     screen.print(
         "own data: each client's model on its own test data, ± 95 % (t) over seeds; worst: client; all data: on "
@@ -163,7 +163,7 @@ def show_overview(runs: Sequence[Path], metric: str | None, checkpoint: str, scr
         highlight=False,
     )
     show_unseen(study.unseen(), screen)
-    show_external(sites_of(study), study.external(), screen)
+    show_external(sites_of(study.data), study.external(), screen)
     for text in dict.fromkeys(problem.text for problem in study.problems):
         screen.print(f"  ! {text}", markup=False, highlight=False)
 

@@ -61,11 +61,11 @@ def _title(studies: Mapping[str, Study]) -> str | None:
     name, study = next(iter(studies.items()))
     if len(studies) > 1 or not name or name.startswith(("compare_", "runs")):
         return None
-    return f"{name}: {_metric_of(study)} of {len(study.methods)} methods on {_data_name(study)}"
+    return f"{name}: {_metric_of(study)} of {len(study.data.methods)} methods on {_data_name(study)}"
 
 
 def _metric_of(study: Study) -> str:
-    return LABELS.get(study.metric, study.metric.replace("_", " "))
+    return LABELS.get(study.data.metric, study.data.metric.replace("_", " "))
 
 
 def make_page(
@@ -76,8 +76,8 @@ def make_page(
 ) -> Page:
     """Draw the figures and return the page of one or several studies."""
     look = styles(
-        (method for study in studies.values() for method in study.methods),
-        (run.name for study in studies.values() for run in study.runs if run.baseline),
+        (method for study in studies.values() for method in study.data.methods),
+        (run.name for study in studies.values() for run in study.data.runs if run.baseline),
     )
     several = len(studies) > 1
     contexts: list[Context] = []
@@ -95,7 +95,7 @@ def make_page(
         sections += _kept([setting.variance(context, told), setting.made(context, told)])
     first = next(iter(studies.values()))
     word = _metric_of(first)
-    methods = list(dict.fromkeys(method for study in studies.values() for method in study.methods))
+    methods = list(dict.fromkeys(method for study in studies.values() for method in study.data.methods))
     return Page(
         title=title
         or (f"{', '.join(studies)}: {word}" if several else f"{_data_name(first)}: {word} of {len(methods)} methods"),
@@ -188,18 +188,18 @@ OWN_LOADERS = {"LoaderDataModule": "Own loaders", "Partitioned": "Own datasets"}
 
 
 def _data_name(study: Study) -> str:
-    files = [((run.config.get("data") or {}).get("init_args") or {}).get("path") for run in study.runs]
-    if study.runs and all(isinstance(file, str) for file in files):
+    files = [((run.config.get("data") or {}).get("init_args") or {}).get("path") for run in study.data.runs]
+    if study.data.runs and all(isinstance(file, str) for file in files):
         return ", ".join(dict.fromkeys(Path(file).name for file in files if file))
-    names = dict.fromkeys(run.summary["data"]["module"] for run in study.runs if "data" in run.summary)
+    names = dict.fromkeys(run.summary["data"]["module"] for run in study.data.runs if "data" in run.summary)
     return ", ".join(OWN_LOADERS.get(name, name.removesuffix("DataModule")) for name in names) or "Comparison"
 
 
 def _facts_line(study: Study) -> str:
-    clients = {len(run.clients) for run in study.runs if run.clients}
+    clients = {len(run.clients) for run in study.data.runs if run.clients}
     count = " or ".join(map(str, sorted(clients))) or "?"
-    seeds = len(study.seeds)
+    seeds = len(study.data.seeds)
     return (
-        f"Deployed models, test {_metric_of(study)} · {len(study.methods)} methods × {seeds} seed"
+        f"Deployed models, test {_metric_of(study)} · {len(study.data.methods)} methods × {seeds} seed"
         f"{'s' if seeds != 1 else ''} · {count} clients"
     )

@@ -74,12 +74,12 @@ class Context:
     @property
     def metric(self) -> str:
         """Name of the metric for readers."""
-        return LABELS.get(self.study.metric, self.study.metric.replace("_", " "))
+        return LABELS.get(self.study.data.metric, self.study.data.metric.replace("_", " "))
 
     @cached_property
     def higher(self) -> bool:
         """Whether a higher value of the metric is better."""
-        return higher_is_better(self.study.metric)
+        return higher_is_better(self.study.data.metric)
 
     @property
     def better(self) -> Any:
@@ -93,7 +93,7 @@ class Context:
     @cached_property
     def overview(self) -> list[dict[str, Any]]:
         """One line a method, best first; methods without a mean come last."""
-        word = "best" if no_better_than_constant(self.study) is None else "–"  # of none that is no better
+        word = "best" if no_better_than_constant(self.study.data) is None else "–"  # of none that is no better
         rows = [
             row | {"mb_total": _sum(row["mb_up"], row["mb_down"])} | ({"gap": word} if row["best"] else {})
             for row in self.study.overview()
@@ -113,7 +113,7 @@ class Context:
     @property
     def few_seeds(self) -> bool:
         """Whether there are too few seeds for a figure of intervals: they would reach beyond any value that can be."""
-        return len(self.study.seeds) < FEW_SEEDS
+        return len(self.study.data.seeds) < FEW_SEEDS
 
     def line(self, method: str, dots: Sequence[Dot], label: str = "", runs: Sequence[float] = ()) -> Line:
         """Return a line of a figure of dots in the method's colour, with its marker."""
@@ -123,7 +123,7 @@ class Context:
     def read_of_runs(self, name: str) -> dict[tuple[str, str], Any]:
         """Return a JSON file of finished runs' folders, by method and seed; one that cannot be read counts as none."""
         found = {}
-        for (method, seed), scores in self.study.finished.items():
+        for (method, seed), scores in self.study.data.finished.items():
             path = None if scores.run.path is None else scores.run.path / name
             if path is not None and path.exists():
                 with suppress(UnreadableError):
@@ -146,7 +146,7 @@ class Context:
         """Return a table whose empty cells say why they are empty. Columns without any value are left out."""
         first, *others = columns
         shown = [first, *(column for column in others if _any(column, rows))]
-        said = [*notes, self.study.seed_text] if seeds and not across else list(notes)
+        said = [*notes, self.study.data.seed_text] if seeds and not across else list(notes)
         return Table(f"table-{self.id(name)}", caption, shown, rows, missing or self.missing, said, across)
 
     def missing(self, row: Row, column: Column) -> str | None:
@@ -154,16 +154,16 @@ class Context:
         method = column.key[1:] if column.key.startswith("@") else row.get("method")
         if method is None or column.kind == "text":
             return None
-        role = self.study.role(method)
+        role = self.study.data.role(method)
         if column.key in INCENTIVES and (role == "fedavg" or (role == "siloed" and column.key in ("ipr", "gma"))):
             return None  # it would be measured against itself
-        if column.key == GLOBAL and not self.study.shared(method):
+        if column.key == GLOBAL and not self.study.data.shared(method):
             return None  # it has no global model
         if broken := self.diverged.get(method):
             return broken
         kinds = set(REASONS)
-        if self.study.deployed(method):
-            kinds = {"different_splits"} if not self.study.comparable(method) else set()
+        if self.study.data.deployed(method):
+            kinds = {"different_splits"} if not self.study.data.comparable(method) else set()
         mine = [problem for problem in self.study.problems if problem.run == method]
         for kind in (kind for kind in REASONS if kind in kinds):
             seeds = sorted({problem.seed for problem in mine if problem.kind == kind and problem.seed is not None})
@@ -177,10 +177,10 @@ class Context:
     def diverged(self) -> dict[str, str]:
         """Methods with a model that has no finite score -> the text that says which."""
         found = {}
-        for method in self.study.methods:
+        for method in self.study.data.methods:
             places = [
                 f"seed {seed}, client {', '.join(score.diverged)}"
-                for seed, score in self.study.deployed(method).items()
+                for seed, score in self.study.data.deployed(method).items()
                 if score.diverged
             ]
             if places:
@@ -191,18 +191,18 @@ class Context:
     def slugs(self) -> dict[str, str]:
         """Method -> name for ids and files."""
         out: dict[str, str] = {}
-        for method in self.study.methods:
+        for method in self.study.data.methods:
             out[method] = slug(method, out.values())
         return out
 
     def seed_means(self, method: str) -> list[float]:
         """Return the deployed mean of each seed that has one."""
-        return [score.mean for score in self.study.deployed(method).values() if score.mean is not None]
+        return [score.mean for score in self.study.data.deployed(method).values() if score.mean is not None]
 
     @property
     def siloed(self) -> str | None:
         """The method that trains every client alone, if there is one."""
-        return self.study.baselines.get("siloed")
+        return self.study.data.baselines.get("siloed")
 
     @cached_property
     def client_rows(self) -> list[dict[str, Any]]:

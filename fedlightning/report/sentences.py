@@ -42,7 +42,7 @@ def _complete(row: Row) -> bool:
 
 
 def _best(context: Context, first: Row, ranked: Sequence[Row]) -> Answer:
-    constant = no_better_than_constant(context.study)
+    constant = no_better_than_constant(context.study.data)
     if constant is not None:
         level = context.study.reference()
         what = "chance" if level is None or level.name == "chance" else "a constant answer"
@@ -95,7 +95,7 @@ def _real(context: Context, first: Row, methods: Sequence[Row]) -> Answer:
     p, adjusted, n = line["p"], line["p_holm"], line["n"]
     compared = sum(other["p"] is not None for other in lines)
     holm = f", adjusted for {compared} comparisons {p_value(adjusted)}" if compared > 1 else ""
-    over = {"splits": "overlapping splits", "folds": "disjoint folds"}.get(context.study.sampling, "seeds")
+    over = {"splits": "overlapping splits", "folds": "disjoint folds"}.get(context.study.data.sampling, "seeds")
     sentence = (
         f"{best} is {size} ahead of the second, {second} (95\u00a0% interval {pair((low, high))}, paired over {n} {over}, "
         f"p {_equals(p)}{holm}). "

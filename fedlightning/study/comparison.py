@@ -15,9 +15,10 @@ from rich.table import Table
 
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.study.columns import GLOBAL, POOLED
+from fedlightning.study.export import write_comparison
 from fedlightning.study.measures import SeedScore, estimate
 from fedlightning.study.runs import Run
-from fedlightning.study.study import Study, write_comparison
+from fedlightning.study.study import Study
 
 
 class Comparison:
@@ -59,15 +60,15 @@ class Comparison:
     def table(self) -> Table:
         """Return the comparison as a table, with the best value of each column in bold."""
         study = self.study
-        many = len(study.seeds) > 1
+        many = len(study.data.seeds) > 1
         table = Table(
-            title=f"{self.split} {study.metric}: mean and 95 % interval over {'seeds' if many else 'clients'}",
+            title=f"{self.split} {study.data.metric}: mean and 95 % interval over {'seeds' if many else 'clients'}",
             title_justify="left",
         )
         for column in ("method", "deployed", "worst client", "on others' data", "global model", "MB sent", "s"):
             table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
         rows = study.overview()
-        better = max if study.higher_is_better else min
+        better = max if study.data.higher_is_better else min
         shown = {}
         for key in ("mean", "worst", POOLED, GLOBAL):
             known = [row[key] for row in rows if row[key] is not None]
@@ -76,10 +77,10 @@ class Comparison:
             name = row["method"]
             table.add_row(
                 name,
-                shown["mean"][i] + _radius(study.deployed(name), many),
+                shown["mean"][i] + _radius(study.data.deployed(name), many),
                 shown["worst"][i],
-                shown[POOLED][i] + _radius(study.deployed(name, data=POOLED), many),
-                shown[GLOBAL][i] + _radius(study.shared(name), many),
+                shown[POOLED][i] + _radius(study.data.deployed(name, data=POOLED), many),
+                shown[GLOBAL][i] + _radius(study.data.shared(name), many),
                 _number(row["mb_total"], 1),
                 _number(row["seconds"], 0),
             )
@@ -111,7 +112,7 @@ class Comparison:
 
         study = self.study
         rows = study.clients()
-        scores = {name: {r["client"]: r["score"] for r in rows if r["method"] == name} for name in study.methods}
+        scores = {name: {r["client"]: r["score"] for r in rows if r["method"] == name} for name in study.data.methods}
         scores = {name: of for name, of in scores.items() if any(value is not None for value in of.values())}
         means = {row["method"]: row["mean"] for row in study.overview()}
         columns = min(4, len(scores))
@@ -138,7 +139,7 @@ class Comparison:
         if highest <= 1:
             axes.flat[0].set_ylim(0, 1.02)
         figure.supxlabel("client")
-        figure.supylabel(f"{self.split} {study.metric}")
+        figure.supylabel(f"{self.split} {study.data.metric}")
         figure.savefig(path, dpi=150)
         plt.close(figure)
 

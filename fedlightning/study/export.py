@@ -5,44 +5,34 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fedlightning.compat import sheets
 from fedlightning.storage.files import write_text_atomically
-from fedlightning.study.architectures import architectures
-from fedlightning.study.clusters import clusters, memberships
-from fedlightning.study.data import StudyData, Table
-from fedlightning.study.evidence import negative_transfer
-from fedlightning.study.external import calibrations, external, subgroups
-from fedlightning.study.overview import overview
-from fedlightning.study.problems import find_problems
 from fedlightning.study.ranks import ranks
-from fedlightning.study.scores import results
-from fedlightning.study.timeline import timeline
-from fedlightning.study.token_tables import ledgers, tokens
-from fedlightning.study.unseen import unseen
+from fedlightning.study.study import Study
 
 TABLES = ("results", "overview", "problems")
 """Keys of `comparison.json` that hold lines of a table; the others say what the lines are of."""
-SOMETIMES: dict[str, Callable[[StudyData], Table]] = {
-    "negative_transfer": negative_transfer,
-    "unseen": unseen,
-    "external": external,
-    "calibration": calibrations,
-    "subgroups": subgroups,
-    "architectures": architectures,
-    "clusters": clusters,
-    "memberships": memberships,
-    "ledgers": ledgers,
-    "tokens": tokens,
-    "timeline": timeline,
+SOMETIMES = {
+    "negative_transfer": Study.negative_transfer,
+    "unseen": Study.unseen,
+    "external": Study.external,
+    "calibration": Study.calibrations,
+    "subgroups": Study.subgroups,
+    "architectures": Study.architectures,
+    "clusters": Study.clusters,
+    "memberships": Study.memberships,
+    "ledgers": Study.ledgers,
+    "tokens": Study.tokens,
+    "timeline": Study.timeline,
 }
 """Further tables, of runs that have what they are made from."""
 
 
-def write_comparison(study: StudyData | Mapping[str, StudyData], out: str | Path) -> dict[str, Any]:
+def write_comparison(study: Study | Mapping[str, Study], out: str | Path) -> dict[str, Any]:
     """Write `comparison.json`, `comparison.csv` and `comparison.tex` into a folder.
 
     The JSON has the lines of `results`, `overview` and `problems`, and says what they are of: `methods`, `seeds`,
@@ -68,24 +58,24 @@ def write_comparison(study: StudyData | Mapping[str, StudyData], out: str | Path
     return found
 
 
-def comparison(study: StudyData | Mapping[str, StudyData]) -> dict[str, Any]:
+def comparison(study: Study | Mapping[str, Study]) -> dict[str, Any]:
     """Return the content of `comparison.json`; see :func:`write_comparison`."""
     if not isinstance(study, Mapping):
-        problems = find_problems(study)
+        data = study.data
         found: dict[str, Any] = plain(
             {
-                "results": results(study),
-                "overview": overview(study, problems),
-                "problems": [problem.as_dict() for problem in problems],
-                "methods": study.methods,
-                "seeds": study.seeds,
-                "seed_text": study.seed_text,
-                "metric": study.metric,
-                "split": study.split,
-                "checkpoint": study.checkpoint,
-                "confidence": study.confidence,
-                "interval": study.interval,
-                "baselines": study.baselines,
+                "results": study.results(),
+                "overview": study.overview(),
+                "problems": [problem.as_dict() for problem in study.problems],
+                "methods": data.methods,
+                "seeds": data.seeds,
+                "seed_text": data.seed_text,
+                "metric": data.metric,
+                "split": data.split,
+                "checkpoint": data.checkpoint,
+                "confidence": data.confidence,
+                "interval": data.interval,
+                "baselines": data.baselines,
             }
         )
         return found | {name: plain(lines) for name, table in SOMETIMES.items() if (lines := table(study))}
@@ -132,15 +122,15 @@ def as_csv(lines: list[dict[str, Any]]) -> str:
     return file.getvalue()
 
 
-def as_tex(study: StudyData, name: str = "") -> str:
+def as_tex(study: Study, name: str = "") -> str:
     """Return the overview as a LaTeX table for the package booktabs: score, worst client, difference to the best, p."""
-    rows = overview(study, [])
-    better = max if study.higher_is_better else min
+    rows, data = study.overview(), study.data
+    better = max if data.higher_is_better else min
     best = better((row["mean"] for row in rows if row["mean"] is not None and row["role"] != "central"), default=None)
     lines = [
         *(
             f"% {text}"
-            for text in (name, f"test {study.metric}, mean over clients, then over seeds. {study.seed_text}")
+            for text in (name, f"test {data.metric}, mean over clients, then over seeds. {data.seed_text}")
             if text
         ),
         r"\begin{tabular}{lrrrr}",

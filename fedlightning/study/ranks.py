@@ -8,16 +8,16 @@ from typing import Any
 from fedlightning.study.data import StudyData
 from fedlightning.study.measures import mean_of
 from fedlightning.study.significance import friedman, nemenyi
+from fedlightning.study.study import Study
 
 
-def ranks(studies: Mapping[str, StudyData], alpha: float = 0.05) -> dict[str, Any]:
+def ranks(studies: Mapping[str, Study], alpha: float = 0.05) -> dict[str, Any]:
     """Rank the methods that every data set has by their deployed mean (1 is best, ties share a rank).
 
     Example:
         >>> from fedlightning.scores.metrics import summarise
         >>> from fedlightning.scores.rows import Row
         >>> from fedlightning.study.runs import Run
-        >>> from fedlightning.study.study import Study
         >>> def run(method, accuracy):
         ...     row = Row(5, "L1", "personal", "latest", "local", "test", "client0", "test_accuracy", accuracy, 10)
         ...     return Run(method, 0, None, {"results": summarise([row])})
@@ -27,47 +27,49 @@ def ranks(studies: Mapping[str, StudyData], alpha: float = 0.05) -> dict[str, An
         >>> found["ranks"], round(found["p_value"], 2), round(found["critical_difference"], 2)
         ({'apfl': 1.0, 'local': 2.5, 'fedavg': 2.5}, 0.22, 2.34)
     """
-    metrics = {study.metric for study in studies.values()}
+    each = {name: study.data for name, study in studies.items()}
+    metrics = {data.metric for data in each.values()}
     if len(metrics) != 1:
         known = ", ".join(sorted(metrics)) or "none"
         raise ValueError(f"Ranks need studies of one metric; here it is {known}. Build all of them with the same one.")
     left_out: dict[str, str] = {}
     scores: dict[str, list[float]] = {}
-    for method in dict.fromkeys(name for study in studies.values() for name in study.methods):
+    for method in dict.fromkeys(name for data in each.values() for name in data.methods):
         values: list[float] = []
-        for name, study in studies.items():
-            value, why = _score(study, method)
+        for name, data in each.items():
+            value, why = _score(data, method)
             if value is None:
                 left_out.setdefault(method, f"{why} on {name}")
             else:
                 values.append(value)
         if method not in left_out:
             scores[method] = values
-    good = next(iter(studies.values())).higher_is_better
-    return _ranked(scores, good, alpha, "data sets", list(studies), metrics.pop(), left_out)
+    good = next(iter(each.values())).higher_is_better
+    return _ranked(scores, good, alpha, "data sets", list(each), metrics.pop(), left_out)
 
 
-def seed_ranks(study: StudyData, alpha: float = 0.05) -> dict[str, Any]:
+def seed_ranks(study: Study, alpha: float = 0.05) -> dict[str, Any]:
     """Rank the methods over the seeds of one study.
 
     Seeds are no data sets: this says which order the splits agree on, and nothing about other data. Methods that lack a
     seed, or diverged at one, are left out.
     """
+    data = study.data
     left_out: dict[str, str] = {}
     scores: dict[str, list[float]] = {}
-    for method in study.methods:
-        means = {seed: score.mean for seed, score in study.deployed(method).items()}
+    for method in data.methods:
+        means = {seed: score.mean for seed, score in data.deployed(method).items()}
         known = [mean for mean in means.values() if mean is not None]
-        if not study.comparable(method):
+        if not data.comparable(method):
             left_out[method] = "tested on other data"
         elif len(known) < len(means):
             left_out[method] = "a run diverged"
-        elif len(known) < len(study.seeds):
+        elif len(known) < len(data.seeds):
             left_out[method] = "has no score at every seed"
         else:
             scores[method] = known
-    names = [f"seed {seed}" for seed in study.seeds]
-    return _ranked(scores, study.higher_is_better, alpha, "seeds", names, study.metric, left_out)
+    names = [f"seed {seed}" for seed in data.seeds]
+    return _ranked(scores, data.higher_is_better, alpha, "seeds", names, data.metric, left_out)
 
 
 def _ranked(
@@ -109,9 +111,9 @@ def _ranked(
     }
 
 
-def _score(study: StudyData, method: str) -> tuple[float | None, str]:
-    if method not in study.methods:
+def _score(data: StudyData, method: str) -> tuple[float | None, str]:
+    if method not in data.methods:
         return None, "not run"
-    if not study.comparable(method):
+    if not data.comparable(method):
         return None, "tested on other data"
-    return mean_of([score.mean for score in study.deployed(method).values()]), "no score, or a run that diverged,"
+    return mean_of([score.mean for score in data.deployed(method).values()]), "no score, or a run that diverged,"

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Callable, Iterable
+from functools import cached_property, update_wrapper
+from typing import Concatenate, ParamSpec, TypeVar
 
 from fedlightning.study import architectures as _architectures
 from fedlightning.study import client_tables as _clients
@@ -22,14 +24,27 @@ from fedlightning.study import timeline as _timeline
 from fedlightning.study import token_tables as _tokens
 from fedlightning.study import unseen as _unseen
 from fedlightning.study.data import StudyData, Table
-from fedlightning.study.export import write_comparison
 from fedlightning.study.problems import Problem, find_problems
-from fedlightning.study.ranks import ranks, seed_ranks
+from fedlightning.study.runs import DEPLOYED, Run
 
-__all__ = ["Problem", "Study", "Table", "ranks", "seed_ranks", "write_comparison"]
+__all__ = ["Problem", "Study", "Table"]
 
 
-class Study(StudyData):
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _table(table: Callable[Concatenate[StudyData, P], T]) -> Callable[Concatenate[Study, P], T]:
+    """Return a function of a study's data as a method of the study."""
+
+    def method(self: Study, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return table(self.data, *args, **kwargs)
+
+    update_wrapper(method, table)
+    return method
+
+
+class Study:
     """Runs of several methods and seeds, with all tables of their comparison.
 
     Scores of a method are averaged over its seeds. If a run of one seed diverged, there is no mean. A seed that was
@@ -48,10 +63,7 @@ class Study(StudyData):
         split: Split that is compared.
 
     Attributes:
-        methods: Names in the order given; baselines that `compare` added come last.
-        seeds: Seeds of all runs, ascending.
-        finished: (method, seed) -> scores of every run that has a result.
-        odd: (method, seed) of runs on other test data than most runs of that seed -> one of those.
+        data: The runs, and the look-ups that tables are made of: methods, seeds, finished runs.
 
     Raises:
         ValueError: If there is no run, or no run has the metric or the checkpoint.
@@ -73,43 +85,48 @@ class Study(StudyData):
         [('client0', 0.1), ('client1', 0.2)]
     """
 
+    def __init__(
+        self,
+        runs: Iterable[Run],
+        metric: str | None = None,
+        checkpoint: str = DEPLOYED,
+        confidence: float = 0.95,
+        interval: str = "t",
+        split: str = "test",
+    ) -> None:
+        self.data = StudyData(runs, metric, checkpoint, confidence, interval, split)
+
     @cached_property
     def problems(self) -> list[Problem]:
         """Everything a reader must know before believing the tables."""
-        return find_problems(self)
-
-    def reference(self) -> _evidence.Reference | None:
-        """Return the score of a constant answer; see :func:`fedlightning.study.evidence.reference`."""
-        return _evidence.reference(self)
-
-    def negative_transfer(self) -> Table:
-        """Return one line a method: who loses against training alone; see :func:`...evidence.negative_transfer`."""
-        return _evidence.negative_transfer(self)
+        return find_problems(self.data)
 
     def overview(self) -> Table:
         """Return one line a method; see :func:`fedlightning.study.overview.overview`."""
-        return _overview.overview(self, self.problems)
+        return _overview.overview(self.data, self.problems)
 
-    results = _scores.results
-    measured = _scores.measured
-    stages = _scores.stages
-    checkpoints = _scores.checkpoints
-    clients = _clients.clients
-    matrix = _clients.matrix
-    partition = _clients.partition
-    unseen = _unseen.unseen
-    external = _external.external
-    calibrations = _external.calibrations
-    subgroups = _external.subgroups
-    architectures = _architectures.architectures
-    clusters = _clusters.clusters
-    memberships = _clusters.memberships
-    timeline = _timeline.timeline
-    tokens = _tokens.tokens
-    ledgers = _tokens.ledgers
-    fairness = _incentives.fairness
-    appeal = _incentives.appeal
-    differences = _differences.differences
-    curves = _curves.curves
-    terms = _terms.terms
-    costs = _curves.costs
+    reference = _table(_evidence.reference)
+    negative_transfer = _table(_evidence.negative_transfer)
+    results = _table(_scores.results)
+    measured = _table(_scores.measured)
+    stages = _table(_scores.stages)
+    checkpoints = _table(_scores.checkpoints)
+    clients = _table(_clients.clients)
+    matrix = _table(_clients.matrix)
+    partition = _table(_clients.partition)
+    unseen = _table(_unseen.unseen)
+    external = _table(_external.external)
+    calibrations = _table(_external.calibrations)
+    subgroups = _table(_external.subgroups)
+    architectures = _table(_architectures.architectures)
+    clusters = _table(_clusters.clusters)
+    memberships = _table(_clusters.memberships)
+    timeline = _table(_timeline.timeline)
+    tokens = _table(_tokens.tokens)
+    ledgers = _table(_tokens.ledgers)
+    fairness = _table(_incentives.fairness)
+    appeal = _table(_incentives.appeal)
+    differences = _table(_differences.differences)
+    curves = _table(_curves.curves)
+    terms = _table(_terms.terms)
+    costs = _table(_curves.costs)

@@ -7,7 +7,7 @@ import torch
 from sklearn.metrics import f1_score
 
 from fedlightning.callbacks import FedAvg
-from fedlightning.callbacks.pi_fl_round import class_scores, groups_by_class_scores
+from fedlightning.callbacks.shared.contributions import class_scores, groups_by_class_scores
 from tests.helpers import CLASSES, Toy, federate, toy_data
 
 

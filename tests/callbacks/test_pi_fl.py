@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fedlightning.callbacks import FLIU, MOON, PIFL, Ditto, FedAvg, FedPer
-from fedlightning.callbacks.pi_fl_round import shares
+from fedlightning.callbacks.shared.contributions import shares
 from fedlightning.tensors import module_state
 from tests.callbacks.common import cut_and_resumed
 from tests.conformance.case import NO_PLAIN_FORM, Case, Kept

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from fedlightning.callbacks.pi_fl_round import play, shapley_values
+from fedlightning.callbacks.shared.contributions import play, shapley_values
 from fedlightning.seeding import generator
 
 PLAYERS = list("abcde")

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from fedlightning.callbacks.pi_fl_round import COLUMNS, Ledger, contribution_ranks, refund_share, write_ledger
+from fedlightning.callbacks.shared.contributions import COLUMNS, Ledger, contribution_ranks, refund_share, write_ledger
 
 
 def test_the_oracle():

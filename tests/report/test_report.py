@@ -114,7 +114,7 @@ def test_figures_are_written_with_their_numbers(built):
 def test_figures_are_written_for_print(tmp_path, monkeypatch, figures_for_print):
     monkeypatch.setattr("fedlightning.report.context.save", figures_for_print)
     study = Study(load_study([make_study(tmp_path, methods=("fedavg", "siloed"), matrix=False)]))
-    context = Context(study, styles(study.methods), figures=tmp_path / "figures")
+    context = Context(study, styles(study.data.methods), figures=tmp_path / "figures")
     context.picture("bars", "Bars", "1", lambda: client_map({"m": {"0": 0.5}}, "accuracy", gains=False))
     for kind, start in (("svg", b"<?xml"), ("png", b"\x89PNG"), ("pdf", b"%PDF")):
         assert (tmp_path / "figures" / f"bars.{kind}").read_bytes().startswith(start)
@@ -139,7 +139,7 @@ def test_tables_hold_the_study_s_numbers(built):
     references = [study.differences(name) for name in ("siloed", "fedavg")]
     differences = [value for row in reader.tables["table-differences"] for _, value in row]
     assert all(repr(row[key]) in differences for of in references for row in of for key in ("mean", "p", "p_holm"))
-    for matrix in (study.matrix(method) for method in study.methods):
+    for matrix in (study.matrix(method) for method in study.data.methods):
         values = [value for row in reader.tables["table-matrix"] for _, value in row]
         assert all(repr(value) in values for line in matrix["values"] for value in line)
 
@@ -178,7 +178,7 @@ def test_names_are_escaped(broken):
 @pytest.mark.slow
 def test_the_same_runs_give_the_same_bytes(built):
     html, study = built[0].read_text(), built[1]
-    context = Context(Study(study.runs), styles(study.methods, ["siloed"]))
+    context = Context(Study(study.data.runs), styles(study.data.methods, ["siloed"]))
     for section in (scores.overview(context), training.learning_curves(context)):
         gallery = section.parts[0]
         for picture in gallery.pictures:
@@ -189,7 +189,7 @@ def test_the_same_runs_give_the_same_bytes(built):
 def told(folder, **options):
     """The answers at the top, by question, and the study."""
     study = Study(load_study([folder]), **options)
-    return {a.question: a for a in answers(Context(study, styles(study.methods)))}, study
+    return {a.question: a for a in answers(Context(study, styles(study.data.methods)))}, study
 
 
 def test_the_kindest_method_is_said_to_be_one_of_the_federated(tmp_path):
@@ -203,7 +203,7 @@ def test_one_seed_is_never_called_a_difference(tmp_path):
     answer = found["Is the difference real?"]
     assert answer.answer == "One seed: cannot be said"
     assert "p =" not in answer.sentence
-    section = differences(Context(study, styles(study.methods)))
+    section = differences(Context(study, styles(study.data.methods)))
     gallery = next(part for part in section.parts if isinstance(part, Gallery))
     assert gallery.table.rows and not any(column.key == "p" for column in gallery.table.columns)
 
@@ -293,7 +293,7 @@ def test_the_reader_is_told_why_central_training_is_not_the_best(tmp_path):
     sentence = "central moves all data to one place, so it is not asked who is best"
     for second in ("central", "apfl"):
         study = Study(load_study([make_study(tmp_path / second, methods=("fedavg", second), shift=0.2, matrix=False)]))
-        (exhibit,) = scores.overview(Context(study, styles(study.methods))).parts
+        (exhibit,) = scores.overview(Context(study, styles(study.data.methods))).parts
         assert any(sentence in note for note in exhibit.table.notes) == (second == "central")
 
 
@@ -320,13 +320,13 @@ def test_methods_with_fewer_seeds_are_not_ranked(tmp_path):
 def test_one_method_alone_is_compared_with_nothing(tmp_path):
     """No empty figure of differences."""
     study = Study(load_study([make_study(tmp_path, methods=("fedavg",), seeds=(0,), matrix=False)]))
-    assert differences(Context(study, styles(study.methods))) is None
+    assert differences(Context(study, styles(study.data.methods))) is None
 
 
 def test_layers_of_the_last_round_and_where_they_part(tmp_path):
     folder = make_study(tmp_path, methods=("fedavg",), seeds=(0,), matrix=False)
     study = Study(load_study([folder]))
-    context = Context(study, styles(study.methods))
+    context = Context(study, styles(study.data.methods))
     assert layers.layers(context) is None
     add_layers(folder / "runs/run_0/seed_0")
     section = layers.layers(context)
@@ -343,7 +343,7 @@ def test_layers_in_the_current_folder_are_of_no_run_of_this_session(tmp_path, mo
     monkeypatch.chdir(folder / "runs/run_0/seed_0")
     (run,) = load_study([folder])
     study = Study([replace(run, path=None)])
-    assert layers.layers(Context(study, styles(study.methods))) is None
+    assert layers.layers(Context(study, styles(study.data.methods))) is None
 
 
 @pytest.fixture(scope="module")
@@ -362,7 +362,7 @@ def test_data_sets_that_agree_are_judged_by_chi_square(tmp_path):
     studies = {folder.name: Study(load_study([folder])) for folder in folders}
     found = ranks(studies)
     assert found["iman_davenport"] == float("inf") and found["p_value"] > 0.05  # 3 methods, 2 data sets
-    section = rank_section(Context(studies["a"], styles(studies["a"].methods)), studies)
+    section = rank_section(Context(studies["a"], styles(studies["a"].data.methods)), studies)
     assert "does not tell the methods apart" in section.parts[0].paragraphs[0]
 
 
@@ -387,7 +387,7 @@ def test_several_data_sets_are_ranked_and_kept_apart(several):
 def test_without_the_extra_the_report_says_what_to_install(several, monkeypatch):
     monkeypatch.setattr("fedlightning.report.sections.statistics.find_spec", lambda name: None)
     studies = {str(i): study for i, study in enumerate(several[1])}
-    section = rank_section(Context(several[1][0], styles(several[1][0].methods)), studies)
+    section = rank_section(Context(several[1][0], styles(several[1][0].data.methods)), studies)
     assert "pip install 'scikit-posthocs>=" in " ".join(section.parts[0].paragraphs)
     assert section.parts[-1].rows, "the ranks are there as a table"
 
@@ -429,9 +429,9 @@ def test_gains_are_a_map_around_0_of_clients_by_methods_and_say_where_there_is_n
 @pytest.mark.parametrize(("seeds", "thin", "bands"), [(2, 2, 0), (5, 0, 1)])
 def test_few_seeds_are_lines_and_many_are_bands(tmp_path, seeds, thin, bands):
     study = Study(load_study([make_study(tmp_path, methods=("fedavg",), seeds=range(seeds), matrix=False)]))
-    context = Context(study, styles(study.methods))
+    context = Context(study, styles(study.data.methods))
     assert context.few_seeds == bool(thin)
-    runs = seed_curves(study) if context.few_seeds else None
+    runs = seed_curves(study.data) if context.few_seeds else None
     rows = [row for row in study.curves() if row["stage"] == "G" and row["data"] == "local"]
     found = None if runs is None else {"fedavg": runs["fedavg", "G", "local"]}
     (axes,) = curves(lines_of(context, rows, "round"), context.styles, "round", "accuracy", runs=found).axes

@@ -56,7 +56,7 @@ def test_page_and_files(folder, tmp_path):
     several = write_comparison({"one": study, "two": study}, tmp_path / "several")
     assert [line["dataset"] for line in several["clusters"]] == ["one", "two"]
     assert "clusters" not in several["datasets"]["one"]
-    section = clusters(Context(study, styles(study.methods)))
+    section = clusters(Context(study, styles(study.data.methods)))
     reader = Reader(render(Page("clusters", "", {}, sections=[section])))
     assert reader.errors == [] and "figure-clusters-ifca" in reader.ids and "ifca, seed 0" in reader.text
     assert "Black lines part the planted groups." in reader.text and "first seed" in reader.text
@@ -79,7 +79,7 @@ def test_without_the_file_nothing_is_there(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     study = Study(load_study([folder]))
     assert study.clusters() == [] == study.memberships() and "clusters" not in write_comparison(study, tmp_path)
-    assert clusters(Context(study, styles(study.methods))) is None
+    assert clusters(Context(study, styles(study.data.methods))) is None
     here = [Run(run.name, run.seed, None, run.summary) for run in load_study([folder])]
     assert Study(here).clusters() == [], "a run without a folder does not read what lies in the current one"
 

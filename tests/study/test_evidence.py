@@ -62,12 +62,12 @@ def test_no_method_is_best_where_none_is_above_the_commonest_class(tmp_path):
     study = study_of(tmp_path / "bad", {"silo": [0.7, 0.75, 0.8, 0.74], "fedavg": [0.75, 0.7, 0.7, 0.75]})
     assert study.reference().level == pytest.approx(0.75)
     assert "answering each client’s commonest class (accuracy 0.75)" in kinds(study)["nothing_learnt"]
-    first = answers(Context(study, styles(study.methods)))[0]
+    first = answers(Context(study, styles(study.data.methods)))[0]
     assert (first.answer, first.method) == ("None is clearly better than a constant answer", None)
     good = study_of(tmp_path / "good", GOOD)
     assert "nothing_learnt" not in kinds(good)
     assert "each client’s commonest class 0.750" in str(
-        overview(Context(good, styles(good.methods))).parts[0].pictures[0].svg
+        overview(Context(good, styles(good.data.methods))).parts[0].pictures[0].svg
     )
 
 
@@ -111,7 +111,7 @@ def test_intervals_of_shares_end_where_shares_end(tmp_path):
 
 def test_unbalanced_classes_are_compared_by_what_counts_all_of_them(tmp_path):
     more = (("auroc", 0.6), ("balanced_accuracy", 0.5))
-    runs = study_of(tmp_path, GOOD, more=more).runs
+    runs = study_of(tmp_path, GOOD, more=more).data.runs
     assert common_metric(runs) == "auroc"
     for counts, chosen in (([16, 16], "accuracy"), ([30, 1, 1], "balanced_accuracy")):
         data = {"clients": {client: {"classes": counts} for client in CLIENTS}}
@@ -128,7 +128,7 @@ def test_the_variance_of_crossed_seeds_is_taken_apart(tmp_path):
     study = Study(write_study(tmp_path, {"silo": METHODS["silo"]}, seeds=range(9), edit=edit), metric="accuracy")
     keys = marked(["trainer.seed", "data.seed"], ["data.seed"], 3)
     assert [setting(key, 7) for key in keys] == [("trainer.seed", 1), ("data.seed", 2)]
-    found = {line["source"]: line for line in variances(study, keys)}
+    found = {line["source"]: line for line in variances(study.data, keys)}
     # by hand: two-way analysis of variance without replication
     y = np.array([[0.3 + a + b for b in training] for a in split])
     y[1, 1] += 0.003

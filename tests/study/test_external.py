@@ -66,13 +66,13 @@ def test_each_site_has_the_score_of_the_run_without_it_beside_its_own(study):
         assert lines[site]["unseen"] == pytest.approx(score - 0.11) and lines[site]["member"] == pytest.approx(score)
         assert lines[site]["gap"] == pytest.approx(-0.11) and lines[site]["n_seeds"] == 2
         assert lines[site]["gap_range"] == pytest.approx([-0.12, -0.1]) and lines[site]["samples"] == 40
-    (over,) = sites_of(study)
+    (over,) = sites_of(study.data)
     assert (over["lowest_site"], over["highest_site"], over["sites"]) == ("b", "a", 3)
     assert not any("ci95" in key for line in (over, *lines.values()) for key in line)
 
 
 def test_no_other_table_holds_the_runs_without_a_site(study):
-    assert len(study.runs) == 2 and study.overview()[0]["mean"] == pytest.approx(0.7)
+    assert len(study.data.runs) == 2 and study.overview()[0]["mean"] == pytest.approx(0.7)
     assert not study.unseen()
 
 
@@ -80,7 +80,7 @@ def test_calibration_and_curves_are_of_the_site_alone(study):
     lines = study.calibrations()
     assert [(line["site"], line["trained"]) for line in lines] == [(s, w) for s in SITES for w in (NEVER, SEEN)]
     assert all(line["samples"] == 40 and line["class"] == 1 for line in lines)
-    assert set(curves_of(study, 1)) == set(SITES) and len(curves_of(study, 1)["a"]["fedavg"]["benefit"]) == 99
+    assert set(curves_of(study.data, 1)) == set(SITES) and len(curves_of(study.data, 1)["a"]["fedavg"]["benefit"]) == 99
 
 
 def test_a_small_subgroup_has_a_line_and_no_scores(study):
@@ -122,7 +122,7 @@ def test_from_python(tmp_path):
     assert [line["site"] for line in lines] == ["x", "y", "z"] and all(line["gap"] is not None for line in lines)
     for line in study.calibrations():
         assert line["samples"] == data.num_samples(line["site"], "test")
-    of = samples.read(study.left_out[0].path)
+    of = samples.read(study.data.left_out[0].path)
     assert set(of.clients) == {"x"} and of.columns["sex"].tolist() == data.sample_values("x", "test", "sex")
     accuracy = float((of.probabilities.argmax(1) == of.labels).mean())
     assert accuracy == pytest.approx(lines[0]["unseen"])
@@ -204,7 +204,7 @@ def test_a_long_name_of_a_site_does_not_reach_the_next_panel(study):
     from fedlightning.report.styles import styles
 
     long = "University Hospital of Somewhere, Department of Medicine"
-    curves = curves_of(study, 1)
+    curves = curves_of(study.data, 1)
     figure = calibration_curves({long: curves["a"], f"{long} 2": curves["b"]}, styles(["fedavg"]))
     titles = [axes.get_title() for axes in figure.axes]
     assert max(map(len, titles)) < 32 and len(set(titles)) == 2

@@ -10,9 +10,10 @@ import pytest
 import fedlightning  # noqa: F401  before lightning
 
 # isort: split
+from fedlightning.study.ranks import ranks
 from fedlightning.study.roles import role
 from fedlightning.study.runs import Run
-from fedlightning.study.study import Study, ranks
+from fedlightning.study.study import Study
 from tests.study.folders import CLIENTS, METHODS, ROUNDS, deployed, made_up_rows, raw, write_study
 
 SEEDS = (0, 1, 2)
@@ -90,7 +91,7 @@ def test_appeal_and_opt_outs(study, root):
 
 
 def test_a_lower_loss_is_a_gain(study, root):
-    losses = Study(study.runs, metric="loss")
+    losses = Study(study.data.runs, metric="loss")
     row = next(row for row in losses.fairness() if row["method"] == "fliu")
     gains = [
         [federated(root, s, "test_loss")[c] - deployed(root, "fliu", s, metric="test_loss")[c] for c in CLIENTS]
@@ -157,7 +158,7 @@ def test_of_two_baselines_the_comparable_one_is_taken(tmp_path):
             summary["rounds"] = 99
 
     methods = {"long": ["Local"], **METHODS}
-    assert Study(write_study(tmp_path, methods, edit=edit)).baselines == {"siloed": "silo", "fedavg": "fedavg"}
+    assert Study(write_study(tmp_path, methods, edit=edit)).data.baselines == {"siloed": "silo", "fedavg": "fedavg"}
 
 
 def test_ranks_of_data_sets_are_those_of_the_means(tmp_path):

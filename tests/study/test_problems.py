@@ -16,7 +16,8 @@ from fedlightning.report.context import Context
 from fedlightning.report.sections.scores import _defined
 from fedlightning.scores.rows import Row
 from fedlightning.study.export import comparison
-from fedlightning.study.study import Study, ranks, seed_ranks
+from fedlightning.study.ranks import ranks, seed_ranks
+from fedlightning.study.study import Study
 from tests.study.folders import METHODS, deployed, write_study
 
 
@@ -223,7 +224,7 @@ def test_budgets_seeds_and_doubles(tmp_path):
     study = Study([*runs, runs[0]])
     (text,) = texts(study, "different_budget")
     assert text.startswith("silo took 300 local steps, fedavg 120 (+150%)")
-    assert "one seed (4)" in texts(study, "single_seed")[0] and study.seed_text.startswith("One seed (4)")
+    assert "one seed (4)" in texts(study, "single_seed")[0] and study.data.seed_text.startswith("One seed (4)")
     assert "fedavg was given 2 runs with seed 4" in texts(study, "duplicate")[0]
     row = row_of(study, "fenda")
     assert row["mean"] is not None and row["ci95"] is row["gap_p"] is None
@@ -260,7 +261,7 @@ def test_ranks_leave_out_what_is_not_on_every_data_set(tmp_path):
     with pytest.raises(ValueError, match="at least 3 methods on at least 2 data sets"):
         ranks({"one": one})
     with pytest.raises(ValueError, match="one metric"):
-        ranks({"one": one, "two": Study(one.runs, metric="loss")})
+        ranks({"one": one, "two": Study(one.data.runs, metric="loss")})
 
 
 def test_seeds_that_deploy_different_models_are_told(tmp_path):
@@ -311,6 +312,6 @@ def test_the_metric_is_one_that_all_runs_have(tmp_path):
             [replace(row, metric=row.metric.replace("accuracy", "rmse")) for row in rows] if method == "fliu" else None
         )
 
-    assert Study(write_study(tmp_path / "a", seeds=[0])).metric == "accuracy"
-    assert Study(write_study(tmp_path / "b", {"fliu": ["FLIU"]}, [0], edit)).metric == "rmse"
-    assert Study(write_study(tmp_path / "c", seeds=[0], edit=edit)).metric == "loss"
+    assert Study(write_study(tmp_path / "a", seeds=[0])).data.metric == "accuracy"
+    assert Study(write_study(tmp_path / "b", {"fliu": ["FLIU"]}, [0], edit)).data.metric == "rmse"
+    assert Study(write_study(tmp_path / "c", seeds=[0], edit=edit)).data.metric == "loss"

@@ -14,8 +14,9 @@ import fedlightning  # noqa: F401  before lightning
 
 # isort: split
 from fedlightning.study.comparison import Comparison
+from fedlightning.study.export import write_comparison
 from fedlightning.study.significance import mean_interval
-from fedlightning.study.study import Study, write_comparison
+from fedlightning.study.study import Study
 from tests.study.folders import CLIENTS, METHODS, ROUNDS, TEST_SIZES, deployed, raw, write_study
 
 SEEDS = (0, 1, 2)
@@ -116,7 +117,7 @@ def test_results_cover_every_row_of_the_summaries(study, root):
     assert len({tuple(row) for row in table}) == 1
     keys = [tuple(row[k] for k in ("run", "model", "stage", "checkpoint", "data", "split", "metric")) for row in table]
     assert len(set(keys)) == len(keys)
-    for run in study.runs:
+    for run in study.data.runs:
         for row in run.results:
             mine = tuple(row[k] for k in ("model", "stage", "checkpoint", "data", "split", "metric"))
             assert (run.name, *mine) in keys
@@ -162,7 +163,7 @@ def test_checkpoints_side_by_side(study, root):
         root, "fedavg", checkpoint="latest", stage="L1"
     )
     assert row["selection"] == pytest.approx(gain.mean()) and row["selection_ci95"] == pytest.approx(t_interval(gain))
-    latest = Study(study.runs, checkpoint="latest").checkpoints()
+    latest = Study(study.data.runs, checkpoint="latest").checkpoints()
     assert all(row["selection"] is None for row in latest)
 
 
@@ -171,7 +172,7 @@ def test_a_client_that_has_selected_no_model_deploys_its_latest(tmp_path):
         return [row for row in rows if row.client != "c" or row.checkpoint != "best_local"]
 
     study = Study(write_study(tmp_path, {"fliu": METHODS["fliu"]}, seeds=[0], edit=edit))
-    (score,) = study.deployed("fliu").values()
+    (score,) = study.data.deployed("fliu").values()
     own = deployed(tmp_path, "fliu", 0) | {"c": deployed(tmp_path, "fliu", 0, checkpoint="latest", stage="L1")["c"]}
     assert score.per_client == pytest.approx(own)
     assert score.mean == pytest.approx(np.mean(list(own.values())))
@@ -183,7 +184,7 @@ def test_another_checkpoint_rule_moves_every_deployed_number(root, study):
         "latest": {"checkpoint": "latest", "stage": "L1"},
         "best_global": {"checkpoint": "best_global"},
     }.items():
-        row = line(Study(study.runs, checkpoint=rule).overview(), method="fedavg")
+        row = line(Study(study.data.runs, checkpoint=rule).overview(), method="fedavg")
         assert row["mean"] == pytest.approx(seed_means(root, "fedavg", **where).mean())
         assert row["checkpoint"] == rule
 
@@ -201,8 +202,8 @@ def test_each_client_against_its_siloed_model(study, root):
 
 
 def test_a_loss_turns_every_direction(root, study):
-    losses = Study(study.runs, metric="test_loss")
-    assert losses.metric == "loss" and not losses.higher_is_better
+    losses = Study(study.data.runs, metric="test_loss")
+    assert losses.data.metric == "loss" and not losses.data.higher_is_better
     row = line(losses.overview(), method="fliu")
     each = [list(deployed(root, "fliu", seed, metric="test_loss").values()) for seed in SEEDS]
     assert row["worst"] == pytest.approx(np.mean([max(values) for values in each]))
@@ -275,7 +276,7 @@ def test_partition_and_the_seeds_text(study):
         "classes": [4] * 8,
     }
     assert line(table, client="b", split="test")["samples"] == TEST_SIZES["b"]
-    assert study.seed_text == (
+    assert study.data.seed_text == (
         "3 seeds (0, 1, 2): they change the initialisation and batch order, the training split and the validation "
         "split; the test split stays the same. Intervals and p-values (paired t-test) are for this test set."
     )
@@ -287,7 +288,7 @@ def other_splits(method, seed, rows, summary):
 
 def test_overlapping_splits_take_the_corrected_test(tmp_path):
     study = Study(write_study(tmp_path, edit=other_splits, shift={"fenda": 0.15}))
-    assert study.sampling == "splits" and "test sets overlap" in study.seed_text
+    assert study.data.sampling == "splits" and "test sets overlap" in study.data.seed_text
     share = sum(TEST_SIZES.values()) / (4 * 40)  # to those that training and validation had
     found = line(study.differences(), method="fenda")
     d = seed_means(tmp_path, "fenda") - seed_means(tmp_path, "silo")
@@ -305,12 +306,12 @@ def test_folds_are_told_by_their_option(tmp_path):
         for held in run.summary["data"]["clients"].values():
             held |= {"train": 100, "test": 5}
     study = Study(runs)
-    assert study.sampling == "folds" and study.test_share == 0 and "disjoint folds" in study.seed_text
+    assert study.data.sampling == "folds" and study.data.test_share == 0 and "disjoint folds" in study.data.seed_text
     assert line(study.differences(), method="fenda")["test"] == "t"
     for run in runs:  # more tested than there is: no folds
         for held in run.summary["data"]["clients"].values():
             held |= {"test": 200}
-    assert Study(runs).sampling == "splits"
+    assert Study(runs).data.sampling == "splits"
 
 
 def test_the_test_over_clients_stands_beside_that_over_seeds(study, root):
@@ -360,22 +361,22 @@ def test_wrong_questions_are_answered_with_a_sentence(study):
     with pytest.raises(ValueError, match=r"no run to compare"):
         Study([])
     with pytest.raises(ValueError, match=r"No run has a score 'dice'.*accuracy, loss"):
-        Study(study.runs, metric="dice")
+        Study(study.data.runs, metric="dice")
 
 
 def test_bootstrap_intervals(study):
-    table = Study(study.runs, interval="bootstrap").overview()
-    again = Study(study.runs, interval="bootstrap").overview()
+    table = Study(study.data.runs, interval="bootstrap").overview()
+    again = Study(study.data.runs, interval="bootstrap").overview()
     wide = study.overview()
     for row, same, t in zip(table, again, wide, strict=True):
         assert row["mean"] == t["mean"] and row["ci95"] == same["ci95"]
         assert row["ci95_radius"] < t["ci95_radius"]  # percentiles of three values stay inside them
-    assert Study(study.runs, confidence=0.5).overview()[0]["ci95_radius"] < wide[0]["ci95_radius"]
+    assert Study(study.data.runs, confidence=0.5).overview()[0]["ci95_radius"] < wide[0]["ci95_radius"]
 
 
 def test_a_comparison_is_a_study_of_this_session(study, tmp_path):
     found = Comparison()
-    for run in study.runs:
+    for run in study.data.runs:
         if run.name in ("silo", "fedavg"):
             found.add(run.name, run.summary)
     table = found.table()
@@ -396,9 +397,9 @@ def test_a_comparison_is_a_study_of_this_session(study, tmp_path):
 
 def test_of_one_seed_the_interval_is_over_clients(study):
     found = Comparison()
-    (run,) = (run for run in study.runs if run.name == "silo" and run.seed == 0)
+    (run,) = (run for run in study.data.runs if run.name == "silo" and run.seed == 0)
     found.add("silo", run.summary)
-    (score,) = found.study.deployed("silo").values()
+    (score,) = found.study.data.deployed("silo").values()
     (cell,) = found.table().columns[1].cells
     assert cell.endswith(f"± {mean_interval(list(score.defined.values())).radius:.3f}")
     assert found.table().title.endswith("over clients")
@@ -406,7 +407,7 @@ def test_of_one_seed_the_interval_is_over_clients(study):
 
 def test_a_comparison_says_what_is_wrong(study, capsys):
     found = Comparison()
-    for run in study.runs:
+    for run in study.data.runs:
         if run.seed == 0:
             data = run.summary["data"] | {"splits": {"train": "x", "val": "x", "test": run.name == "fliu"}}
             found.add(run.name, run.summary | {"data": data})

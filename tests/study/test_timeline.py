@@ -70,14 +70,14 @@ def test_curves_and_costs_have_the_time_of_those_that_have_a_clock(folder):
 def test_a_study_without_clocks_is_as_it_was(tmp_path):
     study = Study(load_study([make_study(tmp_path, methods=("fedavg",), matrix=False)]))
     assert study.timeline() == [] and not any("time" in line for line in study.curves() + study.costs())
-    assert time(Context(study, styles(study.methods))) is None
+    assert time(Context(study, styles(study.data.methods))) is None
 
 
 def test_page_and_files(folder, tmp_path):
     study = Study(load_study([folder]))
     found = write_comparison(study, tmp_path / "out")
     assert found["timeline"][0]["arrivals"] == 4
-    section = time(Context(study, styles(study.methods)))
+    section = time(Context(study, styles(study.data.methods)))
     assert section is not None and time in PARTS
     reader = Reader(render(Page("time", "", {}, sections=[section])))
     assert {"table-time", "table-time-curve", "table-timeline"} <= set(reader.tables)

@@ -29,7 +29,7 @@ def made(path, methods=("fedavg", "pifl", "siloed"), lost=0.0):
 
 
 def page_of(study):
-    section = tokens(Context(study, styles(study.methods)))
+    section = tokens(Context(study, styles(study.data.methods)))
     return Reader(render(Page("tokens", "", {}, sections=[section])))
 
 
@@ -70,7 +70,7 @@ def test_all_together(study):
 
 
 def test_balances_by_round_begin_at_0(study):
-    entries = by_seed(study, "pifl")[0]
+    entries = by_seed(study.data, "pifl")[0]
     found = balances(entries, ["0", "1", "2", "3"])
     assert found["2"] == pytest.approx([0, 0.9, 0.9]) and found["3"] == [0, 0, 0]
     assert [sum(found[c][r] for c in found) for r in range(3)] == pytest.approx([0, 0, 0])

@@ -30,7 +30,7 @@ NO_ENTRIES = {
     "callbacks/hetlora.py",
     "callbacks/pfedla.py",
     "callbacks/pi_fl.py",
-    "callbacks/pi_fl_round.py",
+    "callbacks/shared/contributions.py",
     "callbacks/sample_dp.py",
     "callbacks/shared/distillation.py",
     "callbacks/shared/fixed_point.py",

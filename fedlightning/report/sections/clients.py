@@ -76,7 +76,7 @@ def by_client_table(
 
     In each row, the best of the methods that have all seeds on the same data is bold.
     """
-    sites = {c: site for run in context.study.runs for c, site in site_of(run.summary.get("sites", {})).items()}
+    sites = {c: site for run in context.study.data.runs for c, site in site_of(run.summary.get("sites", {})).items()}
     rows = [
         {"client": c} | ({"site": sites.get(c, c)} if sites else {}) | {f"@{m}": of.get(c) for m, of in values.items()}
         for c in clients

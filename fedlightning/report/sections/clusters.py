@@ -112,11 +112,11 @@ def clusters(context: Context) -> Section | None:
 
 def _maps(context: Context, rows: list[dict[str, Any]]) -> Gallery | None:
     lines = context.study.memberships()
-    pictures, grouped, many, several = [], False, False, len(context.study.seeds) > 1
+    pictures, grouped, many, several = [], False, False, len(context.study.data.seeds) > 1
     for row in rows:
         method = row["method"]
-        seed, places = next(iter(by_seed(context.study, method).items()))
-        groups = planted_groups(context.study.finished[method, seed].run)
+        seed, places = next(iter(by_seed(context.study.data, method).items()))
+        groups = planted_groups(context.study.data.finished[method, seed].run)
         grouped |= len({groups.get(client) for client in places}) > 1
         many |= len({cluster for of in places.values() for cluster, _ in of.values()}) > LEGEND
         of = [line for line in lines if line["method"] == method]

@@ -117,21 +117,21 @@ def _participants(context: Context, rows: Sequence[Row]) -> Table:
     for site in sites:
         line: dict[str, Any] = {"site": site}
         line |= {split: held[site, split]["samples"] for split in ("train", "val", "test") if (site, split) in held}
-        lines.append(line | {f"class {of}": observed.get((site, of)) for of in tables.classes_of(context.study)})
+        lines.append(line | {f"class {of}": observed.get((site, of)) for of in tables.classes_of(context.study.data)})
     columns = [Column("site", "site", "text")]
     columns += [Column(split, split, "count", group="samples") for split in ("train", "val", "test")]
     columns += [
         Column(f"class {of}", f"class {of}", group="share of test samples", decimals=2)
-        for of in tables.classes_of(context.study)
+        for of in tables.classes_of(context.study.data)
     ]
     return context.table("external-participants", "Participants: samples of each site", columns, lines, seeds=False)
 
 
 def _outcome_and_model(context: Context, rows: Sequence[Row]) -> Prose:
-    first = next((run for run in context.study.left_out if run.config), None)
+    first = next((run for run in context.study.data.left_out if run.config), None)
     model, data = ({}, {}) if first is None else (first.config.get("model") or {}, first.config.get("data") or {})
     target = (data.get("init_args") or {}).get("target")
-    classes = tables.classes_of(context.study)
+    classes = tables.classes_of(context.study.data)
     what = f"column {target}" if target else "the labels of the data"
     way = "; each class against the rest" if classes else ""
     if classes == [1]:
@@ -146,7 +146,7 @@ def _outcome_and_model(context: Context, rows: Sequence[Row]) -> Prose:
 
 
 def _performance(context: Context, rows: Sequence[Row]) -> Gallery | Table | None:
-    lines = context.best_first(tables.sites_of(context.study))
+    lines = context.best_first(tables.sites_of(context.study.data))
     columns = [
         METHOD,
         Column("mean", "mean", group="sites never seen", better=context.better),
@@ -198,7 +198,7 @@ def _each_site(context: Context, rows: Sequence[Row]) -> Table:
 
 def _calibration(context: Context) -> list[Any]:
     rows = context.study.calibrations()
-    why = tables.reasons(context.study)
+    why = tables.reasons(context.study.data)
     if not rows:
         return [Prose(why, title="Calibration", tone="warn")] if why else []
     columns = [METHOD, SITE, *_class_column(rows), Column("trained", "site", "text"), Column("samples", "samples", "count"),
@@ -226,8 +226,8 @@ def _calibration(context: Context) -> list[Any]:
 
 def _usefulness(context: Context) -> list[Any]:
     rows = []
-    for of in tables.classes_of(context.study)[:MOST_CLASSES]:
-        for site, methods in tables.curves_of(context.study, of).items():
+    for of in tables.classes_of(context.study.data)[:MOST_CLASSES]:
+        for site, methods in tables.curves_of(context.study.data, of).items():
             for method, found in methods.items():
                 known = {t: (gain, everybody) for t, gain, everybody in found["benefit"]}
                 line = {"method": method, "site": site, "class": of}
@@ -251,10 +251,10 @@ def _usefulness(context: Context) -> list[Any]:
 
 
 def _pictures(context: Context, name: str, title: str, alt: str, draw: Any, table: Table) -> Gallery | Table:
-    classes = tables.classes_of(context.study)
+    classes = tables.classes_of(context.study.data)
     pictures = []
     for of in classes if len(classes) <= MOST_CLASSES else ():
-        found = tables.curves_of(context.study, of)
+        found = tables.curves_of(context.study.data, of)
         what = "" if len(classes) == 1 else f", class {of}"
         pictures.append(
             context.picture(f"external-{name}-{of}", title + what, alt, lambda found=found: draw(found, context.styles))  # type: ignore[misc]

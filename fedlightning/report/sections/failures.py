@@ -26,7 +26,7 @@ def failures(context: Context) -> Section | None:
 
 def _failures(context: Context) -> Table | None:
     rows: list[dict[str, Any]] = []
-    for (method, seed), scores in context.study.finished.items():
+    for (method, seed), scores in context.study.data.finished.items():
         found = failure_rows(scores.run.summary.get("failures", []), scores.run.summary.get("sites"))
         rows += [{"method": method, "seed": str(seed)} | row for row in found]
     columns = [
@@ -43,7 +43,7 @@ def _failures(context: Context) -> Table | None:
 
 def _warnings(context: Context) -> Table | None:
     rows: list[dict[str, Any]] = []
-    for (method, seed), scores in context.study.finished.items():
+    for (method, seed), scores in context.study.data.finished.items():
         for one in scores.run.summary.get("warnings", []):
             texts = {key: None if one.get(key) is None else str(one[key]) for key in ("round", "what", "entry")}
             sizes = {key: f"{float(one[key]):.3g}" for key in ("value", "usual") if one.get(key) is not None}

@@ -12,7 +12,7 @@ from fedlightning.report.html import Section
 
 def grid(context: Context) -> Section | None:
     """Show the mean of every method under every variant, a row a method."""
-    cells = {run.name: run.cell for run in context.study.runs if run.cell is not None}
+    cells = {run.name: run.cell for run in context.study.data.runs if run.cell is not None}
     if not cells:
         return None
     rows: dict[str, dict[str, Any]] = {row: {"row": row} for row, _ in cells.values()}

@@ -25,8 +25,8 @@ def layers(context: Context) -> Section | None:
 
     order = [row["method"] for row in context.overview]
     tables: dict[tuple[str, int], list[LayerRow]] = {}
-    for method, seed in sorted(context.study.finished, key=lambda key: (order.index(key[0]), key[1])):
-        path = context.study.finished[method, seed].run.path
+    for method, seed in sorted(context.study.data.finished, key=lambda key: (order.index(key[0]), key[1])):
+        path = context.study.data.finished[method, seed].run.path
         rows = [] if path is None else read_layers(path)
         if any(row.stage == STAGE for row in rows):
             tables[method, seed] = rows

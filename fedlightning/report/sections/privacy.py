@@ -56,7 +56,7 @@ def privacy(context: Context) -> Section | None:
 def _promises(context: Context) -> list[Any]:
     """Return a table of who cannot learn what, of the callbacks of all runs; none where nothing is promised."""
     rows: list[dict[str, Any]] = []
-    for scores in context.study.finished.values():
+    for scores in context.study.data.finished.values():
         told = scores.run.summary.get("promises")
         rows += [row for row in told if isinstance(row, dict) and row not in rows] if isinstance(told, list) else []
     columns = [Column(name, name.replace("_", " "), "text") for name in ("callback", *PROMISE)]

@@ -112,7 +112,7 @@ def incentives_in_words(rows: Sequence[Row]) -> list[str]:
 
 def _not_asked(context: Context) -> list[str]:
     """Return the note that central training is never called the best, if there is such a method."""
-    central = context.study.baselines.get("central")
+    central = context.study.data.baselines.get("central")
     if central is None:
         return []
     return [
@@ -122,15 +122,15 @@ def _not_asked(context: Context) -> list[str]:
 
 def _units(context: Context) -> list[str]:
     """Return the note that says in what units errors of a regression are."""
-    if context.study.metric not in ("rmse", "mae", "mse"):
+    if context.study.data.metric not in ("rmse", "mae", "mse"):
         return []
-    given = [((run.config.get("data") or {}).get("init_args") or {}) for run in context.study.runs]
+    given = [((run.config.get("data") or {}).get("init_args") or {}) for run in context.study.data.runs]
     target = next((one["target"] for one in given if isinstance(one.get("target"), str)), None)
     scale = next((one["target_statistics"] for one in given if one.get("target_statistics")), None)
     of = f"of {target}" if target else "of the target"
     if scale is not None:
         return [f"{context.metric} is in standard deviations {of}: times {float(scale[1]):g} it is in its own units."]
-    squared = "squared " if context.study.metric == "mse" else ""
+    squared = "squared " if context.study.data.metric == "mse" else ""
     return [f"{context.metric} is in the {squared}units {of}."]
 
 
@@ -148,7 +148,7 @@ def _defined(context: Context) -> list[str]:
     """Return a note for each metric that is undefined on some clients' data: over how many its means are."""
     found: dict[str, set[tuple[int, int]]] = {}
     for line in context.study.results():
-        if line["data"] == LOCAL and line["split"] == context.study.split and line["undefined"]:
+        if line["data"] == LOCAL and line["split"] == context.study.data.split and line["undefined"]:
             found.setdefault(bare(line["metric"]), set()).add((line["clients"], line["clients_of"]))
     return [
         f"{LABELS.get(name, name)} is not defined on every client's data: its means are over "

@@ -66,7 +66,7 @@ def partition(context: Context) -> Section | None:
 
 def variance(context: Context, about: Mapping[str, Any]) -> Section | None:
     """Show where the variance of each method's score comes from, of crossed seeds."""
-    rows = variances(context.study, about.get("vary") or ())
+    rows = variances(context.study.data, about.get("vary") or ())
     columns = [
         METHOD,
         Column("source", "source", "text"),
@@ -81,7 +81,7 @@ def variance(context: Context, about: Mapping[str, Any]) -> Section | None:
 
 def made(context: Context, about: Mapping[str, Any]) -> Section | None:
     """Show command, versions, seeds, step budgets, and the meaning of each number."""
-    done = [run for run in context.study.runs if run.summary]
+    done = [run for run in context.study.data.runs if run.summary]
     options: dict[str, str] = {}
     for run in done:
         options.setdefault(run.name, _callbacks(run.summary.get("callbacks", {})))
@@ -105,10 +105,10 @@ def _facts(context: Context, about: Mapping[str, Any], done: Sequence[Run]) -> l
     return [
         ("command", str(about.get("command") or "")),
         ("data", _distinct(f"{of.get('module', '')}, {of.get('partition', '')}" for of in data)),
-        ("seeds", context.study.seed_text + varies),
+        ("seeds", context.study.data.seed_text + varies),
         ("scored", _distinct(_scored(run.summary.get("evaluation", {})) for run in done)),
         ("time", "; ".join(f"{run.name}, seed {run.seed}: {text}" for run in done if (text := _time(run.summary)))),
-        ("checkpoint rule", context.study.checkpoint),
+        ("checkpoint rule", context.study.data.checkpoint),
         ("rounds", _distinct(str(run.summary["rounds"]) for run in done if "rounds" in run.summary)),
         ("ended early", "; ".join(_stopped(run) for run in done if run.summary.get("stopped"))),
         (

@@ -21,7 +21,7 @@ from fedlightning.study.study import Study
 def differences(context: Context) -> Section | None:
     """Show a forest plot for each reference (the best method and two baselines) with every method's paired difference."""
     study = context.study
-    candidates = [best_method(study), *(study.baselines.get(role) for role in NEEDED)]
+    candidates = [best_method(study.data), *(study.data.baselines.get(role) for role in NEEDED)]
     references = [reference for reference in dict.fromkeys(candidates) if reference is not None]
     rows = [row for reference in references for row in study.differences(reference)]
     if not rows:  # one method has nothing to differ from

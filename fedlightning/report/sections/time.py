@@ -65,12 +65,14 @@ def _curve(context: Context) -> Gallery | None:
 
 
 def _timelines(context: Context, methods: list[str]) -> Gallery | None:
-    pictures, several = [], len(context.study.seeds) > 1
+    pictures, several = [], len(context.study.data.seeds) > 1
     columns = [METHOD, Column("round", "round", "count"), Column("time", "virtual seconds", "amount")]
     rows = []
     for method in methods:
-        seed = next(s for s in context.study.seeds_of(method) if trips_of(context.study.finished[method, s].run))
-        run = context.study.finished[method, seed].run
+        seed = next(
+            s for s in context.study.data.seeds_of(method) if trips_of(context.study.data.finished[method, s].run)
+        )
+        run = context.study.data.finished[method, seed].run
         trips, steps = trips_of(run), steps_of(run)
         rows += [{"method": method, "round": number, "time": end} for number, end in steps.items()]
         pictures.append(

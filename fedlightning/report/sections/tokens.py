@@ -173,7 +173,7 @@ def _accounts(context: Context, totals: Sequence[Row], rows: Sequence[Row]) -> G
         *_sampled(rows),
         Column("pma", "gain over FedAvg", "difference", help=f"{context.over('FedAvg')} (PMA), mean over seeds"),
     ]  # fmt: skip
-    several = len(context.study.seeds) > 1
+    several = len(context.study.data.seeds) > 1
     whose = "" if len(totals) > 1 else f" with {totals[0]['method']}"
     caption = f"What each client paid, earned, contributed and gained{whose}" + (
         ", means over seeds" if several else ""
@@ -192,13 +192,13 @@ def _accounts(context: Context, totals: Sequence[Row], rows: Sequence[Row]) -> G
 
 def _balances(context: Context, total: Row, rows: Sequence[Row]) -> Picture:
     method = total["method"]
-    seed, entries = next(iter(by_seed(context.study, method).items()))
+    seed, entries = next(iter(by_seed(context.study.data, method).items()))
     found = balances(entries, [row["client"] for row in rows])
     ends = sorted(((of[-1], client) for client, of in found.items()), reverse=True)
     (most, winner), (least, loser) = ends[0], ends[-1]
     return context.picture(
         f"balances-{context.slugs[method]}",
-        f"{method}: tokens over rounds" + (f", seed {seed}" if len(context.study.seeds) > 1 else ""),
+        f"{method}: tokens over rounds" + (f", seed {seed}" if len(context.study.data.seeds) > 1 else ""),
         f"Lines: tokens of each of {len(found)} clients since the start; at the end client {winner} has "
         f"{number(most, 2, sign=True)}, client {loser} {number(least, 2, sign=True)}.",
         partial(balance_lines, found, context.styles[method]),

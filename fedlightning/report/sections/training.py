@@ -26,7 +26,7 @@ STAGES = {"G": "G: the server's model", "L1": "L1: as received", "L2": "L2: afte
 def learning_curves(context: Context) -> Section | None:
     """Show validation scores over rounds, with a panel for each stage and kind of data."""
     rows = context.study.curves()
-    runs = seed_curves(context.study) if context.few_seeds else None
+    runs = seed_curves(context.study.data) if context.few_seeds else None
     panels = [
         (stage, data)
         for data in (LOCAL, POOLED)
@@ -138,7 +138,9 @@ def _to_target(context: Context) -> Table | None:
         for row in found:
             if row["target"] == target:
                 method = row["method"]
-                never = not row["reached"] and method not in context.diverged and bool(context.study.seeds_of(method))
+                never = (
+                    not row["reached"] and method not in context.diverged and bool(context.study.data.seeds_of(method))
+                )
                 lines[row["method"]] |= {f"{key} {place}": row[key] for key in spent}
                 lines[row["method"]] |= {f"rounds {place}": "not reached"} if never else {}
     if not targets:

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from fedlightning.callbacks import PIFL
-from fedlightning.callbacks.pi_fl_round import Ledger
+from fedlightning.callbacks.shared.contributions import Ledger
 from fedlightning.contract.messages import Update
 from fedlightning.engines.attempts import TooFewClientsError
 from fedlightning.options import FailurePolicy
