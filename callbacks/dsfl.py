@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -28,11 +27,9 @@ from fedlightning.algorithm import (
 from fedlightning.callbacks.shared.distillation import (
     NoSinglePublicSample,
     PublicLogits,
+    SharesPublicRows,
     logits_of,
-    mean_rows,
-    refuse_other_predictions,
 )
-from fedlightning.callbacks.shared.server_models import SharesPredictions
 from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from fedlightning.tensors import clone, module_state
 
@@ -43,13 +40,14 @@ def sharpened(probabilities: Tensor, temperature: float) -> Tensor:
     """Return `softmax(p / T)` of mean probabilities: entropy reduction averaging (ERA) with a small `T`.
 
     Example:
+        >>> import torch
         >>> sharpened(torch.tensor([[0.9, 0.1]]), 0.1)
         tensor([[9.9966e-01, 3.3535e-04]])
     """
     return (probabilities.double() / temperature).softmax(1).to(probabilities.dtype)
 
 
-class DSFL(SharesPredictions, ServerModels):
+class DSFL(SharesPublicRows, ServerModels):
     """Probabilities on unlabelled public data travel, models do not: clients and a server's model learn their sharpened mean.
 
     Itahara, Nishio, Koda, Morikura, Yamamoto, "Distillation-based semi-supervised federated learning for
@@ -93,7 +91,8 @@ class DSFL(SharesPredictions, ServerModels):
         ([], ['probabilities'])
     """
 
-    facts = SharesPredictions.facts.extend(
+    sends = "probabilities"
+    facts = SharesPublicRows.facts.extend(
         requires=[
             PublicLogits(softmax="distil_epochs"),
             NoSinglePublicSample(samples="public_samples", batch_size="distil_batch_size", when="distil_epochs"),
@@ -120,6 +119,10 @@ class DSFL(SharesPredictions, ServerModels):
         self.server_lr = server_lr
         self.weighting = weighting
 
+    def predict(self, module: LightningModule, batch: Any) -> Tensor:
+        """Return probabilities."""
+        return super().predict(module, batch).softmax(1)
+
     def wire(self, module: nn.Module) -> Wire:
         """Declare ids to predict, ids and targets to distil down, probabilities up."""
         return Wire(
@@ -141,12 +144,11 @@ class DSFL(SharesPredictions, ServerModels):
         own = dict(server.state.get(self.key, {}))
         server.state[self.key] = {**own, "predict": server.training.public_ids(self.public_samples)}
         sent = yield [Job(client, tag=PREDICT, keep=True) for client in clients]
-        rows = {update.client: update.extras[self.key]["probabilities"] for update in sent if update.error is None}
+        rows = self.rows_in(sent)
         if not rows:  # the only one failed
             server.state[self.key] = own
             return
-        weights = {client: server.num_samples[client] if self.weighting == "samples" else 1 for client in rows}
-        targets = mean_rows(rows, weights, self.key)
+        targets = self.mean_of(server, rows)
         if self.aggregation == "era":
             targets = sharpened(targets, self.temperature)
         ids = server.state[self.key]["predict"]
@@ -168,11 +170,6 @@ class DSFL(SharesPredictions, ServerModels):
             purpose=self.key,
         )
         server.models[GLOBAL] = clone(module_state(module))
-
-    def check_update(self, server: Server, message: Message, update: Update) -> None:
-        """Refuse rows of another width than the model's."""
-        if found := update.extras.get(self.key):
-            refuse_other_predictions("probabilities", found["probabilities"], server, update.client, _probabilities)
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send ids to predict, and what the client has not distilled yet."""
@@ -206,23 +203,10 @@ class DSFL(SharesPredictions, ServerModels):
             yield Phase()
 
     def on_send(self, client: Client, update: Update) -> None:
-        """Send probabilities, if they are asked for.
-
-        Raises:
-            FloatingPointError: If one is not finite. The core then leaves the client out.
-        """
+        """Send probabilities, if they are asked for."""
         ids = client.message.extras.get(self.key, {}).get("predict")
-        if ids is None:
-            return
-        probabilities = client.outputs(client.public(ids, batch_size=self.distil_batch_size), _probabilities)
-        if not torch.isfinite(probabilities).all():
-            raise FloatingPointError("its predictions on public data hold NaN; lower the learning rate")
-        update.extras[self.key] = {"probabilities": probabilities}
-
-
-def _probabilities(module: LightningModule, batch: Any) -> Tensor:
-    """Return a module's probabilities for a batch."""
-    return logits_of(module, batch).softmax(1)
+        if ids is not None:
+            self.send_rows(client, update, client.public(ids, batch_size=self.distil_batch_size))
 
 
 def _cross_entropy(module: LightningModule, paired: Any) -> Tensor:

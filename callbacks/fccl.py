@@ -24,14 +24,12 @@ from fedlightning.callbacks.shared.distillation import (
     NoSinglePublicSample,
     OwnLogits,
     PublicLogits,
+    SharesPublicRows,
     both_classes,
     kl,
     logits_of,
-    mean_rows,
-    refuse_other_predictions,
 )
 from fedlightning.callbacks.shared.representations import head_path
-from fedlightning.callbacks.shared.server_models import SharesPredictions
 from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range
 from fedlightning.wrappers import FeatureTap
 
@@ -40,7 +38,7 @@ SMALLEST = 1e-12
 """Variance below which a class's logits count as equal: its correlations are 0 then, and no gradient flows."""
 
 
-class FCCL(SharesPredictions):
+class FCCL(SharesPublicRows):
     """Logits on public data are made to correlate with the mean of all clients; own old models teach in local training.
 
     Huang, Ye, Du, "Learn from others and be yourself in heterogeneous federated learning", CVPR 2022.
@@ -88,7 +86,7 @@ class FCCL(SharesPredictions):
         ([], ['rows'])
     """
 
-    facts = SharesPredictions.facts.extend(
+    facts = SharesPublicRows.facts.extend(
         requires=[
             PublicLogits(),
             NoSinglePublicSample(samples="public_samples", batch_size="public_batch_size", when="collaborate_epochs"),
@@ -147,19 +145,13 @@ class FCCL(SharesPredictions):
         if known and self.collaborate_epochs:
             server.state[self.key] = {"ready": ready, "ids": self.ids(server)}
             sent = yield [Job(client, work=0, tag=PREDICT) for client in known]
-            rows = {update.client: update.extras[self.key]["rows"] for update in sent if update.error is None}
-            if rows:
-                server.state[self.key] |= {"mean": mean_rows(rows, dict.fromkeys(rows, 1), self.key)}
+            if rows := self.rows_in(sent):
+                server.state[self.key] |= {"mean": self.mean_of(server, rows)}
         there = "mean" in server.state.get(self.key, {})
         tags = dict.fromkeys(known, COLLABORATE if there else "") | dict.fromkeys(new, PRETRAIN)
         trained = yield [Job(client, tag=tags[client]) for client in clients]
         new = [update.client for update in trained if update.error is None and update.client not in ready]
         server.state[self.key] = {"ready": ready + new}
-
-    def check_update(self, server: Server, message: Message, update: Update) -> None:
-        """Refuse rows of another width than the model's."""
-        if found := update.extras.get(self.key):
-            refuse_other_predictions("rows", found["rows"], server, update.client, self.predict)
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send the ids, and for the collaborative phase the mean."""
@@ -219,25 +211,10 @@ class FCCL(SharesPredictions):
         """Return `KL(p_teacher || p)`, mean over the batch."""
         return kl(teacher, student)
 
-    def predict(self, module: LightningModule, batch: Any) -> Tensor:
-        """Return the rows that are sent for a public batch."""
-        return logits_of(module, batch)
-
     def on_send(self, client: Client, update: Update) -> None:
-        """Send rows, if they are asked for; else keep the model as the next inter teacher.
-
-        Raises:
-            FloatingPointError: If a row is not finite. The core then leaves the client out.
-        """
+        """Send rows, if they are asked for; else keep the model as the next inter teacher."""
         if client.message.tag == PREDICT:
-            loader = self.public_batches(client, client.message.extras[self.key]["ids"])
-            rows = client.outputs(loader, self.predict)
-            if not torch.isfinite(rows).all():
-                raise FloatingPointError(
-                    "its predictions on public data hold NaN or infinite values; lower the learning rate or "
-                    "collaborate_lr_factor"
-                )
-            update.extras[self.key] = {"rows": rows}
+            self.send_rows(client, update, self.public_batches(client, client.message.extras[self.key]["ids"]))
         elif client.contributed and self.inter:
             client.state[self.key] = {**client.state.get(self.key, {}), "previous": client.model_state()}
 

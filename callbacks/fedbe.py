@@ -157,12 +157,10 @@ class FedBE(EnsembleFusion):
                 parameter.copy_(narrow(total / average.count, parameter))
         if self.update_statistics:
             ids = self.ids(server)[0]
-            mode = student.training
             with torch.no_grad(), isolated(server.seed, server.round, self.key, server.combining):
                 update_bn(
                     (inputs_of(batch) for batch in server.training.public(ids, batch_size=self.batch_size)), student
                 )
-            student.train(mode)
 
 
 class Average:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,12 +23,10 @@ from fedlightning.algorithm import (
 from fedlightning.callbacks.shared.distillation import (
     NoSinglePublicSample,
     PublicLogits,
+    SharesPublicRows,
     kl,
     logits_of,
-    mean_rows,
-    refuse_other_predictions,
 )
-from fedlightning.callbacks.shared.server_models import SharesPredictions
 from fedlightning.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 SCORES, TRANSFER, DIGEST = "scores", "transfer", "digest"
@@ -37,7 +34,7 @@ ROUNDING = 1e-6
 """Share of a logit by which two batches that hold the same sample may differ."""
 
 
-class FedMD(SharesPredictions):
+class FedMD(SharesPublicRows):
     """Logits on public data travel, models do not: clients digest the mean of their class scores, then train on their own.
 
     Li, Wang, "FedMD: heterogenous federated learning via model distillation", NeurIPS workshop on federated learning for
@@ -79,7 +76,8 @@ class FedMD(SharesPredictions):
         ([], ['logits'])
     """
 
-    facts = SharesPredictions.facts.extend(
+    sends = "logits"
+    facts = SharesPublicRows.facts.extend(
         requires=[
             PublicLogits(labels="transfer_epochs", softmax="digests_by_kl"),
             NoSinglePublicSample(when="transfer_epochs"),
@@ -127,19 +125,13 @@ class FedMD(SharesPredictions):
         if known and self.digest_epochs:
             server.state[self.key] = {"ready": ready, "ids": server.training.public_ids(self.public_samples)}
             sent = yield [Job(client, work=0, tag=SCORES) for client in known]
-            rows = {update.client: update.extras[self.key]["logits"] for update in sent if update.error is None}
+            rows = self.rows_in(sent)
         if rows:
-            weights = {client: server.num_samples[client] if self.weighting == "samples" else 1 for client in rows}
-            server.state[self.key] |= {"consensus": mean_rows(rows, weights, self.key)}
+            server.state[self.key] |= {"consensus": self.mean_of(server, rows)}
         tags = dict.fromkeys(known, DIGEST if rows else "") | dict.fromkeys(new, TRANSFER)
         trained = yield [Job(client, tag=tags[client]) for client in clients]
         ready += [update.client for update in trained if update.error is None and update.client in new]
         server.state[self.key] = {"ready": ready}
-
-    def check_update(self, server: Server, message: Message, update: Update) -> None:
-        """Refuse rows of another width than the model's."""
-        if found := update.extras.get(self.key):
-            refuse_other_predictions("logits", found["logits"], server, update.client, logits_of)
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send the ids, and for the digest the consensus."""
@@ -183,15 +175,7 @@ class FedMD(SharesPredictions):
         return (apart * (apart.abs() > ROUNDING * (1 + target.abs()))).abs().mean()
 
     def on_send(self, client: Client, update: Update) -> None:
-        """Send logits, if they are asked for.
-
-        Raises:
-            FloatingPointError: If a logit is not finite. The core then leaves the client out.
-        """
-        if client.message.tag != SCORES:
-            return
-        loader = client.public(client.message.extras[self.key]["ids"], batch_size=self.digest_batch_size)
-        logits = client.outputs(loader, logits_of)
-        if not torch.isfinite(logits).all():
-            raise FloatingPointError("its logits on public data hold NaN or infinite values; lower the learning rate")
-        update.extras[self.key] = {"logits": logits}
+        """Send logits, if they are asked for."""
+        if client.message.tag == SCORES:
+            ids = client.message.extras[self.key]["ids"]
+            self.send_rows(client, update, client.public(ids, batch_size=self.digest_batch_size))

@@ -40,8 +40,7 @@ from fedlightning.datamodules.by_inputs import EmbeddingPartitioner
 from fedlightning.datamodules.camelyon16 import Camelyon16DataModule
 from fedlightning.datamodules.digits import DigitsDataModule, PairedDigitsDataModule
 from fedlightning.datamodules.drifting import DriftingDataModule
-from fedlightning.datamodules.given import GivenDataModule
-from fedlightning.datamodules.har import UCIHARDataModule
+from fedlightning.datamodules.har import KUHARDataModule, UCIHARDataModule
 from fedlightning.datamodules.heart_disease import HeartDiseaseDataModule
 from fedlightning.datamodules.huggingface import HuggingFaceDataModule
 from fedlightning.datamodules.image_folders import ImageFolderDataModule
@@ -57,7 +56,6 @@ from fedlightning.datamodules.image_sets import (
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.isic2019 import ISIC2019DataModule
 from fedlightning.datamodules.ixi import IXITinyDataModule
-from fedlightning.datamodules.ku_har import KUHARDataModule
 from fedlightning.datamodules.lazy import LazyClients
 from fedlightning.datamodules.leaf import (
     LEAFCelebADataModule,
@@ -74,7 +72,6 @@ from fedlightning.datamodules.multimodal import MultimodalDataModule
 from fedlightning.datamodules.partition import Partitioner, Plan, SharePlan
 from fedlightning.datamodules.partitioned import Partitioned
 from fedlightning.datamodules.partitioners import GroupPlan, IIDPartitioner, NaturalPartitioner, PathologicalPartitioner
-from fedlightning.datamodules.power_law import PowerLawPartitioner
 from fedlightning.datamodules.ptb_xl import PTBXLDataModule
 from fedlightning.datamodules.public_only import PublicDataModule
 from fedlightning.datamodules.report import PartitionReport, describe, plot_partition
@@ -84,18 +81,18 @@ from fedlightning.datamodules.skew import (
     DirichletPartitioner,
     LabelQuantitySkewPartitioner,
     LabelSkewPartitioner,
+    PowerLawPartitioner,
     QuantitySkewPartitioner,
 )
 from fedlightning.datamodules.spoken_digits import SpokenDigitsDataModule
 from fedlightning.datamodules.survival_table import SurvivalTableDataModule
-from fedlightning.datamodules.synthetic import SyntheticDataModule, SyntheticDevicesDataModule
-from fedlightning.datamodules.tabular import TabularFederatedDataModule
+from fedlightning.datamodules.synthetic import GivenDataModule, SyntheticDataModule, SyntheticDevicesDataModule
+from fedlightning.datamodules.tabular import TabularFederatedDataModule, TextTableDataModule
 from fedlightning.datamodules.tcga_brca import TCGABRCADataModule
-from fedlightning.datamodules.text_table import TextTableDataModule
 from fedlightning.datamodules.tiny_imagenet import TinyImageNetDataModule
 from fedlightning.datamodules.utd_mhad import UTDMHADDataModule
-from fedlightning.datamodules.validated_on_test import ValidatedOnTest
 from fedlightning.datamodules.views import ArrayDataset, IndexView
+from fedlightning.datamodules.wrapped import ValidatedOnTest
 
 __all__ = [
     "AddressedSampler",

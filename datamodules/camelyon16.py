@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fedlightning.datamodules.download import refuse_absent
-from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
-from fedlightning.datamodules.partition import cut
+from fedlightning.datamodules.natural import NaturalSites, SiteSamples
 from fedlightning.datamodules.tables import column_of, read_table, refuse_twice, whole_of
 from fedlightning.ranges import NonNegativeInt, PositiveInt, ShareBelowOne, checked
 from fedlightning.seeding import generator
@@ -26,7 +23,7 @@ LARGEST_FEATURE = 1e3
 """Features of a ResNet are means after a ReLU, of a few units."""
 
 
-class Camelyon16DataModule(IndexedFederatedDataModule):
+class Camelyon16DataModule(NaturalSites):
     """Fed-Camelyon16 of FLamby: 399 slides of two hospitals, each a bag of tiles' features; class 1 has a metastasis.
 
     Ogier du Terrail et al. 2022 (FLamby); Ehteshami Bejnordi et al. 2017 (Camelyon16); CC0. Nothing is downloaded.
@@ -54,6 +51,10 @@ class Camelyon16DataModule(IndexedFederatedDataModule):
         10000
     """
 
+    files = (METADATA,)
+    way = "see flamby/datasets/fed_camelyon16 of https://github.com/owkin/FLamby"
+    address = "camelyon16"
+
     @checked
     def __init__(
         self,
@@ -66,17 +67,11 @@ class Camelyon16DataModule(IndexedFederatedDataModule):
         val_seed: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(batch_size, **options)
-        self.root, self.val_fraction, self.max_tiles, self.skip = Path(root), val_fraction, int(max_tiles), int(skip)
-        self.val_seed = self.seed if val_seed is None else val_seed
+        super().__init__(root, batch_size, **options)
+        self.val_fraction, self.val_seed = val_fraction, val_seed
+        self.max_tiles, self.skip = int(max_tiles), int(skip)
 
-    def prepare_data(self) -> None:
-        """Check that the metadata are there (Lightning's hook)."""
-        lacking = [] if (self.root / METADATA).is_file() else [METADATA]
-        refuse_absent(self, lacking, self.root, "see flamby/datasets/fed_camelyon16 of https://github.com/owkin/FLamby")
-
-    def build(self) -> tuple[list[str], Mapping[str, Split]]:
-        self.prepare_data()
+    def read(self) -> SiteSamples:
         source = self.root / METADATA
         table = read_table(source)
         slides = column_of(table, "slide_name", "metadata").cells
@@ -98,15 +93,14 @@ class Camelyon16DataModule(IndexedFederatedDataModule):
                 f"as {absent[0]}; write all of them, or take their lines out of metadata.csv."
             )
         testing = np.array([slide.startswith("test_") for slide in slides])
-        held: dict[str, list[np.ndarray]] = {"train": [], "val": [], "test": []}
-        for hospital in HOSPITALS:
-            own = hospitals == int(hospital)
-            draw = generator(self.val_seed, "camelyon16", "val", hospital)
-            fit, val = cut(np.flatnonzero(own & ~testing), self.val_fraction, draw, y)
-            for split, rows in (("train", fit), ("val", val), ("test", np.flatnonzero(own & testing))):
-                held[split].append(rows)
-        data = Bags(paths, y, self.max_tiles, self.skip, self.seed)
-        return list(HOSPITALS), {split: Split(data, rows, y) for split, rows in held.items()}
+        rows = {
+            hospital: {
+                "train": np.flatnonzero((hospitals == int(hospital)) & ~testing),
+                "test": np.flatnonzero((hospitals == int(hospital)) & testing),
+            }
+            for hospital in HOSPITALS
+        }
+        return SiteSamples(Bags(paths, y, self.max_tiles, self.skip, self.seed), rows, y)
 
 
 class Bags(Dataset[Any]):

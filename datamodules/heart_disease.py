@@ -10,14 +10,11 @@ import numpy as np
 import torch
 
 from fedlightning.datamodules.base import clients_here
-from fedlightning.datamodules.download import refuse_absent
-from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
-from fedlightning.datamodules.partition import cut
+from fedlightning.datamodules.natural import NaturalSites, SiteSamples
 from fedlightning.datamodules.statistics import spread_of
 from fedlightning.datamodules.tables import finite, refuse_extremes, text_of
 from fedlightning.datamodules.views import ArrayDataset
 from fedlightning.ranges import ShareBelowOne, at_most_one, checked
-from fedlightning.seeding import generator
 
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
 """The clients, in order."""
@@ -31,7 +28,7 @@ _TRAIN_SHARE = 0.66
 _LARGEST = 2**20
 
 
-class HeartDiseaseDataModule(IndexedFederatedDataModule):
+class HeartDiseaseDataModule(NaturalSites):
     """UCI Heart Disease as FLamby prepares it: 740 patients of four hospitals, 13 features, two classes.
 
     Janosi, Steinbrunn, Pfisterer, Detrano 1988; FLamby: Ogier du Terrail et al. 2022. The clients are "cleveland",
@@ -77,6 +74,9 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
         (4, 43)
     """
 
+    way = "unpack https://archive.ics.uci.edu/static/public/45/heart+disease.zip there"
+    address = "heart disease"
+
     @checked
     @at_most_one("grades", "binary_float", why="five grades are no binary labels. Use one of them.")
     def __init__(
@@ -93,12 +93,12 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
         statistics: Mapping[str, Sequence[float]] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(batch_size, **options)
-        self.root, self.val_fraction = Path(root), val_fraction
+        super().__init__(root, batch_size, **options)
+        self.val_fraction, self.val_seed = val_fraction, val_seed
         self.split_seed, self.binary_float = int(split_seed), binary_float
-        self.val_seed = self.seed if val_seed is None else val_seed
-        self.grades = grades
+        self.grades, self.classes = grades, 5 if grades else None  # a hospital alone may lack the highest grade
         self.hospitals = clients_here(self, "hospitals", hospitals, HOSPITALS)
+        self.files = [f"processed.{name}.data" for name in self.hospitals]
         self.statistics = statistics
         for column, pair in (statistics or {}).items():
             if column not in COLUMNS or len(pair) != 2 or not np.isfinite(pair).all() or pair[1] <= 0:
@@ -107,29 +107,12 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
                     f"of columns among {', '.join(COLUMNS)}."
                 )
 
-    def prepare_data(self) -> None:
-        """Check that all files are there (Lightning's hook).
-
-        Raises:
-            FileNotFoundError: If files are missing. They cannot be downloaded one by one; the message says where to get
-                them.
-        """
-        lacking = [self._file(name).name for name in self.hospitals if not self._file(name).is_file()]
-        way = "unpack https://archive.ics.uci.edu/static/public/45/heart+disease.zip there"
-        refuse_absent(self, lacking, self.root, way)
-
-    def setup(self, stage: str | None = None) -> None:
-        super().setup(stage)
-        if self.grades:
-            self._num_classes = 5  # a hospital alone may lack the highest
-
-    def build(self) -> tuple[list[str], Mapping[str, Split]]:
-        self.prepare_data()
-        features, labels = [], []
-        parts: dict[str, list[np.ndarray]] = {"train": [], "val": [], "test": []}
+    def read(self) -> SiteSamples:
+        features, labels, grades = [], [], []
+        rows: dict[str, dict[str, np.ndarray]] = {}
         start = 0
-        for name in self.hospitals:
-            x, y, grade = read_hospital(self._file(name))
+        for name, file in zip(self.hospitals, self.files, strict=True):
+            x, y, grade = read_hospital(self.path_of(file))
             train, test = _flamby_split(y, self.split_seed)
             centre, spread = x[train].mean(axis=0), spread_of(x[train])
             if self.statistics is not None:
@@ -137,17 +120,17 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
                 pairs = [*(self.statistics.get(name, (0.0, 1.0)) for name in COLUMNS), *others]
                 centre, spread = np.array(pairs, dtype=np.float64).T
             features.append((x - centre) / spread)
-            labels.append(grade if self.grades else y)
-            fit, val = cut(train, self.val_fraction, generator(self.val_seed, "heart disease", "val", name), y)
-            for split, indices in (("train", fit), ("val", val), ("test", test)):
-                parts[split].append(indices + start)
+            labels.append(y)
+            grades.append(grade)
+            rows[name] = {"train": train + start, "test": test + start}
             start += len(y)
-        classes = np.concatenate(labels)
+        strata = np.concatenate(labels)
+        classes = np.concatenate(grades) if self.grades else strata
         targets = torch.from_numpy(classes)
         data = ArrayDataset(
             torch.from_numpy(np.concatenate(features)).float(), targets.float() if self.binary_float else targets
         )
-        return list(self.hospitals), {split: Split(data, held, classes) for split, held in parts.items()}
+        return SiteSamples(data, rows, classes, strata=strata)
 
     @property
     def coupled_records(self) -> str:
@@ -163,13 +146,10 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
     def sample_values(self, client: str, split: str, column: str) -> list[str]:
         if column not in COLUMNS:
             raise ValueError(f"There is no column {column!r}; the columns are {', '.join(COLUMNS)}.")
-        tables = [read_hospital(self._file(name))[0] for name in self.hospitals]
+        tables = [read_hospital(self.path_of(file))[0] for file in self.files]
         before = sum(map(len, tables[: self.hospitals.index(client)]))
         own = tables[self.hospitals.index(client)][self.indices(client, split) - before]
         return [f"{value:g}" for value in own[:, COLUMNS.index(column)]]
-
-    def _file(self, hospital: str) -> Path:
-        return self.root / f"processed.{hospital}.data"
 
 
 def read_hospital(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -102,32 +102,45 @@ class FewerClients(WrappedDataModule):
     Args:
         data: The data module.
         clients: Ids of the clients that are left.
+        changed: Makes another loader of each one, as for a trial: the pooled ones are those of all clients then.
 
     Attributes:
         whole: The data module.
     """
 
-    def __init__(self, data: FederatedDataModule, clients: Sequence[str]) -> None:
+    def __init__(
+        self,
+        data: FederatedDataModule,
+        clients: Sequence[str],
+        changed: Callable[[DataLoader[Any] | None], DataLoader[Any] | None] | None = None,
+    ) -> None:
         super().__init__(data)
-        self.left = list(clients)
+        self.left, self._changed = list(clients), changed
 
     @property
     def client_ids(self) -> list[str]:
         return list(self.left)
+
+    def client_dataloader(self, client: str, split: str) -> DataLoader[Any] | None:
+        loader = self.whole.client_dataloader(client, split)
+        return loader if self._changed is None else self._changed(loader)
 
     def pooled_dataloader(self, split: str) -> DataLoader[Any] | None:
         """Return one loader over the union of these clients' datasets, with the first loader's batches.
 
         Where the data module has no union of everybody's data there is none of theirs.
         """
-        if self.whole.pooled_dataloader(split) is None:
+        pooled = self.whole.pooled_dataloader(split)
+        if self._changed is not None:
+            return self._changed(pooled)
+        if pooled is None:
             return None
         held = [self.whole.client_dataloader(client, split) for client in in_order(self.left)]
         loaders = [loader for loader in held if loader is not None]
         return union_loader(union_of(loaders, split), loaders[0], split) if loaders else None
 
     def with_statistics(self, totals: Mapping[str, Any]) -> FederatedDataModule:
-        return type(self)(self.whole.with_statistics(totals), self.left)
+        return type(self)(self.whole.with_statistics(totals), self.left, self._changed)
 
     def sizes_of(self, clients: Sequence[str]) -> dict[str, tuple[int, int, int]]:
         return self.whole.sizes_of(clients)

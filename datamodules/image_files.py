@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+
+from fedlightning.datamodules.views import FileSamples
 
 DEEPEST = {"F": 1, "I;16": 65535, "I;16L": 65535, "I;16B": 65535, "I;16N": 65535}
 """Mode of grey images that 8 bits do not hold -> its white."""
@@ -57,7 +58,7 @@ def floats_of(pixels: Tensor) -> Tensor:
     return pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
 
 
-class ImageFiles(Dataset[Any]):
+class ImageFiles(FileSamples):
     """A dataset of image files `(image, class)`, read by Pillow. Grey ones of 16 bits, and of floats, keep their depth.
 
     Args:
@@ -96,24 +97,18 @@ class ImageFiles(Dataset[Any]):
         cache: bool = False,
         crop: bool = False,
     ) -> None:
+        super().__init__(len(paths), cache)
         self.paths, self.targets = list(paths), torch.from_numpy(np.asarray(labels, dtype=np.int64))
         self.size, self.transform, self.channels, self.crop = size, transform, channels, crop
-        self._decoded: dict[int, Tensor] | None = {} if cache else None
-
-    def __len__(self) -> int:
-        return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        held = None if self._decoded is None else self._decoded.get(index)
-        pixels = self._read(self.paths[index]) if held is None else held
-        if self._decoded is not None:
-            self._decoded[index] = pixels
-        image = floats_of(pixels)
+        image = floats_of(self.kept(index))
         return (image if self.transform is None else self.transform(image)), self.targets[index]
 
-    def _read(self, path: Path) -> Tensor:
+    def read(self, index: int) -> Tensor:
         from PIL import Image, ImageOps
 
+        path = self.paths[index]
         try:
             with Image.open(path) as file:
                 image = shown(file, "RGB" if self.channels == 3 else "L")

@@ -11,18 +11,17 @@ import numpy as np
 from torch import Tensor
 
 from fedlightning.datamodules.base import SPLITS, in_order
-from fedlightning.datamodules.groups import codes_of, cut_groups
+from fedlightning.datamodules.groups import codes_of
 from fedlightning.datamodules.image_files import ImageFiles
-from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.labels import check_classes
+from fedlightning.datamodules.natural import NaturalSites, SiteSamples
 from fedlightning.ranges import ShareBelowOne, checked
-from fedlightning.seeding import generator
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".gif"})
 _IGNORED = frozenset({"thumbs.db", "desktop.ini"})
 
 
-class ImageFolderDataModule(IndexedFederatedDataModule):
+class ImageFolderDataModule(NaturalSites):
     """Images in folders, `root/<client>/<class>/...` or `root/<client>/<split>/<class>/...`, as torchvision's
     `ImageFolder` reads them.
 
@@ -82,11 +81,10 @@ class ImageFolderDataModule(IndexedFederatedDataModule):
         val_seed: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(batch_size, **options)
-        self.root, self.size = Path(root), (int(size[0]), int(size[1]))
+        super().__init__(root, batch_size, **options)
+        self.size, self.val_seed = (int(size[0]), int(size[1])), val_seed
         self.val_fraction, self.test_fraction, self.group = val_fraction, test_fraction, group
         self.channels, self.transform, self.cache = channels, transform, cache
-        self.val_seed = self.seed if val_seed is None else val_seed
         self.class_names: list[str] = []
         try:
             re.compile(group or "")
@@ -100,8 +98,7 @@ class ImageFolderDataModule(IndexedFederatedDataModule):
                 f"There are no folders of clients in {self.root}; write root/<client>/<class>/<image>."
             )
 
-    def build(self) -> tuple[list[str], Mapping[str, Split]]:
-        self.prepare_data()
+    def read(self) -> SiteSamples:
         clients = in_order(path.name for path in self.root.iterdir() if path.is_dir() and not path.name.startswith("."))
         found = {client: _images(self.root / client) for client in clients}
         self.class_names = sorted(
@@ -119,20 +116,7 @@ class ImageFolderDataModule(IndexedFederatedDataModule):
                 labels += [number[name] for name, _ in images]
         y, groups = np.array(labels, dtype=np.int64), self._groups(paths, held)
         check_classes(np.array(self.class_names)[y], str(self.root), "take other folders away")
-        parts: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
-        for client, own in held.items():
-            rest = own.get("train", np.zeros(0, np.int64))
-            for split, fraction, seed in (
-                ("test", self.test_fraction, self.seed),
-                ("val", self.val_fraction, self.val_seed),
-            ):
-                if split not in own:
-                    draw = generator(seed, "partition", split, client)
-                    rest, own[split] = cut_groups(rest, fraction, draw, y, groups)
-            for split, rows in (own | {"train": rest}).items():
-                parts[split].append(rows)
-        data = ImageFiles(paths, y, self.size, self.transform, self.channels, self.cache)
-        return clients, {split: Split(data, rows, y, groups=groups) for split, rows in parts.items()}
+        return SiteSamples(ImageFiles(paths, y, self.size, self.transform, self.channels, self.cache), held, y, groups)
 
     def _groups(self, paths: list[Path], held: Mapping[str, Mapping[str, np.ndarray]]) -> np.ndarray | None:
         """Return the group of each image, or `None`; refuse groups at two clients or in two given splits."""

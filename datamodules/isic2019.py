@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,13 +11,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from fedlightning.datamodules.base import clients_here
-from fedlightning.datamodules.download import refuse_absent
-from fedlightning.datamodules.groups import codes_of, cut_groups
+from fedlightning.datamodules.groups import codes_of
 from fedlightning.datamodules.image_files import ImageFiles, lacking_files
-from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
+from fedlightning.datamodules.natural import NaturalSites, SiteSamples
 from fedlightning.datamodules.tables import column_of, read_table, refuse_twice, whole_of
 from fedlightning.ranges import ShareBelowOne, checked
-from fedlightning.seeding import generator
 
 CENTRES = ("0", "1", "2", "3", "4", "5")
 """The clients: FLamby's numbers of the centres."""
@@ -27,7 +25,7 @@ SIZE, CROP = 224, 200
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-class ISIC2019DataModule(IndexedFederatedDataModule):
+class ISIC2019DataModule(NaturalSites):
     """Fed-ISIC2019 of FLamby: 23247 dermoscopic images of six centres, eight kinds of lesions.
 
     Ogier du Terrail et al. 2022 (FLamby); Codella et al. 2017, Tschandl et al. 2018 (HAM10000), Combalia et al. 2019
@@ -64,6 +62,11 @@ class ISIC2019DataModule(IndexedFederatedDataModule):
         (64, 6)
     """
 
+    files = (SPLIT, IMAGES)
+    way = "see flamby/datasets/fed_isic2019 of https://github.com/owkin/FLamby"
+    address = "isic2019"
+    classes = len(CLASSES)
+
     @checked
     def __init__(
         self,
@@ -77,18 +80,11 @@ class ISIC2019DataModule(IndexedFederatedDataModule):
         val_seed: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(batch_size, **options)
-        self.root, self.val_fraction, self.augment, self.cache = Path(root), val_fraction, augment, cache
-        self.val_seed = self.seed if val_seed is None else val_seed
+        super().__init__(root, batch_size, **options)
+        self.val_fraction, self.val_seed, self.augment, self.cache = val_fraction, val_seed, augment, cache
         self.centres = clients_here(self, "centres", centres, CENTRES)
 
-    def prepare_data(self) -> None:
-        """Check that the split and the folder of images are there (Lightning's hook)."""
-        lacking = [name for name in (SPLIT, IMAGES) if not (self.root / name).exists()]
-        refuse_absent(self, lacking, self.root, "see flamby/datasets/fed_isic2019 of https://github.com/owkin/FLamby")
-
-    def build(self) -> tuple[list[str], Mapping[str, Split]]:
-        self.prepare_data()
+    def read(self) -> SiteSamples:
         source = self.root / SPLIT
         table = read_table(source)
         names, folds = column_of(table, "image", "split").cells, column_of(table, "fold2", "split").cells
@@ -104,28 +100,15 @@ class ISIC2019DataModule(IndexedFederatedDataModule):
         here = [row for row, fold in enumerate(folds) if fold.split("_")[1] in self.centres]
         names, folds, y = [names[row] for row in here], [folds[row] for row in here], y[here]
         lesions = self._lesions(names, np.array([fold.split("_")[0] for fold in folds]))
-        held: dict[str, list[np.ndarray]] = {"train": [], "val": [], "test": []}
         where = np.array(folds)
-        for centre in self.centres:
-            draw = generator(self.val_seed, "isic2019", "val", centre)
-            fit, val = cut_groups(np.flatnonzero(where == f"train_{centre}"), self.val_fraction, draw, y, lesions)
-            for split, rows in (("train", fit), ("val", val), ("test", np.flatnonzero(where == f"test_{centre}"))):
-                held[split].append(rows)
+        rows = {
+            centre: {split: np.flatnonzero(where == f"{split}_{centre}") for split in ("train", "test")}
+            for centre in self.centres
+        }
         paths = [self.root / IMAGES / f"{name}.jpg" for name in names]
         lacking_files(self, paths, source)
-        plain = ImageFiles(paths, y, (SIZE, SIZE), middle, cache=self.cache, crop=True)
-        train = (
-            plain
-            if not self.augment
-            else ImageFiles(paths, y, (SIZE, SIZE), augmentation(), cache=self.cache, crop=True)
-        )
-        return list(self.centres), {
-            split: Split(train if split == "train" else plain, rows, y, groups=lesions) for split, rows in held.items()
-        }
-
-    def setup(self, stage: str | None = None) -> None:
-        super().setup(stage)
-        self._num_classes = len(CLASSES)  # a centre alone may lack the last ones
+        images = partial(ImageFiles, paths, y, (SIZE, SIZE), cache=self.cache, crop=True)
+        return SiteSamples(images(middle), rows, y, lesions, training=images(augmentation()) if self.augment else None)
 
     def _lesions(self, names: Sequence[str], splits: np.ndarray) -> np.ndarray | None:
         """Return the number of each image's lesion, or `None` without metadata; an image without one is its own."""
@@ -133,14 +116,9 @@ class ISIC2019DataModule(IndexedFederatedDataModule):
         if not path.is_file():
             return None
         table = read_table(path)
-        refuse_twice(path, column_of(table, "image", "metadata").cells, "image")
-        known = dict(
-            zip(
-                column_of(table, "image", "metadata").cells,
-                column_of(table, "lesion_id", "metadata").cells,
-                strict=True,
-            )
-        )
+        images = column_of(table, "image", "metadata").cells
+        refuse_twice(path, images, "image")
+        known = dict(zip(images, column_of(table, "lesion_id", "metadata").cells, strict=True))
         lesions = np.array([known.get(name) or name for name in names])
         both = set(lesions[splits == "train"].tolist()) & set(lesions[splits == "test"].tolist())
         if both:

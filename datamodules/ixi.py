@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +10,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from fedlightning.datamodules.base import clients_here
-from fedlightning.datamodules.download import refuse_absent
-from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
-from fedlightning.datamodules.partition import cut
+from fedlightning.datamodules.natural import NaturalSites, SiteSamples
 from fedlightning.datamodules.tables import column_of, extreme_of, read_table, whole_of
+from fedlightning.datamodules.views import FileSamples
 from fedlightning.errors import missing_package
 from fedlightning.ranges import ShareBelowOne, checked
-from fedlightning.seeding import generator
 
 HOSPITALS = ("Guys", "HH", "IOP")
 """The clients: Guy's Hospital, Hammersmith Hospital and the Institute of Psychiatry, all in London."""
@@ -27,7 +24,7 @@ METADATA, SUBJECTS = "metadata_tiny.csv", "IXI_sample"
 SHAPE = (48, 60, 48)
 
 
-class IXITinyDataModule(IndexedFederatedDataModule):
+class IXITinyDataModule(NaturalSites):
     """Fed-IXI of FLamby: 566 T1 images of brains of three hospitals, and which voxels are brain.
 
     Ogier du Terrail et al. 2022 (FLamby); the IXI data are of https://brain-development.org/ixi-dataset/, CC BY-SA 3.0;
@@ -58,6 +55,10 @@ class IXITinyDataModule(IndexedFederatedDataModule):
         ['Guys', 'HH', 'IOP']
     """
 
+    files = (METADATA, SUBJECTS)
+    way = "see flamby/datasets/fed_ixi of https://github.com/owkin/FLamby"
+    address = "ixi"
+
     @checked
     def __init__(
         self,
@@ -70,18 +71,11 @@ class IXITinyDataModule(IndexedFederatedDataModule):
         val_seed: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(batch_size, **options)
-        self.root, self.val_fraction, self.cache = Path(root), val_fraction, cache
-        self.val_seed = self.seed if val_seed is None else val_seed
+        super().__init__(root, batch_size, **options)
+        self.val_fraction, self.val_seed, self.cache = val_fraction, val_seed, cache
         self.hospitals = clients_here(self, "hospitals", hospitals, HOSPITALS)
 
-    def prepare_data(self) -> None:
-        """Check that the table and the folder are there (Lightning's hook)."""
-        lacking = [name for name in (METADATA, SUBJECTS) if not (self.root / name).exists()]
-        refuse_absent(self, lacking, self.root, "see flamby/datasets/fed_ixi of https://github.com/owkin/FLamby")
-
-    def build(self) -> tuple[list[str], Mapping[str, Split]]:
-        self.prepare_data()
+    def read(self) -> SiteSamples:
         source = self.root / METADATA
         table = read_table(source)
         numbers = whole_of(source, column_of(table, "Patient ID", "patient")).tolist()
@@ -93,7 +87,7 @@ class IXITinyDataModule(IndexedFederatedDataModule):
         split_of = dict(zip(numbers, splits, strict=True))
         images: list[Path] = []
         masks: list[Path] = []
-        held: dict[str, list[int]] = {f"{split}_{name}": [] for split in ("train", "test") for name in HOSPITALS}
+        rows: dict[str, dict[str, list[int]]] = {name: {"train": [], "test": []} for name in self.hospitals}
         seen: dict[int, str] = {}
         for folder in sorted(path for path in (self.root / SUBJECTS).iterdir() if path.is_dir()):
             number, hospital = _named(folder)
@@ -103,20 +97,13 @@ class IXITinyDataModule(IndexedFederatedDataModule):
                 )
                 raise ValueError(f"{folder}: {wrong}; it is not FLamby's archive.")
             if hospital in self.hospitals:
-                held[f"{split_of[number]}_{hospital}"].append(len(images))
+                rows[hospital][split_of[number]].append(len(images))
                 images.append(_only(folder / "T1"))
                 masks.append(_only(folder / "label"))
-        parts: dict[str, list[np.ndarray]] = {"train": [], "val": [], "test": []}
-        for name in self.hospitals:
-            draw = generator(self.val_seed, "ixi", "val", name)
-            fit, val = cut(np.array(held[f"train_{name}"], dtype=np.int64), self.val_fraction, draw)
-            for split, rows in (("train", fit), ("val", val), ("test", np.array(held[f"test_{name}"], dtype=np.int64))):
-                parts[split].append(rows)
-        data = Volumes(images, masks, SHAPE, self.cache)
-        return list(self.hospitals), {split: Split(data, rows) for split, rows in parts.items()}
+        return SiteSamples(Volumes(images, masks, SHAPE, self.cache), rows)
 
 
-class Volumes(Dataset[Any]):
+class Volumes(FileSamples):
     """A dataset of NIfTI images and masks, `(1, *shape)` and `(*shape)`.
 
     Args:
@@ -130,15 +117,14 @@ class Volumes(Dataset[Any]):
     """
 
     def __init__(self, images: list[Path], masks: list[Path], shape: tuple[int, int, int], cache: bool = False) -> None:
+        super().__init__(len(images), cache)
         self.images, self.masks, self.shape = images, masks, shape
-        self._held: dict[int, tuple[Tensor, Tensor]] | None = {} if cache else None
-
-    def __len__(self) -> int:
-        return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if self._held is not None and index in self._held:
-            return self._held[index]
+        sample: tuple[Tensor, Tensor] = self.kept(index)
+        return sample
+
+    def read(self, index: int) -> tuple[Tensor, Tensor]:
         image, mask = _volume(self.images[index]), _volume(self.masks[index])
         if image.shape != mask.shape:
             raise ValueError(
@@ -148,10 +134,7 @@ class Volumes(Dataset[Any]):
             raise ValueError(f"{self.masks[index]} has values other than 0 and 1; it is no mask.")
         x = F.interpolate(image[None, None], self.shape, mode="trilinear", align_corners=False)[0]
         y = F.interpolate(mask[None, None], self.shape, mode="nearest")[0, 0].long()
-        found = (x - x.mean()) / x.std().clamp(min=1e-8), y
-        if self._held is not None:
-            self._held[index] = found
-        return found
+        return (x - x.mean()) / x.std().clamp(min=1e-8), y
 
 
 def _named(folder: Path) -> tuple[int, str]:

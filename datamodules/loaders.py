@@ -40,6 +40,7 @@ class LoaderDataModule(FederatedDataModule):
         train: A loader per client id. Its keys are the clients.
         val: A loader per client id; clients may be missing.
         test: A loader per client id; clients may be missing.
+        public: A loader of public data, which are in nobody's training, validation or test data.
 
     Raises:
         ValueError: If there is no client, a validation or test loader of a client without a training loader, or
@@ -56,9 +57,14 @@ class LoaderDataModule(FederatedDataModule):
     """
 
     def __init__(
-        self, train: Mapping[str, Any], val: Mapping[str, Any] | None = None, test: Mapping[str, Any] | None = None
+        self,
+        train: Mapping[str, Any],
+        val: Mapping[str, Any] | None = None,
+        test: Mapping[str, Any] | None = None,
+        public: DataLoader[Any] | None = None,
     ) -> None:
         super().__init__()
+        self._public = public
         self._loaders = {
             split: {
                 str(client): _addressed(_checked(loader, str(client), split), str(client), split)
@@ -104,6 +110,9 @@ class LoaderDataModule(FederatedDataModule):
         if gives_batches(union):
             note_samples(union, sum(map(samples_in, loaders)))
         return union
+
+    def public_dataloader(self) -> DataLoader[Any] | None:
+        return self._public
 
     def without(self, clients: Collection[str]) -> LoaderDataModule:
         """Return the same data without some clients; asked by name, it still gives those clients' loaders."""

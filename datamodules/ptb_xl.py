@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,13 +10,12 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from fedlightning.datamodules.base import in_order
-from fedlightning.datamodules.download import refuse_absent
 from fedlightning.datamodules.groups import codes_of
-from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
+from fedlightning.datamodules.natural import NaturalSites, SiteSamples
 from fedlightning.datamodules.tables import column_of, read_table, refuse_twice, whole_of
+from fedlightning.datamodules.views import FileSamples
 from fedlightning.errors import missing_package
 from fedlightning.ranges import NonNegativeInt, checked
 
@@ -31,7 +29,7 @@ FILES = ("ptbxl_database.csv", "scp_statements.csv")
 FOLDS = {"train": range(1, 9), "val": (9,), "test": (10,)}
 
 
-class PTBXLDataModule(IndexedFederatedDataModule):
+class PTBXLDataModule(NaturalSites):
     """PTB-XL: 21799 electrocardiograms of 12 leads and 10 s; each recording site is a client, five classes.
 
     Wagner et al. 2020, "PTB-XL, a large publicly available electrocardiography dataset", version 1.0.3; CC BY 4.0.
@@ -64,6 +62,9 @@ class PTBXLDataModule(IndexedFederatedDataModule):
         100
     """
 
+    files = FILES
+    way = "unpack https://physionet.org/content/ptb-xl/1.0.3/ there"
+
     @checked
     def __init__(
         self,
@@ -76,20 +77,11 @@ class PTBXLDataModule(IndexedFederatedDataModule):
         cache: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(batch_size, **options)
-        self.root, self.task, self.rate, self.min_records, self.cache = Path(root), task, rate, min_records, cache
+        super().__init__(root, batch_size, **options)
+        self.task, self.rate, self.min_records, self.cache = task, rate, min_records, cache
+        self.classes = len(CLASSES) if task == "superclass" else 2
 
-    def prepare_data(self) -> None:
-        """Check that both tables are there (Lightning's hook)."""
-        lacking = [name for name in FILES if not (self.root / name).is_file()]
-        refuse_absent(self, lacking, self.root, "unpack https://physionet.org/content/ptb-xl/1.0.3/ there")
-
-    def setup(self, stage: str | None = None) -> None:
-        super().setup(stage)
-        self._num_classes = len(CLASSES) if self.task == "superclass" else 2
-
-    def build(self) -> tuple[list[str], Mapping[str, Split]]:
-        self.prepare_data()
+    def read(self) -> SiteSamples:
         source = self.root / FILES[0]
         table = read_table(source, only=COLUMNS)
         folds = whole_of(source, column_of(table, "strat_fold", "split"))
@@ -113,13 +105,15 @@ class PTBXLDataModule(IndexedFederatedDataModule):
             rank_zero_warn(f"{source.name}: {both} patients have records at two or more sites.", category=UserWarning)
         files = column_of(table, "filename_lr" if self.rate == 100 else "filename_hr", "record").cells
         refuse_twice(source, files, "record")
-        held = {
-            split: [np.flatnonzero(kept & (sites == site) & np.isin(folds, list(numbers))) for site in clients]
-            for split, numbers in FOLDS.items()
+        rows = {
+            site: {
+                split: np.flatnonzero(kept & (sites == site) & np.isin(folds, list(numbers)))
+                for split, numbers in FOLDS.items()
+            }
+            for site in clients
         }
         data = Records([self.root / name for name in files], y, 10 * self.rate, self.cache)
-        groups = codes_of(patients, len(patients), "record")
-        return clients, {split: Split(data, rows, y, groups=groups) for split, rows in held.items()}
+        return SiteSamples(data, rows, y, codes_of(patients, len(patients), "record"))
 
     def _labels(self, cells: list[str], source: Path) -> np.ndarray:
         """Return the class of each record, -1 without a diagnostic statement."""
@@ -163,7 +157,7 @@ class PTBXLDataModule(IndexedFederatedDataModule):
             )
 
 
-class Records(Dataset[Any]):
+class Records(FileSamples):
     """A dataset of records `(leads, length)` in wfdb's format.
 
     Args:
@@ -177,21 +171,14 @@ class Records(Dataset[Any]):
     """
 
     def __init__(self, paths: list[Path], labels: np.ndarray, length: int, cache: bool = False) -> None:
+        super().__init__(len(paths), cache)
         self.paths, self.targets, self.length = paths, torch.from_numpy(labels), length
-        self._held: dict[int, Tensor] | None = {} if cache else None
-
-    def __len__(self) -> int:
-        return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        record = None if self._held is None else self._held.get(index)
-        if record is None:
-            record = self._read(self.paths[index])
-        if self._held is not None:
-            self._held[index] = record
-        return record, self.targets[index]
+        return self.kept(index), self.targets[index]
 
-    def _read(self, path: Path) -> Tensor:
+    def read(self, index: int) -> Tensor:
+        path = self.paths[index]
         try:
             import wfdb
         except ImportError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,10 @@ import numpy as np
 import torch
 
 from fedlightning.datamodules.base import clients_here
-from fedlightning.datamodules.download import refuse_absent
-from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
-from fedlightning.datamodules.partition import cut
+from fedlightning.datamodules.natural import NaturalSites, SiteSamples
 from fedlightning.datamodules.tables import Column, column_of, numbers_of, read_table, refuse_extremes, refuse_twice
 from fedlightning.datamodules.views import ArrayDataset
 from fedlightning.ranges import ShareBelowOne, checked
-from fedlightning.seeding import generator
 
 REGIONS = ("0", "1", "2", "3", "4", "5")
 """The clients: FLamby's numbers of the regions of the hospitals that took the samples."""
@@ -24,7 +21,7 @@ FILES = ("brca.csv", "train_test_split.csv")
 FEATURES = 39
 
 
-class TCGABRCADataModule(IndexedFederatedDataModule):
+class TCGABRCADataModule(NaturalSites):
     """Fed-TCGA-BRCA of FLamby: 1088 patients of six regions, 39 clinical features, time to death or censoring.
 
     Ogier du Terrail et al., "FLamby: Datasets and Benchmarks for Cross-Silo Federated Learning in Realistic Healthcare
@@ -67,6 +64,10 @@ class TCGABRCADataModule(IndexedFederatedDataModule):
         (8, 6)
     """
 
+    files = FILES
+    way = "copy them from flamby/datasets/fed_tcga_brca of https://github.com/owkin/FLamby"
+    address = "tcga brca"
+
     @checked
     def __init__(
         self,
@@ -78,25 +79,13 @@ class TCGABRCADataModule(IndexedFederatedDataModule):
         regions: Sequence[str] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(batch_size, **options)
-        self.root, self.val_fraction = Path(root), val_fraction
-        self.val_seed = self.seed if val_seed is None else val_seed
+        super().__init__(root, batch_size, **options)
+        self.val_fraction, self.val_seed = val_fraction, val_seed
         self.regions = clients_here(self, "regions", regions, REGIONS)
         self.feature_names: list[str] = []
 
-    def prepare_data(self) -> None:
-        """Check that both files are there (Lightning's hook).
-
-        Raises:
-            FileNotFoundError: If one is missing; the message says where to get it.
-        """
-        lacking = [name for name in FILES if not self._file(name).is_file()]
-        way = "copy them from flamby/datasets/fed_tcga_brca of https://github.com/owkin/FLamby"
-        refuse_absent(self, lacking, self.root, way)
-
-    def build(self) -> tuple[list[str], Mapping[str, Split]]:
-        self.prepare_data()
-        path = self._file(FILES[0])
+    def read(self) -> SiteSamples:
+        path = self.path_of(FILES[0])
         table = read_table(path)
         patients = column_of(table, "pid", "patient").cells
         refuse_twice(path, patients, "patient")
@@ -112,18 +101,12 @@ class TCGABRCADataModule(IndexedFederatedDataModule):
             raise ValueError(f"{path} has an E other than 0 and 1 or a negative T; it is not FLamby's file.")
         events = y[:, 0].astype(np.int64)
         held = self._held(patients)
-        parts: dict[str, list[np.ndarray]] = {"train": [], "val": [], "test": []}
-        for region in self.regions:
-            draw = generator(self.val_seed, "tcga brca", "val", region)
-            fit, val = cut(held[f"train_{region}"], self.val_fraction, draw, events)
-            for split, indices in (("train", fit), ("val", val), ("test", held[f"test_{region}"])):
-                parts[split].append(indices)
-        data = ArrayDataset(torch.from_numpy(x).float(), torch.from_numpy(y).float())
-        return list(self.regions), {split: Split(data, indices, events) for split, indices in parts.items()}
+        rows = {region: {split: held[f"{split}_{region}"] for split in ("train", "test")} for region in self.regions}
+        return SiteSamples(ArrayDataset(torch.from_numpy(x).float(), torch.from_numpy(y).float()), rows, events)
 
     def _held(self, patients: Sequence[str]) -> dict[str, np.ndarray]:
         """Return the rows of each region and split, ascending: `train_0`, `test_0`, ..."""
-        path = self._file(FILES[1])
+        path = self.path_of(FILES[1])
         table = read_table(path)
         columns: dict[str, Column] = {name: column_of(table, name, "split") for name in ("pid", "fold2")}
         place = {patient: row for row, patient in enumerate(patients)}
@@ -148,6 +131,6 @@ class TCGABRCADataModule(IndexedFederatedDataModule):
             raise ValueError(f"{path} has no patients in {', '.join(empty)}; it is not FLamby's file.")
         return {part: np.sort(np.array(rows, dtype=np.int64)) for part, rows in found.items()}
 
-    def _file(self, name: str) -> Path:
+    def path_of(self, name: str | Path) -> Path:
         below = self.root / "dataset_creation_scripts" / name
         return below if below.is_file() else self.root / name

@@ -55,6 +55,34 @@ class ArrayDataset(Dataset[Any]):
         return [x if self.transform is None else self.transform(x), self.y[indices]]
 
 
+class FileSamples(Dataset[Any]):
+    """Base of datasets whose samples are read from files when they are asked for.
+
+    Args:
+        size: Number of samples.
+        cache: Keep what is read in memory, in each process that reads it.
+    """
+
+    def __init__(self, size: int, cache: bool) -> None:
+        self._size = size
+        self._kept: dict[int, Any] | None = {} if cache else None
+
+    def __len__(self) -> int:
+        return self._size
+
+    def read(self, index: int) -> Any:
+        """Return what the files of a sample hold."""
+        raise NotImplementedError
+
+    def kept(self, index: int) -> Any:
+        """Return what :meth:`read` returns, from memory where it is kept."""
+        if self._kept is None:
+            return self.read(index)
+        if index not in self._kept:
+            self._kept[index] = self.read(index)
+        return self._kept[index]
+
+
 class Rows(Sequence[Any]):
     """The samples of a batch before they are read.
 

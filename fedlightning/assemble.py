@@ -23,6 +23,7 @@ from fedlightning.client.requests import LocalSettings
 from fedlightning.client.runtime import LocalRunner
 from fedlightning.contract import Protection
 from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.held_out import FewerClients
 from fedlightning.deployment.checkpoints import read_privacy, warm_started
 from fedlightning.engines.base import ClientStore, Engine
 from fedlightning.engines.sequential import SequentialEngine
@@ -33,9 +34,9 @@ from fedlightning.fast.module_copier import Copier
 from fedlightning.guards.dry_run import (
     DISTINCT,
     UNSEEN_CLIENTS,
-    FewClients,
     distinct_clients,
     dry_run,
+    fresh_loader,
     small_arguments,
 )
 from fedlightning.guards.dry_run_report import DryRun
@@ -151,7 +152,8 @@ def assemble_dry_run(options: TrainerOptions, model: LightningModule, data: Fede
             server, trained = whole.server, whole.engine.describe(details=DISTINCT)
             unseen = server.held_out[:UNSEEN_CLIENTS]
             ready = data if whole.engine.statistics is None else whole.engine.runner.data
-            few = FewClients(ready, [*distinct_clients(trained, server.blueprint.architecture_of), *unseen])
+            clients = [*distinct_clients(trained, server.blueprint.architecture_of), *unseen]
+            few = FewerClients(ready, clients, fresh_loader)
             changes = small_arguments(options.arguments, unseen)
             small = assemble(options.copied(**changes), model, few, None, assigned=server.blueprint.assigned)
             return dry_run(whole, small, options.max_rounds)

@@ -248,16 +248,9 @@ def make_trainer(root: str | Path | None, callbacks: Sequence[Callback] = (), **
     if root is None:
         given = {"evaluation": 0} | given
     trainer = FederatedTrainer(callbacks=list(callbacks), default_root_dir=root or "unused", **given)
-    if root is None:
-        trainer.__class__ = _Unwritten
+    if root is None:  # most tests look at tensors only
+        trainer.arguments = {**trainer.arguments, "default_root_dir": None}
     return trainer
-
-
-class _Unwritten(FederatedTrainer):
-    """Runs without a folder: most tests look at tensors only."""
-
-    def _find_run(self, *args: Any, **kwargs: Any) -> Any:
-        return None, True
 
 
 def federate(

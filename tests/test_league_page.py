@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from fedlightning.commands.configs import FOLDER
 from fedlightning.commands.league import LEAGUE
-from fedlightning.experiments.league.reading import read_league
-from fedlightning.experiments.league.rows import write_row
-from tests.experiments.league.tiny_league import league, row
+from fedlightning.experiments.league import read_league, write_row
+from tests.experiments.tiny_league import league, row
 from tools.league_page import PAGE, ROWS, page
 
 

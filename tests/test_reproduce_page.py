@@ -6,7 +6,7 @@ import json
 
 from fedlightning.commands.configs import FOLDER
 from fedlightning.commands.reproduce import find_tables
-from fedlightning.experiments.reproduce.reading import read_table
+from fedlightning.experiments.reproduce.tables import read_table
 from tests.experiments.reproduce.writing import table, write
 from tests.experiments.tiny import small
 from tools.reproduce_page import PAGE, page

@@ -8,9 +8,18 @@ from statistics import stdev
 
 from fedlightning.commands.configs import FOLDER
 from fedlightning.commands.league import LEAGUE
-from fedlightning.experiments.league.reading import League, LeagueTask, read_league
-from fedlightning.experiments.league.rows import Row, read_rows
-from fedlightning.experiments.league.standings import EQUAL, Difference, Standing, missing_rows, standings
+from fedlightning.experiments.league import (
+    EQUAL,
+    Difference,
+    League,
+    LeagueTask,
+    Row,
+    Standing,
+    missing_rows,
+    read_league,
+    read_rows,
+    standings,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, ROWS = ROOT / "docs/results/league.md", ROOT / "benchmarks/league"

@@ -9,11 +9,19 @@ from typing import Any
 
 from fedlightning.commands.configs import FOLDER
 from fedlightning.commands.reproduce import find_tables
-from fedlightning.experiments.reproduce.formatting import chance, row_of, times, verdict_counts
 from fedlightning.experiments.reproduce.record import moved_goals, read_record
-from fedlightning.experiments.reproduce.results import Line
+from fedlightning.experiments.reproduce.results import (
+    BAD,
+    INCONCLUSIVE,
+    Line,
+    Verdict,
+    chance,
+    expected_by_chance,
+    row_of,
+    times,
+    verdict_counts,
+)
 from fedlightning.experiments.reproduce.tables import WHOLE, Cell, Table
-from fedlightning.experiments.reproduce.verdicts import BAD, BY_CHANCE, INCONCLUSIVE, Verdict
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/results/reproduce.md"
 HEAD = """# Published tables, run again
@@ -28,10 +36,10 @@ def page(tables: Sequence[Table]) -> str:
     """Return the page."""
     records = {table.name: read_record(table.path) for table in tables}
     every = [line for record in records.values() for line in record.values()]
-    random = sum(_line(line).verdict.random for line in every)
+    expected = expected_by_chance(map(_line, every))
     parts = [
         HEAD,
-        f"All tables: {verdict_counts(every)}. {chance(BY_CHANCE * random, random)}\n",
+        f"All tables: {verdict_counts(line['verdict'] for line in every)}. {chance(expected)}\n",
         _overview(tables, records),
     ]
     return "\n".join([*parts, *(_section(table, records[table.name]) for table in tables)])
@@ -40,7 +48,7 @@ def page(tables: Sequence[Table]) -> str:
 def _overview(tables: Sequence[Table], records: Mapping[str, Mapping[str, Any]]) -> str:
     lines = ["| table | published in | sets: minutes on two cores | verdicts |", "|---|---|---|---|"]
     for table in tables:
-        told = verdict_counts(list(records[table.name].values())) or "not run yet"
+        told = verdict_counts(line["verdict"] for line in records[table.name].values()) or "not run yet"
         link = f"[{table.name}](#{table.name.replace('_', '-')})"
         lines.append(f"| {link} | {_cell(table.source.paper)} | {times(table)} | {told} |")
     return "\n".join(lines) + "\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedlightning.algorithm import Server, Setup, probes, requires
+from fedlightning.algorithm import Client, Message, Server, Setup, Update, probes, requires
 from fedlightning.callbacks.shared.representations import (
     LABEL_KEYS,
     features_at_start,
@@ -23,6 +23,7 @@ from fedlightning.callbacks.shared.representations import (
     rows,
     targets_in,
 )
+from fedlightning.callbacks.shared.server_models import SharesPredictions
 
 
 def inputs_of(batch: Any, owner: str = "Distillation") -> Any:
@@ -95,12 +96,48 @@ def kl(teacher_logits: Tensor, student_logits: Tensor, temperature: float = 1.0)
     return temperature**2 * divergence
 
 
-def refuse_other_predictions(
-    name: str, sent: Tensor, server: Server, client: str, predict: Callable[[LightningModule, Any], Tensor]
-) -> None:
-    """Refuse rows of another width than the client's architecture gives on public data, as the server itself sees it."""
-    few = server.training.public(list(range(min(2, server.training.public_size))), batch_size=2)
-    refuse_width(name, sent, server.training.outputs(server.architecture_of(client).module, few, predict).shape[1])
+class SharesPublicRows(SharesPredictions):
+    """Base of methods in which clients send predictions for the round's public samples, a row for each.
+
+    Attributes:
+        sends: Name of the rows in an update.
+        weighting: `"samples"` where the mean of rows goes by them.
+    """
+
+    sends = "rows"
+
+    def predict(self, module: LightningModule, batch: Any) -> Tensor:
+        """Return the rows that are sent for a public batch."""
+        return logits_of(module, batch)
+
+    def check_update(self, server: Server, message: Message, update: Update) -> None:
+        """Refuse rows of another width than the client's architecture gives, as the server itself sees it."""
+        if found := update.extras.get(self.key):
+            few = server.training.public(list(range(min(2, server.training.public_size))), batch_size=2)
+            module = server.architecture_of(update.client).module
+            refuse_width(self.sends, found[self.sends], server.training.outputs(module, few, self.predict).shape[1])
+
+    def rows_in(self, updates: Sequence[Update]) -> dict[str, Tensor]:
+        """Return the rows that came, by client."""
+        return {update.client: update.extras[self.key][self.sends] for update in updates if update.error is None}
+
+    def mean_of(self, server: Server, rows: Mapping[str, Tensor]) -> Tensor:
+        """Return the mean of clients' rows."""
+        weights = {client: server.num_samples[client] if self.weighting == "samples" else 1 for client in rows}
+        return mean_rows(rows, weights, self.key)
+
+    def send_rows(self, client: Client, update: Update, batches: Any) -> None:
+        """Send a row for each public sample.
+
+        Raises:
+            FloatingPointError: If one is not finite. The core then leaves the client out.
+        """
+        rows = client.outputs(batches, self.predict)
+        if not torch.isfinite(rows).all():
+            raise FloatingPointError(
+                "its predictions on public data hold NaN or infinite values; lower the learning rate"
+            )
+        update.extras[self.key] = {self.sends: rows}
 
 
 def mean_rows(rows: Mapping[str, Tensor], weights: Mapping[str, float], owner: str) -> Tensor:

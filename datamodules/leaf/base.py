@@ -6,7 +6,7 @@ LEAF's JSON files: users, and each user's inputs and targets.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fedlightning.datamodules.base import in_order
-from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
-from fedlightning.datamodules.partition import cut
+from fedlightning.datamodules.natural import NaturalSites, SiteSamples
 from fedlightning.datamodules.tables import extreme_of, read_json
 from fedlightning.datamodules.views import ArrayDataset
 from fedlightning.ranges import PositiveInt, ShareBelowOne, checked, number_in
-from fedlightning.seeding import generator
 
 FOLDERS = {"train": "train", "test": "test"}
 
@@ -125,7 +123,7 @@ def _users(path: Path, split: str) -> Iterator[LEAFUser]:
         yield LEAFUser(split, str(name), x, y, path)
 
 
-class LEAFDataModule(IndexedFederatedDataModule):
+class LEAFDataModule(NaturalSites):
     """Base of data modules over LEAF's JSON files, `train/*.json` and `test/*.json`, as `preprocess.sh` writes them.
 
     Caldas et al., "LEAF: A Benchmark for Federated Settings", 2018 (code: BSD 2-clause). Nothing is downloaded: LEAF's
@@ -146,7 +144,8 @@ class LEAFDataModule(IndexedFederatedDataModule):
     """
 
     classes: int
-    """Number of classes."""
+    """Number of classes, of the data set's; these users may lack the last ones."""
+    address = "leaf"
 
     @checked
     def __init__(
@@ -159,9 +158,8 @@ class LEAFDataModule(IndexedFederatedDataModule):
         val_seed: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(batch_size, **options)
-        self.root, self.val_fraction, self.largest = Path(root), val_fraction, largest
-        self.val_seed = self.seed if val_seed is None else val_seed
+        super().__init__(root, batch_size, **options)
+        self.val_fraction, self.val_seed, self.largest = val_fraction, val_seed, largest
 
     @abstractmethod
     def inputs(self, user: LEAFUser) -> Tensor:
@@ -210,11 +208,7 @@ class LEAFDataModule(IndexedFederatedDataModule):
         """Check that the files are there (Lightning's hook)."""
         leaf_files(self.root)
 
-    def setup(self, stage: str | None = None) -> None:
-        super().setup(stage)
-        self._num_classes = self.classes  # the data set's, though these users may lack the last ones
-
-    def build(self) -> tuple[list[str], Mapping[str, Split]]:
+    def read(self) -> SiteSamples:
         inputs, classes = [], []
         held: dict[str, dict[str, np.ndarray]] = {"train": {}, "test": {}}
         start = 0
@@ -240,28 +234,9 @@ class LEAFDataModule(IndexedFederatedDataModule):
                 category=UserWarning,
             )
         y = np.concatenate(classes)
-        return self.divided(in_order(kept), held, self.dataset(torch.cat(inputs), y), y)
-
-    def cut_validation(self, name: str, rows: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return a user's training samples and its validation samples, both ascending.
-
-        Args:
-            name: The user.
-            rows: The user's samples in LEAF's training split, ascending.
-            y: Classes of all samples.
-        """
-        return cut(rows, self.val_fraction, generator(self.val_seed, "leaf", "val", name), y)
-
-    def divided(
-        self, clients: list[str], held: Mapping[str, Mapping[str, np.ndarray]], data: Dataset[Any], y: np.ndarray
-    ) -> tuple[list[str], Mapping[str, Split]]:
-        """Return clients and splits, with validation samples cut from each user's training samples."""
-        parts: dict[str, list[np.ndarray]] = {"train": [], "val": [], "test": []}
-        for name in clients:
-            fit, val = self.cut_validation(name, held["train"][name], y)
-            for split, rows in (("train", fit), ("val", val), ("test", held["test"].get(name, np.zeros(0, np.int64)))):
-                parts[split].append(rows)
-        return clients, {split: Split(data, rows, y) for split, rows in parts.items()}
+        nothing = np.zeros(0, np.int64)
+        rows = {name: {split: held[split].get(name, nothing) for split in held} for name in in_order(kept)}
+        return SiteSamples(self.dataset(torch.cat(inputs), y), rows, y)
 
 
 def numbers(user: LEAFUser, width: int) -> Tensor:

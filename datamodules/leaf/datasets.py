@@ -10,7 +10,6 @@ Shakespeare: the next character of what a role says, each speaking role a client
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,10 @@ from torch.utils.data import Dataset
 
 from fedlightning.datamodules.base import in_order
 from fedlightning.datamodules.image_files import ImageFiles, lacking_files
-from fedlightning.datamodules.indexed import Split
 from fedlightning.datamodules.leaf.base import LEAFDataModule, LEAFUser, numbers
+from fedlightning.datamodules.natural import SiteSamples
 from fedlightning.datamodules.tables import text_of
-from fedlightning.datamodules.views import ArrayDataset
+from fedlightning.datamodules.views import ArrayDataset, Indices
 from fedlightning.datamodules.words import WordNumbers
 from fedlightning.ranges import NonNegativeInt, PositiveInt, ShareBelowOne, checked
 
@@ -100,9 +99,9 @@ class ShakespeareDataModule(LEAFDataModule):
         if not self.root.is_file():
             super().prepare_data()
 
-    def build(self) -> tuple[list[str], Mapping[str, Split]]:
+    def read(self) -> SiteSamples:
         if not self.root.is_file():
-            return super().build()
+            return super().read()
         said = roles_of(self.root)
         kept = [name for name in in_order(said) if len(said[name]) >= max(self.min_chars, LENGTH + 1)]
         kept = in_order(sorted(kept, key=lambda name: -len(said[name]))[: self.largest])
@@ -115,22 +114,26 @@ class ShakespeareDataModule(LEAFDataModule):
         if not kept:
             raise ValueError(f"{self.root}: no role says min_chars={self.min_chars} characters; use a smaller number.")
         codes = torch.from_numpy(codes_of("".join(said[name] for name in kept), self.root))
-        parts: dict[str, list[np.ndarray]] = {"train": [], "val": [], "test": []}
+        rows = {}
         start = 0
         for name in kept:
             end = start + len(said[name])
             tested = end - int(self.test_fraction * (end - start))
             validated = tested - int(self.val_fraction * (tested - start))
-            for split, low, high in (("train", start, validated), ("val", validated, tested), ("test", tested, end)):
-                parts[split].append(np.arange(low, high - LENGTH, self.step if split == "train" else 1))
+            rows[name] = {
+                "train": np.arange(start, validated - LENGTH, self.step),
+                "val": np.arange(validated, tested - LENGTH),
+                "test": np.arange(tested, end - LENGTH),
+            }
             start = end
         # Windows are views of one text; a copy would take 80 times its size.
         data = ArrayDataset(codes.unfold(0, LENGTH, 1)[:-1], codes[LENGTH:].long(), transform=Tensor.long)
-        labels = codes[LENGTH:].numpy().astype(np.int64)
-        return kept, {split: Split(data, rows, labels) for split, rows in parts.items()}
+        return SiteSamples(data, rows, codes[LENGTH:].numpy().astype(np.int64))
 
-    def cut_validation(self, name: str, rows: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        size = int(self.val_fraction * len(rows))
+    def cut(
+        self, rows: Indices, fraction: float, draw: torch.Generator, samples: SiteSamples
+    ) -> tuple[Indices, Indices]:
+        size = int(fraction * len(rows))
         if not size or size + LENGTH >= len(rows):  # too few to tell apart: all of them train
             return rows, rows[:0]
         # Samples follow each other by one character; those that overlap with a validation sample are left out.

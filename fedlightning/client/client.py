@@ -28,6 +28,7 @@ from fedlightning.datamodules.views import samples_at
 from fedlightning.seeding import generator
 from fedlightning.tensors import State, clone, load_state, module_state
 from fedlightning.wrappers.features import FeatureTap
+from fedlightning.wrappers.muting import evaluating
 
 if TYPE_CHECKING:
     from fedlightning.client.runtime import LocalRunner
@@ -561,14 +562,10 @@ class Client:
             split: Split to pass over once.
         """
         with self._at(None) as module:
-            was_training = module.training
-            module.eval()
-            try:
+            with evaluating(module):
                 for batch in self._batches(split):
                     batch = probes.move_batch(module, self.precision.convert_input(batch))
                     yield batch, self.features(module, batch, taps(module))
-            finally:
-                module.train(was_training)
 
     def normalisation_statistics(self, split: str = "train") -> tuple[State, int]:
         """Return means over a split of BatchNorm layers' batch statistics, and the number of batches; no trace."""

@@ -53,7 +53,7 @@ from fedlightning.contract.messages import Message
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.errors import ConfigurationError, Restart
 from fedlightning.tensors.modules import optimizers_in
-from fedlightning.wrappers.mixing import Mixin, mix
+from fedlightning.wrappers.mixing import Mixin, mixed
 
 if TYPE_CHECKING:
     from fedlightning.client.runtime import LocalRunner
@@ -402,15 +402,8 @@ def loss_terms(client: Client, callbacks: Sequence[FederatedCallback]) -> Iterat
             f"{callbacks[0].key} adds a term to the loss that training_step returns, but {type(module).__name__} "
             "optimizes manually. Use automatic optimization."
         )
-    own_class = module.__class__
-    mix(module, LossTermMixin)
-    vars(module)["loss_terms"] = _Terms(client, callbacks)
-    try:
+    with mixed(module, LossTermMixin, loss_terms=_Terms(client, callbacks)):
         yield
-    finally:
-        module.__class__ = own_class
-        for part in module.modules():  # a twin in the module has the attributes of its host
-            vars(part).pop("loss_terms", None)
 
 
 OF_ONE_FIT = (StochasticWeightAveraging, WeightAveraging, BaseFinetuning)

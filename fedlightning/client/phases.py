@@ -19,7 +19,7 @@ from fedlightning.contract import Phase
 from fedlightning.datamodules.public import PairedBatch
 from fedlightning.layers import expand
 from fedlightning.tensors import module_state
-from fedlightning.wrappers.mixing import Mixin, mix, user_class
+from fedlightning.wrappers.mixing import Mixin, mixed, user_class
 
 
 @contextmanager
@@ -122,14 +122,9 @@ def phase_loss(client: Client, phase: Phase) -> Iterator[None]:
             f"phase '{phase.name}' minimises a loss of its own in the place of training_step, but "
             f"{user_class(module).__name__} optimizes manually inside training_step. Use automatic optimization."
         )
-    own_class = module.__class__
-    mix(module, PairedBatchMixin)
-    if phase.loss is not None:
-        mix(module, PhaseLossMixin)
-        vars(module)["phase_loss"] = _PhaseLoss(client, phase)
-    try:
-        yield
-    finally:
-        module.__class__ = own_class
-        for part in module.modules():  # a twin in the module has the attributes of its host
-            vars(part).pop("phase_loss", None)
+    with mixed(module, PairedBatchMixin):
+        if phase.loss is None:
+            yield
+            return
+        with mixed(module, PhaseLossMixin, phase_loss=_PhaseLoss(client, phase)):
+            yield

@@ -84,21 +84,16 @@ def mean_loss(module: LightningModule, batches: Iterable[Any], precision: Precis
         NoLossError: If it skips all of them.
     """
     total, count, skipped = 0.0, 0, None
-    was_training = module.training
-    module.eval()
-    try:
-        with torch.no_grad(), probing(module, precision, *seed):
-            for index, batch in enumerate(batches):
-                size = extract_batch_size(batch) or 1
-                try:
-                    loss = training_loss(module, move_batch(module, precision.convert_input(batch)), index)
-                except NoLossError as error:
-                    skipped = error
-                    continue
-                total += float(loss) * size
-                count += size
-    finally:
-        module.train(was_training)
+    with evaluating(module), torch.no_grad(), probing(module, precision, *seed):
+        for index, batch in enumerate(batches):
+            size = extract_batch_size(batch) or 1
+            try:
+                loss = training_loss(module, move_batch(module, precision.convert_input(batch)), index)
+            except NoLossError as error:
+                skipped = error
+                continue
+            total += float(loss) * size
+            count += size
     if skipped is not None and not count:
         raise skipped
     return total / count if count else float("nan")
@@ -117,21 +112,16 @@ def sample_losses(
     """
     losses: list[Tensor] = []
     skipped = None
-    was_training = module.training
-    module.eval()
-    try:
-        with torch.no_grad(), probing(module, precision, *seed):
-            for index, batch in enumerate(batches):
-                batch = move_batch(module, precision.convert_input(batch))
-                for place in range(extract_batch_size(batch) or 1):
-                    sample = apply_to_collection(batch, Tensor, _sample, place)
-                    try:
-                        losses.append(training_loss(module, sample, index).detach().reshape(()))
-                    except NoLossError as error:
-                        losses.append(torch.tensor(torch.nan, device=module.device))
-                        skipped = error
-    finally:
-        module.train(was_training)
+    with evaluating(module), torch.no_grad(), probing(module, precision, *seed):
+        for index, batch in enumerate(batches):
+            batch = move_batch(module, precision.convert_input(batch))
+            for place in range(extract_batch_size(batch) or 1):
+                sample = apply_to_collection(batch, Tensor, _sample, place)
+                try:
+                    losses.append(training_loss(module, sample, index).detach().reshape(()))
+                except NoLossError as error:
+                    losses.append(torch.tensor(torch.nan, device=module.device))
+                    skipped = error
     found = torch.stack(losses).cpu().double() if losses else torch.empty(0, dtype=torch.float64)
     if skipped is not None and not (gaps and found.isfinite().any()):
         raise skipped

@@ -28,7 +28,7 @@ from fedlightning.contract import CallbackList, FederatedCallback, GradientConte
 from fedlightning.contract.messages import ClientLog
 from fedlightning.errors import ConfigurationError
 from fedlightning.seeding import seed_all
-from fedlightning.tensors import dense
+from fedlightning.tensors import dense, momentum_step
 from fedlightning.wrappers import user_class
 
 
@@ -143,19 +143,7 @@ class VisitCallback(Callback):
         keeps = self.settings.optimizer_state == "keep" and "checkpoint" in self.client.record.lightning[self.phase]
         rounds = self.client.round - (self.client.record.last_round if keeps else 0)
         factor = self.settings.lr_decay**rounds * (1.0 if keeps else self.lr_factor)
-        if factor == 1.0:
-            return
-        for optimizer in trainer.optimizers:
-            for group in optimizer.param_groups:
-                for name in ("lr", "initial_lr", "max_lr", "min_lr"):  # the last two are OneCycleLR's
-                    if name in group:
-                        group[name] = group[name] * factor
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        while schedulers:
-            scheduler = schedulers.pop()
-            if hasattr(scheduler, "base_lrs"):
-                scheduler.base_lrs = [lr * factor for lr in scheduler.base_lrs]
-            schedulers += getattr(scheduler, "_schedulers", [])  # SequentialLR, ChainedScheduler
+        scale_learning_rates(trainer.optimizers, [config.scheduler for config in trainer.lr_scheduler_configs], factor)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         epoch = trainer.current_epoch - self.first_epoch
@@ -242,7 +230,9 @@ class VisitCallback(Callback):
             if before not in totals:
                 weight, velocity = before
                 for number, lr in enumerate(moves.rates):
-                    step, velocity = step_of_ones(velocity, *moves.momenta.get(number, (0.0, 0.0, False)))
+                    step = 1.0
+                    if number in moves.momenta:
+                        step, velocity = momentum_step(velocity, 1.0, *moves.momenta[number])
                     weight += lr * step
                 totals[before] = weight, velocity
             self.gradient_weights[name], velocity = totals[before]
@@ -276,20 +266,21 @@ class KeepingVisitCallback(VisitCallback):
             trainer.should_stop |= trainer.current_epoch - self.first_epoch + 1 >= self.work
 
 
-def step_of_ones(
-    velocity: float | None, momentum: float, dampening: float, nesterov: bool
-) -> tuple[float, float | None]:
-    """Return the step, over its learning rate, that torch's SGD takes along gradients that are all 1, and its velocity.
-
-    Example:
-        >>> step, velocity = step_of_ones(None, 0.5, 0.0, False)
-        >>> step, step_of_ones(velocity, 0.5, 0.0, False)
-        (1.0, (1.5, 1.5))
-    """
-    if not momentum:
-        return 1.0, velocity
-    velocity = 1.0 if velocity is None else momentum * velocity + 1.0 - dampening
-    return 1.0 + momentum * velocity if nesterov else velocity, velocity
+def scale_learning_rates(optimizers: Iterable[Optimizer], schedulers: Iterable[Any], factor: float) -> None:
+    """Multiply every learning rate of optimizers and of what schedules them by a factor."""
+    if factor == 1.0:
+        return
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for name in ("lr", "initial_lr", "max_lr", "min_lr"):  # the last two are OneCycleLR's
+                if name in group:
+                    group[name] = group[name] * factor
+    rest = list(schedulers)
+    while rest:
+        scheduler = rest.pop()
+        if hasattr(scheduler, "base_lrs"):
+            scheduler.base_lrs = [lr * factor for lr in scheduler.base_lrs]
+        rest += getattr(scheduler, "_schedulers", [])  # SequentialLR, ChainedScheduler
 
 
 class UnseenStepsError(ConfigurationError):

@@ -16,27 +16,15 @@ from rich.table import Table
 
 from fedlightning.commands.json_output import print_json
 from fedlightning.commands.report import overview_of, write_report_aside
-from fedlightning.commands.study import (
-    CLI,
-    INTERRUPTED,
-    Parser,
-    check_jobs,
-    gpus_to_share,
-    make_runs,
-    parse_seeds,
-    show_commands,
-    show_failures,
-)
+from fedlightning.commands.study import CLI, INTERRUPTED, Parser, show_commands, show_failures
 from fedlightning.commands.terminal import console, say, shown
 from fedlightning.config.errors import InputError
-from fedlightning.experiments.baselines import AUTO, notes
 from fedlightning.experiments.children import Main, call
-from fedlightning.experiments.execute import Task
-from fedlightning.experiments.first_result import FirstResult, check_known, check_metric
+from fedlightning.experiments.execute import FirstResult, Task, check_metric, refuse_unknown
+from fedlightning.experiments.experiment import Experiment, StudyFile
 from fedlightning.experiments.leave_one_site_out import predict_runs
+from fedlightning.experiments.methods import AUTO, notes
 from fedlightning.experiments.plan import Plan, Request, make_plan
-from fedlightning.experiments.ray_runner import ray_options, refuse_ray_within
-from fedlightning.experiments.study_file import StudyFile, only_one
 from fedlightning.scores.metrics import choose_metric
 from fedlightning.study.crossing import marked, setting
 from fedlightning.study.terms import optimizer_states
@@ -130,72 +118,41 @@ def parser() -> Parser:
 def compare(words: Sequence[str], main: Main) -> int:
     """Carry out the command and return its exit code."""
     options, passed = parser().parse(words)
-    seeds, jobs = parse_seeds(options.seeds), check_jobs(options.jobs)
-    ray = ray_options(options.runner, options.ray_address, options.ray_cpus)
     if bool(options.grid) == bool(options.configs):
         both = "--grid FILE is in the place of CONFIGs: give one of the two"
         said = both if options.grid else "--grid FILE or the following arguments are required: CONFIG"
         raise InputError(f"{said}. See fedlightning compare --help.")
-    baselines = options.baselines or ("none" if options.grid else "auto")
-    names = [name.strip() for name in baselines.split(",") if name.strip()]
-    names = {"auto": list(AUTO), "none": []}.get(baselines, names)
     if options.subgroup and not options.leave_one_site_out:
         raise InputError("--subgroup is of the report of --leave-one-site-out; give that too.")
-    if options.optimizer_state:
-        passed = [*passed, f"--trainer.optimizer_state={options.optimizer_state}"]
-    request = Request(
-        options.configs,
-        CLI,
-        options.config,
-        options.override,
-        passed,
-        [*(options.vary or []), *options.cross] if options.cross else options.vary,
-        names,
-        metrics=not options.no_report,
-        rehearse=True,
-        leave_one_out=options.leave_one_site_out,
-        columns=options.subgroup,
-        grid=options.grid,
-    )
-    screen = console()
-    plan: Plan = call(make_plan, request)
+    screen, reported = console(), not options.no_report
+    plan: Plan = call(make_plan, request_of(options, passed))
+    seeds = options.seeds
     if options.cross:
-        levels = len(seeds)
-        if levels < 2 or seeds != list(range(levels)):
-            raise InputError(f"--cross takes a number of seeds, 2 or more; --seeds is '{options.seeds}'.")
-        seeds = list(range(levels ** (1 + len(set(options.cross)))))
-        plan = replace(
-            plan,
-            vary={name: marked(keys, list(dict.fromkeys(options.cross)), levels) for name, keys in plan.vary.items()},
-        )
-    if ray is not None:
-        refuse_ray_within(plan.methods)
+        plan, seeds = crossed(plan, list(dict.fromkeys(options.cross)), seeds)
     named = [m.name for m in plan.methods if not m.baseline and m.left_out is None]
     out: Path = options.out or default_out([Path(options.grid).stem] if options.grid else named)
-    study = StudyFile(out)
-    tasks = study.plan(plan.methods, seeds, plan.vary, options.redo)
+    experiment = Experiment(out, screen, main, options.jobs, options.redo, options.ray)
+    tasks = experiment.plan(plan.methods, seeds)
     metric: str | None = options.metric
     if metric is None and plan.metrics:
         metric = choose_metric([plan.metrics])
     if metric is not None:
-        check_known(metric, plan.metrics)
-    show_plan(screen, plan, seeds, jobs, tasks, out)
+        fault = "the runs will have no such score on test data. They will have"
+        refuse_unknown(metric, plan.metrics, fault, "No run was made.")
+    show_plan(screen, plan, seeds, options.jobs, tasks, out)
     if options.dry_run:
         show_commands(tasks, screen)
         return 0
-    with only_one(out):
-        study = StudyFile(out)
-        tasks = study.plan(plan.methods, seeds, plan.vary, options.redo)
-        watch = metric is not None and not options.no_report
-        watchers = [metric_watcher(str(metric), study, plan, seeds, tasks)] if watch else []
-        study.data |= {
-            "command": f"fedlightning compare {shlex.join(words)}",
-            "metric": options.metric,
-            "checkpoint": options.checkpoint,
-            "vary": list(dict.fromkeys(key for keys in plan.vary.values() for key in keys)),
-        }
-        study.begin(plan.methods, seeds, plan.vary, tasks, options.redo)
-        finished = make_runs(study, tasks, jobs, gpus_to_share(plan.gpus), screen, main, watchers, ray)
+    about = {
+        "command": f"fedlightning compare {shlex.join(words)}",
+        "metric": options.metric,
+        "checkpoint": options.checkpoint,
+        "vary": all_keys(plan),
+    }
+    with experiment.alone(**about) as study:
+        tasks = experiment.plan(plan.methods, seeds)
+        watchers = [metric_watcher(metric, study, plan, seeds, tasks)] if metric is not None and reported else []
+        finished = experiment.make(plan.methods, seeds, tasks, watchers, plan.gpus)
         states = study.states([method.name for method in plan.methods], seeds)
         if not finished:
             screen.print(
@@ -207,16 +164,51 @@ def compare(words: Sequence[str], main: Main) -> int:
         show_failures(study, states["failed"], screen)
         if options.leave_one_site_out and states["done"]:
             predict(study, states["done"], options, screen)
-        if states["done"] and not options.no_report:
+        if states["done"] and reported:
             write_report_aside(out, [out], options.metric, options.checkpoint, screen)
     say(screen, f"\nRuns and study.json: {shown(out)}")
     if options.json:
         found: dict[str, Any] = {"metric": metric, "checkpoint": options.checkpoint, "overview": [], "problems": []}
         if states["done"]:
             found = call(overview_of, [out], options.metric, options.checkpoint)
-        page = out / "report.html" if states["done"] and not options.no_report else None
+        page = out / "report.html" if states["done"] and reported else None
         print_json("compare", out=out, page=page, failed=len(states["failed"]), **found)
     return 1 if states["failed"] else 0
+
+
+def request_of(options: Namespace, passed: Sequence[str]) -> Request:
+    """Return what is to be planned."""
+    baselines = options.baselines or ("none" if options.grid else "auto")
+    names = [name.strip() for name in baselines.split(",") if name.strip()]
+    state = [f"--trainer.optimizer_state={options.optimizer_state}"] if options.optimizer_state else []
+    return Request(
+        options.configs,
+        CLI,
+        options.config,
+        options.override,
+        [*passed, *state],
+        [*(options.vary or []), *options.cross] if options.cross else options.vary,
+        {"auto": list(AUTO), "none": []}.get(baselines, names),
+        matrix=True,
+        rehearse=True,
+        leave_one_out=options.leave_one_site_out,
+        columns=options.subgroup,
+        grid=options.grid,
+    )
+
+
+def crossed(plan: Plan, keys: list[str], seeds: Sequence[int]) -> tuple[Plan, list[int]]:
+    """Return the plan in which every value of keys is run with every other, and the numbers of its runs."""
+    levels = len(seeds)
+    if levels < 2 or list(seeds) != list(range(levels)):
+        raise InputError(f"--cross takes a number of seeds, 2 or more, as in --seeds=3; here they are {list(seeds)}.")
+    methods = [replace(method, vary=marked(method.vary, keys, levels)) for method in plan.methods]
+    return replace(plan, methods=methods), list(range(levels ** (1 + len(keys))))
+
+
+def all_keys(plan: Plan) -> list[str]:
+    """Return the keys that the seed sets in any method."""
+    return list(dict.fromkeys(key for method in plan.methods for key in method.vary))
 
 
 def predict(study: StudyFile, done: Sequence[dict[str, Any]], options: Namespace, screen: Console) -> None:
@@ -232,10 +224,10 @@ def metric_watcher(
     """Return a watcher that stops all runs if the first one that succeeds does not have the metric."""
     watcher = FirstResult(lambda folder: check_metric(folder, metric))
     again = {task.folder for task in tasks}
-    folders = [study.folder / run["folder"] for run in study.states([m.name for m in plan.methods], seeds)["done"]]
-    kept = [folder for folder in folders if folder not in again]
-    if kept and tasks:
-        watcher.look(kept[0])
+    done = filter(None, (study.done(method.name, seed) for method in plan.methods for seed in seeds))
+    kept = next((folder for folder in done if folder not in again), None)
+    if kept is not None and tasks:
+        watcher.look(kept)
     return watcher
 
 
@@ -259,21 +251,22 @@ def show_plan(screen: Console, plan: Plan, seeds: Sequence[int], jobs: int, task
         made = "added as a baseline" if method.baseline else " + ".join(method.configs)
         table.add_row(f"  {escape(method.name)}", escape(made), method.budget)
     screen.print(table, highlight=False)
-    for name, why in plan.no_model.items() if len(methods) < len(plan.methods) else ():
-        say(screen, f"{name} is not trained without a site: it {why.rstrip('.')}.", markup=False)
+    for method in methods if len(methods) < len(plan.methods) else ():
+        if method.no_model is not None:
+            say(screen, f"{method.name} is not trained without a site: it {method.no_model.rstrip('.')}.", markup=False)
     baselines = [method.config for method in methods if method.baseline]
     if baselines:
         text = "; ".join(
             [f"Added baselines have the data, model and budget of '{plan.methods[0].name}'", *notes(baselines)]
         )
         screen.print(f"{text}.", highlight=False)
-    keys = list(dict.fromkeys(key for keys in plan.vary.values() for key in keys))
+    keys = all_keys(plan)
     plain = [setting(key, 0)[0] for key in keys]
     way = "Every value of each is run with every value of the others: " if plain != keys else "The seed sets "
     screen.print(f"{way}{' and '.join(plain)}.", highlight=False)
     for text in optimizer_states({method.name: method.optimizer_state for method in methods}):
         screen.print(f"  ! {text}", markup=False, highlight=False)
-    short = [method.name for method in methods if plan.vary[method.name] == keys[:1]]
+    short = [method.name for method in methods if list(method.vary) == keys[:1]]
     if short:
         screen.print(
             f"The data of {', '.join(short)} are the same for every seed: they have no val_seed. "

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from fedlightning.commands.configs import FOLDER
-from fedlightning.commands.study import CLI, INTERRUPTED, Parser, check_jobs, gpus_to_share, make_runs
-from fedlightning.commands.terminal import console, say, shown
-from fedlightning.compat.rich_tables import print_whole
-from fedlightning.config.errors import InputError
+from fedlightning.commands.study import CLI, INTERRUPTED, Parser
+from fedlightning.commands.terminal import FOLDED, console, print_table, say, shown
 from fedlightning.experiments.children import Main
 from fedlightning.experiments.execute import Task, Watcher
-from fedlightning.experiments.league.reading import League, LeagueTask, chosen, read_league
-from fedlightning.experiments.league.rows import Row, read_rows, write_row
-from fedlightning.experiments.league.trials import Contest
-from fedlightning.experiments.reproduce.runs import folder_of, missing
-from fedlightning.experiments.study_file import StudyFile, only_one
+from fedlightning.experiments.experiment import Experiment
+from fedlightning.experiments.league import Contest, League, LeagueTask, Row, chosen, read_league, read_rows, write_row
+from fedlightning.experiments.reproduce.runs import missing_data
 
 LEAGUE = FOLDER / "league/league.yaml"
 """The league that comes with the package."""
@@ -49,32 +42,22 @@ Exit codes: 0 done, 1 a method failed, 2 bad input, 130 interrupted, or the time
 
 def parser() -> Parser:
     """Return the parser of the command."""
-    made = Parser("league", "[TASK ...]", DESCRIPTION, EXAMPLES)
+    why = "every method has what the league's files say. Copy them."
+    made = Parser("league", "[TASK ...]", DESCRIPTION, EXAMPLES, why)
     made.add_argument("tasks", nargs="*", metavar="TASK", help="tasks to run, or all; none: list what there is")
     made.add_argument("--methods", default="", metavar="A,B", help="methods to run; default: all")
     made.add_argument("--league", type=Path, default=LEAGUE, metavar="FILE", help="tasks, methods, spaces and budget")
-    root, out = Path("data"), Path("runs/league")
-    made.add_argument(
-        "--data-root", type=Path, default=root, metavar="DIR", help=f"folder of the data; default: {root}"
-    )
-    made.add_argument("--out", type=Path, default=out, metavar="DIR", help=f"folder of the runs; default: {out}")
+    made.add_folder("--data-root", "data", "folder of the data")
+    made.add_folder("--out", "runs/league", "folder of the runs")
     made.add_argument("--results", type=Path, metavar="DIR", help="folder of TASK.json; default: results in --out")
     made.add_argument("--minutes", type=float, metavar="N", help="stop after this time; the same command goes on")
-    made.add_argument("--jobs", type=int, default=1, help="runs at a time; default: 1")
-    made.add_argument(
-        "--redo", choices=["failed", "all"], help="make failed runs again, or all of them; default: neither"
-    )
+    made.add_jobs()
     return made
 
 
 def league(words: Sequence[str], main: Main) -> int:
     """Carry out the command and return its exit code."""
-    options, passed = parser().parse(words)
-    if passed:
-        raise InputError(
-            f"'{passed[0]}' cannot be given here: every method has what the league's files say. Copy them."
-        )
-    check_jobs(options.jobs)
+    options, _ = parser().parse(words)
     read = read_league(options.league, FOLDER)
     results, screen = options.results or options.out / "results", console()
     if not options.tasks:
@@ -82,31 +65,27 @@ def league(words: Sequence[str], main: Main) -> int:
         return 0
     tasks = chosen([] if options.tasks == ["all"] else options.tasks, read.tasks, "task")
     methods = chosen([name.strip() for name in options.methods.split(",") if name.strip()], read.methods, "method")
-    until = Until(options.minutes)
-    make = partial(_make, jobs=options.jobs, screen=screen, main=main, until=until)
-    failed = False
+    until, failed = Until(options.minutes), False
     for task in (read.tasks[name] for name in tasks):
-        lacking = next(
-            (missing(one, options.data_root) for one in task.data if folder_of(one, options.data_root) is None), ""
-        )
+        lacking = missing_data(task.data, options.data_root)
         if lacking:
             say(screen, f"{task.name} is not run: {lacking}.", markup=False)
             continue
-        with only_one(options.out / task.name):
-            study = StudyFile(options.out / task.name)
-            study.data |= {"command": "fedlightning league"}
-            for name in (name for name in methods if name not in task.without):
-                contest = Contest(read, task, read.methods[name], options.data_root, study, CLI, make, options.redo)
-                row = read_rows(results / f"{task.name}.json").get(name)
-                if row is None or row["setting"] != read.setting(task, read.methods[name]) or options.redo:
+        experiment = Experiment(options.out / task.name, screen, main, options.jobs, options.redo)
+        file = results / f"{task.name}.json"
+        with experiment.alone(command="fedlightning league"):
+            for method in (read.methods[name] for name in methods if name not in task.without):
+                row = read_rows(file).get(method.name)
+                if row is None or row["setting"] != read.setting(task, method) or options.redo:
+                    contest = Contest(read, task, method, options.data_root, experiment, CLI, [until])
                     row = None if until.over else contest.carry_out()
                     if row is None:
                         say(screen, "\nInterrupted, or the time was up. The same command goes on from here.")
                         return INTERRUPTED
-                    write_row(results / f"{task.name}.json", row)
+                    write_row(file, row)
                 show_row(task, row, screen)
                 failed |= "failed" in row
-        say(screen, f"Rows: {shown(results / f'{task.name}.json')}")
+        say(screen, f"Rows: {shown(file)}")
     return 1 if failed else 0
 
 
@@ -131,19 +110,13 @@ class Until(Watcher):
             raise KeyboardInterrupt
 
 
-def _make(study: StudyFile, tasks: Sequence[Task], *, jobs: int, screen: Console, main: Main, until: Until) -> bool:
-    return make_runs(study, tasks, jobs, gpus_to_share(0), screen, main, [until])
-
-
 def show_league(read: League, results: Path, screen: Console) -> None:
     """Print the tasks with what has been run of them, and the methods by group."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for column in ("task", "what", "run"):
-        table.add_column(column, overflow="fold")
+    rows = []
     for name, task in read.tasks.items():
         done = [one for one in read_rows(results / f"{name}.json") if one in read.methods]
-        table.add_row(name, escape(task.title), f"{len(done)} of {len(read.methods) - len(task.without)}")
-    print_whole(screen, table)
+        rows.append([name, escape(task.title), f"{len(done)} of {len(read.methods) - len(task.without)}"])
+    print_table(screen, dict.fromkeys(("task", "what", "run"), FOLDED), rows)
     for group in dict.fromkeys(method.group for method in read.methods.values()):
         names = ", ".join(name for name, method in read.methods.items() if method.group == group)
         say(screen, f"{group}: {names}", markup=False)

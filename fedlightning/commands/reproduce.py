@@ -2,41 +2,45 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from fedlightning.commands.configs import FOLDER
 from fedlightning.commands.json_output import print_json
-from fedlightning.commands.reproduce_tables import list_tables, listed, show_summary, show_table
-from fedlightning.commands.study import (
-    CLI,
-    INTERRUPTED,
-    Parser,
-    check_jobs,
-    gpus_to_share,
-    make_runs,
-    parse_seeds,
-    show_commands,
-)
-from fedlightning.commands.terminal import console, say, shown
+from fedlightning.commands.study import CLI, INTERRUPTED, Parser, show_commands
+from fedlightning.commands.terminal import FOLDED, NUMBER, WHOLE, console, print_table, say, shown
 from fedlightning.config.errors import InputError, suggestion
 from fedlightning.experiments.children import Main, call
 from fedlightning.experiments.execute import Task
-from fedlightning.experiments.ray_runner import ray_options, refuse_ray_within
+from fedlightning.experiments.experiment import Experiment, StudyFile
 from fedlightning.experiments.reproduce.page import write_page
-from fedlightning.experiments.reproduce.reading import read_table
-from fedlightning.experiments.reproduce.record import lost, moved_goals, write_record
-from fedlightning.experiments.reproduce.results import Line, Place, measure_table
-from fedlightning.experiments.reproduce.runs import Job, obstacle, plan_jobs
-from fedlightning.experiments.reproduce.summary import as_json, write_json
-from fedlightning.experiments.reproduce.tables import ALL, Table
-from fedlightning.experiments.study_file import StudyFile, only_one
+from fedlightning.experiments.reproduce.record import as_json, lost, moved_goals, read_record, write_json, write_record
+from fedlightning.experiments.reproduce.results import (
+    BAD,
+    GOOD,
+    Line,
+    Place,
+    TableRun,
+    chance,
+    headings,
+    left_out,
+    measure_tables,
+    reasons,
+    row_of,
+    times,
+    verdict_counts,
+)
+from fedlightning.experiments.reproduce.runs import obstacle, plan_runs
+from fedlightning.experiments.reproduce.tables import ALL, Table, read_table
 
+_COLOURS = {**dict.fromkeys(GOOD, "green"), **dict.fromkeys(BAD, "bold red"), "inconclusive": "yellow"}
+_KINDS = {"name": FOLDED, "published": NUMBER, "ours": NUMBER, "verdict": WHOLE}
 TABLES = FOLDER / "reproduce"
 """The tables that come with the package."""
 DESCRIPTION = """\
@@ -68,42 +72,21 @@ Exit codes: 0 all cells that once agreed still do (or could not be run here), 1 
 
 def parser() -> Parser:
     """Return the parser of the command."""
-    made = Parser("reproduce", "[NAME ...]", DESCRIPTION, EXAMPLES)
+    why = "a table's runs are as its file says. Copy the file, and change it."
+    made = Parser("reproduce", "[NAME ...]", DESCRIPTION, EXAMPLES, why)
     made.add_argument("names", nargs="*", metavar="NAME", help="table, or YAML file of your own; none: list all")
     made.add_argument("--set", metavar="SET", help="runs of one set only, as cpu; without a NAME, of all tables")
-    root = Path("data")
-    made.add_argument(
-        "--data-root", type=Path, default=root, metavar="DIR", help=f"folder of the data; default: {root}"
-    )
-    out = Path("runs/reproduce")
-    made.add_argument("--out", type=Path, default=out, metavar="DIR", help=f"folder for all files; default: {out}")
+    made.add_folder("--data-root", "data", "folder of the data")
+    made.add_folder("--out", "runs/reproduce", "folder for all files")
     made.add_argument("--record", action="store_true", help="keep the verdicts beside the tables (recorded/NAME.json)")
     made.add_argument("--json", action="store_true", help="print the results as one line of JSON too, the last one")
     made.add_making(None, "as each table says")
     return made
 
 
-@dataclass
-class _Asked:
-    """A table that was asked for, with the runs of it that are to be made."""
-
-    table: Table
-    runs: list[str]
-    obstacle: str
-    seeds: list[int]
-    places: dict[str, dict[int, Place]] = field(default_factory=dict)
-
-
 def reproduce(words: Sequence[str], main: Main) -> int:
     """Carry out the command and return its exit code."""
-    options, passed = parser().parse(words)
-    if passed:
-        raise InputError(
-            f"'{passed[0]}' cannot be given here: a table's runs are as its file says. Copy the file, and change it."
-        )
-    check_jobs(options.jobs)
-    seeds = None if options.seeds is None else parse_seeds(options.seeds)
-    ray = ray_options(options.runner, options.ray_address, options.ray_cpus)
+    options, _ = parser().parse(words)
     screen = console()
     tables = find_tables(options.names)
     if not options.names and options.set is None:
@@ -112,33 +95,31 @@ def reproduce(words: Sequence[str], main: Main) -> int:
         else:
             list_tables(tables, screen)
         return 0
-    asked = _asked(tables, options, seeds)
-    possible = {one.table.name: (one.table, one.runs) for one in asked if not one.obstacle and one.runs}
-    with tempfile.TemporaryDirectory() as scratch:
-        jobs: list[Job] = (
-            call(plan_jobs, possible, str(options.data_root.resolve()), seeds, CLI, scratch) if possible else []
-        )
-    if ray is not None:
-        refuse_ray_within(job.method for job in jobs)
+    asked = ask_for(tables, options)
+    if any(one.runs and not one.obstacle for one in asked):
+        for one, methods in zip(asked, call(plan_runs, asked, str(options.data_root.resolve()), CLI), strict=True):
+            one.methods = methods
+    wanted = {(m.name, seed): (m, seed) for one in asked for m in one.methods.values() for seed in one.seeds}
+    experiment = Experiment(options.out, screen, main, options.jobs, options.redo, options.ray)
+
+    def plan() -> list[Task]:
+        """Return the runs that are missing; one that several tables ask for is there once."""
+        return [task for method, seed in wanted.values() for task in experiment.plan([method], [seed])]
+
     if options.dry_run:
-        show_commands(_tasks(StudyFile(options.out), jobs, options.redo), screen)
+        show_commands(plan(), screen)
         return 0
-    with only_one(options.out):
-        study = StudyFile(options.out)
-        tasks = _tasks(study, jobs, options.redo)
-        _say_plan(asked, jobs, tasks, options, screen)
-        methods = {job.method.name: job.method for job in jobs}
-        vary = {job.method.name: job.vary for job in jobs}
-        every = sorted({seed for job in jobs for seed in job.seeds})
-        study.data |= {"command": "fedlightning reproduce"}
-        study.begin(list(methods.values()), every, vary, tasks, options.redo)
-        if not make_runs(study, tasks, options.jobs, gpus_to_share(0), screen, main, (), ray):
+    with experiment.alone(command="fedlightning reproduce") as study:
+        tasks = plan()
+        show_plan(asked, len(wanted), len(tasks), options, screen)
+        methods = {method.name: method for method, _ in wanted.values()}
+        if not experiment.make(list(methods.values()), sorted({seed for _, seed in wanted}), tasks):
             say(screen, "\nInterrupted. The same command goes on from here.")
             return INTERRUPTED
-    for one in asked:
-        one.places = {job.run: _places(study, job) for job in jobs if job.table == one.table.name}
-    found: dict[str, list[Line]] = call(_measure, asked)
-    return _tell(asked, found, options, screen)
+    measured = call(measure_tables, [(one.table, _places(study, one), one.seeds, one.obstacle) for one in asked])
+    for one, lines in zip(asked, measured, strict=True):
+        one.lines = lines
+    return tell(asked, options, screen)
 
 
 def find_tables(names: Sequence[str]) -> list[Table]:
@@ -159,35 +140,78 @@ def find_tables(names: Sequence[str]) -> list[Table]:
     return [read_table(path, FOLDER) for path in (found or known).values()]
 
 
-def _asked(tables: Sequence[Table], options: Any, seeds: Sequence[int] | None) -> list[_Asked]:
-    out = []
+def ask_for(tables: Sequence[Table], options: Namespace) -> list[TableRun]:
+    """Return what is to be run of tables.
+
+    Raises:
+        InputError: If it is nothing.
+    """
+    asked = []
     for table in tables:
         runs = [name for name, run in table.runs.items() if options.set is None or options.set in run.sets]
         if runs or options.set is None or options.set in table.sets:
-            out.append(_Asked(table, runs, obstacle(table, options.data_root), list(seeds or table.seeds)))
-    if not out:
+            asked.append(TableRun(table, runs, options.seeds or table.seeds, obstacle(table, options.data_root)))
+    if not asked:
         sets = sorted({name for table in tables for run in table.runs.values() for name in (*run.sets, *table.sets)})
         hint = suggestion(options.set, sets) or f"Sets: {', '.join(sets)}; without --set all runs are made."
         raise InputError(f"No table is in the set '{options.set}'. {hint}")
-    return out
+    return asked
 
 
-def _tasks(study: StudyFile, jobs: Sequence[Job], redo: Any) -> list[Task]:
-    """Return the runs that are missing; one that several tables ask for is there once."""
-    wanted: dict[str, tuple[Job, list[int]]] = {}
-    for job in jobs:
-        _, seeds = wanted.setdefault(job.method.name, (job, []))
-        seeds += [seed for seed in job.seeds if seed not in seeds]
-    found = []
-    for job, seeds in wanted.values():
-        found += study.plan([job.method], seeds, {job.method.name: job.vary}, redo)
-    return found
+def _places(study: StudyFile, one: TableRun) -> dict[str, dict[int, Place]]:
+    """Return where the runs of a table lie, by name and seed."""
+    places: dict[str, dict[int, Place]] = {}
+    for run, method in one.methods.items():
+        for seed in one.seeds:
+            folder, entry = study.done(method.name, seed), study.entry(method.name, seed)
+            why = f"run {run}, seed {seed}, failed: {'it was not made' if entry is None else entry['error']}"
+            place = Place(None, why, failed=True) if folder is None else Place(str(folder))
+            places.setdefault(run, {})[seed] = place
+    return places
 
 
-def _say_plan(
-    asked: Sequence[_Asked], jobs: Sequence[Job], tasks: Sequence[Task], options: Any, screen: Console
-) -> None:
-    total = len({(job.method.name, seed) for job in jobs for seed in job.seeds})
+def tell(asked: Sequence[TableRun], options: Namespace, screen: Console) -> int:
+    """Print and write the results, keep them if asked to, and return the exit code."""
+    for one in asked:
+        show_table(one.table, one.lines, screen)
+    said = [text for one in asked for text in lost(one.table, one.lines, one.seeds)]
+    moved = [text for one in asked for text in moved_goals(one.table)]
+    content = as_json(asked, said, moved)
+    write_json(options.out, content)
+    page = call(write_page, options.out, asked, said, moved)
+    show_summary(asked, content["chance"], [*moved, *said], screen)
+    for one in asked if options.record else ():
+        say(screen, f"Recorded: {shown(write_record(one.table, one.lines))}")
+    say(screen, f"Page: {shown(page)}; results: {shown(options.out / 'reproduce.json')}")
+    if options.json:
+        about = {name: content[name] for name in ("tables", "chance", "lost")}
+        print_json("reproduce", out=options.out, page=page, **about)
+    return 1 if said or any(line.failed for one in asked for line in one.lines) else 0
+
+
+# -- on the terminal ---------------------------------------------------------------------------------------------------
+def recorded_words(table: Table) -> list[str]:
+    """Return the last verdicts of a table."""
+    return [line["verdict"] for line in read_record(table.path).values()]
+
+
+def listed(tables: Sequence[Table]) -> list[dict[str, Any]]:
+    """Return the tables with their last verdicts, for programs."""
+    return [
+        {
+            "name": table.name,
+            "title": table.title,
+            "paper": table.source.paper,
+            "sets": list(table.sets),
+            "minutes": dict(table.minutes),
+            "counts": dict(Counter(recorded_words(table))),
+        }
+        for table in tables
+    ]
+
+
+def show_plan(asked: Sequence[TableRun], total: int, missing: int, options: Namespace, screen: Console) -> None:
+    """Print how many runs there are, and how long they take."""
     known = [one.table.minutes for one in asked if not one.obstacle]
     wanted = options.set or ALL
     minutes = sum(one.get(wanted, 0.0 if options.set else sum(one.values())) for one in known)
@@ -195,47 +219,51 @@ def _say_plan(
     about = f"{word} {minutes:g} minutes if none was; " if minutes else ""
     say(
         screen,
-        f"{len(asked)} table{'s' if len(asked) > 1 else ''}: {total} runs, {total - len(tasks)} of them there already; "
+        f"{len(asked)} table{'s' if len(asked) > 1 else ''}: {total} runs, {total - missing} of them there already; "
         f"{options.jobs} at a time; {about}{shown(options.out)}",
     )
 
 
-def _places(study: StudyFile, job: Job) -> dict[int, Place]:
-    found = {}
-    for seed in job.seeds:
-        entry = study.entry(job.method.name, seed)
-        if entry is not None and entry["state"] == "done":
-            found[seed] = Place(str(study.run_folder(job.method.name, seed)))
-        else:
-            error = "it was not made" if entry is None else entry["error"]
-            found[seed] = Place(None, f"run {job.run}, seed {seed}, failed: {error}", failed=True)
-    return found
+def list_tables(tables: Sequence[Table], screen: Console) -> None:
+    """Print the tables that can be run."""
+    rows = []
+    for table in tables:
+        last = verdict_counts(recorded_words(table)) or "none yet"
+        paper = table.source.paper.partition(",")[0]
+        rows.append([table.name, escape(paper), escape(table.title), times(table), last])
+    columns = dict.fromkeys(("paper", "about", "sets: minutes", "last verdicts"), FOLDED)
+    print_table(screen, {"table": WHOLE, **columns}, rows)
+    say(
+        screen,
+        "Run one: fedlightning reproduce NAME --data-root DIR --jobs 2. A table of your own: docs/how-to/reproduce.md.",
+    )
 
 
-def _measure(asked: Sequence[_Asked]) -> dict[str, list[Line]]:
-    return {one.table.name: measure_table(one.table, one.places, one.seeds, one.obstacle) for one in asked}
+def show_table(table: Table, lines: Sequence[Line], screen: Console) -> None:
+    """Print a table with its verdicts, and why cells disagree."""
+    say(screen, f"\n{table.name}: {table.title}", style="bold", markup=False)
+    say(screen, f"{table.source.paper}, {table.source.table}. {table.source.link}".strip(), markup=False)
+    if table.tuned_on_test:
+        say(screen, "The paper chose on test data; its numbers are too good by what that gains.", markup=False)
+    shown = [line for line in lines if line.asked]
+    for orders in (False, True):
+        rows = [row_of(line) for line in shown if line.is_order == orders]
+        titles = headings(orders)
+        cells = [[_coloured(row[key]) if key == "verdict" else escape(row[key]) for key in titles] for row in rows]
+        if cells:
+            print_table(screen, {title: _KINDS[key] for key, title in titles.items()}, cells)
+    for text in (*reasons(shown), *left_out(lines)):
+        say(screen, f"  {text}", markup=False)
 
 
-def _tell(asked: Sequence[_Asked], found: Mapping[str, list[Line]], options: Any, screen: Console) -> int:
-    """Print and write the results, keep them if asked to, and return the exit code."""
-    said, moved = [], []
-    for one in asked:
-        lines = found[one.table.name]
-        show_table(one.table, lines, screen)
-        said += lost(one.table, lines, one.seeds)
-        moved += moved_goals(one.table)
-    tables = [(one.table, found[one.table.name], one.seeds) for one in asked]
-    content = as_json(tables, said, moved)
-    write_json(options.out, content)
-    page = call(write_page, options.out, tables, said, moved)
-    show_summary(content, said, moved, screen)
-    if options.record:
-        for table, lines, _ in tables:
-            say(screen, f"Recorded: {shown(write_record(table, lines))}")
-    say(screen, f"Page: {shown(page)}; results: {shown(options.out / 'reproduce.json')}")
-    if options.json:
-        print_json(
-            "reproduce", out=options.out, page=page, tables=content["tables"], chance=content["chance"], lost=said
-        )
-    failed = any(line.failed for lines in found.values() for line in lines)
-    return 1 if said or failed else 0
+def _coloured(verdict: str) -> str:
+    return f"[{_COLOURS.get(verdict, 'dim')}]{verdict}[/]"
+
+
+def show_summary(asked: Sequence[TableRun], expected: float, changes: Sequence[str], screen: Console) -> None:
+    """Print how many cells agree, how many would disagree by chance, and what was lost or moved since the last record."""
+    words = [line.verdict.word for one in asked for line in one.lines if line.asked]
+    say(screen, f"\nAll: {verdict_counts(words) or 'nothing was asked for'}.")
+    say(screen, chance(expected))
+    for text in changes:
+        say(screen, f"! {text}", style="bold red", markup=False)

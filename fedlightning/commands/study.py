@@ -1,40 +1,29 @@
-"""Parts of `compare` and `sweep`: their options, the execution of runs, and the list of failures."""
+"""Parts of the commands that make runs: their options, the list of commands, and that of failures."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shlex
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from fedlightning.commands.terminal import say
-from fedlightning.compat.rich_tables import print_whole
+from fedlightning.commands.terminal import FOLDED, WHOLE, print_table, say
 from fedlightning.config.errors import InputError, suggestion
-from fedlightning.experiments.children import Main
-from fedlightning.experiments.execute import LOG, Task, Watcher, execute
-from fedlightning.experiments.progress import View
-from fedlightning.experiments.ray_runner import RayRuns
-from fedlightning.experiments.study_file import StudyFile
-from fedlightning.resume.stop_requests import ENDINGS, SIGNALS, under_slurm
-
-if TYPE_CHECKING:
-    from fedlightning.options import Ray
+from fedlightning.experiments.execute import LOG, Task
+from fedlightning.experiments.experiment import StudyFile
+from fedlightning.experiments.ray_runner import ray_options
 
 PASSED_ON = re.compile(r"--(?:trainer|model|data)(?:[.+=]|$)")
 """Options that are passed on to every run."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
-CLI = "fedlightning.commands.run:Commands"
-"""Class that parses the options of a run, by name, since it imports torch."""
+CLI = "fedlightning.commands.run.Commands"
+"""Class that parses the options of a run, by its import path, since it imports torch."""
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -52,10 +41,11 @@ class Parser(argparse.ArgumentParser):
         words: Words that must follow it.
         description: Text above the options.
         epilog: Text below the options.
+        no_passing: Why no options can be passed on to runs; empty: they can.
     """
 
-    def __init__(self, command: str, words: str, description: str, epilog: str) -> None:
-        name = f"fedlightning {command}"
+    def __init__(self, command: str, words: str, description: str, epilog: str, no_passing: str = "") -> None:
+        name, self._no_passing = f"fedlightning {command}", no_passing
         super().__init__(
             name,
             " ".join(filter(None, (name, words, "[OPTIONS]"))),
@@ -70,7 +60,10 @@ class Parser(argparse.ArgumentParser):
         raise InputError(f"{message}. See {self.prog} --help.")
 
     def parse(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Return the options of the command, and the options to pass on to every run."""
+        """Return the options of the command, and the options to pass on to every run.
+
+        Options about making runs are checked: `seeds` are numbers then, and `ray` says what Ray is to be.
+        """
         own, passed = split_words(words)
         options, unknown = self.parse_known_args(own)
         if unknown:
@@ -78,6 +71,14 @@ class Parser(argparse.ArgumentParser):
             hint = suggestion(unknown[0].partition("=")[0], known)
             hint = hint or "Options of a run are passed on: --trainer.max_rounds=3, --model..., --data... ."
             raise InputError(f"there is no option '{unknown[0]}'. {hint}")
+        if passed and self._no_passing:
+            raise InputError(f"'{passed[0]}' cannot be given here: {self._no_passing}")
+        if "jobs" in options and options.jobs < 1:
+            raise InputError(f"--jobs is {options.jobs}: give the number of runs to make at a time, 1 or more.")
+        if getattr(options, "seeds", None) is not None:
+            options.seeds = parse_seeds(options.seeds)
+        if "runner" in options:
+            options.ray = ray_options(options.runner, options.ray_address, options.ray_cpus)
         return options, passed
 
     def option_strings(self) -> list[str]:
@@ -119,9 +120,6 @@ class Parser(argparse.ArgumentParser):
             "--seeds", default=seeds, help=f"number of seeds (5 is 0,1,2,3,4), or the seeds (0,3,7); default: {said}"
         )
         group.add_argument(
-            "--jobs", type=int, default=1, help="runs at a time (default: 1); if more, each has one thread and one GPU"
-        )
-        group.add_argument(
             "--runner",
             choices=["processes", "ray"],
             default="processes",
@@ -136,11 +134,24 @@ class Parser(argparse.ArgumentParser):
         group.add_argument(
             "--ray-cpus", type=float, metavar="N", help="CPUs that --runner ray sets aside for each run; default: 1"
         )
+        self.add_jobs(group)
+        group.add_argument("--dry-run", action="store_true", help="print the commands of all runs, and stop")
+        return group
+
+    def add_jobs(self, group: Any = None) -> None:
+        """Add the options about how many runs are made at a time, and which again."""
+        group = group or self
+        group.add_argument(
+            "--jobs", type=int, default=1, help="runs at a time (default: 1); if more, each has one thread and one GPU"
+        )
         group.add_argument(
             "--redo", choices=["failed", "all"], help="make failed runs again, or all of them; default: neither"
         )
-        group.add_argument("--dry-run", action="store_true", help="print the commands of all runs, and stop")
-        return group
+
+    def add_folder(self, name: str, default: str, what: str) -> None:
+        """Add an option that is a folder."""
+        help = f"{what}; default: {default}"
+        self.add_argument(name, type=Path, default=Path(default), metavar="DIR", help=help)
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -181,62 +192,6 @@ def parse_seeds(text: str) -> list[int]:
     return list(dict.fromkeys(map(int, parts))) if "," in text else list(range(int(parts[0])))
 
 
-def check_jobs(jobs: int) -> int:
-    """Return `jobs` if it is at least 1."""
-    if jobs < 1:
-        raise InputError(f"--jobs is {jobs}: give the number of runs to make at a time, 1 or more.")
-    return jobs
-
-
-def gpus_to_share(count: int) -> list[str]:
-    """Return values for the `CUDA_VISIBLE_DEVICES` of runs: the GPUs that are visible here."""
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return (visible or [str(index) for index in range(count)])[:count]
-
-
-def make_runs(
-    study: StudyFile,
-    tasks: Sequence[Task],
-    jobs: int,
-    gpus: Sequence[str],
-    screen: Console,
-    main: Main,
-    watchers: Sequence[Watcher] = (),
-    ray: Ray | None = None,
-) -> bool:
-    """Make the runs and keep `study.json` up to date."""
-    known: dict[str, list[float]] = {}
-    for run in study.data["runs"]:
-        if run["state"] == "done":
-            known.setdefault(run["run"], []).append(run["seconds"])
-    try:
-        at_once = min(jobs, max(1, len(tasks)))
-        with _terminable():
-            start = RayRuns(ray, at_once, main) if ray is not None and tasks else None
-            with View(tasks, jobs, known, screen) as view:
-                execute(tasks, at_once, gpus, [study, view, *watchers], main, start)
-    except KeyboardInterrupt:
-        study.save()
-        return False
-    return True
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Treat what asks a process to end like Ctrl-C."""
-
-    def stop(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    numbers = (*ENDINGS, *(SIGNALS if under_slurm() else ()))
-    before = {number: signal.signal(number, stop) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def show_commands(tasks: Sequence[Task], screen: Console) -> None:
     """Print the command of each run."""
     for task in tasks:
@@ -249,12 +204,8 @@ def show_failures(study: StudyFile, failed: Sequence[dict[str, Any]], screen: Co
     if not failed:
         return
     screen.print(f"\n{len(failed)} run{'s' if len(failed) > 1 else ''} failed:", style="bold red")
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("method", no_wrap=True)
-    table.add_column("seed", justify="right")
-    table.add_column("why", overflow="fold")
-    for run in failed:
-        table.add_row(escape(run["run"]), str(run["seed"]), escape(str(run["error"])))
-    print_whole(screen, table)
+    columns = {"method": WHOLE, "seed": {"justify": "right"}, "why": FOLDED}
+    rows = ([escape(run["run"]), str(run["seed"]), escape(str(run["error"]))] for run in failed)
+    print_table(screen, columns, rows)
     log = study.folder / failed[0]["folder"] / LOG
     say(screen, f"Output: {log}. Make them again: the same command with --redo failed.")

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import shlex
+from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from fedlightning.commands.json_output import print_json
-from fedlightning.commands.study import INTERRUPTED, Parser, check_jobs, parse_seeds, show_commands, show_failures
-from fedlightning.commands.terminal import console, say, shown
-from fedlightning.commands.trials import Sweep
-from fedlightning.compat.rich_tables import print_whole
+from fedlightning.commands.study import CLI, INTERRUPTED, Parser, show_commands, show_failures
+from fedlightning.commands.terminal import FOLDED, NUMBER, WHOLE, console, print_table, say, shown
 from fedlightning.config.errors import InputError
 from fedlightning.experiments.children import Main, call
-from fedlightning.experiments.ray_runner import ray_options
-from fedlightning.experiments.space import combinations, parse_grid, parse_search
-from fedlightning.experiments.study_file import StudyFile, only_one
-from fedlightning.experiments.sweep import Proposals, Trial
+from fedlightning.experiments.experiment import Experiment
+from fedlightning.experiments.plan import Request
+from fedlightning.experiments.search import Proposals, Search, Trial, combinations, parse_grid, parse_search
 from fedlightning.scores.metrics import bare, higher_is_better
 
 DESCRIPTION = """\
@@ -48,8 +43,7 @@ def parser() -> Parser:
     """Return the parser of the command."""
     made = Parser("sweep", "--config FILE", DESCRIPTION, EXAMPLES)
     made.add_list("-c", "--config", metavar="FILE", help="file of the run, as for fit")
-    out = Path("runs/sweep")
-    made.add_argument("--out", type=Path, default=out, metavar="DIR", help=f"folder for all files; default: {out}")
+    made.add_folder("--out", "runs/sweep", "folder for all files")
     made.add_passed_on()
     values = made.add_argument_group("values")
     made.add_list("--grid", metavar="KEY=A,B,C", help="values of an option to try", group=values)
@@ -74,90 +68,88 @@ def sweep(words: Sequence[str], main: Main) -> int:
         raise InputError("give either --grid KEY=A,B,C or --search KEY=RANGE, each as often as there are keys.")
     if options.trials < 1:
         raise InputError(f"--trials is {options.trials}: give 1 or more.")
-    check_jobs(options.jobs)
-    ray = ray_options(options.runner, options.ray_address, options.ray_cpus)
     grid, ranges = list(combinations(parse_grid(options.grid))), parse_search(options.search)
-    seeds, screen = parse_seeds(options.seeds), console()
+    seeds, screen = options.seeds, console()
     proposals = Proposals(ranges, options.search_seed, higher_is_better(options.metric)) if ranges else None
-    going = Sweep(options, passed, seeds, StudyFile(options.out), screen, main, ray)
+    *before, file = options.config
+    request = Request([file], CLI, before, options=passed, vary=options.vary)
+    experiment = Experiment(options.out, screen, main, options.jobs, options.redo, options.ray)
+    search = Search(experiment, request, seeds, options.metric)
     if options.dry_run:
-        shown_first = proposals.ask(1) if proposals else grid
-        _, tasks, _, _ = going.plan(shown_first)
+        _, tasks, _ = search.plan(proposals.ask(1) if proposals else grid)
         show_commands(tasks, screen)
         return 0
-    with only_one(options.out):
-        going.study = StudyFile(options.out)
-        going.study.data |= {"command": f"fedlightning sweep {shlex.join(words)}", "metric": options.metric}
+    with experiment.alone(command=f"fedlightning sweep {shlex.join(words)}", metric=options.metric) as study:
         size = len(grid) or options.trials
         say(
             screen,
             f"{size} trials x {len(seeds)} seeds = {size * len(seeds)} runs; {options.jobs} at a time; "
             f"{shown(options.out)}\n",
         )
-        finished = going.run(grid) if proposals is None else search(going, proposals)
+        finished = search.run(grid) if proposals is None else run_proposals(search, proposals, options, screen)
         if not finished:
             screen.print("\nInterrupted. The same command goes on from here.", highlight=False)
             return INTERRUPTED
-        states = going.study.states([trial.name for trial in going.trials], seeds)
-        show_failures(going.study, states["failed"], screen)
-        show_trials(going, screen)
-        if options.test and going.best is not None:
-            test_best(going, going.best)
+        states = study.states(list(search.trials), seeds)
+        show_failures(study, states["failed"], screen)
+        show_trials(search, screen)
+        if options.test and search.best is not None:
+            test_best(search, search.best, options, screen, main)
     if options.json:
-        trials = [{"name": one.name, "values": one.values, "objective": one.objective} for one in going.ranked]
+        trials = [{"name": one.name, "values": one.values, "objective": one.objective} for one in search.ranked]
         print_json("sweep", out=options.out, metric=options.metric, trials=trials)
-    return 1 if states["failed"] or going.best is None else 0
+    return 1 if states["failed"] or search.best is None else 0
 
 
-def search(going: Sweep, proposals: Proposals) -> bool:
+def run_proposals(search: Search, proposals: Proposals, options: Namespace, screen: Console) -> bool:
     """Ask Optuna for values, run them, and report their objectives. Return False if it was interrupted.
 
     As many trials are asked for at once as --jobs can run beside each other with all seeds.
     """
-    at_once = going.study.data.setdefault("at_once", max(1, going.options.jobs // len(going.seeds)))
+    at_once = search.experiment.study.data.setdefault("at_once", max(1, options.jobs // len(search.seeds)))
     done = 0
-    while done < going.options.trials:
-        values = proposals.ask(min(at_once, going.options.trials - done))
+    while done < options.trials:
+        values = proposals.ask(min(at_once, options.trials - done))
         done += len(values)
         for value in values:
             text = ", ".join(f"{key}={value}" for key, value in value.items())
-            say(going.screen, f"trial {done}/{going.options.trials}: {escape(text)}")
-        if not going.run(values, going.options.trials - done):
+            say(screen, f"trial {done}/{options.trials}: {escape(text)}")
+        if not search.run(values, options.trials - done):
             return False
-        proposals.tell(going.objectives(values))
+        proposals.tell([search.trials[Trial(value).name].objective for value in values])
     return True
 
 
-def test_best(going: Sweep, best: Trial) -> None:
+def test_best(search: Search, best: Trial, options: Namespace, screen: Console, main: Main) -> None:
     """Score the runs of the best trial on test data, write the scores to their folders, and print them."""
     from fedlightning.commands.report import show_overview
 
-    folders = [going.study.run_folder(best.name, seed) for seed in going.seeds]
+    folders = [search.experiment.study.run_folder(best.name, seed) for seed in search.seeds]
     for folder in folders:
-        if call(going.main, ["test", "--run", str(folder), "--trainer.evaluation.test_data=[local,pooled]"]):
+        if call(main, ["test", "--run", str(folder), "--trainer.evaluation.test_data=[local,pooled]"]):
             raise RuntimeError(f"The test of {folder} failed; its output is above.")
-    show_overview(folders, going.options.test_metric, "deployed", going.screen)
+    show_overview(folders, options.test_metric, "deployed", screen)
 
 
-def show_trials(going: Sweep, screen: Console) -> None:
+def show_trials(search: Search, screen: Console) -> None:
     """Print a table of all trials, best first."""
-    metric = f"val_{bare(going.options.metric)}"
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    keys = list(dict.fromkeys(key for trial in going.trials for key in trial.values))
-    for key in keys:
-        table.add_column(_short(key, keys), overflow="fold")
-    table.add_column(metric, justify="right", no_wrap=True)
-    table.add_column("by seed", justify="right", overflow="fold")
-    table.add_column("trial", no_wrap=True)
-    for trial in going.ranked:
+    keys = list(dict.fromkeys(key for trial in search.ranked for key in trial.values))
+    columns = {_short(key, keys): FOLDED for key in keys} | {
+        f"val_{bare(search.metric)}": NUMBER,
+        "by seed": {"justify": "right", **FOLDED},
+        "trial": WHOLE,
+    }
+    rows = []
+    for trial in search.ranked:
         value = trial.objective
         by_seed = " ".join("-" if v is None else f"{v:.4f}" for v in trial.per_seed.values())
         cells = [escape(trial.values.get(key, "-")) for key in keys]
-        table.add_row(*cells, "failed" if value is None else f"{value:.5f}", by_seed, trial.name)
-    print_whole(screen, table)
-    if going.best is not None:
-        say(screen, f"Best values: {shown(going.out / 'best.yaml')}")
-    say(screen, f"All trials: {shown(going.out / 'sweep.json')}")
+        rows.append([*cells, "failed" if value is None else f"{value:.5f}", by_seed, trial.name])
+    print_table(screen, columns, rows)
+    folder = search.experiment.folder
+    if search.best is not None:
+        say(screen, f"Best values: {shown(folder / 'best.yaml')}")
+    say(screen, f"All trials: {shown(folder / 'sweep.json')}")
 
 
 def _short(key: str, keys: Sequence[str]) -> str:

@@ -1,4 +1,7 @@
-"""Parser of the command line and of YAML files, which makes the model, the data and the trainer of one command."""
+"""Parser of the command line and of YAML files, which makes the model, the data and the trainer of one command.
+
+Its YAML loader has limits: what no configuration holds is refused as it is read.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +16,51 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fedlightning import __version__
-
-# isort: split
 import yaml
-from jsonargparse import DefaultHelpFormatter, Namespace
+from jsonargparse import DefaultHelpFormatter, Namespace, get_loader, set_loader
 from lightning import seed_everything
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from yaml import YAMLError
 
+from fedlightning import __version__
 from fedlightning.compat.lightning_runs import Maker
 from fedlightning.config.class_names import class_names
 from fedlightning.config.errors import InputError, constructor_sentence, root_cause
-from fedlightning.config.short_forms import CLASS_PATHS, expand_words, nested_options
-from fedlightning.config.value_checks import check_values, is_plain, refuse_misread
-from fedlightning.config.yaml_form import guard_yaml
+from fedlightning.config.short_forms import CLASS_PATHS, expand_file, expand_words, nested_options
+from fedlightning.config.value_checks import (
+    check_values,
+    is_plain,
+    refuse_expansion,
+    refuse_form,
+    refuse_misread,
+    refuse_two_values,
+)
 from fedlightning.errors import ConfigurationError, users_line
 from fedlightning.options import Evaluation, FailurePolicy
 from fedlightning.options.lightning_arguments import FORWARDED
 from fedlightning.trainer import FederatedTrainer
+
+
+def guard_yaml() -> None:
+    """Let jsonargparse's YAML loader refuse what no configuration holds."""
+    load = get_loader("yaml")
+    if getattr(load, "guarded", False):
+        return
+
+    def loading(text: str) -> Any:
+        refuse_form(text)
+        try:
+            found = load(text)
+        except (ValueError, OverflowError, RecursionError) as error:
+            raise YAMLError(f"it has a value that cannot be read: {error}") from None
+        refuse_expansion(found)
+        refuse_two_values(found)
+        return expand_file(found)
+
+    loading.guarded = True  # type: ignore[attr-defined]
+    set_loader("yaml", loading, exceptions=(YAMLError,))
+
 
 TITLES = {
     "trainer": "trainer (arguments of FederatedTrainer)",

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
+from itertools import pairwise
 from typing import Any
 
 import yaml
@@ -37,7 +38,7 @@ _OF_A_SHELL = re.compile(r"\$\{[^}]*\}|\$\(|^\$[A-Z_][A-Z0-9_]*(?=/|$)|^~\w*(?=/
 
 def refuse_misread(words: Sequence[str], config: Any) -> None:
     """Refuse texts of a command line that became numbers and are not written as one, such as `1_0`."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in pairwise([*words, ""]):
         option, given, text = word.partition("=")
         text = text if given else following
         if option.startswith("--") and not is_plain(text):

@@ -30,7 +30,6 @@ T = TypeVar("T")
 Main = Callable[[Sequence[str]], int]
 """The command line as an importable function: words in, exit code out."""
 _PRELOAD = "fedlightning.experiments.preload"
-_AFTERWARDS = "fedlightning.experiments.fork_server"  # in the server alone
 _SENTENCE = re.compile(r"fedlightning(?: [\w-]+)?: (.+)")  # how `cli.main` reports bad input
 
 
@@ -44,7 +43,7 @@ def context() -> Any:
         return multiprocessing.get_context("spawn")
     short_sockets()
     found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload([_PRELOAD, _AFTERWARDS])  # without effect once the server runs
+    found.set_forkserver_preload([_PRELOAD])  # without effect once the server runs
     return found
 
 

@@ -1,4 +1,4 @@
-"""Methods of a comparison: complete configurations with labels."""
+"""Methods of a comparison: complete configurations with labels, and the baselines that are added to them."""
 
 from __future__ import annotations
 
@@ -10,23 +10,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fedlightning.catalogue import find, installed, rows
+
 Config = dict[str, Any]
 """Sections `trainer`, `model` and `data` of a complete configuration, as plain values."""
 
+SEED_KEY = "trainer.seed"
 _PLACE = ("name", "version", "default_root_dir", "enable_progress_bar")
 
 
 @dataclass(frozen=True)
 class Method:
-    """One method of a study.
+    """What an experiment runs with every seed: a method of a comparison, a trial of a sweep, a run of a published table.
 
     Attributes:
         name: Label of the method, and name of its folder.
         configs: YAML files it was made from.
         config: Complete configuration; values that vary with the seed are 0 here.
+        vary: Keys that are set to the seed.
         baseline: Whether `compare` added it as a baseline.
-        num_clients: Number of clients in its data.
+        clients: Clients in its data.
         optimizer_state: What becomes of its optimizers between visits, `None` where that makes no difference.
+        no_model: Why a client that never trained has no model; `None`: it has one.
         left_out: Name of the method and the site that it is trained without, for leave-one-site-out; `None`: all train.
         cell: Row and column of a grid; `None`: it is of none.
     """
@@ -34,9 +39,11 @@ class Method:
     name: str
     configs: list[str]
     config: Config = field(repr=False)
+    vary: Sequence[str] = (SEED_KEY,)
     baseline: bool = False
-    num_clients: int = 0
+    clients: Sequence[str] = ()
     optimizer_state: str | None = None
+    no_model: str | None = None
     left_out: tuple[str, str] | None = None
     cell: tuple[str, str] | None = None
 
@@ -53,10 +60,16 @@ class Method:
         steps, epochs = trainer.get("local_steps"), trainer.get("local_epochs") or 1
         return f"{self.rounds} rounds x {f'{steps} local steps' if steps else f'{epochs} local epochs'}"
 
-    def fingerprint(self, seed: int, vary: Iterable[str]) -> str:
+    def fingerprint(self, seed: int) -> str:
         """Return a hash of everything that decides the numbers of a run: configuration, keys that vary, and seed."""
-        decides = [without_place(self.config), sorted(vary), seed]
+        decides = [without_place(self.config), sorted(self.vary), seed]
         return hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def callbacks_of(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the callbacks of a configuration; one may stand there without a list."""
+    callbacks = config["trainer"].get("callbacks") or []
+    return callbacks if isinstance(callbacks, list) else [callbacks]
 
 
 def without_place(config: Mapping[str, Any]) -> Config:
@@ -148,3 +161,77 @@ def unique(label: str, used: Iterable[str]) -> str:
 def tidy(label: str) -> str:
     """Return a label that is a valid name of a folder on every system."""
     return re.sub(r"[^\w.+-]+", "-", label).strip(".-") or "run"
+
+
+# -- baselines ---------------------------------------------------------------------------------------------------------
+AUTO = ("Local", "Central", "FedAvg", "LocalAdaptation")
+"""Default baselines: nothing is shared, all data are in one place, one model for all, and that model fine-tuned."""
+
+_CANNOT_STAND_BESIDE = {"Local": ("GlobalCheckpoint",)}  # it has no global model
+_NOTES = {"Central": "a local step of Central is one step on the pooled data"}
+_DEFAULT = "FedAvg"  # the algorithm of a run that names none, so naming it changes nothing
+
+
+def algorithms_of(config: Config) -> set[str]:
+    """Return the names of the algorithms among the callbacks, without FedAvg, which runs if there are none.
+
+    Example:
+        >>> algorithms_of({"trainer": {"callbacks": [{"class_path": "fedlightning.callbacks.FedProx"}]}})
+        {'FedProx'}
+    """
+    return {name for name in map(_name, callbacks_of(config)) if not _kept(name)} - {_DEFAULT}
+
+
+def missing_baselines(configs: Sequence[Config], requested: Sequence[str] = AUTO) -> list[str]:
+    """Return the requested baselines that are not among the configurations.
+
+    Example:
+        >>> mixed = {"model": {"class_path": "fedlightning.models.ClientModels"}, "trainer": {}}
+        >>> missing_baselines([mixed]), missing_baselines([{"trainer": {}}])
+        (['Local'], ['Local', 'Central', 'LocalAdaptation'])
+    """
+    if tuple(requested) == AUTO and any(_are_mixed(config) for config in configs):
+        requested = AUTO[:1]
+    there = [algorithms_of(config) for config in configs]
+    names = [find(name).name for name in requested]
+    return [name for name in names if {name} - {_DEFAULT} not in there]
+
+
+def notes(configs: Sequence[Config]) -> list[str]:
+    """Return remarks that a reader needs to compare these baselines with other methods."""
+    return [_NOTES[name] for config in configs for name in sorted(algorithms_of(config)) if name in _NOTES]
+
+
+def baseline_config(config: Config, name: str) -> Config:
+    """Return `config` with its algorithms replaced by `name`. Checkpoints and ordinary callbacks stay."""
+    row = find(name)
+    without = _CANNOT_STAND_BESIDE.get(row.name, ())
+    callbacks = [item for item in callbacks_of(config) if _kept(_name(item)) and _name(item) not in without]
+    trainer = {**config["trainer"], "callbacks": [*callbacks, {"class_path": row.class_path, "init_args": {}}]}
+    return {**config, "trainer": trainer}
+
+
+def _are_mixed(config: Config) -> bool:
+    """Whether clients have models of their own."""
+    return str((config.get("model") or {}).get("class_path", "")).rpartition(".")[2] == "ClientModels"
+
+
+def _name(callback: dict[str, Any]) -> str:
+    """Return the name of a class of this package or of the catalogue, or the full path of any other class."""
+    path = str(callback["class_path"])
+    listed = path.partition(".")[0] == "fedlightning" or path in {row.class_path for row in installed()}
+    return path.rpartition(".")[2] if listed else path
+
+
+def _kept(name: str) -> bool:
+    """Return True for checkpoints, diagnostics and ordinary callbacks, False for algorithms, ours and users' own."""
+    if "." not in name:
+        return name not in {row.name for row in rows()}
+    from importlib import import_module
+
+    from fedlightning.callbacks import GlobalCheckpoint, LocalCheckpoint
+    from fedlightning.contract import FederatedCallback
+
+    module, _, attribute = name.rpartition(".")
+    kind = getattr(import_module(module), attribute)
+    return not issubclass(kind, FederatedCallback) or issubclass(kind, LocalCheckpoint | GlobalCheckpoint)

@@ -11,23 +11,30 @@ import os
 import tempfile
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from importlib import import_module
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from fedlightning.config.errors import InputError, explain
+from fedlightning.config.value_checks import class_of
 from fedlightning.errors import ConfigurationError
-from fedlightning.experiments.baselines import AUTO, baseline_config, missing_baselines
-from fedlightning.experiments.leave_one_site_out import without_each
-from fedlightning.experiments.methods import Config, Method, labels, split_label, tidy, unique
-from fedlightning.experiments.reproduce.fields import read_yaml
+from fedlightning.experiments.leave_one_site_out import without_each_site
+from fedlightning.experiments.methods import (
+    SEED_KEY,
+    Config,
+    Method,
+    baseline_config,
+    labels,
+    missing_baselines,
+    split_label,
+    tidy,
+    unique,
+)
+from fedlightning.experiments.yaml_blocks import Block, Names, read_yaml
 from fedlightning.options import Flower, Ray
 from fedlightning.study.columns import LOCAL, POOLED
-
-KEYS = {"config", "methods", "variants"}
 
 
 @dataclass(frozen=True)
@@ -65,15 +72,7 @@ def read_grid(path: Path, folder: Path) -> Grid:
     Raises:
         InputError: If it is no grid.
     """
-    try:
-        given = read_yaml(path)
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}.") from error
-    if set(given) - KEYS or not all(isinstance(given.get(key), dict) and given[key] for key in ("methods", "variants")):
-        raise InputError(
-            f"{path} is no grid. It has config: [FILE, ...], and by name methods and variants, each a FILE, a list of files, "
-            "or what would stand in one ({}: nothing)."
-        )
+    block = Block(read_yaml(path), str(path), "the grid")
     count = 0
 
     def files(value: Any) -> list[str]:
@@ -91,22 +90,24 @@ def read_grid(path: Path, folder: Path) -> Grid:
         aside.write_text(yaml.safe_dump(value, sort_keys=False))
         return [str(aside)]
 
-    def named(key: str) -> dict[str, list[str]]:
-        found = {str(name): files(value) for name, value in given[key].items()}
-        if len(found) < len(given[key]) or not all(name.strip() for name in found):
-            raise InputError(f"{path}: the names of {key} have to differ, as texts, and none may be empty.")
-        return found
-
-    grid = Grid(files(given.get("config", [])), named("methods"), named("variants"))
-    if len({name.lower() for name in grid.cells}) < len(grid.methods) * len(grid.variants):
+    before = files(block.take("config", default=[]))
+    methods, variants = (
+        {name: files(value) for name, value in block.take(key, Names).items()} for key in ("methods", "variants")
+    )
+    block.end()
+    grid = Grid(before, methods, variants)
+    if not grid.cells or not all(name.strip() for name in (*methods, *variants)):
+        raise block.error("needs methods and variants, and none of their names may be empty.")
+    if len({name.lower() for name in grid.cells}) < len(methods) * len(variants):
         raise InputError(f"{path}: two runs would have one name. Name methods and variants otherwise.")
     return grid
 
 
 MATRIX_CLIENTS = 20
 """Up to this many clients, runs are tested with every client's model on every client's data; beyond, it costs too much."""
-SEED_KEY = "trainer.seed"
 _DATA_SEED = "val_seed"
+ELSEWHERE = (Ray, Flower)
+"""Engines of which no dry run is made: they would start processes on other machines."""
 
 
 @dataclass(frozen=True)
@@ -115,15 +116,15 @@ class Request:
 
     Attributes:
         files: Configurations of the methods, as `path` or `NAME=path`.
-        cli: `module:class` of the command line that parses the options of a run, by name because it imports torch.
+        cli: Class of the command line that parses the options of a run, by its import path because it imports torch.
         before: Files that are read before each of `files`.
         after: Files that are read after each of `files`.
         options: Options that override all files.
         vary: Keys that are set to the seed beside `trainer.seed`. `None` takes the seed of the validation split, if the
             data have one.
         baselines: Names of algorithms to add, unless they are there already.
-        metrics: Whether to find out which scores there will be.
-        rehearse: Whether to make a dry run of every method, so that what cannot work is said before the first run.
+        rehearse: Whether to make a dry run of every method, so that what cannot work is said before the first run, and it is
+            known which scores there will be.
         matrix: Whether runs are tested with every client's model on every client's data.
         leave_one_out: Whether every method is also trained without each client.
         columns: Columns that the data of every method need to have, for subgroups.
@@ -136,9 +137,8 @@ class Request:
     after: list[str] = field(default_factory=list)
     options: list[str] = field(default_factory=list)
     vary: list[str] | None = None
-    baselines: list[str] = field(default_factory=lambda: list(AUTO))
-    matrix: bool = True
-    metrics: bool = False
+    baselines: list[str] = field(default_factory=list)
+    matrix: bool = False
     rehearse: bool = False
     leave_one_out: bool = False
     columns: list[str] = field(default_factory=list)
@@ -151,17 +151,13 @@ class Plan:
 
     Attributes:
         methods: Methods in the order given, with added baselines and then those without a site last.
-        vary: Name of a method -> keys that are set to the seed.
         gpus: Number of GPUs.
-        metrics: Scores on test data of the first method; empty if nobody asked, or if it cannot be found out.
-        no_model: Methods that have no model for a client that never trained -> why, for leave-one-site-out.
+        metrics: Scores on test data of the first method, after a dry run; empty if it cannot be found out.
     """
 
     methods: list[Method]
-    vary: dict[str, list[str]]
     gpus: int = 0
     metrics: list[str] = field(default_factory=list)
-    no_model: dict[str, str] = field(default_factory=dict)
 
 
 def make_plans(requests: Sequence[Request]) -> list[Plan]:
@@ -176,19 +172,15 @@ def make_plan(request: Request, clients: dict[str, list[str]] | None = None) -> 
 
     reader = _Reader(request, {} if clients is None else clients)
     methods: list[Method] = []
-    vary: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
         cells, stacks = _stacks(request, Path(folder))
         faults: list[str] = []
         for name, stack in stacks.items():
             told = list(dict.fromkeys(request.grid if Path(folder) in Path(one).parents else one for one in stack))
             try:
-                config, number, vary[name] = reader.read(name, stack, request.options, told)
+                methods.append(replace(reader.read(name, stack, told), cell=cells.get(name)))
             except InputError as error:  # what is wrong with the others is said too
                 faults.append(str(error))
-                continue
-            methods.append(Method(name, told, config, False, number, reader.optimizer_state, cell=cells.get(name)))
-            reader.keep(name)
     if faults:
         more = "".join(f"\n{number}. {fault}" for number, fault in enumerate(faults, 1))
         raise InputError(faults[0] if len(faults) == 1 else f"{len(faults)} of {len(stacks)} methods cannot run:{more}")
@@ -200,47 +192,35 @@ def make_plan(request: Request, clients: dict[str, list[str]] | None = None) -> 
     for algorithm in added:
         name = unique(algorithm.lower(), {method.name.lower() for method in methods})
         try:
-            config, number, vary[name] = reader.read_config(
-                f"baseline {name}", baseline_config(first.config, algorithm)
-            )
+            method = reader.read_config(f"baseline {name}", baseline_config(first.config, algorithm))
         except InputError as error:
             raise InputError(f"{error} Leave it out: --baselines names those to add, or none.") from error
-        methods.append(Method(name, first.configs, config, True, number, reader.optimizer_state))
-        reader.keep(name)
-    if request.leave_one_out:
-        methods += _left_out(reader, methods, vary)
-    return Plan(methods, vary, torch.cuda.device_count(), reader.metrics or [], reader.no_model)
+        methods.append(replace(method, name=name, configs=first.configs, baseline=True))
+    for method in list(methods) if request.leave_one_out else ():
+        without = without_each_site(method, [other.name for other in methods])
+        for first in without[:1]:  # it stands for the others
+            reader.read_config(f"{method.name} without {method.clients[0]}", first.config)
+        methods += without
+    return Plan(methods, torch.cuda.device_count(), reader.metrics or [])
 
 
 def _stacks(request: Request, folder: Path) -> tuple[dict[str, tuple[str, str]], dict[str, list[str]]]:
     """Return the cells of the grid by name, and the files that make each method, in the order in which they are read."""
     if request.grid:
         grid = read_grid(Path(request.grid), folder)
-        made = {
-            name: [*request.before, *grid.before, *grid.methods[row], *grid.variants[column], *request.after]
+        stacks = {
+            name: [*grid.before, *grid.methods[row], *grid.variants[column]]
             for name, (row, column) in grid.cells.items()
         }
-        return grid.cells, made
-    pairs = [split_label(word) for word in request.files]
-    try:
-        names = labels([name for name, _ in pairs], [path for _, path in pairs])
-    except ValueError as error:
-        raise InputError(str(error)) from error
-    return {}, {name: [*request.before, path, *request.after] for name, (_, path) in zip(names, pairs, strict=True)}
-
-
-def _left_out(reader: _Reader, methods: Sequence[Method], vary: dict[str, list[str]]) -> list[Method]:
-    """Return the methods without each site; try the first of each, and note what sets the seed of all."""
-    found = without_each(methods, reader.sites, list(reader.no_model))
-    tried: set[str] = set()
-    for method in found:
-        assert method.left_out is not None
-        of = method.left_out[0]
-        vary[method.name] = vary[of]
-        if of not in tried:
-            tried.add(of)
-            reader.read_config(f"{of} without {method.left_out[1]}", method.config)
-    return found
+        cells = grid.cells
+    else:
+        pairs = [split_label(word) for word in request.files]
+        try:
+            names = labels([name for name, _ in pairs], [path for _, path in pairs])
+        except ValueError as error:
+            raise InputError(str(error)) from error
+        cells, stacks = {}, {name: [path] for name, (_, path) in zip(names, pairs, strict=True)}
+    return cells, {name: [*request.before, *stack, *request.after] for name, stack in stacks.items()}
 
 
 @dataclass
@@ -250,75 +230,52 @@ class _Reader:
     Attributes:
         request: What was asked for.
         clients: Known clients, by data configuration.
-        optimizer_state: What becomes of optimizers between visits, in the configuration read last; `None` where these have
-            no momentum, moments or schedule, so that it makes no difference.
-        sites: Clients of each method.
-        no_model: Methods without a model for clients that never trained -> why.
+        metrics: Scores that the first method will have, once they are known.
     """
 
     request: Request
     clients: dict[str, list[str]]
-    optimizer_state: str | None = None
     metrics: list[str] | None = None
-    sites: dict[str, list[str]] = field(default_factory=dict)
-    no_model: dict[str, str] = field(default_factory=dict)
-    last: tuple[list[str], str | None] = ([], None)
 
-    def keep(self, name: str) -> None:
-        """Note under a method's name what was read last: its clients, and why it has no model for newcomers."""
-        self.sites[name], why = self.last
-        if why is not None:
-            self.no_model[name] = why
+    def read(self, name: str, files: Sequence[str], told: Sequence[str]) -> Method:
+        """Return the method that files make; errors name what is `told` of these."""
+        return self._read(f"{name} ({' + '.join(told)})", name, files, told, self.request.options)
 
-    def read(
-        self, name: str, files: Sequence[str], options: Sequence[str], told: Sequence[str] = ()
-    ) -> tuple[Config, int, list[str]]:
-        """Return the complete configuration, the number of clients, and the keys that vary; errors name what is `told`."""
-        words = [word for file in files for word in ("--config", file)]
+    def read_config(self, name: str, config: Config) -> Method:
+        """Return the method of a configuration that is not in a file."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "config.yaml"
+            path.write_text(yaml.safe_dump(config, sort_keys=False))
+            return self._read(name, name, [str(path)], [], [])
+
+    def _read(self, where: str, name: str, files: Sequence[str], told: Sequence[str], options: Sequence[str]) -> Method:
+        """Return a method with its complete configuration, its data found, and after a dry run if one was asked for."""
+        from fedlightning.client.fit import have_memory
+
         vary = list(dict.fromkeys([SEED_KEY, *(self.request.vary or [])]))
-        words += [*options, *(f"--{key}=0" for key in vary)]
+        words = [*(word for file in files for word in ("--config", file)), *options, *(f"--{key}=0" for key in vary)]
         try:
-            return self._complete(words, vary)
+            cli = class_of(self.request.cli)("fit", words)
+            config: Config = yaml.safe_load(cli.run_config())
+            arguments = config["data"].get("init_args") or {}
+            if self.request.vary is None and _DATA_SEED in arguments:
+                arguments[_DATA_SEED] = 0
+                vary.append(f"data.init_args.{_DATA_SEED}")
+            clients = self._clients(cli.datamodule, config["data"])
+            if self.request.rehearse and not isinstance(cli.trainer.arguments["engine"], ELSEWHERE):
+                metrics = _rehearsed(cli)
+                self.metrics = metrics if self.metrics is None else self.metrics
         except Exception as error:
             sentence = explain(error)
             if sentence is None:
                 raise
-            raise InputError(
-                f"{name} ({' + '.join(told or files)}): {sentence}" if files else f"{name}: {sentence}"
-            ) from error
-
-    def read_config(self, name: str, config: Config) -> tuple[Config, int, list[str]]:
-        """Return the same for a configuration that is not in a file."""
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "config.yaml"
-            path.write_text(yaml.safe_dump(config, sort_keys=False))
-            try:
-                return self.read(name, [str(path)], [])
-            except InputError as error:
-                raise InputError(str(error).replace(f" ({path})", "")) from error
-
-    def _complete(self, words: list[str], vary: list[str]) -> tuple[Config, int, list[str]]:
-        from fedlightning.client.fit import have_memory
-
-        module, _, name = self.request.cli.partition(":")
-        cli = getattr(import_module(module), name)("fit", words)
-        config: Config = yaml.safe_load(cli.run_config())
-        arguments = config["data"].get("init_args") or {}
-        if self.request.vary is None and _DATA_SEED in arguments:
-            arguments[_DATA_SEED] = 0
-            vary = [*vary, f"data.init_args.{_DATA_SEED}"]
-        ids = self._clients(cli.datamodule, config["data"])
-        clients = len(ids)
-        self.last = ids, next(filter(None, map(_no_model, cli.trainer.callbacks.callbacks)), None)
-        self.optimizer_state = None if have_memory(cli.model) is False else cli.trainer.optimizer_state
-        if self.request.rehearse and not isinstance(cli.trainer.arguments["engine"], ELSEWHERE):
-            metrics = _rehearsed(cli)
-            if self.request.metrics and self.metrics is None:
-                self.metrics = metrics
+            raise InputError(f"{where}: {sentence}") from error
         evaluation = config["trainer"]["evaluation"]
-        if evaluation["test_data"] is None and self.request.matrix and clients <= MATRIX_CLIENTS:
+        if evaluation["test_data"] is None and self.request.matrix and len(clients) <= MATRIX_CLIENTS:
             evaluation["test_data"] = [LOCAL, POOLED, "clients"]
-        return config, clients, vary
+        state = None if have_memory(cli.model) is False else cli.trainer.optimizer_state
+        no_model = next(filter(None, map(_no_model, cli.trainer.callbacks.callbacks)), None)
+        return Method(name, list(told), config, vary, False, clients, state, no_model)
 
     def _clients(self, datamodule: Any, section: Any) -> list[str]:
         """Set up the data, downloading them if allowed, and return their clients."""
@@ -335,10 +292,6 @@ class _Reader:
             self.clients[key] = list(data.client_ids)
             check_subgroups(data, self.request.columns)
         return self.clients[key]
-
-
-ELSEWHERE = (Ray, Flower)
-"""Engines of which no dry run is made: they would start processes on other machines."""
 
 
 def _no_model(callback: Any) -> str | None:

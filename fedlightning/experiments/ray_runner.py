@@ -11,7 +11,6 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -47,14 +46,13 @@ def ray_options(runner: str, address: str | None, cpus: float | None) -> Ray | N
     return Ray(address=address, num_cpus=1.0 if cpus is None else cpus)
 
 
-def refuse_ray_within(methods: Iterable[Method]) -> None:
+def refuse_ray_within(method: Method) -> None:
     """Refuse runs that start workers with Ray themselves: these would wait for the CPUs that the runs hold."""
-    for method in methods:
-        if engine_of(method.config["trainer"]) is Ray:
-            raise InputError(
-                f"{method.name} has `engine: ray`, and --runner ray makes each run a Ray task, whose clients cannot be Ray's "
-                "again. Leave --runner out, or train clients otherwise, as in --trainer.engine=sequential (the same numbers)."
-            )
+    if engine_of(method.config["trainer"]) is Ray:
+        raise InputError(
+            f"{method.name} has `engine: ray`, and --runner ray makes each run a Ray task, whose clients cannot be Ray's "
+            "again. Leave --runner out, or train clients otherwise, as in --trainer.engine=sequential (the same numbers)."
+        )
 
 
 class RayRuns:

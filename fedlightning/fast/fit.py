@@ -36,6 +36,7 @@ from fedlightning.fast import eligibility as refusals
 from fedlightning.fast.eligibility import Hooks
 from fedlightning.fast.log_sheet import LogCollector, NotInFastLoop
 from fedlightning.fast.trainer import FastTrainer
+from fedlightning.tensors import momentum_step
 
 Closure = Callable[[], Tensor | None]
 
@@ -279,17 +280,10 @@ def update_by_sgd(optimizer: Optimizer) -> None:
                 if decay != 0:
                     gradient = gradient.add(parameter, alpha=decay)
                 if momentum != 0:
-                    gradient = _with_momentum(optimizer.state[parameter], gradient, group)
+                    state, options = optimizer.state[parameter], (momentum, group["dampening"], group["nesterov"])
+                    gradient, buffer = momentum_step(state.get("momentum_buffer"), gradient, *options)
+                    state["momentum_buffer"] = buffer
                 parameter.add_(gradient, alpha=-lr)
-
-
-def _with_momentum(state: dict[str, Any], gradient: Tensor, group: dict[str, Any]) -> Tensor:
-    momentum, buffer = group["momentum"], state.get("momentum_buffer")
-    if buffer is None:
-        buffer = state["momentum_buffer"] = gradient.detach().clone()
-    else:
-        buffer.mul_(momentum).add_(gradient, alpha=1 - group["dampening"])
-    return gradient.add(buffer, alpha=momentum) if group["nesterov"] else buffer
 
 
 class FastFitter:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from inspect import signature
 from numbers import Number
 from types import MethodType
 from typing import Any, NamedTuple, TypeAlias
@@ -111,27 +112,18 @@ class LogCall(NamedTuple):
     reduce_fx: str | Callable[[Any], Any]
 
 
-def log_call(
-    hook: str,
-    name: str,
-    prog_bar: bool = False,
-    logger: bool | None = None,
-    on_step: bool | None = None,
-    on_epoch: bool | None = None,
-    reduce_fx: str | Callable[[Any], Any] = "mean",
-    enable_graph: bool = False,
-    sync_dist: bool = False,
-    sync_dist_group: Any = None,
-    add_dataloader_idx: bool = True,
-    batch_size: int | None = None,
-    metric_attribute: str | None = None,
-    rank_zero_only: bool = False,
-) -> LogCall:
-    """Return the reading of `self.log(name, value, ...)` in `hook`, with the arguments of `LightningModule.log`.
+_LOG = signature(LightningModule.log)
+
+
+def log_call(hook: str, name: str, *args: Any, **options: Any) -> LogCall:
+    """Return the reading of `self.log(name, value, *args, **options)` in `hook`.
 
     `prog_bar` changes no value, and on one device neither do the `sync_dist` arguments and `rank_zero_only`.
     """
-    return LogCall(rule_of(hook, name, logger, on_step, on_epoch, reduce_fx), batch_size, enable_graph, reduce_fx)
+    given = _LOG.bind(None, name, None, *args, **options).arguments
+    reduce_fx = given.get("reduce_fx", "mean")
+    rule = rule_of(hook, name, given.get("logger"), given.get("on_step"), given.get("on_epoch"), reduce_fx)
+    return LogCall(rule, given.get("batch_size"), given.get("enable_graph", False), reduce_fx)
 
 
 def wide_dtype() -> torch.dtype:

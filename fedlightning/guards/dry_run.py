@@ -17,7 +17,6 @@ from fedlightning.client.data_summary import Description, Detail
 from fedlightning.client.fit import optimizers_of
 from fedlightning.contract import FederatedCallback
 from fedlightning.contract.messages import tree_bytes
-from fedlightning.datamodules.held_out import FewerClients
 from fedlightning.engines.base import Engine, Task
 from fedlightning.fast.eligibility import of_callback
 from fedlightning.guards.dry_run_report import CallbackRole, ClientSize, DryRun
@@ -73,17 +72,7 @@ def small_arguments(given: Mapping[str, Any], held_out: Sequence[str]) -> dict[s
     }
 
 
-class FewClients(FewerClients):
-    """Some clients of a data module that is set up; what is drawn from their loaders leaves the user's own as they are."""
-
-    def client_dataloader(self, client: str, split: str) -> DataLoader[Any] | None:
-        return _fresh(self.whole.client_dataloader(client, split))
-
-    def pooled_dataloader(self, split: str) -> DataLoader[Any] | None:
-        return _fresh(self.whole.pooled_dataloader(split))
-
-
-def _fresh(loader: DataLoader[Any] | None) -> DataLoader[Any] | None:
+def fresh_loader(loader: DataLoader[Any] | None) -> DataLoader[Any] | None:
     """Return a loader that leaves the state of the user's own (its generator, its sampler) alone, where there can be one."""
     return loader if loader is None else spread(loader) or loader
 

@@ -110,7 +110,11 @@ class FirstStepProbe(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Note the optimizers, and end the fit."""
-        self.optimizers = list(trainer.optimizers)
+        mine = {id(parameter) for parameter in pl_module.parameters()}
+        stepped = {id(o): {id(p) for group in o.param_groups for p in group["params"]} for o in trainer.optimizers}
+        self.optimizers = [
+            o for o in trainer.optimizers if stepped[id(o)] & mine
+        ]  # without Lightning's stand-in for none
         kind = user_class(pl_module)
         hooks = ("configure_gradient_clipping", "on_before_optimizer_step", "on_after_backward")
         self.clips = next((hook for hook in hooks if getattr(kind, hook) is not getattr(LightningModule, hook)), "")

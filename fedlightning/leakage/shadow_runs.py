@@ -20,25 +20,22 @@ from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.trainer import FederatedTrainer
 
 
-class OtherSamples(LoaderDataModule):
-    """The data of a run with other training samples.
+def with_samples(whole: FederatedDataModule, train: Mapping[str, Any]) -> LoaderDataModule:
+    """Return the data of a run with other training samples.
 
     Args:
         whole: The run's data module.
         train: A training loader of each client; clients may be more than the run's.
     """
-
-    def __init__(self, whole: FederatedDataModule, train: Mapping[str, Any]) -> None:
-        others: list[dict[str, Any]] = [
-            {client: whole.client_dataloader(client, split) for client in whole.client_ids if client in train}
-            for split in ("val", "test")
-        ]
-        super().__init__(train, *({one: loader for one, loader in given.items() if loader} for given in others))
-        self.whole = whole
-
-    def public_dataloader(self) -> DataLoader[Any] | None:
-        """Return the run's public data."""
-        return self.whole.public_dataloader()
+    val, test = (
+        {
+            client: loader
+            for client in whole.client_ids
+            if client in train and (loader := whole.client_dataloader(client, split))
+        }
+        for split in ("val", "test")
+    )
+    return LoaderDataModule(train, val, test, whole.public_dataloader())
 
 
 def pool_of(data: FederatedDataModule, client: str, splits: Sequence[str] = ("train", "test")) -> ConcatDataset[Any]:
@@ -117,6 +114,6 @@ def trained_again(
     made: Any = type(trainer)(**{**trainer.arguments, **changes, "callbacks": callbacks})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run itself has said what there is to say
-        made.fit(copy.deepcopy(model), datamodule=OtherSamples(data, train))
+        made.fit(copy.deepcopy(model), datamodule=with_samples(data, train))
     fitted: FederatedTrainer = made
     return fitted

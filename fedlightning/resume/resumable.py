@@ -126,7 +126,7 @@ def find_run(arguments: Mapping[str, Any], resume: str | Path | None) -> tuple[R
         resume = find_last(root, name)
     if resume is not None:
         return folder_of(resume), False
-    if arguments["fast_dev_run"]:
+    if arguments["fast_dev_run"] or root is None:
         return None, True
     if is_auto and version is None:
         version = killed_version(root, name)

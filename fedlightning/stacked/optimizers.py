@@ -20,6 +20,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fedlightning.fast.fit import hooks_of
 from fedlightning.stacked.stack import Rows, column, put, take
+from fedlightning.tensors import momentum_step
 
 Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """A group of `optimizer.param_groups` at the moment of a step: one for all clients, or one for each."""
@@ -141,7 +142,8 @@ class StackedSGD(StackedOptimizer):
             lr, momentum, dampening = (
                 np.array([float(group[key]) for group in each]) for key in ("lr", "momentum", "dampening")
             )
-            own = np.where(moving[rows], momentum * velocity[rows] + 1.0 - dampening, 1.0)
+            later = momentum_step(velocity[rows], 1.0, momentum, dampening, nesterov=False)[1]
+            own = np.where(moving[rows], later, 1.0)
             velocity[rows], moving[rows] = own, True
             extra[rows] += lr * (momentum * own if each[0]["nesterov"] else own - 1.0)
         self._extra.append((moves, extra))

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from fedlightning.client.requests import LocalSettings
+from fedlightning.client.trainer_context import scale_learning_rates
 from fedlightning.compat.lightning_runs import attached
 from fedlightning.contract import Phase
 from fedlightning.stacked.trainees import Recipe
@@ -68,7 +69,8 @@ def configure(module: LightningModule, settings: LocalSettings, phase: Phase, ro
     with quietly_attached(module, clock):
         configured = module.configure_optimizers()
     recipe = Recipe(optimizers_in(configured)[0], schedules_in(configured))
-    decay(recipe, settings.lr_decay**round * phase.lr_factor)
+    factor = settings.lr_decay**round * phase.lr_factor
+    scale_learning_rates([recipe.optimizer], [scheduler for scheduler, _, _ in recipe.schedules], factor)
     return recipe
 
 
@@ -87,22 +89,6 @@ def _schedule(item: Any) -> list[tuple[Any, str, int]]:
     if isinstance(item, Mapping):
         return [(item["scheduler"], item.get("interval", "epoch"), int(item.get("frequency", 1)))]
     return [(item, "epoch", 1)]
-
-
-def decay(recipe: Recipe, factor: float) -> None:
-    """Multiply every learning rate of a recipe by a factor, as a visit does in other engines."""
-    if factor == 1.0:
-        return
-    for group in recipe.optimizer.param_groups:
-        for name in ("lr", "initial_lr", "max_lr", "min_lr"):
-            if name in group:
-                group[name] = group[name] * factor
-    schedulers = [scheduler for scheduler, _, _ in recipe.schedules]
-    while schedulers:
-        scheduler = schedulers.pop()
-        if hasattr(scheduler, "base_lrs"):
-            scheduler.base_lrs = [lr * factor for lr in scheduler.base_lrs]
-        schedulers += getattr(scheduler, "_schedulers", [])
 
 
 def chunk_size(bytes_of_client: int, bytes_of_step: int, device: torch.device) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -77,6 +77,31 @@ def narrow(numbers: Tensor, like: Tensor) -> Tensor:
     if like.is_complex():
         numbers = torch.view_as_complex(numbers.reshape(*like.shape, 2).contiguous())
     return numbers.reshape(like.shape).to(like.dtype)
+
+
+def momentum_step(buffer: Any, gradient: Any, momentum: Any, dampening: Any, nesterov: bool) -> tuple[Any, Any]:
+    """Return the step of SGD with momentum, over its learning rate, and the buffer after it.
+
+    The operations are those of torch's SGD in its order, so that the bits of tensors are the same.
+
+    Args:
+        buffer: The buffer before the step, which a tensor is changed in place; `None` before the first.
+        gradient: A tensor, or numbers in its place.
+        momentum: The share of the buffer that stays.
+        dampening: The share of the gradient that the buffer does not take, but in the first step.
+        nesterov: Whether the step looks ahead.
+
+    Example:
+        >>> step, buffer = momentum_step(None, 1.0, 0.5, 0.0, False)
+        >>> step, momentum_step(buffer, 1.0, 0.5, 0.0, False)
+        (1.0, (1.5, 1.5))
+    """
+    if isinstance(gradient, Tensor):  # fused operations, whose roundings are others than those of two
+        share = 1 - dampening
+        buffer = gradient.detach().clone() if buffer is None else buffer.mul_(momentum).add_(gradient, alpha=share)
+        return gradient.add(buffer, alpha=momentum) if nesterov else buffer, buffer
+    buffer = gradient if buffer is None else momentum * buffer + (1 - dampening) * gradient
+    return gradient + momentum * buffer if nesterov else buffer, buffer
 
 
 def to_row(state: Mapping[str, Tensor], names: Iterable[str] | None = None) -> Tensor:

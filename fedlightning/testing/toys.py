@@ -158,13 +158,6 @@ class ToyData(FederatedDataModule):
         return DataLoader(dataset, batch_size=self.batch_size, sampler=sampler, generator=sampler.generator)
 
 
-class _Unwritten(FederatedTrainer):
-    """A trainer whose runs have no folder: to write the final models takes a quarter of a small run's time."""
-
-    def _find_run(self, *args: Any, **kwargs: Any) -> Any:
-        return None, True
-
-
 def federate(
     algorithm: FederatedCallback | None,
     data: FederatedDataModule,
@@ -185,13 +178,15 @@ def federate(
         data.batch_size = batch_size
     own: list[Callback] = [] if algorithm is None else [algorithm]
     defaults: dict[str, Any] = {"max_rounds": 3, "evaluation": 0, "save_state": 0, "local_steps": 3}
-    trainer = (_Unwritten if root is None else FederatedTrainer)(
+    trainer = FederatedTrainer(
         callbacks=[*own, *others],
-        default_root_dir="." if root is None else root,
+        default_root_dir=root or "unused",
         logger=False,
         enable_progress_bar=False,
         accelerator="cpu",
         **defaults | arguments,
     )
+    if root is None:  # to write the final models takes a quarter of a small run's time
+        trainer.arguments = {**trainer.arguments, "default_root_dir": None}
     trainer.fit(module, data, resume="last" if resume else None, allow_new_clients=resume == "join")
     return trainer

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 from lightning.pytorch import LightningModule
@@ -136,6 +137,21 @@ def mix(module: ModuleT, mixin: type) -> ModuleT:
             )
     object.__setattr__(module, "__class__", _mixed_class(mixin, type(module)))
     return module
+
+
+@contextmanager
+def mixed(module: nn.Module, mixin: type, **attributes: Any) -> Iterator[None]:
+    """Within the block, a module has a mixin, and attributes that this one reads; afterwards its own class again."""
+    own_class = module.__class__
+    mix(module, mixin)
+    vars(module).update(attributes)
+    try:
+        yield
+    finally:
+        module.__class__ = own_class
+        for part in module.modules():  # a twin in the module has the attributes of its host
+            for name in attributes:
+                vars(part).pop(name, None)
 
 
 def unmix(module: ModuleT) -> ModuleT:

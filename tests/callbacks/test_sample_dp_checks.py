@@ -15,7 +15,7 @@ pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install o
 from fedlightning.callbacks import FedAvg, SampleDP
 from fedlightning.callbacks import sample_dp_checks as checks
 from fedlightning.datamodules import IIDPartitioner, Partitioned, TabularFederatedDataModule
-from fedlightning.datamodules.validated_on_test import ValidatedOnTest
+from fedlightning.datamodules.wrapped import ValidatedOnTest
 from tests.helpers import Toy, federate
 
 HISTORY = [[1.0, 0.1, 5], [2.0, 0.1, 3]]

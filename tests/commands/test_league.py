@@ -10,7 +10,7 @@ import pytest
 
 from fedlightning.cli import main
 from fedlightning.commands.league import Until
-from tests.experiments.league.tiny_league import PERMUTED, league
+from tests.experiments.tiny_league import PERMUTED, league
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,8 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedlightning.cli import main
-from fedlightning.commands import site as command
-from fedlightning.commands.serve import Serve
-from fedlightning.commands.site import one_client
+from fedlightning.commands import serve as command
+from fedlightning.commands.serve import Serve, one_client
 from fedlightning.errors import ConfigurationError
 from fedlightning.resume.lock import RunLock
 from fedlightning.sites.flower import programs
@@ -114,8 +113,8 @@ def test_data_that_are_not_at_the_site_are_said_before_it_waits_for_a_server(tmp
 def test_a_site_knows_its_clients_before_flower_is_asked(tmp_path, monkeypatch):
     (tmp_path / "processed.cleveland.data").write_text("\n".join([ROW + ",0", ROW + ",1"] * 20))
     told = []
-    monkeypatch.setattr("fedlightning.commands.site.programs.prepare", lambda home: None)
-    monkeypatch.setattr("fedlightning.commands.site.take_part", lambda site, *_: told.append(site.log.status.clients))
+    monkeypatch.setattr("fedlightning.commands.serve.programs.prepare", lambda home: None)
+    monkeypatch.setattr("fedlightning.commands.serve.take_part", lambda site, *_: told.append(site.log.status.clients))
     words = ["site", "--config", "configs/sites/run.yaml", "--config", "configs/sites/data.yaml", "--superlink=x:1"]
     assert main([*words, "--name=a", "--insecure=true", f"--folder={tmp_path}", f"--data.root={tmp_path}"]) == 0
     assert told == [["cleveland"]]

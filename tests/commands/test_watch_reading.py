@@ -8,8 +8,8 @@ import shutil
 import pytest
 
 from fedlightning.callbacks import ClientDP, FedAvg, LocalCheckpoint
-from fedlightning.commands.watch.reading import RunFiles, Scores
-from fedlightning.commands.watch.studies import Watched
+from fedlightning.commands.watch.pages import Watched
+from fedlightning.commands.watch.reading import RunFiles, ScoreCurves
 from fedlightning.resume.lock import RunLock
 from tests.helpers import Toy, federate, toy_data
 
@@ -63,12 +63,12 @@ def test_what_is_appended_is_read_on_and_what_a_resumed_run_cuts_off_is_forgotte
     whole = (folder / "metrics.csv").read_bytes()
     lines = whole.splitlines(keepends=True)
     (folder / "metrics.csv").write_bytes(b"".join(lines[:5]) + lines[5][:7])
-    scores = Scores(folder / "metrics.csv")
+    scores = ScoreCurves(folder / "metrics.csv")
     scores.read()
     assert scores.place == len(b"".join(lines[:5]))  # the half line waits
     (folder / "metrics.csv").write_bytes(whole)
     scores.read()
-    at_once = Scores(folder / "metrics.csv")
+    at_once = ScoreCurves(folder / "metrics.csv")
     at_once.read()
     assert (scores.curves, scores.clients) == (at_once.curves, at_once.clients) and scores.round == ROUNDS
     (folder / "metrics.csv").write_bytes(b"".join(lines[:5]))
@@ -102,7 +102,7 @@ def row(number, value="0.5", client="a"):
 def test_another_runs_file_in_the_same_place_is_read_from_its_beginning(between, tmp_path):
     path = tmp_path / "metrics.csv"
     path.write_text(HEAD + row(1) + row(2))
-    scores = Scores(path)
+    scores = ScoreCurves(path)
     scores.read()
     path.unlink()
     if between:

@@ -10,7 +10,7 @@ from scipy import stats
 
 from fedlightning.cli import main
 from fedlightning.datamodules import DigitsDataModule, IIDPartitioner, TextTableDataModule, tabular
-from fedlightning.datamodules.columns_report import describe_columns, plot_images
+from fedlightning.datamodules.report import describe_columns, plot_images
 from tests.datamodules.test_statistics import stays, write_table
 
 

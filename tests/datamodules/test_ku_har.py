@@ -3,12 +3,12 @@ import pytest
 import torch
 
 from fedlightning.datamodules import KUHARDataModule
-from fedlightning.datamodules.ku_har import ACTIVITIES
+from fedlightning.datamodules.har import KU_ACTIVITIES
 
 
 def write(root, change=lambda folder: None):
     """The publisher's layout: a folder for each activity, a file for each recording of a subject."""
-    for place, name in enumerate(ACTIVITIES):
+    for place, name in enumerate(KU_ACTIVITIES):
         folder = root / f"{place}.{name}"
         folder.mkdir(parents=True)
         if place > 3:

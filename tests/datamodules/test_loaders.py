@@ -98,3 +98,11 @@ def test_samplers_and_streams_train(engine):
     trainer = make_trainer(None, max_rounds=1, engine=engine)
     trainer.fit(Toy(), train_dataloaders=loaders)
     assert dict(trainer.federation.server.num_samples) == {"weighted": 20, "batches": 20, "stream": 12}
+
+
+def test_public_data_beside_the_clients_loaders():
+    public = DataLoader(TensorDataset(torch.zeros(3, 2)), batch_size=2)
+    data = LoaderDataModule({"a": public, "b": public}, public=public)
+    assert data.public_dataloader() is public and data.public_report() == {"samples": 3}
+    assert data.without(["b"]).public_dataloader() is public
+    assert LoaderDataModule({"a": public}).public_dataloader() is None

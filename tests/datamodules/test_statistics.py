@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedlightning.datamodules import ShiftedDataModule, TabularFederatedDataModule
-from fedlightning.datamodules.duplicates import find_duplicates
+from fedlightning.datamodules.report import find_duplicates
 from fedlightning.datamodules.statistics import (
     BINS,
     bins_of,

@@ -14,12 +14,10 @@ from rich.console import Console
 
 from fedlightning.cli import main
 from fedlightning.commands.report import write_report
-from fedlightning.commands.study import gpus_to_share
 from fedlightning.experiments import children
 from fedlightning.experiments.children import Outcome
-from fedlightning.experiments.execute import Task, execute
-from fedlightning.experiments.progress import Estimate, View, duration, rounds_begun
-from fedlightning.experiments.study_file import StudyFile, only_one
+from fedlightning.experiments.execute import Estimate, Task, View, duration, execute, rounds_begun
+from fedlightning.experiments.experiment import StudyFile, gpus_to_share, only_one
 from fedlightning.scores.rows import read_rows
 from tests.experiments.tiny import HERE, small
 

@@ -10,8 +10,7 @@ import pytest
 from fedlightning.cli import main
 from fedlightning.config.errors import InputError
 from fedlightning.experiments.children import Outcome
-from fedlightning.experiments.execute import Task
-from fedlightning.experiments.first_result import FirstResult, check_metric
+from fedlightning.experiments.execute import FirstResult, Task, check_metric
 from tests.experiments.tiny import small
 
 

@@ -45,13 +45,17 @@ def test_files_are_beside_the_grid_and_what_stands_in_it_is_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"methods": {"a": {}}}, "is no grid"),
-        ({"methods": {"a": {}}, "variants": {"b": {}}, "seeds": 3}, "is no grid"),
+        ({"methods": {"a": {}}}, "the grid has no 'variants'"),
+        (
+            {"methods": {"a": {}}, "variants": {"b": {}}, "seeds": 3},
+            "the grid has the key 'seeds', which means nothing",
+        ),
         ({"methods": {"a": 3}, "variants": {"b": {}}}, "3 is neither a file"),
         ({"methods": {"a b": {}, "a-b": {}}, "variants": {"c": {}}}, "one name"),
         ({"methods": {"a": {}, "A": {}}, "variants": {"c": {}}}, "one name"),
         ({"methods": {1: {}, "1": {}}, "variants": {"c": {}}}, "the key '1' stands there twice"),
-        ({"methods": {"a": {}}, "variants": {"": {}}}, "names of variants .* empty"),
+        ({"methods": {"a": {}}, "variants": {"": {}}}, "none of their names may be empty"),
+        ({"methods": {}, "variants": {"b": {}}}, "needs methods and variants"),
     ],
 )
 def test_what_is_no_grid(given, reason, tmp_path):

@@ -8,11 +8,19 @@ import pytest
 
 from fedlightning.commands.study import parse_seeds, split_words
 from fedlightning.config.errors import InputError
-from fedlightning.experiments.baselines import AUTO, algorithms_of, baseline_config, missing_baselines
 from fedlightning.experiments.children import Outcome, call
-from fedlightning.experiments.methods import Method, differences, labels, split_label
+from fedlightning.experiments.experiment import StudyFile
+from fedlightning.experiments.methods import (
+    AUTO,
+    Method,
+    algorithms_of,
+    baseline_config,
+    differences,
+    labels,
+    missing_baselines,
+    split_label,
+)
 from fedlightning.experiments.plan import make_plan
-from fedlightning.experiments.study_file import StudyFile
 from tests.experiments.tiny import CALLBACKS, HERE, is_the_same_library, request, small
 
 
@@ -126,10 +134,10 @@ def test_files_options_and_seeds_are_stacked_in_order(tmp_path):
     assert [method.rounds for method in plan.methods] == [1, 3, 1]
     for method in plan.methods:
         trainer = method.config["trainer"]
-        assert (trainer["lr_decay"], trainer["local_epochs"], method.num_clients) == (0.5, 6, 3)
+        assert (trainer["lr_decay"], trainer["local_epochs"], len(method.clients)) == (0.5, 6, 3)
         assert method.config["data"]["init_args"]["batch_size"] == 4
         assert trainer["evaluation"]["test_data"] == ["local", "pooled", "clients"]
-        assert plan.vary[method.name] == ["trainer.seed", "data.init_args.val_seed"]
+        assert method.vary == ["trainer.seed", "data.init_args.val_seed"]
     assert [item["class_path"] for item in plan.methods[2].config["trainer"]["callbacks"]] == [
         f"{CALLBACKS}.LocalCheckpoint",
         f"{CALLBACKS}.Local",
@@ -140,13 +148,13 @@ def test_files_options_and_seeds_are_stacked_in_order(tmp_path):
 def test_a_callback_may_stand_alone_and_without_a_list(tmp_path):
     plan = make_plan(request([small(tmp_path / "a.yaml")], options=["--trainer.callbacks=FedProto"], baselines=[]))
     assert plan.methods[0].config["trainer"]["callbacks"]["class_path"] == f"{CALLBACKS}.FedProto"
-    assert "shares prototypes and no model" in plan.no_model["a"]
+    assert "shares prototypes and no model" in plan.methods[0].no_model
 
 
 def test_the_matrix_is_for_few_clients_and_never_over_the_users_word(tmp_path):
     file = small(tmp_path / "a.yaml")
     many = make_plan(request([file], options=["--data.partitioner.num_clients=21"], baselines=[])).methods[0]
-    assert many.num_clients == 21
+    assert len(many.clients) == 21
     assert many.config["trainer"]["evaluation"]["test_data"] is None
     own = make_plan(request([file], options=["--trainer.evaluation.test_data=[local]"], baselines=[])).methods[0]
     assert own.config["trainer"]["evaluation"]["test_data"] == ["local"]
@@ -154,7 +162,7 @@ def test_the_matrix_is_for_few_clients_and_never_over_the_users_word(tmp_path):
 
 def test_what_varies_can_be_chosen(tmp_path):
     plan = make_plan(request([small(tmp_path / "a.yaml")], vary=["data.init_args.seed"], baselines=[]))
-    assert plan.vary["a"] == ["trainer.seed", "data.init_args.seed"]
+    assert plan.methods[0].vary == ["trainer.seed", "data.init_args.seed"]
     with pytest.raises(InputError, match=r"a \(.*a.yaml\): .*no option.*sed'"):
         make_plan(request([small(tmp_path / "a.yaml")], vary=["data.init_args.sed"], baselines=[]))
 
@@ -197,7 +205,7 @@ def test_unknown_baselines_and_files(tmp_path):
 
 def test_a_fingerprint_is_of_what_decides_the_numbers():
     def fingerprint(seed=0, vary=("trainer.seed",), **trainer):
-        return Method("m", [], {"trainer": {"lr": 1} | trainer, "model": {}, "data": {}}).fingerprint(seed, vary)
+        return Method("m", [], {"trainer": {"lr": 1} | trainer, "model": {}, "data": {}}, vary).fingerprint(seed)
 
     assert fingerprint() == fingerprint(name="x", version="v", default_root_dir="d", enable_progress_bar=False)
     others = [
@@ -222,17 +230,14 @@ def test_differences_name_the_keys():
 
 
 # -- what a study holds already ----------------------------------------------------------------------------------------
-VARY = {"m": ["trainer.seed"]}
-
-
 def method(**trainer):
     return Method("m", ["m.yaml"], {"trainer": {"max_rounds": 1} | trainer, "model": {}, "data": {}})
 
 
 def make(study, made, seeds, redo=None, error=None):
     """Plan, begin and pretend to run; the seeds that were run."""
-    tasks = study.plan([made], seeds, VARY, redo)
-    study.begin([made], seeds, VARY, tasks, redo)
+    tasks = study.plan([made], seeds, redo)
+    study.begin([made], seeds, tasks, redo)
     for task in tasks:
         task.folder.mkdir(parents=True, exist_ok=True)
         (task.folder / "metrics.csv").write_text("round\n1\n")
@@ -259,7 +264,7 @@ def test_a_study_grows_and_keeps_what_it_has(tmp_path):
     with pytest.raises(
         InputError, match=r"seed_1 holds a run of another configuration \(trainer.lr is 2, was not there\)"
     ):
-        StudyFile(tmp_path).plan([method(lr=2)], [1], VARY, None)
+        StudyFile(tmp_path).plan([method(lr=2)], [1], None)
     assert make(StudyFile(tmp_path), method(lr=2), [1], redo="all") == [1]
     (tmp_path / "runs/m/seed_1/summary.json").unlink()  # somebody cleaned up
     assert make(StudyFile(tmp_path), method(lr=2), [1]) == [1]
@@ -278,7 +283,7 @@ def test_a_run_that_the_study_does_not_know_is_not_touched(tmp_path):
     (tmp_path / "runs/m/seed_0").mkdir(parents=True)
     (tmp_path / "runs/m/seed_0/metrics.csv").write_text("round\n")
     with pytest.raises(InputError, match=r"holds a run that study.json does not know. Choose another --out"):
-        StudyFile(tmp_path).plan([method()], [0], VARY, None)
+        StudyFile(tmp_path).plan([method()], [0], None)
 
 
 def test_plans_read_modules_of_pytorch_lightning_as_runs_do():

@@ -28,10 +28,10 @@ def test_what_is_refused(monkeypatch, capsys):
     assert ray_options("processes", None, None) is None
     with pytest.raises(InputError, match=r"--ray-cpus is about Ray.*add --runner ray"):
         ray_options("processes", None, 2)
-    methods = [Method("a", [], {"trainer": {"engine": engine}}, False, 1) for engine in ("processes", "ray")]
-    refuse_ray_within(methods[:1])
+    methods = [Method("a", [], {"trainer": {"engine": engine}}) for engine in ("processes", "ray")]
+    refuse_ray_within(methods[0])
     with pytest.raises(InputError, match=r"a has `engine: ray`.*Leave --runner out"):
-        refuse_ray_within(methods)
+        refuse_ray_within(methods[1])
     monkeypatch.setattr(ray_cluster, "installed", lambda: False)
     for words in (["compare", "no.yaml"], ["sweep", "--config=no.yaml", "--grid=model.lr=1"]):
         assert main([*words, *RAY]) == 2

@@ -18,6 +18,7 @@ from fedlightning import FederatedCallback
 from fedlightning.callbacks import LocalCheckpoint
 from fedlightning.commands.study import CLI
 from fedlightning.datamodules import DigitsDataModule
+from fedlightning.experiments.methods import AUTO
 from fedlightning.experiments.plan import Request
 from fedlightning.models import Classifier
 
@@ -108,7 +109,7 @@ class SealedTests(DigitsDataModule):
 
 def request(files: list[str], **options: Any) -> Request:
     """What was asked for, by the classes of our own command line."""
-    return Request(files, CLI, **options)
+    return Request(files, CLI, **{"baselines": list(AUTO), "matrix": True, **options})
 
 
 def small(path: Path, *callbacks: str, model: str = "fedlightning.models.Classifier", **trainer: Any) -> str:

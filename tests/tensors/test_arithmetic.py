@@ -45,3 +45,22 @@ def test_arithmetic_by_name():
 def test_the_first_name_that_is_not_finite(bad):
     assert tensors.first_nonfinite({"a": torch.ones(2), "n": torch.ones(1).long(), "b": torch.tensor([bad])}) == "b"
     assert tensors.first_nonfinite({"a": torch.ones(2)}) is None
+
+
+@pytest.mark.parametrize("options", [{}, {"dampening": 0.3}, {"nesterov": True}], ids=str)
+def test_a_step_with_momentum_is_torchs_on_tensors_and_on_numbers(options):
+    x, gradients = (
+        torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)),
+        torch.tensor([[1.0, 0.3, -7.1]] * 4).double(),
+    )
+    optimizer, steps = torch.optim.SGD([x], lr=1.0, momentum=0.7, **options), []
+    buffer = number = None
+    settings = 0.7, options.get("dampening", 0.0), options.get("nesterov", False)
+    for gradient in gradients:
+        before, x.grad = x.detach().clone(), gradient
+        optimizer.step()
+        step, buffer = tensors.momentum_step(buffer, gradient, *settings)
+        assert torch.equal(before - step, x.detach()) and torch.equal(buffer, optimizer.state[x]["momentum_buffer"])
+        on_ones, number = tensors.momentum_step(number, 1.0, *settings)
+        steps.append((float(step[0]), on_ones))
+    assert steps[-1][0] == pytest.approx(steps[-1][1], rel=1e-15) and len(set(steps)) > 2

@@ -23,7 +23,7 @@ RECENT = 5
 """Rounds whose seconds tell how long a round takes."""
 
 
-class Scores:
+class ScoreCurves:
     """The clients' scores on their own data in a `metrics.csv`, read on as it grows.
 
     Args:
@@ -114,7 +114,7 @@ class RunFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.scores = Scores(folder / "metrics.csv")
+        self.scores = ScoreCurves(folder / "metrics.csv")
         self._known: dict[Path, tuple[float, Any]] = {}
 
     def state(self) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Published tables, run again: what `fedlightning reproduce` reads, runs, measures, judges and keeps.
 
-`reading` reads a table from its YAML file (`fields` checks values, `specs` measures; `tables` says what one holds). `runs`
-turns its runs into complete configurations, each with a name by which it is found again. `measures` takes a number from a
-finished run's files, `verdicts` judges it, `results` puts a table together, `record` keeps the verdicts that are committed
-with it, and `page` shows it all.
+`tables` reads a table from its YAML file. `runs` turns its runs into complete configurations, each with a name by which it is
+found again. `measures` takes a number from a finished run's files, `results` judges it and puts a table together, `record`
+keeps the verdicts that are committed with it, and `page` shows it all.
 """

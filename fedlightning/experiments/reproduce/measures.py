@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fedlightning.compat.system import file_name_of
+from fedlightning.config.errors import suggestion
+from fedlightning.experiments.yaml_blocks import Block
 from fedlightning.scores.metrics import bare, higher_is_better
 from fedlightning.scores.rows import Row
 from fedlightning.study.columns import GLOBAL, LOCAL, PERSONAL
@@ -52,11 +55,16 @@ class Spec:
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def runs(self) -> list[str]:
+        """The further runs that it reads."""
+        inner: list[str] = self.options["of"].runs if "of" in self.options else []
+        return [self.options["against"], *inner] if "against" in self.options else inner
+
 
 # -- scores ------------------------------------------------------------------------------------------------------------
 def score(
-    runs: Runs,
-    run: str,
+    run: Run,
     *,
     metric: str,
     checkpoint: str = DEPLOYED,
@@ -72,9 +80,9 @@ def score(
     """
     server = checkpoint == "best_global" or stage == "G"
     kind = model or (GLOBAL if server else PERSONAL)
-    found = RunScores(runs[run]).find(metric, split, kind, checkpoint, stage, data)
+    found = RunScores(run).find(metric, split, kind, checkpoint, stage, data)
     if found is None:
-        known = sorted({bare(one["metric"]) for one in runs[run].results if one["split"] == split})
+        known = sorted({bare(one["metric"]) for one in run.results if one["split"] == split})
         asked = ", ".join(filter(None, (kind, checkpoint, stage, data)))
         raise NoValueError(f"no {split} score '{metric}' ({asked}); the run has {', '.join(known) or 'none'}")
     if found.diverged and not over.startswith("client:"):
@@ -83,42 +91,33 @@ def score(
     return Value(_over(found.defined, over, metric, math.nan if weighted is None else weighted))
 
 
-def at_round(
-    runs: Runs, run: str, *, metric: str, round: int, stage: str = "G", data: str = LOCAL, over: str = "mean"
-) -> Value:
+def at_round(run: Run, *, metric: str, round: int, stage: str = "G", data: str = LOCAL, over: str = "mean") -> Value:
     """Return the score of one round (on validation data; with `test_curve`, on test data)."""
-    curve = _curve(runs[run], metric, stage, data, over)
+    curve = _curve(run, metric, stage, data, over)
     if round not in curve:
         raise NoValueError(f"no score of round {round}; it has rounds {min(curve)} to {max(curve)}")
     return Value(curve[round])
 
 
 def best_round(
-    runs: Runs,
-    run: str,
-    *,
-    metric: str,
-    stage: str = "G",
-    data: str = LOCAL,
-    over: str = "mean",
-    until: int | None = None,
+    run: Run, *, metric: str, stage: str = "G", data: str = LOCAL, over: str = "mean", until: int | None = None
 ) -> Value:
     """Return the best score over all rounds, or over those until one."""
-    curve = _curve(runs[run], metric, stage, data, over)
+    curve = _curve(run, metric, stage, data, over)
     values = [value for number, value in curve.items() if until is None or number <= until]
     known = [value for value in values if not math.isnan(value)]
     return Value(math.nan if not known else max(known) if higher_is_better(metric) else min(known))
 
 
 def rounds_to(
-    runs: Runs, run: str, *, metric: str, target: float, stage: str = "G", data: str = LOCAL, over: str = "mean"
+    run: Run, *, metric: str, target: float, stage: str = "G", data: str = LOCAL, over: str = "mean"
 ) -> Value:
     """Return the rounds until the best score so far reaches a target, interpolated between rounds (McMahan et al. 2017).
 
     The curve is made monotone: each round has the best score of all rounds until it. A target that is not reached takes more
     rounds than the run has.
     """
-    curve = _curve(runs[run], metric, stage, data, over)
+    curve = _curve(run, metric, stage, data, over)
     return rounds_until(list(curve), list(curve.values()), target, higher_is_better(metric))
 
 
@@ -143,19 +142,12 @@ def rounds_until(rounds: Sequence[int], scores: Sequence[float], target: float, 
 
 
 def gaining_share(
-    runs: Runs,
-    run: str,
-    *,
-    against: str,
-    metric: str,
-    checkpoint: str = DEPLOYED,
-    stage: str | None = None,
-    data: str = LOCAL,
+    run: Run, *, against: Run, metric: str, checkpoint: str = DEPLOYED, stage: str | None = None, data: str = LOCAL
 ) -> Value:
     """Return the share of clients whose score is better than in another run (participation)."""
-    found = [runs[one].scores(metric, checkpoint=checkpoint, stage=stage, data=data) for one in (run, against)]
+    found = [one.scores(metric, checkpoint=checkpoint, stage=stage, data=data) for one in (run, against)]
     if None in found:
-        raise NoValueError(f"no test score '{metric}' in one of the runs {run} and {against}")
+        raise NoValueError(f"no test score '{metric}' in one of the runs {run.name} and {against.name}")
     own, other = ({client: value for client, value in (one or {}).items() if value is not None} for one in found)
     sign = 1 if higher_is_better(metric) else -1
     both = [client for client in own if client in other]
@@ -164,8 +156,7 @@ def gaining_share(
 
 # -- other numbers of a run --------------------------------------------------------------------------------------------
 def logged(
-    runs: Runs,
-    run: str,
+    run: Run,
     *,
     metric: str,
     round: int | None = None,
@@ -177,18 +168,18 @@ def logged(
 ) -> Value:
     """Return any value of `metrics.csv` by its full name, of one round or the last, as a statistic over clients."""
     given = {"stage": stage, "model": model, "data": data, "split": split}
-    rows = [row for row in runs[run].rows if row.metric == metric and _is(row, given)]
+    rows = [row for row in run.rows if row.metric == metric and _is(row, given)]
     if not rows:
-        known = sorted({row.metric for row in runs[run].rows})
+        known = sorted({row.metric for row in run.rows})
         raise NoValueError(f"no '{metric}' like that in metrics.csv, which has {', '.join(known)}")
     last = max(row.round for row in rows) if round is None else round
     kept = {row.client: row for row in rows if row.round == last}
     return Value(_over_rows(kept, over, metric))
 
 
-def summary(runs: Runs, run: str, *, key: str) -> Value:
+def summary(run: Run, *, key: str) -> Value:
     """Return a number of `summary.json` by its dotted key, as in `bytes_up` or `terms.own_steps`."""
-    found: Any = runs[run].summary
+    found: Any = run.summary
     for part in key.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
     if isinstance(found, bool) or not isinstance(found, int | float):
@@ -196,44 +187,36 @@ def summary(runs: Runs, run: str, *, key: str) -> Value:
     return Value(float(found))
 
 
-def entry(runs: Runs, run: str, *, name: str, client: str | None = None, index: list[int] | int = 0) -> Value:
+def entry(run: Run, *, name: str, client: str | None = None, index: list[int] | int = 0) -> Value:
     """Return one number of a trained model: of a client's exported model, or of the server's."""
-    state = _state(runs[run], client)
+    state = _state(run, client)
     if name not in state:
         raise NoValueError(f"no entry '{name}' in the model, which has {', '.join(state)}")
     values = state[name].double()
     return Value(float(values.flatten()[index] if isinstance(index, int) else values[tuple(index)]))
 
 
-def model_size(runs: Runs, run: str, *, client: str | None = None) -> Value:
+def model_size(run: Run, *, client: str | None = None) -> Value:
     """Return how many numbers an exported model holds: a client's, or the server's."""
-    return Value(float(sum(values.numel() for values in _state(runs[run], client).values())))
+    return Value(float(sum(values.numel() for values in _state(run, client).values())))
 
 
 # -- two runs ----------------------------------------------------------------------------------------------------------
-def difference(runs: Runs, run: str, *, of: Spec, against: str) -> Value:
+def difference(run: Run, *, of: Callable[[Run], Value], against: Run) -> Value:
     """Return a measure of this run minus that of another one."""
-    a, b = measure(of, runs, run), measure(of, runs, against)
+    a, b = of(run), of(against)
     return Value(a.number - b.number, a.beyond)
 
 
-def ratio(runs: Runs, run: str, *, of: Spec, against: str) -> Value:
+def ratio(run: Run, *, of: Callable[[Run], Value], against: Run) -> Value:
     """Return a measure of this run divided by that of another one."""
-    a, b = measure(of, runs, run), measure(of, runs, against)
+    a, b = of(run), of(against)
     return Value(a.number / b.number if b.number else math.nan, a.beyond)
 
 
 # -- no run ------------------------------------------------------------------------------------------------------------
 def epsilon(
-    runs: Runs,
-    run: str,
-    *,
-    q: float,
-    sigma: float,
-    steps: int,
-    delta: float,
-    accountant: str = "rdp",
-    orders: list[float] | None = None,
+    *, q: float, sigma: float, steps: int, delta: float, accountant: str = "rdp", orders: list[float] | None = None
 ) -> Value:
     """Return the epsilon that ClientDP and SampleDP would count for a sampled Gaussian mechanism. No run is needed.
 
@@ -244,23 +227,10 @@ def epsilon(
     return Value(spent_by(accountant, delta, ((sigma, q, steps),), tuple(orders or ())))
 
 
-KINDS: dict[str, Callable[..., Value]] = {
-    made.__name__: made
-    for made in (
-        score,
-        at_round,
-        best_round,
-        rounds_to,
-        gaining_share,
-        logged,
-        summary,
-        entry,
-        model_size,
-        difference,
-        ratio,
-        epsilon,
-    )
-}
+OF_TWO = (gaining_share, difference, ratio)
+"""Kinds that read a second run, `against`."""
+OF_ONE = (score, at_round, best_round, rounds_to, logged, summary, entry, model_size)
+KINDS: dict[str, Callable[..., Value]] = {kind.__name__: kind for kind in (*OF_ONE, *OF_TWO, epsilon)}
 """Name of a kind of measure -> its function."""
 LOWER = ("rounds_to", "model_size", "epsilon")
 """Kinds of which the lower value is the better one."""
@@ -272,7 +242,16 @@ def measure(spec: Spec, runs: Runs, run: str | None) -> Value:
     Raises:
         NoValueError: If the run does not have it.
     """
-    return KINDS[spec.kind](runs, run or "", **spec.options)
+    return _measured(spec, runs, *([] if run is None else [runs[run]]))
+
+
+def _measured(spec: Spec, runs: Runs, *run: Run) -> Value:
+    options = dict(spec.options)
+    if "of" in options:
+        options["of"] = partial(_measured, spec.options["of"], runs)
+    if "against" in options:
+        options["against"] = runs[spec.options["against"]]
+    return KINDS[spec.kind](*run, **options)
 
 
 def better_is_higher(spec: Spec) -> bool:
@@ -282,6 +261,43 @@ def better_is_higher(spec: Spec) -> bool:
     if spec.kind in LOWER or spec.options.get("over") in ("std", "variance"):
         return False
     return "metric" not in spec.options or higher_is_better(spec.options["metric"])
+
+
+def read_measure(given: Any, at: Block, runs: Collection[str], measures: Mapping[str, Spec], name: str = "") -> Spec:
+    """Return a measure as a table has it: by its name, or written out with a kind and the keywords of its function.
+
+    Args:
+        given: The name, or the keywords.
+        at: The block that it stands in.
+        runs: Names of the table's runs.
+        measures: The table's measures by name.
+        name: Its own name in the table.
+
+    Raises:
+        InputError: If it has an unknown kind or key, lacks one, or names an unknown run.
+    """
+    if isinstance(given, str) and given in measures:
+        return measures[given]
+    if not isinstance(given, Mapping):
+        hint = suggestion(str(given), [*measures, *KINDS]) or f"There is {', '.join(measures or KINDS)}."
+        raise at.error(f"has the measure {given!r:.60}, which is none. {hint}")
+    kind = str(given.get("kind", "score"))
+    options = {str(key): value for key, value in given.items() if key != "kind"}
+    place = f"measure '{name}'" if name else "measure"
+    if kind not in KINDS:
+        hint = suggestion(kind, KINDS) or f"Kinds: {', '.join(KINDS)}."
+        raise at.error(f"has the {place} of kind '{kind}', which is none. {hint}")
+    block = Block(options, at.file, f"the {place} ({kind}) of {at.where}")
+    if KINDS[kind] in OF_TWO:
+        block.known(block.take("against", str), runs, "against")
+    block.arguments(KINDS[kind], ["against"])
+    if "of" in options:
+        options["of"] = read_measure(options["of"], block, runs, measures)
+    over = options.get("over", "mean")
+    if over not in OVER and not str(over).startswith("client:"):
+        raise block.error(f"has over: {over}. Give {', '.join(OVER)} or client:NAME.")
+    words = [value.name if isinstance(value, Spec) else str(value) for value in options.values()]
+    return Spec(kind, name or " ".join([*([] if kind == "score" else [kind.replace("_", " ")]), *words]), options)
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------

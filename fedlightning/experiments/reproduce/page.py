@@ -10,11 +10,21 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from fedlightning.experiments.reproduce.formatting import chance, left_out, ours, reasons, row_of, verdict_counts
-from fedlightning.experiments.reproduce.results import Line
-from fedlightning.experiments.reproduce.summary import Told
+from fedlightning.experiments.reproduce.results import (
+    BAD,
+    GOOD,
+    Line,
+    TableRun,
+    chance,
+    expected_by_chance,
+    headings,
+    left_out,
+    ours,
+    reasons,
+    row_of,
+    verdict_counts,
+)
 from fedlightning.experiments.reproduce.tables import Table
-from fedlightning.experiments.reproduce.verdicts import BAD, BY_CHANCE, GOOD, expected_by_chance
 from fedlightning.report import html
 from fedlightning.report.cells import Column
 from fedlightning.report.drawing import inline, look, panel, rows_of, save, settle, svg
@@ -73,7 +83,7 @@ _LEGEND = (
 )
 
 
-def write_page(out: Path, tables: Sequence[Told], lost: Sequence[str], moved: Sequence[str]) -> Path:
+def write_page(out: Path, tables: Sequence[TableRun], lost: Sequence[str], moved: Sequence[str]) -> Path:
     """Write the page and its figures into a folder.
 
     Args:
@@ -82,17 +92,15 @@ def write_page(out: Path, tables: Sequence[Told], lost: Sequence[str], moved: Se
         lost: Sentences on cells that once agreed and do not now.
         moved: Sentences on tolerances and published values that were changed after a run.
     """
-    every = [line for _, lines, _ in tables for line in lines]
-    expected = expected_by_chance(line.verdict for line in every)
+    every = [line for one in tables for line in one.lines]
     said = [Trouble("Held against the recorded verdicts", None, [*moved, *lost])] if moved or lost else []
-    counted = verdict_counts([line.plain() for line in every if line.asked])
+    counted = verdict_counts(line.verdict.word for line in every if line.asked)
     page = Page(
         title="Published tables, run again",
-        subtitle=f"{len(tables)} tables: {counted or 'nothing was asked for'}. "
-        + chance(expected, round(expected / BY_CHANCE)),
+        subtitle=f"{len(tables)} tables: {counted or 'nothing was asked for'}. " + chance(expected_by_chance(every)),
         answers={},
         problems=said,
-        sections=[_section(table, lines, seeds, out) for table, lines, seeds in tables],
+        sections=[_section(one.table, one.lines, one.seeds, out) for one in tables],
         kicker="Reproduction of published results",
     )
     path = out / FILE
@@ -103,19 +111,14 @@ def write_page(out: Path, tables: Sequence[Told], lost: Sequence[str], moved: Se
 def _section(table: Table, lines: Sequence[Line], seeds: Sequence[int], out: Path) -> Section:
     name = html.slug(table.name)
     shown = [line for line in lines if line.asked]
-    cells, orders = [line for line in shown if not line.is_order], [line for line in shown if line.is_order]
     parts: list[Any] = []
-    if cells:
-        parts.append(
-            html.Table(f"{name}-cells", "Cells", _columns(), [row_of(line) for line in cells], notes=reasons(cells))
-        )
-        drawn = [line for line in cells if line.verdict.mean is not None]
+    for orders, title in ((False, "Cells"), (True, "Orders, paired over seeds")):
+        told = [line for line in shown if line.is_order == orders]
+        columns = [Column(key, heading, "text") for key, heading in headings(orders).items()]
+        slug = f"{name}-{'orders' if orders else 'cells'}"
+        parts += [html.Table(slug, title, columns, list(map(row_of, told)), notes=reasons(told))] if told else []
+        drawn = [line for line in told if line.verdict.mean is not None and not orders]
         parts += [Gallery([_picture(table, drawn, out)], _numbers(name, drawn), _LEGEND)] if drawn else []
-    if orders:
-        parts.append(
-            html.Table(f"{name}-orders", "Orders, paired over seeds", _columns(True), [row_of(line) for line in orders],
-                       notes=reasons(orders))
-        )  # fmt: skip
     parts.append(Prose(terms=_terms(table, seeds, lines), title="About this table"))
     return Section(name, table.title, table.name, table.claim, parts)
 
@@ -149,17 +152,6 @@ def _numbers(name: str, lines: Sequence[Line]) -> html.Table:
         Column("values", "seed: value", "text"),
     ]
     return html.Table(f"{name}-numbers", "Means, intervals and the value of every seed", columns, rows)
-
-
-def _columns(orders: bool = False) -> list[Column]:
-    published = [] if orders else [Column("published", "published", "text")]
-    name = Column("name", "order" if orders else "cell", "text")
-    return [
-        name,
-        *published,
-        Column("ours", "difference" if orders else "ours", "text"),
-        Column("verdict", "verdict", "text"),
-    ]
 
 
 def _terms(table: Table, seeds: Sequence[int], lines: Sequence[Line]) -> list[tuple[str, str]]:

@@ -1,18 +1,18 @@
-"""Recorded verdicts: `recorded/NAME.json` beside a table. Later verdicts and tolerances are held to them."""
+"""Verdicts in files: `recorded/NAME.json` beside a table, which later ones are held to, and `reproduce.json` of a call."""
 
 from __future__ import annotations
 
 import json
 import subprocess
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import fedlightning
 from fedlightning.config.errors import InputError
-from fedlightning.experiments.reproduce.results import Line
+from fedlightning.experiments.reproduce.results import GOOD, INCONCLUSIVE, NOT_RUN, Line, TableRun, expected_by_chance
 from fedlightning.experiments.reproduce.tables import Table
-from fedlightning.experiments.reproduce.verdicts import GOOD, INCONCLUSIVE, NOT_RUN
 from fedlightning.run.folder import versions
 from fedlightning.storage.files import UnreadableError, read_json, write_text_atomically
 
@@ -30,16 +30,39 @@ def read_record(table: Path) -> dict[str, dict[str, Any]]:
     Raises:
         InputError: If the file is none that this command has written.
     """
-    path = record_file(table)
+    fault = "holds no verdicts that `reproduce --record` wrote. Take it from the repository again."
+    return read_lines(record_file(table), "lines", "name", fault)
+
+
+def read_lines(path: Path, key: str, name: str, fault: str) -> dict[str, dict[str, Any]]:
+    """Return the entries of a file of records by their names; none, if there is no such file.
+
+    Args:
+        path: The file.
+        key: Key of the entries.
+        name: Key of an entry's name.
+        fault: What to say of a file that is none of records.
+
+    Raises:
+        InputError: If it is none.
+    """
     if not path.exists():
         return {}
     try:
-        found = read_json(path)
-        if found["format"] == FORMAT:
-            return {line["name"]: line for line in found["lines"]}
+        content = read_json(path)
+        if content["format"] == FORMAT:
+            return {line[name]: line for line in content[key]}
     except (UnreadableError, KeyError, TypeError):
         pass
-    raise InputError(f"{path} holds no verdicts that `reproduce --record` wrote. Take it from the repository again.")
+    raise InputError(f"{path} {fault}")
+
+
+def write_lines(path: Path, head: Mapping[str, Any], key: str, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Write a file of records, one a line, so that a change of one shows as such."""
+    above = "".join(f' "{name}": {json.dumps(value)},\n' for name, value in {"format": FORMAT, **head}.items())
+    rows = ",\n  ".join(json.dumps(line, ensure_ascii=False) for line in lines)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text_atomically(path, f'{{\n{above} "{key}": [\n  {rows}\n ]\n}}\n')
 
 
 def write_record(table: Table, lines: Sequence[Line]) -> Path:
@@ -60,11 +83,8 @@ def write_record(table: Table, lines: Sequence[Line]) -> Path:
             earlier = [*earlier, _judged_by(old)]
         kept.append({**new, "commit": now, **({"earlier": earlier} if earlier else {})})
     made = {str(line["commit"]): known.get(str(line["commit"]), versions()) for line in kept} | {str(now): versions()}
-    rows = ",\n  ".join(json.dumps(line, ensure_ascii=False) for line in kept)
     used = {name: given for name, given in made.items() if any(str(line["commit"]) == name for line in kept)}
-    path.parent.mkdir(exist_ok=True)
-    head = f'"format": {FORMAT},\n "table": {json.dumps(table.name)},\n "versions": {json.dumps(used)}'
-    write_text_atomically(path, f'{{\n {head},\n "lines": [\n  {rows}\n ]\n}}\n')
+    write_lines(path, {"table": table.name, "versions": used}, "lines", kept)
     return path
 
 
@@ -111,14 +131,6 @@ def lost(table: Table, lines: Sequence[Line], seeds: Sequence[int]) -> list[str]
     return said
 
 
-def counts(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return verdict -> number of lines, in the order in which they come."""
-    found: dict[str, int] = {}
-    for line in lines:
-        found[line["verdict"]] = found.get(line["verdict"], 0) + 1
-    return found
-
-
 def commit(root: Path = Path(fedlightning.__file__).parents[1]) -> str | None:
     """Return the commit of this package's repository, with a plus if files were changed since; `None` outside of one.
 
@@ -139,3 +151,48 @@ def commit(root: Path = Path(fedlightning.__file__).parents[1]) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return found.strip() + ("+" if changed.strip() else "")
+
+
+# -- all of a call -----------------------------------------------------------------------------------------------------
+FILE = "reproduce.json"
+
+
+def as_json(tables: Sequence[TableRun], lost: Sequence[str], moved: Sequence[str]) -> dict[str, Any]:
+    """Return the content of the file.
+
+    Args:
+        tables: The tables with what was found.
+        lost: Sentences on cells that once agreed and do not now.
+        moved: Sentences on tolerances and published values that were changed after a run.
+    """
+    return {
+        "format": 1,
+        "commit": commit(),
+        "versions": versions(),
+        "chance": expected_by_chance(line for one in tables for line in one.lines),
+        "lost": list(lost),
+        "moved": list(moved),
+        "tables": [_table(one.table, one.lines, one.seeds) for one in tables],
+    }
+
+
+def _table(table: Table, lines: Sequence[Line], seeds: Sequence[int]) -> dict[str, Any]:
+    plain = [line.plain() for line in lines]
+    return {
+        "name": table.name,
+        "title": table.title,
+        "source": {"paper": table.source.paper, "table": table.source.table, "link": table.source.link},
+        "read": table.source.read,
+        "tuned_on_test": table.tuned_on_test,
+        "seeds": list(seeds),
+        "counts": dict(Counter(line.verdict.word for line in lines)),
+        "cells": [line for line in plain if line["published"] is not None],
+        "orders": [line for line in plain if line["published"] is None],
+    }
+
+
+def write_json(out: Path, content: dict[str, Any]) -> Path:
+    """Write the file into a folder."""
+    path = out / FILE
+    write_text_atomically(path, json.dumps(content, indent=1, default=str) + "\n")
+    return path

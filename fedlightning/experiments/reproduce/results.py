@@ -1,27 +1,133 @@
-"""A table that was run: every cell and order with its values and verdict, as plain values that go to files."""
+"""A table that was run: the rule of verdicts, every cell and order with its values and verdict, and how these are written.
+
+The rule is fixed before a table is run, and the same for all tables.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fedlightning.experiments.methods import Method
 from fedlightning.experiments.reproduce.measures import NoValueError, Spec, Value, better_is_higher, measure
-from fedlightning.experiments.reproduce.specs import runs_of
-from fedlightning.experiments.reproduce.tables import WHOLE, Table
-from fedlightning.experiments.reproduce.verdicts import (
-    DISAGREES,
-    NOT_JUDGED,
-    NOT_RUN,
-    ORDER_DISAGREES,
-    Verdict,
-    judge,
-    judge_order,
-)
+from fedlightning.experiments.reproduce.tables import ALL, WHOLE, Cell, Order, Table
 from fedlightning.study.runs import Run, load_run
+from fedlightning.study.significance import mean_interval
+
+AGREES, DISAGREES, INCONCLUSIVE = "agrees", "disagrees", "inconclusive"
+ORDER_AGREES, ORDER_DISAGREES = "order agrees", "order disagrees"
+NOT_RUN, NOT_JUDGED = "not run", "not judged"
+GOOD = (AGREES, ORDER_AGREES)
+BAD = (DISAGREES, ORDER_DISAGREES)
+BY_CHANCE = 0.025
+"""Largest chance that a cell disagrees although the true mean lies within its tolerance.
+
+The 95 % interval then lies beyond one end of the tolerance only if it misses the true mean on that side: 2.5 %. The same
+holds for an order whose true difference is not negative.
+"""
+_ROUNDING = 1e-12
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """A verdict with what it was made from.
+
+    Attributes:
+        word: One of the constants above.
+        mean: Mean over seeds, of an order that of the differences; `None` without a value.
+        low: Lower end of the 95 % interval; `None` if there is none.
+        high: Upper end.
+        why: What a reader must know beside the word.
+    """
+
+    word: str
+    mean: float | None = None
+    low: float | None = None
+    high: float | None = None
+    why: str = ""
+
+    @property
+    def random(self) -> bool:
+        """Whether chance could have changed it: its interval has a width."""
+        return self.word in (*GOOD, *BAD, INCONCLUSIVE) and self.low is not None and self.low != self.high
+
+
+def judge(
+    values: Sequence[float], published: float, tolerance: float, *, exact: bool = False, beyond: bool = False
+) -> Verdict:
+    """Judge a cell by the values of its seeds.
+
+    It *agrees* if the 95 % interval of the mean over seeds (Student's t) lies inside published ± tolerance, it *disagrees* if
+    the interval lies entirely outside, and between it is *inconclusive*. One seed has no interval and is inconclusive, unless
+    nothing in the run is random (`exact`): then it is an interval of width zero. A value that is not a number disagrees.
+
+    Args:
+        values: A value for each seed.
+        published: The published value.
+        tolerance: Distance from it that still agrees.
+        exact: Whether nothing in the run is random.
+        beyond: Whether a value is only a lower bound. Such a cell cannot agree.
+
+    Example:
+        >>> judge([0.71, 0.72, 0.70], published=0.70, tolerance=0.05).word
+        'agrees'
+        >>> judge([0.71], 0.70, 0.05).word, judge([0.71], 0.70, 0.05, exact=True).word, judge([0.7, 0.8], 0.70, 0.05).word
+        ('inconclusive', 'agrees', 'inconclusive')
+    """
+    if any(not math.isfinite(value) for value in values):
+        return Verdict(DISAGREES, why="a value is not a finite number: a model diverged")
+    found = mean_interval(values)
+    if len(values) == 1 and not exact:
+        return Verdict(INCONCLUSIVE, found.centre, why="one seed has no interval")
+    low, high = published - tolerance - _ROUNDING, published + tolerance + _ROUNDING
+    ends = found.centre, found.low, found.high
+    if found.low > high or (found.high < low and not beyond):
+        return Verdict(DISAGREES, *ends, why="more rounds than the run has" if beyond else "")
+    if beyond:
+        return Verdict(INCONCLUSIVE, *ends, why="a seed did not reach the target: its value is a lower bound")
+    if found.low >= low and found.high <= high:
+        return Verdict(AGREES, *ends)
+    return Verdict(INCONCLUSIVE, *ends, why="the interval crosses an end of the tolerance: more seeds")
+
+
+def judge_order(
+    better: Sequence[float], worse: Sequence[float], margin: float = 0.0, *, exact: bool = False
+) -> Verdict:
+    """Judge an order by the differences between two runs, paired by seed.
+
+    The *order agrees* if the 95 % interval of the mean difference (paired, Student's t) lies above `margin`, it *disagrees*
+    if it lies below, and between it is *inconclusive*; so is one seed, unless nothing is random.
+
+    Args:
+        better: A value for each seed of the run that was published as better, where higher is better.
+        worse: Those of the other run, for the same seeds.
+        margin: Distance by which the better one must be ahead.
+        exact: Whether nothing in the runs is random.
+
+    Example:
+        >>> judge_order([0.80, 0.82, 0.81], [0.75, 0.78, 0.75]).word
+        'order agrees'
+    """
+    differences = [a - b for a, b in zip(better, worse, strict=True)]
+    if any(not math.isfinite(value) for value in differences):
+        return Verdict(ORDER_DISAGREES, why="a value is not a finite number: a model diverged")
+    found = mean_interval(differences)
+    if len(differences) == 1 and not exact:
+        return Verdict(INCONCLUSIVE, found.centre, why="one seed has no interval")
+    ends = found.centre, found.low, found.high
+    if found.low > margin:
+        return Verdict(ORDER_AGREES, *ends)
+    if found.high < margin:
+        return Verdict(ORDER_DISAGREES, *ends)
+    return Verdict(INCONCLUSIVE, *ends, why="the interval of the difference contains the margin: more seeds")
+
+
+# -- lines of a table --------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Line:
     """A cell or an order with what was found.
@@ -94,84 +200,217 @@ def _first(missing: Sequence[Place]) -> Place:
     return max(missing, key=lambda place: (place.failed, place.asked))
 
 
+@dataclass
+class TableRun:
+    """A table that is run again: what was asked for, what is made, and what was found.
+
+    Attributes:
+        table: The table.
+        runs: Names of the runs that were asked for.
+        seeds: Seeds of each.
+        obstacle: Why nothing can be run here; empty: it can.
+        methods: Name of a run -> its complete configuration.
+        lines: Its cells and orders with their verdicts.
+    """
+
+    table: Table
+    runs: Sequence[str]
+    seeds: Sequence[int]
+    obstacle: str = ""
+    methods: Mapping[str, Method] = field(default_factory=dict)
+    lines: Sequence[Line] = ()
+
+
 Places = Mapping[str, Mapping[int, Place]]
 """Name of a run -> seed -> its place."""
 
 
 def measure_table(table: Table, places: Places, seeds: Sequence[int], obstacle: str = "") -> list[Line]:
     """Return all cells and orders of a table with their verdicts. It may import torch: call it in a child process."""
-    return _Measurer(table, places, seeds, obstacle).lines()
+    measurer = _Measurer(table, places, seeds, obstacle)
+    return [*map(measurer.cell, table.cells), *map(measurer.order, table.orders)]
 
 
+def measure_tables(asked: Sequence[tuple[Table, Places, Sequence[int], str]]) -> list[list[Line]]:
+    """Return for each table what :func:`measure_table` returns of it."""
+    return [measure_table(*arguments) for arguments in asked]
+
+
+@dataclass(frozen=True)
 class _Measurer:
-    def __init__(self, table: Table, places: Places, seeds: Sequence[int], obstacle: str) -> None:
-        self.table, self.places, self.obstacle = table, places, obstacle
-        self.seeds = seeds
-        self._loaded: dict[str, Run] = {}
+    table: Table
+    places: Places
+    seeds: Sequence[int]
+    obstacle: str
+    loaded: dict[str, Run] = field(default_factory=dict)
 
-    def lines(self) -> list[Line]:
-        table, out = self.table, []
-        for cell in table.cells:
-            found = self._values(cell.run, cell.measure, cell.runs)
-            line = {"published": cell.published, "tolerance": cell.tolerance, "row": cell.row, "column": cell.column}
-            if isinstance(found, Place):
-                verdict = Verdict(DISAGREES if found.diverged and cell.judged else NOT_RUN, why=found.why)
-                out.append(Line(cell.name, verdict, failed=found.failed, asked=found.asked, **line))  # type: ignore[arg-type]
-                continue
-            values = {seed: value.number for seed, value in found.items()}
-            beyond = any(value.beyond for value in found.values())
-            exact = table.exact or cell.run is None
-            verdict = judge(list(values.values()), cell.published, cell.tolerance, exact=exact, beyond=beyond)
-            if not cell.judged:
-                verdict = Verdict(NOT_JUDGED, verdict.mean, verdict.low, verdict.high, cell.because)
-            out.append(Line(cell.name, verdict, values, why=table.reason(cell), **line))  # type: ignore[arg-type]
-        return out + [self._order(order) for order in table.orders]
+    def cell(self, cell: Cell) -> Line:
+        line = partial(
+            Line, cell.name, published=cell.published, tolerance=cell.tolerance, row=cell.row, column=cell.column
+        )
+        values = self._values(cell.run, cell.measure)
+        if isinstance(values, Place):
+            word = DISAGREES if values.diverged and not cell.because else NOT_RUN
+            return line(Verdict(word, why=values.why), failed=values.failed, asked=values.asked)
+        numbers = {seed: value.number for seed, value in values.items()}
+        beyond = any(value.beyond for value in values.values())
+        exact = self.table.exact or cell.run is None
+        verdict = judge(list(numbers.values()), cell.published, cell.tolerance, exact=exact, beyond=beyond)
+        return line(_unless(cell.because, verdict), numbers, why=self.table.reason(cell))
 
-    def _order(self, order: Any) -> Line:
+    def order(self, order: Order) -> Line:
         sides, missing = [], []
         for run, spec, factor in zip((order.better, order.worse), order.measures, (1.0, order.factor), strict=True):
-            found = self._values(run, spec, [run, *runs_of(spec)])
-            if isinstance(found, Place):
-                missing.append((run, found))
+            values = self._values(run, spec)
+            if isinstance(values, Place):
+                missing.append((run, values))
                 continue
             sign = 1.0 if better_is_higher(spec) else -1.0
-            sides.append({seed: sign * factor * value.number for seed, value in found.items()})
+            sides.append({seed: sign * factor * value.number for seed, value in values.items()})
         if missing:
-            told = _first([place for _, place in missing])
+            place = _first([place for _, place in missing])
             lost = any(place.diverged for run, place in missing if run == order.better)
-            judged = order.judged and all(place.asked for _, place in missing)
-            verdict = Verdict(ORDER_DISAGREES if lost and judged else NOT_RUN, why=told.why)
-            return Line(order.name, verdict, tolerance=order.margin, failed=told.failed, asked=told.asked)
+            judged = not order.because and all(place.asked for _, place in missing)
+            verdict = Verdict(ORDER_DISAGREES if lost and judged else NOT_RUN, why=place.why)
+            return Line(order.name, verdict, tolerance=order.margin, failed=place.failed, asked=place.asked)
         better, worse = sides
         verdict = judge_order(list(better.values()), list(worse.values()), order.margin, exact=self.table.exact)
-        if not order.judged:
-            verdict = Verdict(NOT_JUDGED, verdict.mean, verdict.low, verdict.high, "the order is from memory")
         differences = {seed: better[seed] - worse[seed] for seed in better}
-        return Line(order.name, verdict, differences, tolerance=order.margin, why=self.table.why.get(WHOLE, ""))
+        why = self.table.why.get(WHOLE, "")
+        return Line(order.name, _unless(order.because, verdict), differences, tolerance=order.margin, why=why)
 
-    def _values(self, run: str | None, spec: Spec, needed: Sequence[str]) -> dict[int, Value] | Place:
+    def _values(self, run: str | None, spec: Spec) -> dict[int, Value] | Place:
         """Return seed -> value, or the place that has none."""
         if self.obstacle:
             return Place(None, self.obstacle)
         if run is None:
             return {0: measure(spec, {}, None)}
-        found = {}
+        values, absent = {}, partial(Place, None, asked=False)
         needs = {
-            (name, seed): self.places.get(name, {}).get(seed, Place(None, f"run {name} was not asked for", asked=False))
+            (name, seed): self.places.get(name, {}).get(seed, absent(f"run {name} was not asked for"))
             for seed in self.seeds
-            for name in needed
+            for name in (run, *spec.runs)
         }
         if missing := [place for place in needs.values() if place.folder is None]:
             return _first(missing)
         for seed in self.seeds:
-            runs = {name: self._run(str(needs[name, seed].folder), name) for name in needed}
+            runs = {name: self._run(str(needs[name, seed].folder), name) for name in (run, *spec.runs)}
             try:
-                found[seed] = measure(spec, runs, run)
+                values[seed] = measure(spec, runs, run)
             except (NoValueError, IndexError) as error:
                 return Place(None, f"run {run}, seed {seed}: {error}", failed=True)
-        return found
+        return values
 
     def _run(self, folder: str, name: str) -> Run:
-        if folder not in self._loaded:
-            self._loaded[folder] = load_run(Path(folder), name)
-        return self._loaded[folder]
+        if folder not in self.loaded:
+            self.loaded[folder] = load_run(Path(folder), name)
+        return self.loaded[folder]
+
+
+def _unless(because: str, verdict: Verdict) -> Verdict:
+    """Return a verdict, or that there is none if something speaks against judging."""
+    return replace(verdict, word=NOT_JUDGED, why=because) if because else verdict
+
+
+# -- as they are written -----------------------------------------------------------------------------------------------
+def expected_by_chance(lines: Iterable[Line]) -> float:
+    """Return how many verdicts would be *disagrees* by chance, at most, if every true mean agreed."""
+    return BY_CHANCE * sum(line.verdict.random for line in lines)
+
+
+def chance(expected: float) -> str:
+    """Return how many verdicts chance alone would turn to *disagrees*, with the model behind the number.
+
+    Example:
+        >>> chance(0.0)
+        'No verdict rests on a random run, so none disagrees by chance.'
+    """
+    if not expected:
+        return "No verdict rests on a random run, so none disagrees by chance."
+    return (
+        f"By chance alone at most {expected:.2g} of the {round(expected / BY_CHANCE)} verdicts that rest on random runs "
+        "would be 'disagrees' (each with 2.5 %, if its true mean lies within the tolerance and seeds are independent)."
+    )
+
+
+def digits(line: Line) -> int:
+    """Return decimals that show the published value and the tolerance.
+
+    Example:
+        >>> digits(Line("a", judge([0.7], 0.724, 0.03), published=0.724, tolerance=0.03))
+        4
+    """
+    known = [one for one in (line.published, line.tolerance) if one]
+    shown = max((len(f"{abs(one):.10f}".rstrip("0").partition(".")[2]) for one in known), default=2)
+    return min(shown + 1, 8)
+
+
+def number_of(value: float | None, places: int) -> str:
+    """Write a number with as many decimals, or more briefly if it is large."""
+    if value is None or not math.isfinite(value):
+        return "-" if value is None else str(value)
+    return f"{value:.{places}f}".rstrip("0").rstrip(".") if abs(value) < 1e6 else f"{value:.4g}"
+
+
+def ours(line: Line) -> str:
+    """Write the mean over seeds with its interval."""
+    verdict, places = line.verdict, digits(line) if line.published is not None else 4
+    if verdict.mean is None:
+        return "-"
+    text = f"{verdict.mean:.{places}f}"
+    if verdict.low is not None and verdict.high is not None and verdict.low != verdict.high:
+        text += f" [{verdict.low:.{places}f}, {verdict.high:.{places}f}]"
+    return text
+
+
+def headings(orders: bool) -> dict[str, str]:
+    """Return the titles of the columns of cells, or of orders, by the keys of :func:`row_of`."""
+    titles = {"name": "cell", "published": "published", "ours": "ours", "verdict": "verdict"}
+    return {"name": "order", "ours": "difference", "verdict": "verdict"} if orders else titles
+
+
+def row_of(line: Line) -> dict[str, str]:
+    """Return a cell or an order in words: its name, the published value with the tolerance, ours, and the verdict."""
+    places = digits(line)
+    published = "" if line.is_order else f"{number_of(line.published, places)} ± {number_of(line.tolerance, places)}"
+    return {"name": line.name, "published": published, "ours": ours(line), "verdict": line.verdict.word}
+
+
+def reasons(lines: Sequence[Line]) -> list[str]:
+    """Return why verdicts are what they are, each reason once, with the cells that it is about."""
+    found: dict[str, list[str]] = {}
+    for line in lines:
+        given = line.why if line.verdict.word in (*BAD, INCONCLUSIVE) else ""
+        for text in filter(None, (line.verdict.why, given)):
+            found.setdefault(text, []).append(line.name)
+    return [f"{'all' if len(names) == len(lines) else _few(names)}: {text}" for text, names in found.items()]
+
+
+def _few(names: Sequence[str]) -> str:
+    return "; ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def left_out(lines: Sequence[Line]) -> list[str]:
+    """Return a sentence on the lines that need runs of another set; none, if there are none."""
+    number = sum(not line.asked for line in lines)
+    return (
+        [f"{number} more {'need' if number > 1 else 'needs'} runs of other sets than was asked for."] if number else []
+    )
+
+
+def times(table: Table) -> str:
+    """Return the sets of a table with their expected minutes, and those of all runs if they are others."""
+    known = dict.fromkeys(table.sets) | dict(table.minutes)
+    if len(known) > 1 and known.get(ALL) == next(iter(known.values())):
+        known.pop(ALL)
+    return ", ".join(name if minutes is None else f"{name}: {minutes:g}" for name, minutes in known.items())
+
+
+def verdict_counts(words: Iterable[str]) -> str:
+    """Return how many verdicts of each kind there are, in words.
+
+    Example:
+        >>> verdict_counts(["agrees", "agrees", "not run"])
+        '2 agrees, 1 not run'
+    """
+    return ", ".join(f"{number} {word}" for word, number in Counter(words).items())

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,38 +17,19 @@ import yaml
 import fedlightning
 from fedlightning.config.errors import InputError
 from fedlightning.errors import missing_package
-from fedlightning.experiments.baselines import algorithms_of
-from fedlightning.experiments.methods import Config, Method
-from fedlightning.experiments.plan import Request, make_plans
-from fedlightning.experiments.reproduce.tables import Data, RunSpec, Table
+from fedlightning.experiments.methods import Config, Method, algorithms_of
+from fedlightning.experiments.plan import Request, make_plan
+from fedlightning.experiments.reproduce.results import TableRun
+from fedlightning.experiments.reproduce.tables import Data, Table
 from fedlightning.run.folder import versions
 
 WATCHING = ("catalogue", "cli", "commands", "configs", "experiments", "study", "testing")
 """Rooms that no number of a run depends on. The code of all others is a part of a run's name."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """One run of a table, as it is to be made.
-
-    Attributes:
-        table: Name of the table.
-        run: Name of the run in it.
-        method: Complete configuration; its name is the same in every table that asks for the same run.
-        vary: Keys that are set to the seed.
-        seeds: Seeds.
-    """
-
-    table: str
-    run: str
-    method: Method
-    vary: list[str]
-    seeds: list[int]
-
-
 def folder_of(data: Data, root: Path) -> Path | None:
     """Return the folder below the data root in which all files of a data set lie, or `None`."""
-    folders = (root / name for name in data.roots)
+    folders = (root / name for name in data.root)
     return next((one for one in folders if all((one / file).is_file() for file in data.files)), None)
 
 
@@ -57,79 +39,78 @@ def obstacle(table: Table, root: Path) -> str:
         package = PACKAGES.get(extra, extra)
         if importlib.util.find_spec(package) is None:
             return missing_package(f"The table needs {package}", extra).rstrip(".")
-    return next((missing(data, root) for data in table.data if folder_of(data, root) is None), "")
+    return missing_data(table.data, root)
 
 
-def missing(data: Data, root: Path) -> str:
-    """Return a sentence that says which file is missing, and where to get it."""
-    places = " or ".join(str(root / name) for name in data.roots)
-    lacking = next((file for file in data.files if not (root / data.roots[0] / file).is_file()), data.files[0])
+def missing_data(sets: Sequence[Data], root: Path) -> str:
+    """Return a sentence that says which file is missing, and where to get it; empty if all data are there."""
+    data = next((data for data in sets if folder_of(data, root) is None), None)
+    if data is None:
+        return ""
+    places = " or ".join(str(root / name) for name in data.root)
+    lacking = next((file for file in data.files if not (root / data.root[0] / file).is_file()), data.files[0])
     return f"{data.name} is missing: {lacking} is not in {places}. {data.get}".rstrip(".")
+
+
+def words_of(sets: Sequence[Data], root: Path, options: Mapping[str, Any]) -> list[str]:
+    """Return options as words of the command line, with the folders of the data before them."""
+    all_options = {**{data.option: str(folder_of(data, root)) for data in sets}, **options}
+    return [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in all_options.items()]
 
 
 PACKAGES = {"privacy": "opacus", "vision": "timm", "lora": "peft", "flower": "flwr"}
 """Extra -> package by which it is known to be installed, where they have different names."""
 
 
-def plan_jobs(
-    wanted: Mapping[str, tuple[Table, Sequence[str]]], root: str, seeds: Sequence[int] | None, cli: str, scratch: str
-) -> list[Job]:
-    """Return the runs of tables as complete configurations. It imports the user's classes: call it in a child process.
+def plan_runs(asked: Sequence[TableRun], root: str, cli: str) -> list[dict[str, Method]]:
+    """Return for each table the complete configurations of its runs by their names in it.
+
+    A run that two tables ask for has one configuration, of one name. This imports the user's classes: call it in a child
+    process.
 
     Args:
-        wanted: Name of a table -> the table, and the names of its runs.
+        asked: Tables; of one that cannot be made here, there are none.
         root: Data root.
-        seeds: Seeds of all runs; `None`: as each table says.
-        cli: `module:class` of the command line that parses the options of a run.
-        scratch: Folder for configurations that are written in tables.
+        cli: Class of the command line that parses the options of a run, by its import path.
 
     Raises:
         InputError: If a configuration cannot be read, naming the table and the run.
     """
-    asked = [(table, table.runs[name]) for table, names in wanted.values() for name in names]
-    requests = []
-    for number, (table, run) in enumerate(asked):
-        stack = [str(path) for path in run.configs]
-        if run.config:
-            path = Path(scratch) / f"{number}.yaml"
-            path.write_text(yaml.safe_dump(dict(run.config), sort_keys=False))
-            stack.append(str(path))
-        places = {one.option: str(folder_of(one, Path(root))) for one in table.data}
-        options = [f"--{key}={_word(value)}" for key, value in {**places, **run.options}.items()]
-        vary = None if table.vary is None else list(table.vary)
-        requests.append(Request([f"{run.name}={stack[-1]}"], cli, stack[:-1], [], options, vary, [], matrix=False))
-    jobs = []
-    for (table, run), plan in zip(asked, _plans(asked, requests), strict=True):
-        (method,) = plan.methods
-        keys = plan.vary[method.name]
-        if run.test_curve:
-            method, keys = _on_test_data(method, keys)
-        method = replace(method, name=name_of(method, keys), configs=[path.name for path in run.configs])
-        jobs.append(Job(table.name, run.name, method, keys, list(seeds or table.seeds)))
-    return jobs
+    clients: dict[str, list[str]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        return [
+            {name: _plan_run(one.table, name, Path(root), cli, Path(folder), clients) for name in one.runs}
+            if not one.obstacle
+            else {}
+            for one in asked
+        ]
 
 
-def _plans(asked: Sequence[tuple[Table, RunSpec]], requests: Sequence[Request]) -> list[Any]:
-    """Return the plans; an error names the table and its run."""
+def _plan_run(table: Table, name: str, root: Path, cli: str, folder: Path, clients: dict[str, list[str]]) -> Method:
+    run = table.runs[name]
+    stack = [str(path) for path in run.configs]
+    if run.config:
+        stack.append(str(folder / "config.yaml"))
+        Path(stack[-1]).write_text(yaml.safe_dump(dict(run.config), sort_keys=False))
+    options = words_of(table.data, root, run.options)
     try:
-        return make_plans(requests)
-    except InputError:
-        for (table, run), request in zip(asked, requests, strict=True):
-            try:
-                make_plans([request])
-            except InputError as error:
-                raise InputError(f"{table.path.name}: run '{run.name}' cannot be made: {error}") from error
-        raise
+        request = Request([f"{name}={stack[-1]}"], cli, stack[:-1], options=options, vary=table.vary)
+        (method,) = make_plan(request, clients).methods
+    except InputError as error:
+        raise InputError(f"{table.path.name}: run '{name}' cannot be made: {error}") from error
+    if run.test_curve:
+        method = _on_test_data(method)
+    return replace(method, name=name_of(method), configs=[path.name for path in run.configs])
 
 
-def name_of(method: Method, vary: Sequence[str]) -> str:
+def name_of(method: Method) -> str:
     """Return the name of a run: its algorithms, and a hash of all that decides its numbers, the seed aside.
 
     That is the complete configuration, the keys that the seed sets, the versions of the packages that compute, the code of
     this package that runs, and the files of classes that are not of this package.
     """
     config = method.config
-    decides = [method.fingerprint(0, vary), _environment(), [_digest(path) for path in _own_files(config)]]
+    decides = [method.fingerprint(0), _environment(), [_digest(path) for path in _own_files(config)]]
     key = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:10]
     label = "-".join(sorted(name.rpartition(".")[2].lower() for name in algorithms_of(config)))[:60]
     return f"{label or 'fedavg'}-{key}"
@@ -177,17 +158,9 @@ def _class_paths(value: Any) -> Iterator[str]:
         yield from _class_paths(one)
 
 
-def _on_test_data(method: Method, vary: Sequence[str]) -> tuple[Method, list[str]]:
+def _on_test_data(method: Method) -> Method:
     """Return the run with the scores of each round taken on test data, as a paper took them."""
-    wrapped = {
-        "class_path": "fedlightning.datamodules.ValidatedOnTest",
-        "init_args": {"data": method.config["data"]},
-    }
+    wrapped = {"class_path": "fedlightning.datamodules.ValidatedOnTest", "init_args": {"data": method.config["data"]}}
     inner = "data.init_args.data."
-    keys = [inner + key.removeprefix("data.") if key.startswith("data.") else key for key in vary]
-    return replace(method, config={**method.config, "data": wrapped}), keys
-
-
-def _word(value: Any) -> str:
-    """Write a value as a word of the command line."""
-    return value if isinstance(value, str) else json.dumps(value)
+    keys = [inner + key.removeprefix("data.") if key.startswith("data.") else key for key in method.vary]
+    return replace(method, config={**method.config, "data": wrapped}, vary=keys)

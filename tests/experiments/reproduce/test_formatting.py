@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fedlightning.experiments.reproduce.formatting import times
+from fedlightning.experiments.reproduce.results import times
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import pytest
 from fedlightning.experiments.reproduce.measures import KINDS, NoValueError, Spec, measure, rounds_until
 from tests.experiments.reproduce.writing import row, write_run
 
+EPSILON = Spec("epsilon", "", {"q": 0.04, "sigma": 1.5, "steps": 2250, "delta": 1e-5})
+
 
 def found(runs, kind, **options):
     return measure(Spec(kind, "", options), runs, "a")
@@ -93,14 +95,14 @@ def test_scores_and_two_runs(tmp_path):
 
 def test_epsilon_is_that_of_the_accountants_own_tests():
     pytest.importorskip("opacus")
-    value = found({}, "epsilon", q=0.04, sigma=1.5, steps=2250, delta=1e-5).number
+    value = measure(EPSILON, {}, None).number
     assert value == pytest.approx(7.32911117143, abs=1e-6)
 
 
 def test_epsilon_is_what_private_runs_count(monkeypatch):
     """A fault in what ClientDP and SampleDP count must show in the tables of epsilons."""
     monkeypatch.setattr("fedlightning.callbacks.shared.spending.spent_by", lambda *given: float(len(given)))
-    assert found({}, "epsilon", q=0.04, sigma=1.5, steps=2250, delta=1e-5).number == 4.0
+    assert measure(EPSILON, {}, None).number == 4.0
 
 
 def test_every_kind_says_what_it_is():

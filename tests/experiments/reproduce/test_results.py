@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from fedlightning.commands.configs import FOLDER
-from fedlightning.commands.reproduce_tables import show_table
-from fedlightning.experiments.reproduce.reading import read_table
+from fedlightning.commands.reproduce import show_table
 from fedlightning.experiments.reproduce.results import Place, measure_table
+from fedlightning.experiments.reproduce.tables import read_table
 from tests.experiments.reproduce.writing import table, write, write_run
 from tests.experiments.tiny import small
 

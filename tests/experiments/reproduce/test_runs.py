@@ -13,9 +13,9 @@ from fedlightning.commands.study import CLI
 from fedlightning.experiments.methods import Method
 from fedlightning.experiments.plan import _Reader
 from fedlightning.experiments.reproduce import runs
-from fedlightning.experiments.reproduce.reading import read_table
-from fedlightning.experiments.reproduce.runs import folder_of, name_of, obstacle, plan_jobs
-from fedlightning.experiments.reproduce.tables import Data
+from fedlightning.experiments.reproduce.results import TableRun
+from fedlightning.experiments.reproduce.runs import folder_of, name_of, obstacle, plan_runs
+from fedlightning.experiments.reproduce.tables import Data, read_table
 from tests.experiments.reproduce.writing import table, write
 from tests.experiments.tiny import small
 
@@ -29,22 +29,21 @@ def test_every_table_that_comes_with_the_package_can_be_built(name, tmp_path, mo
     monkeypatch.setattr(_Reader, "_clients", lambda *_: ["all"])
     monkeypatch.setattr(runs, "folder_of", lambda *_: tmp_path)
     found = read_table(TABLES / f"{name}.yaml", FOLDER)
-    jobs = plan_jobs({found.name: (found, list(found.runs))}, "data", None, CLI, str(tmp_path))
-    assert [job.run for job in jobs] == list(found.runs)
-    assert all(job.seeds == found.seeds for job in jobs)
+    (methods,) = plan_runs([TableRun(found, list(found.runs), found.seeds)], "data", CLI)
+    assert list(methods) == list(found.runs)
 
 
 def test_a_name_is_of_all_that_decides_the_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "_environment", lambda: ["1.0"])
     method = Method("a", [], {"trainer": {"seed": 0, "max_rounds": 3}, "model": {"class_path": "x.Y"}, "data": {}})
-    name = name_of(method, ["trainer.seed"])
+    name = name_of(method)
     assert name.startswith("fedavg-")
-    assert name_of(replace(method, name="b", configs=["c.yaml"]), ["trainer.seed"]) == name
+    assert name_of(replace(method, name="b", configs=["c.yaml"])) == name
     longer = replace(method, config={**method.config, "trainer": {"seed": 0, "max_rounds": 4}})
-    assert name_of(longer, ["trainer.seed"]) != name
-    assert name_of(method, ["trainer.seed", "data.init_args.seed"]) != name
+    assert name_of(longer) != name
+    assert name_of(replace(method, vary=["trainer.seed", "data.init_args.seed"])) != name
     monkeypatch.setattr(runs, "_environment", lambda: ["1.1"])
-    assert name_of(method, ["trainer.seed"]) != name
+    assert name_of(method) != name
 
 
 def test_the_code_of_an_own_class_is_a_part_of_the_name(tmp_path, monkeypatch):
@@ -52,9 +51,9 @@ def test_the_code_of_an_own_class_is_a_part_of_the_name(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "own_algorithm_of_mine.py").write_text("class Own: ...\n")
     config = {"trainer": {"callbacks": []}, "model": {"class_path": "own_algorithm_of_mine.Own"}, "data": {}}
-    name = name_of(Method("a", [], config), [])
+    name = name_of(Method("a", [], config))
     (tmp_path / "own_algorithm_of_mine.py").write_text("class Own: pass\n")
-    assert name_of(Method("a", [], config), []) != name
+    assert name_of(Method("a", [], config)) != name
 
 
 def test_two_tables_that_ask_for_one_run_name_it_alike(tmp_path):
@@ -65,19 +64,20 @@ def test_two_tables_that_ask_for_one_run_name_it_alike(tmp_path):
         ("two", {"runs": {"other": "small.yaml"}, "rows": {"A": {"run": "other", "published": {"accuracy": 1}}}}),
     ):
         found = read_table(write(tmp_path / f"{name}.yaml", table(**changes)), FOLDER)
-        tables.append((found, list(found.runs)))
-    jobs = plan_jobs({one.name: (one, names) for one, names in tables}, "data", [7], CLI, str(tmp_path))
-    assert len({job.method.name for job in jobs}) == 1
-    assert [(job.table, job.run, job.seeds) for job in jobs] == [("one", "fedavg", [7]), ("two", "other", [7])]
+        tables.append(TableRun(found, list(found.runs), [7]))
+    one, two = plan_runs(tables, "data", CLI)
+    assert one["fedavg"].name == two["other"].name
+    tables[0].obstacle = "Data are missing."
+    assert plan_runs(tables, "data", CLI) == [{}, two]
 
 
 def test_a_test_curve_moves_the_keys_that_vary(tmp_path):
     small(tmp_path / "small.yaml")
     curve = {"fedavg": {"configs": "small.yaml", "test_curve": True}}
     found = read_table(write(tmp_path / "t.yaml", table(runs=curve, vary=["data.init_args.seed"])), FOLDER)
-    (job,) = plan_jobs({"t": (found, ["fedavg"])}, "data", None, CLI, str(tmp_path))
-    assert job.vary == ["trainer.seed", "data.init_args.data.init_args.seed"]
-    assert job.method.config["data"]["class_path"].endswith("ValidatedOnTest")
+    ((method,),) = (made.values() for made in plan_runs([TableRun(found, ["fedavg"], [0])], "data", CLI))
+    assert method.vary == ["trainer.seed", "data.init_args.data.init_args.seed"]
+    assert method.config["data"]["class_path"].endswith("ValidatedOnTest")
 
 
 def test_data_are_found_in_the_first_folder_that_has_them_all(tmp_path):

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from fedlightning.experiments.reproduce.verdicts import expected_by_chance, judge, judge_order
+from fedlightning.experiments.reproduce.results import Line, expected_by_chance, judge, judge_order
 
 T_95 = {2: 12.706204736, 3: 4.30265273, 5: 2.776445105, 10: 2.262157163}
 """Quantiles of Student's t, from a printed table: number of values -> 97.5 % of t with one degree less."""
@@ -70,7 +70,7 @@ def test_a_target_that_was_not_reached_never_agrees():
 
 def test_chance_counts_intervals_that_have_a_width():
     found = [judge([0.5], 0.5, 0.1, exact=True), judge([0.4, 0.5], 0.5, 0.3), judge_order([0.1, 0.2], [0.0, 0.0])]
-    assert expected_by_chance(found) == pytest.approx(0.05)
+    assert expected_by_chance([Line("a", verdict) for verdict in found]) == pytest.approx(0.05)
 
 
 def test_the_chance_is_not_larger_than_said():

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedlightning.datamodules import DigitsDataModule
 from tests.experiments.tiny import small
 
-PERMUTED = "tests.experiments.league.tiny_league.PermutedTests"
+PERMUTED = "tests.experiments.tiny_league.PermutedTests"
 
 
 class PermutedTests(DigitsDataModule):

@@ -1,25 +1,33 @@
-"""`study.json`: the methods and runs of an experiment and their states. It is replaced atomically after every run."""
+"""An experiment: methods with seeds as runs in a folder, what is made of them, and their record in `study.json`."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
+from rich.console import Console
 
 from fedlightning.compat.system import lock_file
 from fedlightning.config.errors import InputError
-from fedlightning.experiments.children import Outcome
-from fedlightning.experiments.execute import Task, Watcher
+from fedlightning.experiments.children import Main, Outcome
+from fedlightning.experiments.execute import Task, View, Watcher, execute
 from fedlightning.experiments.methods import Method, differences
+from fedlightning.experiments.ray_runner import RayRuns, refuse_ray_within
+from fedlightning.resume.stop_requests import ENDINGS, SIGNALS, under_slurm
 from fedlightning.storage.files import read_mapping, write_text_atomically
 from fedlightning.study.crossing import setting
 from fedlightning.study.runs import STUDY_FILE, read_study_file
+
+if TYPE_CHECKING:
+    from fedlightning.options import Ray
 
 FORMAT = 1
 """Version of the file's content."""
@@ -66,13 +74,16 @@ class StudyFile(Watcher):
         """Return the folder of a run."""
         return self.folder / "runs" / name / f"seed_{seed}"
 
+    def done(self, name: str, seed: int) -> Path | None:
+        """Return the folder of a run if it is done, else `None`."""
+        entry = self.entry(name, seed)
+        return self.run_folder(name, seed) if entry is not None and entry["state"] == "done" else None
+
     def config_file(self, name: str) -> Path:
         """Return the file with the complete configuration of a method."""
         return self.folder / "configs" / f"{name}.yaml"
 
-    def plan(
-        self, methods: Sequence[Method], seeds: Sequence[int], vary: Mapping[str, Sequence[str]], redo: Redo | None
-    ) -> list[Task]:
+    def plan(self, methods: Sequence[Method], seeds: Sequence[int], redo: Redo | None) -> list[Task]:
         """Return the runs that are still to be made, seed by seed. Nothing is written.
 
         Finished runs are left out, and so are failed ones unless `redo` includes them. Interrupted runs are resumed.
@@ -80,42 +91,42 @@ class StudyFile(Watcher):
         tasks = []
         for seed in seeds:
             for method in methods:
-                if self._is_open(method, seed, vary[method.name], redo):
+                if self._is_open(method, seed, redo):
                     words = ["fit", "--config", str(self.config_file(method.name))]
-                    words += ["--{}={}".format(*setting(key, seed)) for key in vary[method.name]]
+                    words += ["--{}={}".format(*setting(key, seed)) for key in method.vary]
                     tasks.append(Task(method.name, seed, self.run_folder(method.name, seed), words, method.rounds))
         return tasks
 
-    def _is_open(self, method: Method, seed: int, vary: Sequence[str], redo: Redo | None) -> bool:
+    def _is_open(self, method: Method, seed: int, redo: Redo | None) -> bool:
         """Return True if a run is still to be made."""
         entry, folder = self.entry(method.name, seed), self.run_folder(method.name, seed)
         there = (folder / "metrics.csv").exists()
         if redo == "all" or (entry is None and not there):
             return True
-        if entry is None or not self._same(entry, method, vary):
+        if entry is None or not self._same(entry, method):
             if there and (entry is None or entry["state"] != "failed"):
-                raise InputError(self._refusal(method, seed, vary, entry))
+                raise InputError(self._refusal(method, seed, entry))
             return True
         if entry["state"] == "failed":
             return redo == "failed"
         return entry["state"] != "done" or not (folder / "summary.json").exists()
 
-    def _same(self, entry: Mapping[str, Any], method: Method, vary: Sequence[str]) -> bool:
+    def _same(self, entry: Mapping[str, Any], method: Method) -> bool:
         """Return True if a run has this configuration; arguments that a newer version added count if not at default."""
         seed, file = entry["seed"], self.config_file(method.name)
-        if entry["config"] == method.fingerprint(seed, vary) or not file.exists():
-            return bool(entry["config"] == method.fingerprint(seed, vary))
+        if entry["config"] == method.fingerprint(seed) or not file.exists():
+            return bool(entry["config"] == method.fingerprint(seed))
         old = replace(method, config=read_mapping(file))
-        known = entry["config"] == old.fingerprint(seed, vary)  # otherwise the file belongs to another run
+        known = entry["config"] == old.fingerprint(seed)  # otherwise the file belongs to another run
         return known and not differences(old.config, method.config)
 
-    def _refusal(self, method: Method, seed: int, vary: Sequence[str], entry: Mapping[str, Any] | None) -> str:
+    def _refusal(self, method: Method, seed: int, entry: Mapping[str, Any] | None) -> str:
         what = "a run that study.json does not know"
         if entry is not None:
             known = next(m for m in self.data["methods"] if m["name"] == method.name)
             file = self.config_file(method.name)
-            if list(known["vary"]) != list(vary):
-                changed = [f"the seed sets {' and '.join(vary)}, it set {' and '.join(known['vary'])}"]
+            if list(known["vary"]) != list(method.vary):
+                changed = [f"the seed sets {' and '.join(method.vary)}, it set {' and '.join(known['vary'])}"]
             else:
                 old = read_mapping(file) if file.exists() else {"trainer": {}}
                 changed = differences(old, method.config)
@@ -126,14 +137,7 @@ class StudyFile(Watcher):
             f"(NAME=FILE), or start its runs anew with --redo all."
         )
 
-    def begin(
-        self,
-        methods: Sequence[Method],
-        seeds: Sequence[int],
-        vary: Mapping[str, Sequence[str]],
-        tasks: Sequence[Task],
-        redo: Redo | None,
-    ) -> None:
+    def begin(self, methods: Sequence[Method], seeds: Sequence[int], tasks: Sequence[Task], redo: Redo | None) -> None:
         """Write the configurations and add the runs. Entries of other methods and seeds stay.
 
         The folder of a run that starts again from the beginning is removed.
@@ -142,22 +146,18 @@ class StudyFile(Watcher):
         known = {method["name"]: method for method in self.data["methods"]}
         for method in methods:
             for entry in self.data["runs"]:
-                if entry["run"] == method.name and self._same(entry, method, vary[method.name]):
-                    entry["config"] = method.fingerprint(entry["seed"], vary[method.name])
+                if entry["run"] == method.name and self._same(entry, method):
+                    entry["config"] = method.fingerprint(entry["seed"])
             text = yaml.safe_dump(method.config, sort_keys=False)
             self.config_file(method.name).write_text(text)
-            known[method.name] = {
-                "name": method.name,
-                "configs": method.configs,
-                "baseline": method.baseline,
-                "vary": list(vary[method.name]),
-            } | ({} if method.left_out is None else {"left_out": list(method.left_out)})
-            known[method.name] |= {} if method.cell is None else {"cell": list(method.cell)}
+            plain = {name: getattr(method, name) for name in ("name", "configs", "baseline")}
+            pairs = {"vary": method.vary, "left_out": method.left_out, "cell": method.cell}
+            known[method.name] = plain | {name: list(pair) for name, pair in pairs.items() if pair is not None}
         self.data["methods"] = sorted(known.values(), key=lambda method: bool(method["baseline"]))
         self.data["seeds"] = sorted({*self.data["seeds"], *seeds})
         by_name = {method.name: method for method in methods}
         for task in tasks:
-            fingerprint = by_name[task.name].fingerprint(task.seed, vary[task.name])
+            fingerprint = by_name[task.name].fingerprint(task.seed)
             entry = self.entry(task.name, task.seed)
             if entry is None:
                 entry = {"run": task.name, "seed": task.seed}
@@ -188,6 +188,94 @@ class StudyFile(Watcher):
             if run["run"] in methods and run["seed"] in seeds:
                 found[run["state"]].append(run)
         return found
+
+
+# -- making runs -------------------------------------------------------------------------------------------------------
+@dataclass
+class Experiment:
+    """Methods with seeds, whose runs lie in a folder. The same methods again make only what is missing.
+
+    Attributes:
+        folder: The folder.
+        screen: Terminal to print to.
+        main: Command line that makes a run.
+        jobs: Number of runs at a time.
+        redo: Which runs to make again.
+        ray: What Ray is to be, to make the runs with it. `None`: they are processes of this machine.
+        study: The record.
+    """
+
+    folder: Path
+    screen: Console
+    main: Main
+    jobs: int = 1
+    redo: Redo | None = None
+    ray: Ray | None = None
+    study: StudyFile = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.study = StudyFile(self.folder)
+
+    @contextmanager
+    def alone(self, **about: Any) -> Iterator[StudyFile]:
+        """Lock the folder against other processes, and read the record anew; `about`: what it is to say of the command."""
+        with only_one(self.folder):
+            self.study = StudyFile(self.folder)
+            self.study.data |= about
+            yield self.study
+
+    def plan(self, methods: Sequence[Method], seeds: Sequence[int]) -> list[Task]:
+        """Return the runs that are still to be made."""
+        for method in methods if self.ray is not None else ():
+            refuse_ray_within(method)
+        return self.study.plan(methods, seeds, self.redo)
+
+    def make(
+        self,
+        methods: Sequence[Method],
+        seeds: Sequence[int],
+        tasks: Sequence[Task],
+        watchers: Sequence[Watcher] = (),
+        gpus: int = 0,
+    ) -> bool:
+        """Make planned runs and keep the record up to date. Return False if it was interrupted."""
+        self.study.begin(methods, seeds, tasks, self.redo)
+        known: dict[str, list[float]] = {}
+        for run in self.study.data["runs"]:
+            if run["state"] == "done":
+                known.setdefault(run["run"], []).append(run["seconds"])
+        try:
+            at_once = min(self.jobs, max(1, len(tasks)))
+            with _terminable():
+                start = RayRuns(self.ray, at_once, self.main) if self.ray is not None and tasks else None
+                with View(tasks, self.jobs, known, self.screen) as view:
+                    execute(tasks, at_once, gpus_to_share(gpus), [self.study, view, *watchers], self.main, start)
+        except KeyboardInterrupt:
+            self.study.save()
+            return False
+        return True
+
+
+def gpus_to_share(count: int) -> list[str]:
+    """Return values for the `CUDA_VISIBLE_DEVICES` of runs: the GPUs that are visible here."""
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return (visible or [str(index) for index in range(count)])[:count]
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Treat what asks a process to end like Ctrl-C."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    numbers = (*ENDINGS, *(SIGNALS if under_slurm() else ()))
+    before = {number: signal.signal(number, stop) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -13,12 +13,9 @@ from fedlightning.commands.configs import FOLDER
 from fedlightning.commands.league import LEAGUE
 from fedlightning.commands.run import Commands
 from fedlightning.config.errors import InputError
-from fedlightning.experiments.league.reading import RATE, read_league
-from fedlightning.experiments.league.rows import read_rows, write_row
-from fedlightning.experiments.league.standings import missing_rows, standings
-from fedlightning.experiments.league.trials import propose
+from fedlightning.experiments.league import RATE, missing_rows, propose, read_league, read_rows, standings, write_row
 from fedlightning.study.significance import resampled_difference
-from tests.experiments.league.tiny_league import league, row
+from tests.experiments.tiny_league import league, row
 
 
 def test_every_method_of_the_league_has_the_same_budget_and_a_learning_rate():
@@ -53,8 +50,11 @@ def test_values_are_reproducible_and_within_their_ranges():
     [
         ({"references": ["FedAvgg"]}, "names 'FedAvgg' (references)"),
         ({"seeds": [0, 1000]}, "and not the trial_seed"),
-        ({"trials": 0}, "has trials: 0, which is below 1"),
-        ({"groups": {"any": {"FedAvgg": {}}}}, "fedavgg.yaml, which is not there"),
+        ({"trials": 0}, "has trials: 0. Give a whole number in [1, inf)."),
+        (
+            {"groups": {"any": {"FedAvgg": {}}}},
+            "names the configuration 'algorithms/fedavgg.yaml', which lies neither beside the file nor",
+        ),
         ({"groups": {"a": {"FedAvg": {}}, "b": {"FedAvg": {}}}}, "has the method 'FedAvg' in two groups"),
         ({"trails": 8}, "has the key 'trails', which means nothing here"),
     ],

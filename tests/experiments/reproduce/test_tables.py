@@ -10,8 +10,8 @@ import yaml
 from fedlightning.commands.configs import FOLDER
 from fedlightning.commands.reproduce import TABLES
 from fedlightning.config.errors import InputError
-from fedlightning.experiments.reproduce.fields import read_yaml
-from fedlightning.experiments.reproduce.reading import read_table
+from fedlightning.experiments.reproduce.tables import read_table
+from fedlightning.experiments.yaml_blocks import read_yaml
 from tests.experiments.reproduce.writing import table, write
 from tests.experiments.tiny import small
 
@@ -42,7 +42,7 @@ def test_rows_columns_and_cells(read):
     )  # fmt: skip
     cells = {cell.name: cell for cell in found.cells}
     assert [(cell.published, cell.tolerance) for cell in found.cells] == [(0.5, 0.3), (0.6, 0.01), (10.0, 2.0)]
-    assert [cell.judged for cell in found.cells] == [True, True, False]
+    assert [cell.because for cell in found.cells] == ["", "", "the number is from memory"]
     assert [found.reason(cell) for cell in cells.values()] == ["a", "c", "b"]
     assert found.seeds == [0, 1]
 
@@ -75,28 +75,34 @@ WRONG = {
     ),
     "measure's key": (
         {"measures": {"final": {**FINAL, "checkpont": "latest"}}},
-        "with the key 'checkpont', which means nothing there",
+        "the measure 'final' (score) of the table has the key 'checkpont', which means nothing here.",
     ),
-    "measure lacks": ({"measures": {"final": {"kind": "rounds_to", **FINAL}}}, "(rounds_to) without 'target'"),
+    "measure lacks": (
+        {"measures": {"final": {"kind": "rounds_to", **FINAL}}},
+        "the measure 'final' (rounds_to) of the table has no 'target'.",
+    ),
     "measure's value": (
         {"measures": {"final": {"kind": "at_round", **FINAL, "round": "x"}}},
-        "with round: 'x', which is no whole number",
+        "has round: 'x'. Give a whole number.",
     ),
-    "over": ({"measures": {"final": {**FINAL, "over": "avg"}}}, "with over: avg. Give mean, weighted"),
+    "over": ({"measures": {"final": {**FINAL, "over": "avg"}}}, "has over: avg. Give mean, weighted"),
     "against": (
         {"measures": {"final": {"kind": "gaining_share", **FINAL, "against": "local"}}},
-        "names 'local' (measure 'final')",
+        "the measure 'final' (gaining_share) of the table names 'local' (against)",
     ),
     "no tolerance": ({"columns": {"accuracy": {"measure": "final"}}}, "cell 'FedAvg / accuracy' has no 'tolerance'"),
     "negative tolerance": (
         {"columns": {"accuracy": {"measure": "final", "tolerance": -1}}},
-        "tolerance: -1, which is below 0",
+        "has tolerance: -1. Give a number in [0, inf).",
     ),
     "not a number": (
         {"rows": {"A": {"run": "fedavg", "published": {"accuracy": "0.7a"}}}},
-        "has published: '0.7a', which is no number",
+        "has published: '0.7a'. Give a number in (-inf, inf).",
     ),
-    "nan": ({"rows": {"A": {"run": "fedavg", "published": {"accuracy": float("nan")}}}}, "which is no number"),
+    "nan": (
+        {"rows": {"A": {"run": "fedavg", "published": {"accuracy": float("nan")}}}},
+        "has published: nan. Give a number in (-inf, inf).",
+    ),
     "twice": (
         {
             "cells": [
@@ -116,7 +122,7 @@ WRONG = {
     "no cells": ({"rows": {}, "columns": {}}, "has no cell and no order"),
     "read": (
         {"source": {"paper": "a", "table": "b", "read": "heard"}},
-        "has read: 'heard'. Give source, re-run or memory",
+        "source has read: 'heard'. Give 'source', 're-run' or 'memory'",
     ),
     "no file": (
         {"runs": {"fedavg": "smal.yaml"}},
@@ -128,7 +134,7 @@ WRONG = {
     "why": ({"why": {"FedAvgg": "x"}}, "names 'FedAvgg' (why)"),
     "minutes of nothing": ({"minutes": {}}, "has minutes: {}. Give one number, or one for each set"),
     "minutes of no set": ({"minutes": {"cpus": 3}}, "names 'cpus' (minutes), which is not in this file"),
-    "missing title": ({"title": None}, "has title: None, which is no text"),
+    "missing title": ({"title": None}, "has title: None. Give a text."),
 }
 
 

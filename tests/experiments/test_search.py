@@ -11,10 +11,20 @@ import yaml
 
 from fedlightning.cli import main
 from fedlightning.config.errors import InputError
-from fedlightning.experiments.methods import without_place
+from fedlightning.experiments.methods import Method, without_place
 from fedlightning.experiments.plan import make_plan
-from fedlightning.experiments.space import combinations, parse_grid, parse_search, split_values
-from fedlightning.experiments.sweep import Proposals, Trial, objective, override, ranked
+from fedlightning.experiments.search import (
+    Proposals,
+    Trial,
+    combinations,
+    have_ledgers,
+    objective,
+    override,
+    parse_grid,
+    parse_search,
+    ranked,
+    split_values,
+)
 from fedlightning.scores.rows import Row, read_rows
 from tests.experiments.tiny import HERE, request, small
 
@@ -201,6 +211,14 @@ def test_what_cannot_work_is_refused_before_anything_runs(tmp_path, capsys, word
     assert main(["sweep", *words, "--out=out"]) == 2
     assert sentence in capsys.readouterr().err
     assert not Path("out/runs").exists()
+
+
+def test_a_callback_without_a_list_is_one_of_a_trial():
+    """Configurations may have `callbacks: NAME`; its trials are planned, and their ledgers found, as those of a list."""
+    alone = {"class_path": "fedlightning.callbacks.FedProto"}
+    private = {"class_path": "fedlightning.callbacks.ClientDP", "init_args": {"ledger": "ledger"}}
+    assert not have_ledgers([Method("a", [], {"trainer": {"callbacks": alone}})])
+    assert have_ledgers([Method("a", [], {"trainer": {"callbacks": private}})])
 
 
 @pytest.mark.slow

@@ -1,0 +1,440 @@
+"""The league: many methods on several tasks with one budget of tuning, and what their rows say.
+
+It is read from its YAML file. One method on one task is a contest: trials on validation data, then fresh seeds and splits
+with the best values, of which a row is kept. Standings compare the rows of a task.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedlightning.config.errors import InputError
+from fedlightning.experiments.execute import Watcher
+from fedlightning.experiments.experiment import Experiment
+from fedlightning.experiments.plan import Request
+from fedlightning.experiments.reproduce.record import commit, read_lines, write_lines
+from fedlightning.experiments.reproduce.runs import words_of
+from fedlightning.experiments.reproduce.tables import Data, Texts, find_config
+from fedlightning.experiments.search import (
+    NO_TEST,
+    Range,
+    Trial,
+    Values,
+    parse_search,
+    plan_trials,
+    ranked,
+    score_trials,
+)
+from fedlightning.experiments.yaml_blocks import Block, Names, read_yaml
+from fedlightning.ranges import Count, Natural, NonNegativeFloat
+from fedlightning.run.folder import versions
+from fedlightning.seeding import generator
+from fedlightning.study.columns import LOCAL
+from fedlightning.study.curves import cumulative_costs, round_means
+from fedlightning.study.measures import RunScores, mean_of
+from fedlightning.study.runs import load_run
+from fedlightning.study.significance import Interval, holm, resampled_difference
+
+RATE = "model.init_args.lr"
+"""The option that every method is tuned in."""
+
+
+@dataclass(frozen=True)
+class LeagueTask:
+    """A data set with its network and the work that every method gets.
+
+    Attributes:
+        name: Name of the task and of its configuration.
+        path: The configuration: data, model, rounds and local work.
+        title: The task in some words.
+        metric: Score on test data.
+        rate: Range of the learning rate.
+        vary: Keys that are set to the seed, beside the trainer's.
+        options: Method -> options that this network asks for.
+        data: Files that must be there.
+        without: Method -> why it cannot run here.
+    """
+
+    name: str
+    path: Path
+    title: str
+    metric: str
+    rate: Range
+    vary: Texts
+    options: dict[str, Names]
+    data: list[Data] = field(default_factory=list)
+    without: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LeagueMethod:
+    """A method with the space that it is tuned in.
+
+    Attributes:
+        name: Name of the algorithm.
+        group: What it needs, in words.
+        config: Its configuration, stacked on that of a task.
+        space: Ranges of its own options.
+        gradients: Gradient evaluations of one local step.
+    """
+
+    name: str
+    group: str
+    config: Path
+    space: list[Range]
+    gradients: NonNegativeFloat = 1.0
+
+
+@dataclass(frozen=True)
+class League:
+    """Tasks, methods and the budget that all have.
+
+    Attributes:
+        trials: Number of trials of each method on each task.
+        search_seed: Seed of the values that are tried.
+        trial_seed: Seed of the trials' runs: initialisation, batches and splits.
+        seeds: Seeds of the runs that are tested.
+        references: Methods that all others are compared with.
+        tasks: Tasks, by name.
+        methods: Methods, by name.
+    """
+
+    trials: Count
+    search_seed: Natural
+    trial_seed: Natural
+    seeds: list[int]
+    references: Texts
+    tasks: dict[str, LeagueTask]
+    methods: dict[str, LeagueMethod]
+
+    def ranges(self, task: LeagueTask, method: LeagueMethod) -> list[Range]:
+        """Return the space of a method on a task; the learning rate is always in it."""
+        return [task.rate, *method.space]
+
+    def setting(self, task: LeagueTask, method: LeagueMethod) -> str:
+        """Return a hash of everything here that decides the result of a method on a task."""
+        ranges = [asdict(one) for one in self.ranges(task, method)]
+        budget = [self.trials, self.search_seed, self.trial_seed, self.seeds, ranges]
+        files = [read_yaml(path) for path in (task.path, method.config)]
+        decides = [budget, files, task.vary, task.metric, task.options.get(method.name, {})]
+        return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def read_league(path: Path, configs: Path) -> League:
+    """Read a league.
+
+    Args:
+        path: The YAML file. The configuration of a task lies beside it, as `TASK.yaml`.
+        configs: Folder of the configurations of methods that do not lie beside the league.
+
+    Raises:
+        InputError: If something in it cannot work. The sentence names the file, the place and the way out.
+    """
+    top = Block(read_yaml(path), path.name, "the league")
+    methods: dict[str, LeagueMethod] = {}
+    for group, members in top.named("groups"):
+        for name, block in Block({"methods": members.values}, path.name, group).named("methods"):
+            if name in methods:
+                raise top.error(f"has the method '{name}' in two groups. Give it once.")
+            file = block.take("config", str, f"algorithms/{name.lower()}.yaml")
+            config = find_config(block, file, (path.parent, configs))
+            space = _ranges({_key(key): value for key, value in block.take("space", Names, {}).items()})
+            methods[name] = block.read(LeagueMethod, name=name, group=group, config=config, space=space)
+    tasks = {
+        name: _read_task(name, block, path.with_name(f"{name}.yaml"), methods) for name, block in top.named("tasks")
+    }
+    league = top.read(League, tasks=tasks, methods=methods)
+    if not league.seeds or league.trial_seed in league.seeds:
+        raise top.error(f"has seeds: {league.seeds}. Give some, and not the trial_seed, so that splits are fresh.")
+    for name in league.references:
+        top.known(name, methods, "references")
+    return league
+
+
+def _read_task(name: str, block: Block, path: Path, methods: Mapping[str, LeagueMethod]) -> LeagueTask:
+    if not path.is_file():
+        raise block.error(f"has no configuration: {path} is not there.")
+    (rate,) = _ranges({RATE: block.take("learning_rate", str)})
+    given: dict[str, Names] = block.take("options", dict[str, Names], {})
+    options = {method: {_key(key): value for key, value in values.items()} for method, values in given.items()}
+    task = block.read(LeagueTask, name=name, path=path, rate=rate, options=options)
+    for method in (*task.options, *task.without):
+        block.known(method, methods, "a method")
+    return task
+
+
+def _key(name: str) -> str:
+    """Return the key of an option; a bare name is an argument of the algorithm, which is the last callback."""
+    return name if "." in str(name) else f"trainer.callbacks.{name}"
+
+
+def _ranges(space: Mapping[str, Any]) -> list[Range]:
+    return parse_search([f"{key}={value}" for key, value in space.items()])
+
+
+def chosen(names: Sequence[str], known: Mapping[str, Any], what: str) -> list[str]:
+    """Return the names that are asked for, in the order of the league; all if none is.
+
+    Raises:
+        InputError: If there is no such name.
+    """
+    lower = {name.lower(): name for name in known}
+    wrong = next((name for name in names if name.lower() not in lower), None)
+    if wrong is not None:
+        raise InputError(f"There is no {what} '{wrong}' in the league. It has {', '.join(known)}.")
+    asked = {lower[name.lower()] for name in names}
+    return [name for name in known if name in asked or not names]
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+Row = dict[str, Any]
+
+
+def measure(folder: Path, metric: str) -> dict[str, Any]:
+    """Return what the league keeps of a run.
+
+    That is the deployed models' score on test data (mean over clients, worst client), what was sent and computed, and the
+    validation score of the models as received (L1) by round, with the steps and megabytes until then. The steps
+    of a client's own models are spread evenly over the rounds. Fine-tuning after the last round is not in there.
+    """
+    run = load_run(folder)
+    score = RunScores(run).find(metric)
+    if score is None:
+        raise InputError(f"{folder} has no score '{metric}' on test data.")
+    costs, means = cumulative_costs(run), round_means(run, metric)
+    last = run.config["trainer"]["max_rounds"]
+    own = run.summary["terms"]["own_steps"]  # those of no round in particular
+    curve = []
+    for number, cost in costs.items():
+        value = means.get(("L1", LOCAL, number))
+        if number <= last and value is not None:
+            steps = int(cost["local_steps"] + own * number / last)
+            curve.append([number, steps, _mb(cost["bytes_up"] + cost["bytes_down"]), _short(value)])
+    summary, clients = run.summary, run.summary["data"]["clients"].values()
+    return {
+        "score": _short(score.mean),
+        "worst": _short(None if score.spread is None else score.spread.worst),
+        "mb": _mb(summary["bytes_up"] + summary["bytes_down"]),
+        "steps": summary["local_steps_total"] + own,
+        "train": sum(held["train"] + held["val"] for held in clients),
+        "test": sum(held["test"] for held in clients),
+        "curve": curve,
+    }
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else round(value, 5)
+
+
+def _mb(size: float) -> float:
+    return float(f"{size / 1e6:.6g}")
+
+
+def read_rows(path: Path) -> dict[str, Row]:
+    """Return method -> its row; empty if there is no such file.
+
+    Raises:
+        InputError: If the file is none that this module has written.
+    """
+    return read_lines(
+        path, "rows", "method", "holds no rows of the league. Take it from the repository again, or delete it."
+    )
+
+
+def write_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Add a row to a file, or replace the method's old one. It keeps the commit and the versions that made it."""
+    rows = {**read_rows(path), row["method"]: {**row, "commit": commit(), "versions": versions()}}
+    write_lines(path, {"task": path.stem}, "rows", [rows[name] for name in sorted(rows)])
+
+
+# -- contests ----------------------------------------------------------------------------------------------------------
+LOCAL_TEST = ["--trainer.evaluation.test_data=[local]"]
+"""Options of the runs that are tested: each client's model on its own test data."""
+
+
+def propose(ranges: Sequence[Range], seed: int, trials: int) -> list[Values]:
+    """Return the values to try. Each has an address of its own, so the same option has the same values in all methods.
+
+    Example:
+        >>> from fedlightning.experiments.search import parse_search
+        >>> rate, mu = parse_search(["model.lr=log:0.01:1", "trainer.callbacks.mu=choice:1,10"])
+        >>> propose([rate], 0, 2) == [{"model.lr": one["model.lr"]} for one in propose([rate, mu], 0, 2)]
+        True
+    """
+    return [
+        {one.key: one.at(float(torch.rand((), generator=generator(seed, "league", one.key, number)))) for one in ranges}
+        for number in range(trials)
+    ]
+
+
+@dataclass
+class Contest:
+    """One method on one task.
+
+    Attributes:
+        league: The league.
+        task: The task.
+        method: The method.
+        root: Data root.
+        experiment: Makes the runs of the task.
+        cli: Class of the command line that parses the options of a run, by its import path.
+        watchers: Who is told about the progress of runs.
+    """
+
+    league: League
+    task: LeagueTask
+    method: LeagueMethod
+    root: Path
+    experiment: Experiment
+    cli: str
+    watchers: Sequence[Watcher] = ()
+
+    def carry_out(self) -> dict[str, Any] | None:
+        """Make the missing runs and return the method's row; `None` if it was interrupted."""
+        league, name, study = self.league, self.method.name, self.experiment.study
+        values = propose(league.ranges(self.task, self.method), league.search_seed, league.trials)
+        trials = {f"{name}-{trial.name}": trial for trial in map(Trial, values)}
+        if not self._make(trials, [league.trial_seed], NO_TEST):
+            return None
+        score_trials(study, trials, [league.trial_seed])
+        row = {"method": name, "setting": league.setting(self.task, self.method), "trials": self._told(trials)}
+        best = ranked(list(trials.values()))[0]
+        if best.objective is None:
+            return row | {"failed": self._error(trials, league.trial_seed)}
+        label = f"{name}-best-{best.name.removeprefix('trial_')}"
+        if not self._make({label: best}, league.seeds, LOCAL_TEST):
+            return None
+        folders = {seed: study.done(label, seed) for seed in league.seeds}
+        lacking = [seed for seed, folder in folders.items() if folder is None]
+        if lacking:
+            return row | {"best": best.values, "failed": self._error([label], lacking[0])}
+        runs = {str(seed): measure(folder, self.task.metric) for seed, folder in folders.items() if folder is not None}
+        return row | {"best": best.values, "seeds": runs}
+
+    def _make(self, trials: Mapping[str, Trial], seeds: list[int], more: Sequence[str]) -> bool:
+        """Make the runs that are still to be made. Return `False` if it was interrupted."""
+        options = words_of(self.task.data, self.root, self.task.options.get(self.method.name, {}))
+        request = Request([str(self.method.config)], self.cli, [str(self.task.path)], [], options, self.task.vary)
+        methods = [plan.methods[0] for plan in plan_trials(request, trials, [*more, "--trainer.logger=false"])]
+        tasks = self.experiment.plan(methods, seeds)
+        return not tasks or self.experiment.make(methods, seeds, tasks, self.watchers)
+
+    def _error(self, labels: Iterable[str], seed: int) -> str:
+        entries = (self.experiment.study.entry(label, seed) for label in labels)
+        errors = (str(entry["error"]) for entry in entries if entry is not None and entry["error"])
+        return next(errors, "no trial has a validation loss for every client")
+
+    def _told(self, trials: Mapping[str, Trial]) -> list[dict[str, Any]]:
+        told = []
+        for label, trial in trials.items():
+            entry = self.experiment.study.entry(label, self.league.trial_seed)
+            seconds = round(entry["seconds"], 1) if entry else None
+            told.append({"values": trial.values, "val_loss": trial.objective, "seconds": seconds})
+        return told
+
+
+# -- standings ---------------------------------------------------------------------------------------------------------
+BUDGET, ALONE = "FedAvg", "Local"
+"""The method whose costs are the equal budget, and the one that a gain is measured from."""
+EQUAL = ("rounds", "gradients", "bytes")
+
+
+@dataclass
+class Difference:
+    """A method's test score minus that of a reference, over the splits that both have.
+
+    Attributes:
+        interval: Mean with its 95 % interval, corrected for overlapping splits.
+        p: p-value of the same test.
+        p_holm: p-value adjusted for all methods of the task that are compared with this reference.
+    """
+
+    interval: Interval
+    p: float
+    p_holm: float = 1.0
+
+
+@dataclass
+class Standing:
+    """The results of a method on a task.
+
+    Attributes:
+        method: Its name.
+        score: Mean over splits of the mean over clients; `None` if a client diverged.
+        scores: The same for each split.
+        worst: Mean over splits of the worst client.
+        mb: Megabytes sent up and down.
+        gain: Gain over Local for each megabyte; `None` where nothing is sent, or Local has no row.
+        minus: Reference -> difference.
+        equal: `"rounds"`, `"gradients"` and `"bytes"` -> validation score of the models as received, at FedAvg's budget.
+    """
+
+    method: str
+    score: float | None
+    scores: list[float | None]
+    worst: float | None
+    mb: float
+    gain: float | None = None
+    minus: dict[str, Difference] = field(default_factory=dict)
+    equal: dict[str, float | None] = field(default_factory=dict)
+
+
+def standings(league: League, task: LeagueTask, rows: Mapping[str, Row]) -> list[Standing]:
+    """Return the standings of all methods that have a result on a task, best first; diverged ones come last."""
+    runs = {name: row["seeds"] for name in league.methods if "seeds" in (row := rows.get(name, {}))}
+    found = {name: _standing(name, of) for name, of in runs.items()}
+    alone = found[ALONE].score if ALONE in found else None
+    for name, line in found.items():
+        if line.mb > 0 and line.score is not None and alone is not None:
+            line.gain = (line.score - alone) / line.mb
+        if BUDGET in runs:
+            line.equal = _equal(runs[name], runs[BUDGET], league.methods[name].gradients)
+    for reference in (name for name in league.references if name in runs):
+        minus = {name: one for name in runs if name != reference and (one := _minus(runs[name], runs[reference]))}
+        for (name, one), p in zip(minus.items(), holm([one.p for one in minus.values()]), strict=True):
+            one.p_holm = p
+            found[name].minus[reference] = one
+    return sorted(found.values(), key=lambda line: (line.score is None, -(line.score or 0.0)))
+
+
+def _standing(name: str, runs: Mapping[str, Any]) -> Standing:
+    scores = [run["score"] for run in runs.values()]
+    mb = mean_of([run["mb"] for run in runs.values()])
+    return Standing(name, mean_of(scores), scores, mean_of([run["worst"] for run in runs.values()]), mb or 0.0)
+
+
+def _minus(runs: Mapping[str, Any], reference: Mapping[str, Any]) -> Difference | None:
+    """Return a difference; `None` if fewer than two splits are there for both, or one run has no score."""
+    seeds = [seed for seed in runs if seed in reference]
+    a, b = ([of[seed]["score"] for seed in seeds] for of in (runs, reference))
+    if len(seeds) < 2 or None in (*a, *b):
+        return None
+    share = sum(runs[seed]["test"] / runs[seed]["train"] for seed in seeds) / len(seeds)
+    return Difference(*resampled_difference(a, b, share))
+
+
+def _equal(runs: Mapping[str, Any], budgets: Mapping[str, Any], gradients: float) -> dict[str, float | None]:
+    """Return the mean over splits of the last score within the budget's rounds, gradient evaluations and bytes."""
+    found: dict[str, list[float | None]] = {name: [] for name in EQUAL}
+    for seed in (seed for seed in runs if seed in budgets and budgets[seed]["curve"]):
+        budget = budgets[seed]["curve"][-1]
+        for place, name in enumerate(EQUAL):
+            factor = gradients if name == "gradients" else 1.0
+            within = [point for point in runs[seed]["curve"] if factor * point[place] <= budget[place] * (1 + 1e-9)]
+            found[name].append(within[-1][3] if within else None)
+    return {name: mean_of(values) for name, values in found.items()}
+
+
+def missing_rows(league: League, task: LeagueTask, rows: Mapping[str, Row]) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the methods that have not been run on a task, and those whose row was made with another setting."""
+    wanted = [name for name in league.methods if name not in task.without]
+    made = [name for name in wanted if name in rows]
+    old = [name for name in made if rows[name]["setting"] != league.setting(task, league.methods[name])]
+    return [name for name in wanted if name not in rows], old

@@ -1,1 +1,0 @@
-"""The league: many methods on several tasks, each with the same budget of tuning, chosen on validation data."""
