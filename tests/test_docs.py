@@ -99,6 +99,19 @@ def test_names_of_the_package_exist(page: Path) -> None:
             assert hasattr(importlib.import_module(module), name), path
 
 
+@pytest.mark.parametrize("page", WRITTEN, ids=name_of)
+def test_files_that_pages_name_are_there(page: Path) -> None:
+    rooms = [ROOT / folder for folder in ("", "fedlightning", "configs")]
+    for path in re.findall(r"`((?:\w+/)+\w+\.(?:py|yaml|toml|txt))`", page.read_text()):
+        assert "fedcm" in path or any((room / path).exists() for room in rooms), path
+
+
+def test_the_files_to_read_first_are_named_once() -> None:
+    page = (ROOT / "docs/explanation/architecture.md").read_text()
+    paths = re.findall(r"`(\w+(?:/\w+)*\.py)`", page.partition("## Files to read first")[2].partition("\n## ")[0])
+    assert len(paths) == len(set(paths)) > 15
+
+
 def test_every_page_is_in_the_contents() -> None:
     """A page that no list of contents names is found by nobody."""
     for page in WRITTEN:
