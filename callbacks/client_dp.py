@@ -42,6 +42,7 @@ from fedlightning.callbacks.client_dp_checks import (
     refuse_uncovered,
     warn_of_few,
 )
+from fedlightning.callbacks.shared import masks
 from fedlightning.callbacks.shared.ledger import Ledger
 from fedlightning.callbacks.shared.private_options import (
     NO_SELECTION,
@@ -67,20 +68,28 @@ SHARE = 1 / 20
 
 
 def _pieces(value: Tensor) -> tuple[Tensor, ...]:
-    """Return an entry in pieces that fit into a cache; on other devices whole."""
+    """Return the real numbers of an entry in pieces that fit into a cache; on other devices whole."""
     flat = as_reals(value.detach()).reshape(-1)
     return flat.split(PIECE) if value.device.type == "cpu" else (flat,)
 
 
-def length_of_change(moved: Iterable[str], sent: State, state: State) -> float:
-    """Return the length of the changes of some entries as one vector, in float64."""
+def _norm(numbers: Tensor) -> float:
+    """Return the length of numbers as a vector, added up in float64 but on Apple's GPUs."""
+    return float(
+        torch.linalg.vector_norm(numbers, dtype=torch.float32 if numbers.device.type == "mps" else torch.float64)
+    )
+
+
+def _coarsest(entries: Iterable[Tensor]) -> float:
+    """Return the largest relative error of a difference of entries, and of the sum of many squares."""
+    return max((torch.finfo(value.dtype).eps for value in entries), default=0.0) + 16 * torch.finfo(torch.float64).eps
+
+
+def length_of_change(moved: Sequence[str], sent: State, state: State) -> float:
+    """Return the length of the changes of some entries as one vector, rounded up: never less than it is."""
     pairs = ((now, then) for name in moved for now, then in zip(_pieces(state[name]), _pieces(sent[name]), strict=True))
-    return _length(widen(now) - widen(then) for now, then in pairs)
-
-
-def _length(pieces: Iterable[Tensor]) -> float:
-    """Return the length of pieces as one vector."""
-    return math.sqrt(math.fsum(float(piece.square().sum()) for piece in pieces))
+    squares = math.fsum(_norm(now - then) ** 2 for now, then in pairs)
+    return math.sqrt(squares) * (1.0 + _coarsest(state[name] for name in moved))
 
 
 def factor_of(moved: Sequence[str], sent: State, state: State, clip: float) -> tuple[float, bool]:
@@ -97,20 +106,18 @@ def factor_of(moved: Sequence[str], sent: State, state: State, clip: float) -> t
 
 
 def clipped(sent: Tensor, state: Tensor, factor: float) -> Tensor:
-    """Return an entry with its change times a factor, computed in float64."""
-    pairs = zip(_pieces(state), _pieces(sent), strict=True)
-    parts = [narrow(widen(then) + factor * (widen(now) - widen(then)), then) for now, then in pairs]
-    return narrow(torch.cat(parts), sent)
+    """Return an entry with its change times a factor."""
+    return state if factor == 1.0 else narrow(torch.lerp(as_reals(sent), as_reals(state), factor), sent)
 
 
 def _rounding_of(clip: float, sent: list[Tensor]) -> float:
     """Return by how much a change that was cut may grow when it is added: to zeros (a new layer) it is rounded itself."""
-    coarsest = max((torch.finfo(value.dtype).eps for value in sent), default=0.0)
-    of_lengths = 16 * torch.finfo(torch.float64).eps  # both sides add up many squares
-    of_sums = sum(
-        2 * torch.finfo(value.dtype).eps * _length(widen(piece) for piece in _pieces(value)) for value in sent
-    )
-    return max(of_sums, clip * (coarsest + of_lengths))
+    lengths = {
+        name: float(as_reals(value).norm()) for name, value in enumerate(sent)
+    }  # of its own precision, which may end
+    lengths |= {name: _norm(as_reals(sent[name])) for name, length in lengths.items() if math.isinf(length)}
+    of_sums = sum(torch.finfo(value.dtype).eps * lengths[name] for name, value in enumerate(sent))
+    return of_sums + 4 * clip * _coarsest(sent)
 
 
 def refuse_longer(trainable: set[str], message: Message, update: Update, clip: float) -> None:
@@ -123,7 +130,7 @@ def refuse_longer(trainable: set[str], message: Message, update: Update, clip: f
     other = [
         name for name in same if not torch.equal(update.state[name], message.state[name].to(update.state[name].dtype))
     ]
-    norm = length_of_change((name for name in update.state if name in trainable), message.state, update.state)
+    norm = length_of_change([name for name in update.state if name in trainable], message.state, update.state)
     if other or norm > clip:
         length = f"its change has the length {norm:.4g}, more than clip={clip:g}"
         what = f"'{other[0]}' has changed" if other else length
@@ -204,7 +211,7 @@ class ClientDP(ClientSelection, Private, SharesNoise):
     sample counts in the run's folder: `privacy.json` has the list. What stays with a client (personal layers and models) is
     never sent, and gets no noise.
 
-    Epsilon is worked out by Opacus (``pip install opacus``). What is spent is in `privacy.csv` and
+    Epsilon is worked out by Opacus (``pip install opacus cryptography``). What is spent is in `privacy.csv` and
     `privacy.json` before a model is released; a run ends before it would exceed `epsilon`. Noise comes from a secret of the
     operating system's in the saved state alone: neither configuration, logs nor exported models hold it. A round that was
     released is never released again: a resumed run that does it again has the same bits, or takes the stored release where
@@ -315,6 +322,7 @@ class ClientDP(ClientSelection, Private, SharesNoise):
             ValueError: With the leak and a way out.
         """
         accountant_of(self.accountant)
+        masks.library()
         refuse_fixed_draws(setup)
         refuse_other_ways(self, setup, "neither bounds nor covers with noise")
         refuse_uncovered(setup)
@@ -419,13 +427,12 @@ class ClientDP(ClientSelection, Private, SharesNoise):
         drawn = uniform(self._own(server)["secret"], f"{server.round}|participants", len(server.clients))
         pairs = zip(server.clients, drawn.tolist(), strict=True)
         there = {client for client in server.clients if server.is_reachable(client) and server.num_samples[client]}
-        if self.in_sum and self._releases(server):
+        if self.in_sum and self._releases(server, self._place(server)):
             return []  # a second sum of the same shares of noise would show the change of who is in one of them
         return [client for client, coin in pairs if coin < self.rate and client in there]
 
-    def _releases(self, server: Server) -> set[str]:
-        """Return the names of the releases of this round from this model; there is one at most."""
-        place = self._place(server)
+    def _releases(self, server: Server, place: str) -> set[str]:
+        """Return the names of the releases of this round from this model, which begin with its place: one at most."""
         return {name for name in self._budget(server).released(server.run_dir) if name.startswith(place)}
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
@@ -503,7 +510,8 @@ class ClientDP(ClientSelection, Private, SharesNoise):
         if not self.in_sum:
             noisy = with_noise(mean, z * clip / expected, own["secret"], f"{server.round}|noise", bound)
         found = {name: narrow(value, server.model[name]) for name, value in noisy.items()}
-        release, known = Release(self._place(server) + digest[:24], found, further), self._releases(server)
+        place = self._place(server)
+        release, known = Release(place + digest[:24], found, further), self._releases(server, place)
         if known - {release.name}:
             release = stored(server.run_dir, known, server.round)
         elif server.run_dir is not None and not known:

@@ -43,6 +43,7 @@ from fedlightning.algorithm import (
 )
 from fedlightning.callbacks import sample_dp_checks as checks
 from fedlightning.callbacks.sample_dp_checks import NO_GROUPS, StepBudget, added, count, told_of
+from fedlightning.callbacks.shared import masks
 from fedlightning.callbacks.shared.ledger import Ledger, Steps
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches, poisson_loader
 from fedlightning.callbacks.shared.private_options import (
@@ -56,7 +57,7 @@ from fedlightning.callbacks.shared.private_options import (
     Scores,
 )
 from fedlightning.callbacks.shared.record_gradients import RecordGradients, refuse_mixed_records, trained_by
-from fedlightning.callbacks.shared.secret_noise import digest_of, with_noise
+from fedlightning.callbacks.shared.secret_noise import MAKER, digest_of, with_noise
 from fedlightning.callbacks.shared.spending import accountant_of, write_told
 from fedlightning.ranges import PositiveFloat, PositiveInt
 from fedlightning.tensors import entry_kinds
@@ -214,8 +215,9 @@ class SampleDP(TrainingData, Private):
     ``g_i`` is the mean gradient of these, and ``n`` the number of patients. The data module has to know whose a record is
     (``group=`` of :class:`~fedlightning.datamodules.Partitioned`, of data sets in arrays and of tables).
 
-    The module stays what it is: Opacus (``pip install opacus``) computes the gradients of single records by
-    hooks, and counts epsilon. **In a plain Trainer** it is one more callback: ``Trainer(callbacks=[SampleDP(...)])``.
+    The module stays what it is: Opacus (``pip install opacus cryptography``) computes the gradients of single records by
+    hooks, and counts epsilon; those of an `nn.Linear` that sees one row of each record are never multiplied out. **In a plain
+    Trainer** it is one more callback: ``Trainer(callbacks=[SampleDP(...)])``.
 
     In a federation each client has an epsilon of its own, by the size of its data; `privacy.json` has all, and the largest is
     what holds. ``(epsilon, delta)`` holds for adding or removing one training record (or patient) of a client, against
@@ -325,6 +327,7 @@ class SampleDP(TrainingData, Private):
             ValueError: With a way out.
         """
         accountant_of(self.accountant)
+        masks.library()
         checks.refuse_uncovered(self, setup, self.noise_multiplier is None, self.unit)
         checks.warn_of_few(setup, self.delta)
         if self.noise_seed is not None:
@@ -377,7 +380,7 @@ class SampleDP(TrainingData, Private):
         came = hashlib.sha256()
         # Done again with other options, a round must not scale the same noise to another length.
         if self.noise_seed is None:
-            add_to(came, [self.noise_multiplier, self.epsilon, self.clip])
+            add_to(came, [self.noise_multiplier, self.epsilon, self.clip, MAKER])
         # All that this visit starts from: what came, and what the client keeps. Where a server lets two visits of one number
         # start from two records, each is counted.
         message, kept = client.message, client.training_state

@@ -6,10 +6,9 @@ What SecureAggregation refuses before round 1 of the clients, and of the entries
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -41,6 +40,7 @@ from fedlightning.callbacks.shared.single_updates import refuse_other_ways
 from fedlightning.callbacks.shared.sum_noise import PLACE, SharesNoise, SumNoise
 from fedlightning.ranges import PositiveFloat, Range
 from fedlightning.tensors import add_row, as_reals, has_mean, widen
+from fedlightning.tensors.memory import PIECE
 
 
 def refuse_unfit(setup: Setup, clip: float, bits: int, least: int) -> None:
@@ -357,7 +357,7 @@ class SecureAggregation(SumCodec):
         if "opened" not in own:
             return {}
         masked = {update.client: from_wire(update.extras[self.key]["masked"], self.bits) for update in updates}
-        total = masking.opened_sum(masked, own["keys"], own["shares"], own["opened"], self.bits)
+        total = masking.opened_sum(masked, own["keys"], own["shares"], own["opened"])
         point = FixedPoint(self.clip, self.bits, len(own["shares"]))
         self._tell(server, point.clipped(total, len(masked)))
         came = sum(own["shares"][update.client] for update in contributors(updates))
@@ -415,18 +415,17 @@ class SecureAggregation(SumCodec):
         kept = masking.receive(client.state.get(self.key, {}), client.id, came["shares"])
         point = FixedPoint(self.clip, self.bits, len(kept["round"]))
         share = float(came["share"]) if client.contributed else 0.0
-        change = [changed(update.state[name], client.received[name]) for name in names]
+        change = (piece for name in names for piece in changes(update.state[name], client.received[name]))
         integers = point.encode(change, share)
         noise: SumNoise | None = client.scratch.get(PLACE)
         if noise is not None:
             self._refuse_thin(kept, share, noise)
             covered = {f"received {name}": client.received[name] for name in names}
-            digest = digest_of("sum", covered | {"integers": to_wire(integers, self.bits)})
-            integers = noise.added(integers, point, digest)
-        masked: np.ndarray = integers + masking.mask_of(kept, client.id, len(integers), self.bits)
+            noise.add(integers, point, digest_of("sum", covered | {"integers": to_wire(integers, self.bits)}))
+        masking.add_own_masks(integers, kept, client.id)
         client.state[self.key] = kept
         update.state = {}
-        update.extras[self.key] = {"masked": to_wire(masked, self.bits)}
+        update.extras[self.key] = {"masked": to_wire(integers, self.bits)}
 
     def _refuse_thin(self, kept: Mapping[str, Any], share: float, noise: SumNoise) -> None:
         """Refuse a sum that may be opened with less noise than is accounted for.
@@ -441,6 +440,9 @@ class SecureAggregation(SumCodec):
             )
 
 
-def changed(new: Tensor, old: Tensor) -> Tensor:
-    """Return by how much an entry has changed; a mask of infinities that has not, by 0."""
-    return (widen(new) - widen(old)).masked_fill(as_reals(new) == as_reals(old), 0.0)
+def changes(new: Tensor, old: Tensor) -> Iterator[Tensor]:
+    """Give by how much an entry has changed, in pieces that fit into a cache; infinities that have not, by 0."""
+    sides = (as_reals(entry.detach()).reshape(-1).split(PIECE) for entry in (new, old))
+    for now, before in zip(*sides, strict=True):
+        change = widen(now) - widen(before)
+        yield change if math.isfinite(float(change.sum())) else change.masked_fill(now == before, 0.0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,20 +47,29 @@ class FixedPoint:
         """The most by which a sum is wrong."""
         return self.clip * self.clients / (2 * self.levels)
 
-    def encode(self, parts: Sequence[Tensor], share: float) -> np.ndarray:
+    def encode(self, parts: Iterable[Tensor], share: float) -> np.ndarray:
         """Return a client's integers, unsigned; the last one says what part of the numbers was beyond the bound.
+
+        Args:
+            parts: The numbers, in pieces: those that fit into a cache take least time.
+            share: The client's share.
 
         Raises:
             ValueError: If a number is not finite.
         """
-        values = torch.cat([part.detach().cpu().double().flatten() for part in parts])
-        if not bool(torch.isfinite(values).all()):
-            raise ValueError("a change holds NaN or infinite values")
-        beyond = int((values.abs() > self.clip).sum())
-        whole = values.clamp(-self.clip, self.clip).mul(share / self.clip * self.levels).round().long()
-        part = -(-beyond * self._most // max(len(values), 1))
-        integers = torch.cat([whole, torch.tensor([part])]).numpy()
-        return integers.astype(f"<u{self.bits // 8}")
+        pieces, beyond, count = [], 0, 0
+        for part in parts:
+            values = part.detach().cpu().double().flatten()
+            least, most = values.aminmax() if len(values) else (values.new_zeros(()),) * 2
+            if not math.isfinite(float(most - least)):
+                raise ValueError("a change holds NaN or infinite values")
+            if float(torch.maximum(-least, most)) > self.clip:
+                beyond += int((values.abs() > self.clip).sum())
+                values = values.clamp(-self.clip, self.clip)
+            pieces.append(values.mul(share / self.clip * self.levels).round_().to(SIGNED[self.bits]))
+            count += len(values)
+        last = torch.tensor([-(-beyond * self._most // max(count, 1))], dtype=SIGNED[self.bits])
+        return from_wire(torch.cat([*pieces, last]), self.bits)
 
     def decode(self, total: np.ndarray) -> Tensor:
         """Return the sum of `share * value` that a sum of integers stands for, float64, without the last one."""
@@ -76,8 +86,8 @@ class FixedPoint:
 
 
 def to_wire(integers: np.ndarray, bits: int) -> Tensor:
-    """Return unsigned integers as a tensor of the same bits."""
-    return torch.from_numpy(np.ascontiguousarray(integers).view(f"<i{bits // 8}").copy())
+    """Return unsigned integers as a tensor of the same bits and memory."""
+    return torch.from_numpy(np.ascontiguousarray(integers).view(f"<i{bits // 8}"))
 
 
 def from_wire(sent: Tensor, bits: int) -> np.ndarray:

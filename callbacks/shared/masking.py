@@ -20,10 +20,10 @@ from torch import Tensor
 
 from fedlightning.callbacks.shared.masks import (
     SEED,
+    add_masks,
     agreed,
     as_bytes,
     as_tensor,
-    mask,
     new_seed,
     public_key,
     seal,
@@ -165,29 +165,19 @@ def receive(kept: Mapping[str, Any], me: str, sealed: Mapping[str, Tensor]) -> d
     return {**kept, "held": held, "round": sorted(held)}
 
 
-def mask_of(kept: Mapping[str, Any], me: str, size: int, bits: int) -> np.ndarray:
-    """Return what a client adds to its integers: its own mask, and one with each other client, which cancels in the sum.
+def add_own_masks(total: np.ndarray, kept: Mapping[str, Any], me: str) -> None:
+    """Add a client's masks to its integers: one of its own, and one with each other client, which cancels in the sum.
 
     Args:
+        total: The integers.
         kept: What :func:`receive` has kept.
         me: The client.
-        size: How many integers.
-        bits: Bits of each.
     """
-    total = mask(bytes.fromhex(kept["seed"]), size, bits).copy()
     others = {client: bytes.fromhex(kept["keys"][client]) for client in kept["round"] if client != me}
-    for client, seed in agreed(bytes.fromhex(kept["mask"]), others, "mask").items():
-        _add_between(total, me, client, seed, bits)
-    return total
-
-
-def _add_between(total: np.ndarray, me: str, other: str, seed: bytes, bits: int) -> None:
-    """Add the mask between two clients as the first one of them adds it."""
-    between = mask(seed, len(total), bits)
-    if me < other:
-        total += between
-    else:
-        total -= between
+    between = agreed(bytes.fromhex(kept["mask"]), others, "mask").items()
+    add_masks(
+        total, [(bytes.fromhex(kept["seed"]), 1), *((seed, 1 if me < client else -1) for client, seed in between)]
+    )
 
 
 def reveal(kept: Mapping[str, Any], me: str, there: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -217,7 +207,6 @@ def opened_sum(
     keys: Mapping[str, Tensor],
     together: Collection[str],
     shares: Mapping[str, Mapping[str, Tensor]],
-    bits: int,
 ) -> np.ndarray:
     """Return the sum of masked integers without its masks.
 
@@ -226,7 +215,6 @@ def opened_sum(
         keys: What each client has advertised, in step 1.
         together: The clients of the round: those that have masks between each other.
         shares: The shares that clients have opened, by sender and by owner.
-        bits: Bits of an integer.
 
     Raises:
         ValueError: If the shares do not give back what an owner has advertised.
@@ -234,6 +222,7 @@ def opened_sum(
     told = {client: as_bytes(keys[client]) for client in sorted(keys)}
     places = {client: place for place, client in enumerate(told, start=1)}
     total: np.ndarray = sum(masked.values(), start=np.zeros((), next(iter(masked.values())).dtype))
+    seeds: list[tuple[bytes, int]] = []
     for client in together:
         secret = join({places[one]: as_bytes(of[client]) for one, of in shares.items() if client in of})
         here = client in masked
@@ -242,9 +231,10 @@ def opened_sum(
         ):
             raise ValueError(f"the shares of client '{client}' do not give back what it has advertised")
         if here:
-            total -= mask(secret, len(total), bits)
+            seeds.append((secret, -1))
             continue
         between = agreed(secret, {one: mask_key(told[one]) for one in masked}, "mask")
-        for one, seed in between.items():  # as the client that is gone would have: what they have added cancels
-            _add_between(total, client, one, seed, bits)
+        # as the client that is gone would have: what they have added cancels
+        seeds += [(seed, 1 if client < one else -1) for one, seed in between.items()]
+    add_masks(total, seeds)
     return total

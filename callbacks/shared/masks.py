@@ -1,9 +1,9 @@
-"""Keys that two clients agree on, sealed texts, and streams of random integers, by the package `cryptography`."""
+"""Keys that two clients agree on, sealed texts, and streams of random bits, by the package `cryptography`."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedlightning.algorithm import missing_package
+from fedlightning.tensors.memory import PIECE
 
 SEED = 32
 """Bytes of keys and seeds."""
@@ -32,7 +33,7 @@ def library() -> Any:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
     except ImportError as error:
-        raise ValueError(missing_package("Keys and masks are made by cryptography", "privacy")) from error
+        raise ValueError(missing_package("Keys, masks and noise are made by cryptography", "privacy")) from error
     return SimpleNamespace(
         sha256=hashes.SHA256,
         private=x25519.X25519PrivateKey,
@@ -97,10 +98,49 @@ def unseal(key: bytes, sealed: bytes, first: bool) -> bytes:
         raise ValueError("a share of another client was changed on its way") from error
 
 
-# -- masks -------------------------------------------------------------------------------------------------------------
-def mask(seed: bytes, size: int, bits: int) -> np.ndarray:
-    """Return random integers of so many bits, the same for the same seed (AES-256 in counter mode)."""
-    return np.frombuffer(library().stream(seed).update(bytes(size * bits // 8)), dtype=f"<u{bits // 8}")
+# -- streams -----------------------------------------------------------------------------------------------------------
+ZEROS = memoryview(bytes(8 * PIECE))
+"""What is encrypted to get a stream's bits."""
+
+
+def room() -> np.ndarray:
+    """Return memory for the bytes of a piece, and what a cipher may want beyond."""
+    return np.empty(8 * PIECE + 16, np.uint8)
+
+
+def stream(seed: bytes, bits: np.ndarray | None = None) -> Callable[[int], np.ndarray]:
+    """Return what gives the next random bytes of a stream, at most 8 for each number of a piece (AES-256, counter mode).
+
+    They are overwritten by the next call: memory that is in the cache already costs less than the encryption.
+
+    Args:
+        seed: A key of 32 bytes, of this stream alone.
+        bits: Memory for them (:func:`room`), which streams that take turns may share; default: of its own.
+    """
+    encryptor, own = library().stream(seed), room() if bits is None else bits
+
+    def next_bytes(count: int) -> np.ndarray:
+        encryptor.update_into(ZEROS[:count], own)
+        return own[:count]
+
+    return next_bytes
+
+
+def add_masks(total: np.ndarray, seeds: Iterable[tuple[bytes, int]]) -> None:
+    """Add the random integers of seeds to others of the same bits, or subtract them.
+
+    All of them to a piece before the next one: it stays in the cache.
+
+    Args:
+        total: The integers.
+        seeds: Seeds, each with 1 to add its integers or -1 to subtract them.
+    """
+    bits = room()
+    streams = [(stream(seed, bits), np.add if sign > 0 else np.subtract) for seed, sign in seeds]
+    for start in range(0, len(total), PIECE):
+        piece = total[start : start + PIECE]
+        for next_bytes, change in streams:
+            change(piece, next_bytes(piece.nbytes).view(total.dtype), out=piece)
 
 
 # -- bytes as tensors --------------------------------------------------------------------------------------------------

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,8 +19,8 @@ from torch import Tensor, nn
 
 from fedlightning.algorithm import detached_copy, missing_package, probes
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches
-from fedlightning.callbacks.shared.secret_noise import normal, uniform
-from fedlightning.tensors import as_reals, narrow, widen
+from fedlightning.callbacks.shared.secret_noise import digest_of, normal, uniform
+from fedlightning.tensors import as_reals, narrow
 
 CLOSE = 1e-3
 """Relative difference up to which two ways to the same gradient agree in float32."""
@@ -27,6 +28,57 @@ COARSE = 5e-2
 """The same in bfloat16."""
 ROUNDING = 1e-5
 """By how much less than the bound a clipped gradient is long, so that no rounding takes it beyond."""
+HUGE = 1e15
+"""Length of a factor beyond which the product of two, cut to the bound, could lose more than that to single precision."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Gradients of the records of a batch for one parameter.
+
+    Those of an `nn.Linear` that sees one row of each record are outer products, which are never multiplied out: their lengths
+    and sums follow from the factors (Goodfellow, "Efficient per-example gradient computations", 2015, arXiv:1510.01799).
+
+    16-bit numbers are widened here: rounded lengths and sums would let a record move more than the bound.
+
+    Attributes:
+        left: Gradients, shape (records, ...), or their first factors, shape (records, outputs).
+        right: The second factors, shape (records, inputs); `None`: they are multiplied out.
+    """
+
+    left: Tensor
+    right: Tensor | None = None
+
+    def __len__(self) -> int:
+        """Return the number of records."""
+        return len(self.left)
+
+    def lengths(self) -> Tensor:
+        """Return the length of each record's gradient, in float64; infinity where a factor is beyond what sums can hold."""
+        left = _rows(self.left).norm(dim=1).double()
+        if self.right is None:
+            return left
+        right = _wide(self.right).norm(dim=1).double()
+        return torch.where(left.maximum(right) > HUGE, math.inf, left * right)
+
+    def total(self, factor: Tensor) -> Tensor:
+        """Return the sum of the gradients times a factor of each record; those of factor 0 have no part, even if infinite."""
+        there, shape = factor != 0, self.left.shape[1:]
+        chosen = slice(None) if there.all() else there
+        left, factor = _rows(self.left[chosen]), factor[chosen]
+        if self.right is None:
+            return (factor.to(left) @ left).reshape(shape)
+        return (left * factor.to(left)[:, None]).T @ _wide(self.right[chosen])
+
+    def dense(self) -> Tensor:
+        """Return the gradients, shape (records, ...)."""
+        left = _wide(self.left)
+        return left if self.right is None else left[:, :, None] * _wide(self.right)[:, None, :]
+
+
+def _rows(samples: Tensor) -> Tensor:
+    """Return what each record has in a row of its own."""
+    return _wide(samples).reshape(len(samples), samples.shape[1:].numel())
 
 
 class RecordGradients:
@@ -152,45 +204,39 @@ class RecordGradients:
             raise ValueError(f"The budget has room for {self.room} steps of this fit, and this is one more.")
         chosen = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         records = max(self.size, 1)
-        samples = [_sample_of(parameter, records) for parameter in chosen]
+        samples = [_samples_of(self._hooks, parameter, records) for parameter in chosen]
         fresh = {id(parameter) for parameter in chosen} - self._looked_at  # a callback may unfreeze some later
         if fresh and self.size:
             refuse_other_parts(self.module, chosen, samples)
             self._looked_at |= fresh
-        samples = [None if one is None else self._by_unit(_wide(one)) for one in samples]
-        norms = torch.stack(
-            [one.reshape(len(one), -1).norm(dim=1).double() for one in samples if one is not None] or [torch.zeros(1)]
-        )
+        samples = [None if one is None else self._by_unit(one) for one in samples]
+        norms = torch.stack([one.lengths() for one in samples if one is not None] or [torch.zeros(1)])
         factor = _factors(norms.square().sum(0).sqrt(), self.clip, self.size)
         sums = [
-            torch.zeros_like(as_reals(parameter))
-            if one is None
-            else torch.einsum("n,n...->...", factor.to(one), torch.nan_to_num(one, 0.0, 0.0, 0.0))
+            torch.zeros_like(as_reals(parameter)) if one is None else one.total(factor)
             for parameter, one in zip(chosen, samples, strict=True)
         ]
         self._cover(chosen, sums)
         self._hooks.set_grad_sample_to_none()
         self.steps += 1
 
-    def _by_unit(self, samples: Tensor) -> Tensor:
+    def _by_unit(self, samples: Samples) -> Samples:
         """Return the mean gradient of each group of the batch, in the place of those of records."""
         if self._owners is None or not self.size:
             return samples
-        owners = torch.from_numpy(self._owners).to(samples.device)
-        counts = torch.bincount(owners).to(samples).reshape(-1, *[1] * (samples.dim() - 1))
-        return torch.zeros_like(samples[: len(counts)]).index_add(0, owners, samples) / counts
+        of_records = samples.dense()
+        owners = torch.from_numpy(self._owners).to(of_records.device)
+        counts = torch.bincount(owners).to(of_records).reshape(-1, *[1] * (of_records.dim() - 1))
+        return Samples(torch.zeros_like(of_records[: len(counts)]).index_add(0, owners, of_records) / counts)
 
     def _cover(self, chosen: list[nn.Parameter], sums: list[Tensor]) -> None:
         """Add the noise, which is bound to what it covers: two sums never share theirs."""
-        digest = hashlib.sha256()
-        for one in sums:
-            digest.update(one.float().cpu().contiguous().numpy().tobytes())
-        address = f"{self._address}|step {self.steps}|{digest.hexdigest()}"
+        digest = digest_of("", {f"{index:06}": one for index, one in enumerate(sums)})
+        address = f"{self._address}|step {self.steps}|{digest}"
         expected = self.sampler.units * self.sampler.rate
         for index, (parameter, one) in enumerate(zip(chosen, sums, strict=True)):
-            noise = normal(self._secret, f"{address}|{index}", one.shape).to(one.device)
-            covered = widen(one) + self.noise_multiplier * self.clip * noise
-            parameter.grad = narrow(covered / expected, parameter)
+            noise = normal(self._secret, f"{address}|{index}", one.shape).mul_(self.noise_multiplier * self.clip)
+            parameter.grad = narrow(noise.to(one.device).add_(one).div_(expected), parameter)
 
     def close(self) -> None:
         """Take the hooks off the module."""
@@ -198,7 +244,7 @@ class RecordGradients:
 
 
 def refuse_other_parts(
-    module: LightningModule, chosen: Sequence[nn.Parameter], samples: Sequence[Tensor | None]
+    module: LightningModule, chosen: Sequence[nn.Parameter], samples: Sequence[Samples | None]
 ) -> None:
     """Refuse a gradient that is not the mean of the gradients of records: the rest would be lost.
 
@@ -207,7 +253,9 @@ def refuse_other_parts(
     """
     for parameter, one in zip(chosen, samples, strict=True):
         whole = as_reals(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-        mean = torch.zeros_like(whole) if one is None else one.mean(0)
+        mean = torch.zeros_like(whole)
+        if one is not None:
+            mean = one.total(torch.full((len(one),), 1.0 / len(one), device=whole.device)).to(one.left.dtype)
         if not _close(mean, whole):
             name = next(name for name, value in module.named_parameters() if value is parameter)
             raise ValueError(
@@ -274,8 +322,15 @@ def hooks_on(module: LightningModule) -> Any:
             "(opacus.validators.ModuleValidator.fix(module) replaces such layers)."
         )
 
+    kernels = _right_for_options(GradSampleHooks.GRAD_SAMPLERS, functorch.ft_compute_per_sample_gradient)
+
     class Hooks(GradSampleHooks):
-        GRAD_SAMPLERS = _right_for_options(GradSampleHooks.GRAD_SAMPLERS, functorch.ft_compute_per_sample_gradient)
+        factors: ClassVar[Factors] = {}
+        GRAD_SAMPLERS = kernels | {nn.Linear: _in_factors(kernels[nn.Linear], factors, _of_one_layer(module))}
+
+        def set_grad_sample_to_none(self) -> None:
+            self.factors.clear()
+            super().set_grad_sample_to_none()
 
     try:
         for layer in filter(_has_other_options, module.modules()):
@@ -294,6 +349,32 @@ def _has_other_options(layer: nn.Module) -> bool:
     if isinstance(layer, nn.LayerNorm):
         return layer.bias is None
     return getattr(layer, "padding_mode", "zeros") != "zeros"
+
+
+Factors = dict[Tensor, list[tuple[Tensor, Tensor]]]
+"""For the weight of each `nn.Linear`, gradients of its outputs and its inputs, for each of its calls in a step."""
+
+
+def _of_one_layer(module: nn.Module) -> set[Tensor]:
+    """Return the parameters that are in one layer only, and real."""
+    places = [one for layer in module.modules() for one in layer.parameters(recurse=False)]
+    return {one for one in places if not one.is_complex() and sum(one is other for other in places) == 1}
+
+
+def _in_factors(kernel: Callable[..., Any], factors: Factors, of_one_layer: set[Tensor]) -> Callable[..., Any]:
+    """Return a kernel of `nn.Linear` that keeps the factors of a weight's gradients, and tells Opacus how many there are."""
+
+    def of_linear(layer: nn.Linear, inputs: Sequence[Tensor], outputs: Tensor) -> dict[Tensor, Tensor]:
+        if layer.weight not in of_one_layer or not layer.weight.requires_grad:
+            samples: dict[Tensor, Tensor] = kernel(layer, inputs, outputs)
+            return samples
+        factors.setdefault(layer.weight, []).append((outputs, inputs[0].to(outputs.dtype)))
+        samples = {layer.weight: outputs.new_zeros(len(outputs), 0)}
+        if layer.bias is not None and layer.bias.requires_grad:
+            samples[layer.bias] = outputs.flatten(1, -2).sum(1) if outputs.dim() > 2 else outputs
+        return samples
+
+    return of_linear
 
 
 def _right_for_options(kernels: dict[Any, Any], by_forward: Callable[..., Any]) -> dict[Any, Any]:
@@ -350,7 +431,7 @@ def refuse_mixed_records(
     with torch.enable_grad(), probes.probing(tried, Precision(), 0, "records"), _in_words(module):
         hooks = hooks_on(tried)
         together = _gradients(tried, hooks, trainable, batch, count)
-        refuse_other_parts(tried, trainable, [_sample_of(parameter, count) for parameter in trainable])
+        refuse_other_parts(tried, trainable, [_samples_of(hooks, parameter, count) for parameter in trainable])
         refuse_changed(tried, before)
         for place in range(min(count, most if alone is None else len(alone))):
             one_record = apply_to_collection(batch, Tensor, _cut, place, count) if alone is None else alone[place]
@@ -399,9 +480,9 @@ def _gradients(
     hooks.set_grad_sample_to_none()
     module.zero_grad()
     probes.training_loss(module, batch).backward()
-    found = [_sample_of(parameter, count) for parameter in trainable]
+    found = [_samples_of(hooks, parameter, count) for parameter in trainable]
     return [
-        torch.zeros(count, *as_reals(parameter).shape, device=parameter.device) if one is None else one.clone()
+        torch.zeros(count, *as_reals(parameter).shape, device=parameter.device) if one is None else one.dense().clone()
         for parameter, one in zip(trainable, found, strict=True)
     ]
 
@@ -410,7 +491,7 @@ def _cut(values: Tensor, place: int, count: int) -> Tensor:
     return values[place : place + 1] if values.dim() and len(values) == count else values
 
 
-def _sample_of(parameter: nn.Parameter, records: int) -> Tensor | None:
+def _samples_of(hooks: Any, parameter: nn.Parameter, records: int) -> Samples | None:
     """Return the gradients of the records for a parameter, in real numbers; `None` if the step has not used it.
 
     Raises:
@@ -426,11 +507,17 @@ def _sample_of(parameter: nn.Parameter, records: int) -> Tensor | None:
             f"A layer has seen {len(found)} rows in a step of {records} records. Gradients of single records need layers "
             "whose first dimension is the batch: keep sequences in the second."
         )
-    return None if found is None else as_reals(found)
+    if found is None:
+        return None
+    factors = hooks.factors.get(parameter, ())
+    if len(factors) == 1 and factors[0][0].dim() == 2:
+        return Samples(*factors[0])
+    products = [torch.einsum("n...i,n...j->nij", left, right) for left, right in factors]
+    return Samples(sum(products[1:], start=products[0]) if products else as_reals(found))
 
 
 def _wide(values: Tensor) -> Tensor:
-    """Return 16-bit gradients in float32: rounded lengths and sums would let a record move more than the bound."""
+    """Return 16-bit numbers in float32."""
     return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
 
 
@@ -439,10 +526,11 @@ def _factors(norms: Tensor, clip: float, size: int) -> Tensor:
     if not size:
         return torch.zeros_like(norms)
     bound = clip * (1.0 - ROUNDING)
-    return torch.where(torch.isfinite(norms), bound / norms.clamp(min=bound), 0.0)
+    factor = torch.where(torch.isfinite(norms), bound / norms.clamp(min=bound), 0.0)
+    return factor.masked_fill(factor < torch.finfo(torch.float32).tiny, 0.0)  # which single precision would round away
 
 
 def _close(first: Tensor, second: Tensor) -> bool:
     limit = COARSE if torch.bfloat16 in (first.dtype, second.dtype) else CLOSE
-    difference = float((widen(first) - widen(second)).norm())
-    return not difference > limit * max(float(widen(second).norm()), 1e-6)  # NaN: the update is refused elsewhere
+    difference = float((_wide(first) - _wide(second)).norm())
+    return not difference > limit * max(float(_wide(second).norm()), 1e-6)  # NaN: the update is refused elsewhere

@@ -1,20 +1,26 @@
 """Random numbers that nobody can guess without a secret.
 
 A `torch.Generator` on the CPU has 2^32 streams, whatever its seed: noise from it could be found by trying them all, and
-subtracted. These numbers are made of the output of SHAKE-256, which has as many streams as there are secrets.
+subtracted. These numbers are made of AES-256 in counter mode, whose key is a hash of secret and address: there are as many
+streams as there are secrets.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
+from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedlightning.callbacks.shared.masks import stream
 from fedlightning.tensors import State
 from fedlightning.tensors.memory import PIECE
+
+MAKER = "AES-256"
+"""Part of the hashes that name what was released: another way to make noise would not make the same noise again."""
 
 
 def uniform(secret: str, address: str, count: int) -> np.ndarray:
@@ -29,21 +35,27 @@ def uniform(secret: str, address: str, count: int) -> np.ndarray:
         >>> uniform("a secret", "round 1", 2).round(4).tolist() == uniform("a secret", "round 1", 2).round(4).tolist()
         True
     """
-    return _between_0_and_1(_bits(secret, address, count))
+    draw, found = _uniforms(secret, address), np.empty(count)
+    for start in range(0, count, PIECE):
+        found[start : start + PIECE] = draw(min(count - start, PIECE))
+    return found
 
 
-def _bits(secret: str, address: str, count: int) -> np.ndarray:
-    """Return 64 bits for each number."""
-    return np.frombuffer(hashlib.shake_256(f"{secret}|{address}".encode()).digest(8 * count), dtype="<u8")
+def _uniforms(secret: str, address: str) -> Callable[[int], np.ndarray]:
+    """Return what gives the next numbers in (0, 1) of an address, at most a piece: 53 bits of 64 each."""
+    next_bytes = stream(hashlib.sha256(f"{secret}|{address}".encode()).digest())
 
+    def draw(count: int) -> np.ndarray:
+        numbers: np.ndarray = (next_bytes(8 * count).view("<u8") >> np.uint64(11)).astype(np.float64)
+        numbers *= 2.0**-53
+        numbers += 2.0**-54
+        return numbers
 
-def _between_0_and_1(bits: np.ndarray) -> np.ndarray:
-    """Return the numbers that 64 bits each stand for."""
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53 + 2.0**-54
+    return draw
 
 
 def normal(secret: str, address: str, shape: torch.Size) -> Tensor:
-    """Return standard normal float64 numbers by Box and Muller's transform.
+    """Return standard normal float64 numbers by Marsaglia's polar method: a point of the unit disk gives two.
 
     Args:
         secret: What nobody else knows.
@@ -54,21 +66,28 @@ def normal(secret: str, address: str, shape: torch.Size) -> Tensor:
         >>> normal("a secret", "round 1", torch.Size([2, 3])).shape
         torch.Size([2, 3])
     """
-    half = (shape.numel() + 1) // 2
-    stream, found = _bits(secret, address, 2 * half), np.empty(2 * half)
-    for start in range(0, half, PIECE):
-        end = min(start + PIECE, half)
-        length = np.sqrt(-2.0 * np.log(_between_0_and_1(stream[start:end])))
-        angle = 2.0 * np.pi * _between_0_and_1(stream[half + start : half + end])
-        found[start:end], found[half + start : half + end] = length * np.cos(angle), length * np.sin(angle)
-    return torch.from_numpy(found[: shape.numel()]).reshape(shape)
+    draw, found, done = _uniforms(secret, address), np.empty(shape.numel()), 0
+    while done < len(found):
+        points = min(2 * (len(found) - done) // 3 + 8, PIECE)  # of which 0.785 are in the disk
+        across, up = (2.0 * draw(points) - 1.0 for _ in range(2))
+        square = across * across + up * up
+        inside = np.flatnonzero(square < 1.0)
+        square = square[inside]
+        length = np.sqrt(-2.0 * np.log(square) / square)
+        for side in (across, up):
+            part = found[done : done + len(inside)]
+            np.multiply(side[inside[: len(part)]], length[: len(part)], out=part)
+            done += len(part)
+    return torch.from_numpy(found).reshape(shape)
 
 
 def discrete_normal(secret: str, address: str, count: int, std: float) -> np.ndarray:
     """Return whole numbers, int64, of which `x` has a probability proportional to ``exp(-x^2 / (2 std^2))``.
 
-    Canonne, Kamath, Steinke, "The discrete Gaussian for differential privacy", NeurIPS 2020, algorithm 3, in float64: a
-    discrete Laplace number of scale ``t`` is taken with probability ``exp(-(|x| - std^2 / t)^2 / (2 std^2))``.
+    This is the discrete Gaussian of Canonne, Kamath, Steinke, "The discrete Gaussian for differential privacy", NeurIPS 2020,
+    in float64. A rounded normal number `x` has the probability that a normal one has between ``x - 1/2`` and ``x + 1/2``:
+    too much by ``m(x)``, the mean of ``exp(-(2 x v + v^2) / (2 std^2))`` over ``|v| < 1/2``. So it is taken with the
+    probability ``m(0) / m(x)``, which is all but 1 where `std` is large.
 
     Args:
         secret: What nobody else knows.
@@ -80,24 +99,46 @@ def discrete_normal(secret: str, address: str, count: int, std: float) -> np.nda
         >>> discrete_normal("a secret", "round 1", 3, 10.0).dtype
         dtype('int64')
     """
-    scale, found, tries = math.floor(std) + 1, np.empty(count, np.int64), 0
-    missing = np.arange(count)
-    while len(missing):
-        bits = _bits(secret, f"{address}|{tries}", 2 * len(missing)).reshape(2, -1)
-        size = np.floor(-scale * np.log(_between_0_and_1(bits[0])))
-        negative = (bits[0] & np.uint64(1)).astype(bool)  # of the bits that the size is not made of
-        kept = _between_0_and_1(bits[1]) < np.exp(-((size - std**2 / scale) ** 2) / (2.0 * std**2))
-        kept &= ~(negative & (size == 0))  # or 0 would be drawn twice as often
-        found[missing[kept]] = np.where(negative, -size, size)[kept]
-        missing, tries = missing[~kept], tries + 1
+    drawn = normal(secret, address, torch.Size([count])).mul_(std).round_().numpy()
+    found, coins, refused = np.empty(count, np.int64), _uniforms(secret, f"{address}|coins"), [np.empty(0, np.int64)]
+    for start in range(0, count, PIECE):
+        piece = drawn[start : start + PIECE]
+        found[start : start + PIECE] = piece
+        refused.append(start + np.flatnonzero(~_taken(piece, std, coins(len(piece)))))
+    if len(places := np.concatenate(refused)):
+        found[places] = discrete_normal(secret, f"{address}|again", len(places), std)
     return found
+
+
+def _taken(drawn: np.ndarray, std: float, coins: np.ndarray) -> np.ndarray:
+    """Return which rounded normal numbers are taken, by coins in (0, 1): below ``m(0) / m(x)``."""
+    taken: np.ndarray = coins < 1.0 - float(np.square(drawn).max(initial=0.0)) / (8.0 * std**4)  # less than all of them
+    unsure = np.flatnonzero(~taken)
+    taken[unsure] = coins[unsure] * _excess(drawn[unsure], std) < _excess(np.zeros(1), std)
+    return taken
+
+
+def _excess(drawn: np.ndarray, std: float) -> np.ndarray:
+    """Return ``m(x)``: the mean of ``exp(-v^2 / (2 std^2)) cosh(x v / std^2)`` over ``0 < v < 1/2``."""
+    nodes, weights = _quadrature()
+    heights = np.exp(-(nodes**2) / (2.0 * std**2)) * np.cosh(np.outer(drawn, nodes) / std**2)
+    excess: np.ndarray = heights @ weights
+    return excess
+
+
+@cache
+def _quadrature() -> tuple[np.ndarray, np.ndarray]:
+    """Return places in (0, 1/2) and weights of a mean, exact for polynomials up to degree 63 (Gauss and Legendre)."""
+    nodes, weights = np.polynomial.legendre.leggauss(32)
+    return 0.25 * (nodes + 1.0), 0.5 * weights
 
 
 def digest_of(name: str, values: State) -> str:
     """Return a hash of a name and of what noise is to cover, for its address."""
-    found = hashlib.sha256(name.encode())
+    found = hashlib.sha256(f"{MAKER}|{name}".encode())
     for entry in sorted(values):
-        found.update(entry.encode() + values[entry].detach().double().cpu().contiguous().numpy().tobytes())
+        found.update(entry.encode())
+        found.update(values[entry].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
@@ -114,4 +155,4 @@ def with_noise(values: State, std: float, secret: str, address: str, bound: str 
     if std == 0.0:
         return values
     drawn = {name: normal(secret, f"{address} {name}|{bound}", value.shape) for name, value in values.items()}
-    return {name: value.double() + std * drawn[name].to(value.device) for name, value in values.items()}
+    return {name: drawn[name].mul_(std).to(value.device).add_(value) for name, value in values.items()}

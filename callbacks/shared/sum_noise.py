@@ -66,9 +66,8 @@ class SumNoise:
         spread = TAIL * self.std(point, elements) * math.sqrt(point.clients)
         return self.length * (1.0 + 1e-3) + spread * point.clip / point.levels
 
-    def added(self, integers: np.ndarray, point: FixedPoint, digest: str) -> np.ndarray:
-        """Return integers with the noise, which is bound to them; the last one, the part beyond the bound, is 0 for all."""
+    def add(self, integers: np.ndarray, point: FixedPoint, digest: str) -> None:
+        """Add the noise, which is bound to the integers; the last one, the part beyond the bound, is 0 for all."""
         std = self.std(point, len(integers) - 1)
         address = f"{self.address}|{std!r}|{digest}" if self.bound else self.address
-        drawn = discrete_normal(self.secret, address, len(integers) - 1, std)
-        return integers + np.append(drawn, 0).astype(integers.dtype)
+        integers[:-1] += discrete_normal(self.secret, address, len(integers) - 1, std).astype(integers.dtype)

@@ -134,7 +134,7 @@ def test_a_change_of_zeros_is_cut_below_the_limit_too(dtype):
         update = Update(0, "0", state={"weight": draw.to(dtype)})
         callback.protect(SimpleNamespace(module=toy, received=received), update)
         callback.check_update(SimpleNamespace(trainable=["weight"]), Message(0, "0", received, ("weight",)), update)
-        assert float(update.state["weight"].double().norm()) == pytest.approx(0.1, rel=4e-3)
+        assert float(update.state["weight"].double().norm()) == pytest.approx(0.1, rel=6e-3)
 
 
 def test_the_server_takes_in_nothing_longer():

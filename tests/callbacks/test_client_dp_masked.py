@@ -77,8 +77,9 @@ def test_every_update_is_covered_by_its_client_before_it_is_masked(monkeypatch):
     seen, encode = [], FixedPoint.encode
 
     def encoding(point, parts, share):
-        seen.append(torch.cat([part.flatten() for part in parts]).norm().item())
-        return encode(point, parts, share)
+        pieces = list(parts)
+        seen.append(torch.cat([piece.flatten() for piece in pieces]).norm().item())
+        return encode(point, pieces, share)
 
     monkeypatch.setattr(FixedPoint, "encode", encoding)
     trainer = run([dp(clip=0.01, noise_seed=None), SecureAggregation()])

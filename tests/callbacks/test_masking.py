@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("cryptography", reason="keys: pip install opacus cryptography")
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
 from fedlightning.callbacks.shared import masking, masks
 from fedlightning.callbacks.shared.fixed_point import FixedPoint, from_wire, to_wire
-
-pytestmark = pytest.mark.skipif(find_spec("cryptography") is None, reason="keys: pip install opacus cryptography")
 
 CLIENTS = [f"site {number}" for number in range(9)]
 GONE = ["site 1", "site 4", "site 8"]
@@ -50,17 +50,23 @@ def numbers(client, size, bits):
     return draw.integers(0, 2**bits, size, dtype=f"u{bits // 8}")
 
 
+def with_masks(integers, kept, me):
+    masked = integers.copy()
+    masking.add_own_masks(masked, kept, me)
+    return masked
+
+
 @pytest.mark.parametrize("bits", [16, 32, 64])
 @pytest.mark.parametrize("gone", [[], GONE], ids=["all stay", "a third is gone"])
 def test_masked_sums_are_plain_sums_bit_for_bit(bits, gone):
     kept, keys, sealed = shared()
     kept = received(kept, sealed, CLIENTS)
     there = [client for client in CLIENTS if client not in gone]
-    masked = {c: numbers(c, 50, bits) + masking.mask_of(kept[c], c, 50, bits) for c in there}
+    masked = {c: with_masks(numbers(c, 50, bits), kept[c], c) for c in there}
     flags = {client: torch.tensor(client in there) for client in CLIENTS}
     opened = {client: masking.reveal(kept[client], client, flags) for client in there}
     plain = sum(int(numbers(client, 50, bits)[0]) for client in there) % 2**bits
-    found = masking.opened_sum(masked, keys, CLIENTS, opened, bits)
+    found = masking.opened_sum(masked, keys, CLIENTS, opened)
     assert int(found[0]) == plain
     assert np.array_equal(found, sum((numbers(c, 50, bits) for c in there), np.zeros(50, f"u{bits // 8}")))
 
@@ -69,24 +75,35 @@ def test_the_threshold_s_shares_open_a_sum_and_one_fewer_does_not():
     kept, keys, sealed = shared()
     kept = received(kept, sealed, CLIENTS)
     there = [client for client in CLIENTS if client not in GONE]
-    masked = {c: numbers(c, 5, 32) + masking.mask_of(kept[c], c, 5, 32) for c in there}
+    masked = {c: with_masks(numbers(c, 5, 32), kept[c], c) for c in there}
     flags = {client: torch.tensor(client in there) for client in CLIENTS}
     opened = {client: masking.reveal(kept[client], client, flags) for client in there}
-    assert len(masking.opened_sum(masked, keys, CLIENTS, opened, 32)) == 5
+    assert len(masking.opened_sum(masked, keys, CLIENTS, opened)) == 5
     few = dict(list(opened.items())[:5])
     with pytest.raises(ValueError, match=r"not give back|not enough"):
-        masking.opened_sum(masked, keys, CLIENTS, few, 32)
+        masking.opened_sum(masked, keys, CLIENTS, few)
 
 
 def test_who_fails_between_keys_and_shares_is_not_in_the_round():
     kept, keys, sealed = shared()
     together = CLIENTS[2:]
     kept = received(kept, sealed, together)
-    masked = {c: numbers(c, 5, 32) + masking.mask_of(kept[c], c, 5, 32) for c in together}
+    masked = {c: with_masks(numbers(c, 5, 32), kept[c], c) for c in together}
     flags = {client: torch.tensor(True) for client in together}
     opened = {client: masking.reveal(kept[client], client, flags) for client in together[:6]}
-    found = masking.opened_sum(masked, keys, together, opened, 32)
+    found = masking.opened_sum(masked, keys, together, opened)
     assert np.array_equal(found, sum((numbers(c, 5, 32) for c in together), np.zeros(5, "u4")))
+
+
+@pytest.mark.parametrize("bits", [16, 32, 64])
+def test_a_mask_is_the_stream_of_its_seed_across_pieces(bits):
+    size, seed = 2**15 + 3, bytes(range(32))
+    total = np.arange(size, dtype=f"<u{bits // 8}")
+    masks.add_masks(total, [(seed, 1)])
+    keys = Cipher(algorithms.AES(seed), modes.CTR(bytes(16))).encryptor().update(bytes(size * bits // 8))
+    assert np.array_equal(total - np.arange(size, dtype=total.dtype), np.frombuffer(keys, total.dtype))
+    masks.add_masks(total, [(bytes(32), 1), (seed, -1), (bytes(32), -1)])
+    assert np.array_equal(total, np.arange(size, dtype=total.dtype))
 
 
 def test_a_single_masked_update_is_random(monkeypatch):
@@ -96,15 +113,16 @@ def test_a_single_masked_update_is_random(monkeypatch):
     kept = received(kept, sealed, CLIENTS)
     size = 40_000
     plain = FixedPoint(8.0, 32, 9).encode([torch.linspace(-0.1, 0.1, size - 1)], 0.1)
-    masked = plain + masking.mask_of(kept["site 3"], "site 3", size, 32)
+    masked = with_masks(plain, kept["site 3"], "site 3")
     counts = np.bincount(np.frombuffer(masked.tobytes(), np.uint8), minlength=256)
     expected = 4 * size / 256
     chi_square = float(((counts - expected) ** 2 / expected).sum())
     assert 160 < chi_square < 370  # 255 degrees of freedom: 1e-6 on either side
     signed = masked.view("i4").astype(float), plain.view("i4").astype(float)
     assert abs(np.corrcoef(*signed)[0, 1]) < 5 / size**0.5
-    own = masks.mask(bytes.fromhex(kept["site 3"]["seed"]), size, 32)  # what the server learns when all stay
-    assert abs(np.corrcoef((masked - own).view("i4").astype(float), signed[1])[0, 1]) < 5 / size**0.5
+    without = masked.copy()
+    masks.add_masks(without, [(bytes.fromhex(kept["site 3"]["seed"]), -1)])  # what the server learns when all stay
+    assert abs(np.corrcoef(without.view("i4").astype(float), signed[1])[0, 1]) < 5 / size**0.5
 
 
 def test_a_client_refuses_what_is_against_the_protocol():
@@ -141,13 +159,13 @@ def test_a_share_that_was_changed_is_found_out():
     kept, keys, sealed = shared()
     kept = received(kept, sealed, CLIENTS)
     there = [client for client in CLIENTS if client not in GONE]
-    masked = {c: numbers(c, 5, 32) + masking.mask_of(kept[c], c, 5, 32) for c in there}
+    masked = {c: with_masks(numbers(c, 5, 32), kept[c], c) for c in there}
     flags = {client: torch.tensor(client in there) for client in CLIENTS}
     for of in ("site 0", "site 4"):
         opened = {client: dict(masking.reveal(kept[client], client, flags)) for client in there}
         opened["site 2"][of] = opened["site 2"][of] ^ 1
         with pytest.raises(ValueError, match=rf"'{of}'|not enough"):
-            masking.opened_sum(masked, keys, CLIENTS, opened, 32)
+            masking.opened_sum(masked, keys, CLIENTS, opened)
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------

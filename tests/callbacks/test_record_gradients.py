@@ -10,8 +10,16 @@ from torch.nn import functional as F
 
 pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install opacus cryptography")
 
+from opacus.grad_sample import GradSampleHooks
+
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches
-from fedlightning.callbacks.shared.record_gradients import RecordGradients, refuse_mixed_records
+from fedlightning.callbacks.shared.record_gradients import (
+    RecordGradients,
+    Samples,
+    _samples_of,
+    hooks_on,
+    refuse_mixed_records,
+)
 
 TINY, RECORDS, CLIP = 1e-9, 8, 0.05
 
@@ -44,6 +52,17 @@ def tokens():
     return torch.randint(0, 6, (RECORDS, 5))  # each of six rows is looked up, the padding row too
 
 
+def twice():
+    layer = nn.Linear(6, 6)
+    return nn.Sequential(layer, nn.Tanh(), layer)
+
+
+def only_bias():
+    layer = nn.Linear(6, 4)
+    layer.weight.requires_grad_(False)
+    return layer
+
+
 LAYERS = {
     "an embedding": (lambda: nn.Embedding(6, 4), tokens),
     "padding_idx": (lambda: nn.Embedding(6, 4, padding_idx=2), tokens),
@@ -51,15 +70,20 @@ LAYERS = {
     "padding_idx, sparse": (lambda: nn.Embedding(6, 4, padding_idx=0, sparse=True), tokens),
     "circular": (lambda: nn.Conv1d(2, 3, 3, padding=1, padding_mode="circular"), lambda: torch.randn(RECORDS, 2, 6)),
     "reflect": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), lambda: torch.randn(RECORDS, 2, 4, 4)),
+    "a linear layer": (lambda: nn.Linear(6, 4), lambda: torch.randn(RECORDS, 6)),
+    "linear, over sequences": (lambda: nn.Linear(6, 4), lambda: torch.randn(RECORDS, 5, 6)),
+    "linear, no bias, over images": (lambda: nn.Linear(6, 4, bias=False), lambda: torch.randn(RECORDS, 2, 3, 6)),
+    "linear, called twice": (twice, lambda: torch.randn(RECORDS, 6)),
+    "linear, only its bias": (only_bias, lambda: torch.randn(RECORDS, 6)),
     "no bias": (lambda: nn.LayerNorm(6, bias=False), lambda: torch.randn(RECORDS, 2, 6)),
 }
 
 
-def by_loop(module, batch):
+def by_loop(module, batch, records=RECORDS):
     """Return the sum of the clipped gradients of records, each by a backward pass of its own."""
-    parameters = list(module.parameters())
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     total = [torch.zeros_like(parameter) for parameter in parameters]
-    for place in range(RECORDS):
+    for place in range(records):
         module.zero_grad()
         module.training_step([values[place : place + 1] for values in batch], 0).backward()
         gradient = [parameter.grad.to_dense() for parameter in parameters]
@@ -70,6 +94,18 @@ def by_loop(module, batch):
     return total
 
 
+def private_gradients(module, batch):
+    """Return what a private step without noise puts into the place of the gradients, as a sum over the records."""
+    batches = PoissonBatches(RECORDS, 1, "seed 3", "batches")  # one batch, which everybody is in
+    assert len(next(iter(batches))) == RECORDS
+    gradients = RecordGradients(module, batches, CLIP, TINY, "seed 3", "noise", room=1)
+    gradients.begin()
+    module.training_step(batch, 0).backward()
+    gradients.privatise(torch.optim.SGD(module.parameters(), lr=0.1))
+    gradients.close()
+    return [parameter.grad * RECORDS for parameter in module.parameters() if parameter.requires_grad]
+
+
 @pytest.mark.parametrize("name", [*LAYERS, "tied"])
 def test_private_gradients_are_those_of_a_loop_over_records(name):
     torch.manual_seed(0)
@@ -78,14 +114,50 @@ def test_private_gradients_are_those_of_a_loop_over_records(name):
     module = Classifier(make(), inputs) if make else Tied()
     batch = [inputs, torch.randint(0, 3, (RECORDS,))]
     refuse_mixed_records(module, batch, "SampleDP")
-    wanted = by_loop(module, batch)
-    batches = PoissonBatches(RECORDS, 1, "seed 3", "batches")  # one batch, which everybody is in
-    assert len(next(iter(batches))) == RECORDS
-    gradients = RecordGradients(module, batches, CLIP, TINY, "seed 3", "noise", room=1)
-    gradients.begin()
-    module.training_step(batch, 0).backward()
-    gradients.privatise(torch.optim.SGD(module.parameters(), lr=0.1))
-    gradients.close()
-    for parameter, total in zip(module.parameters(), wanted, strict=True):
-        assert torch.allclose(parameter.grad * RECORDS, total, atol=1e-6)
+    for found, total in zip(private_gradients(module, batch), by_loop(module, batch), strict=True):
+        assert torch.allclose(found, total, atol=1e-6)
     assert not any(name.startswith("ft_") for layer in module.modules() for name in vars(layer))
+
+
+def wide_classifier():
+    torch.manual_seed(0)
+    inputs = torch.randn(RECORDS, 30)
+    module = Classifier(nn.Sequential(nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 20, bias=False), nn.ReLU()), inputs)
+    return module, [inputs, torch.randint(0, 3, (RECORDS,))]
+
+
+def test_outer_products_are_not_multiplied_out(monkeypatch):
+    module, batch = wide_classifier()
+    monkeypatch.setattr(Samples, "dense", lambda self: pytest.fail("a gradient of each record was made"))
+    for found, total in zip(private_gradients(module, batch), by_loop(module, batch), strict=True):
+        assert torch.allclose(found, total, atol=1e-6)
+
+
+def test_lengths_and_sums_of_factors_are_those_of_opacus_hooks():
+    module, batch = wide_classifier()
+    hooks = GradSampleHooks(module)
+    module.training_step(batch, 0).backward()
+    wanted = {name: Samples(parameter.grad_sample) for name, parameter in module.named_parameters()}
+    hooks.cleanup()
+    module.zero_grad()
+    hooks = hooks_on(module)
+    module.training_step(batch, 0).backward()
+    factor = torch.rand(RECORDS)
+    for name, parameter in module.named_parameters():
+        found = _samples_of(hooks, parameter, RECORDS)
+        assert (found.right is None) == name.endswith("bias")
+        assert torch.allclose(found.lengths(), wanted[name].lengths(), rtol=1e-6)
+        assert torch.allclose(found.total(factor), wanted[name].total(factor), atol=1e-6)
+        assert torch.allclose(found.dense(), wanted[name].left, atol=1e-6)
+    hooks.cleanup()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e25])
+def test_a_record_without_a_finite_gradient_has_no_part(value):
+    """Also one whose gradient single precision holds only in factors, not cut to the bound."""
+    module, batch = wide_classifier()
+    batch[0][0, 0] = value
+    module.layer[0].weight.data[:, 0] = 0.0  # so that the others of its activations are what they are
+    rest = by_loop(module, [values[1:] for values in batch], RECORDS - 1)
+    for found, total in zip(private_gradients(module, batch), rest, strict=True):
+        assert torch.allclose(found, total, atol=1e-6)

@@ -65,15 +65,15 @@ def test_the_run_tells_both_promises(tmp_path):
 @pytest.mark.parametrize("step", ["training", "masking", "open"])
 def test_a_visit_whose_update_never_arrives_is_spent(step, tmp_path, monkeypatch):
     """A client that trained and could not mask, or that sent masked integers and was gone at the end."""
-    mask_of = masking.mask_of
+    add_own_masks = masking.add_own_masks
 
-    def failing(kept, me, size, bits):
+    def failing(total, kept, me):
         if me == "2":
             raise RuntimeError("no power")
-        return mask_of(kept, me, size, bits)
+        add_own_masks(total, kept, me)
 
     if step == "masking":
-        monkeypatch.setattr(masking, "mask_of", failing)
+        monkeypatch.setattr(masking, "add_own_masks", failing)
     ledger = tmp_path / "ledger"
     callbacks = [dp(ledger=str(ledger)), SecureAggregation()]
     gone = [] if step == "masking" else [Fails(c2=step)]
@@ -110,8 +110,9 @@ def test_a_round_that_ends_before_the_sum_is_opened_is_done_again_with_the_same_
     ledger, encoded, encode, counts = tmp_path / "ledger", [], FixedPoint.encode, []
 
     def seen(point, parts, share):
-        encoded.append(encode(point, parts, share))
-        return encoded[-1]
+        integers = encode(point, parts, share)
+        encoded.append(integers.copy())  # masks are added in place
+        return integers
 
     def failing(kept, me, there):
         raise RuntimeError("no power")

@@ -74,9 +74,11 @@ class Recorder:
         encode, decode = fixed_point.FixedPoint.encode, fixed_point.FixedPoint.decode
 
         def encoding(point, parts, share):
-            self.plain.append(torch.cat([part.flatten() for part in parts]).clone())
-            self.integers.append(encode(point, parts, share))
-            return self.integers[-1]
+            pieces = list(parts)
+            self.plain.append(torch.cat([piece.flatten() for piece in pieces]))
+            integers = encode(point, pieces, share)
+            self.integers.append(integers.copy())  # masks are added in place
+            return integers
 
         def decoding(point, total):
             self.sums.append(np.array(total))

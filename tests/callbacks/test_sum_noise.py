@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
+from fedlightning.callbacks.shared import secret_noise
 from fedlightning.callbacks.shared.fixed_point import FixedPoint
 from fedlightning.callbacks.shared.secret_noise import discrete_normal
 from fedlightning.callbacks.shared.sum_noise import LEAST_STD, SharesNoise, SumNoise
@@ -19,7 +20,7 @@ def probabilities(std, reach):
     return there, weights / weights.sum()
 
 
-@pytest.mark.parametrize("std", [0.6, 1.0, 3.7, 12.0])
+@pytest.mark.parametrize("std", [0.6, 1.0, 3.7, LEAST_STD, 12.0])
 def test_numbers_have_the_probabilities_of_the_definition(std):
     found = discrete_normal("a secret", f"std {std}", 200_000, std)
     there = np.arange(-int(3 * std) - 1, int(3 * std) + 2)
@@ -29,6 +30,20 @@ def test_numbers_have_the_probabilities_of_the_definition(std):
     expected = np.array([inside[one] for one in there]) * len(found)
     rest = [len(found) - counts.sum(), len(found) - expected.sum()]
     assert stats.chisquare([*counts, rest[0]], [*expected, rest[1]]).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("std", [0.6, 1.0, 3.7, LEAST_STD, 250.0])
+def test_what_is_taken_of_rounded_normal_numbers_is_the_discrete_gaussian(std):
+    """Without drawing: the probability of a rounded number, times that with which it is taken, over their sum."""
+    reach = int(8 * std) + 1
+    there, wanted = probabilities(std, reach)
+    rounded = stats.norm.sf((np.abs(there) - 0.5) / std) - stats.norm.sf((np.abs(there) + 0.5) / std)
+    exact = secret_noise._excess(np.zeros(1), std) / secret_noise._excess(there.astype(float), std)
+    assert exact.max() <= 1.0
+    made = rounded * exact
+    assert np.allclose(made / made.sum(), wanted, rtol=1e-10, atol=0)
+    for coins in (exact * (1 - 1e-12), exact * (1 + 1e-12)):  # what is sure without the integral is sure with it
+        assert np.array_equal(secret_noise._taken(there.astype(float), std, coins), coins < exact)
 
 
 def test_wide_noise_has_its_deviation_and_is_symmetric():
@@ -79,11 +94,14 @@ def test_a_client_moves_a_sum_by_no_more_than_the_distance(bits, kind):
 def test_the_last_integer_gets_no_noise_and_shares_add_up():
     point, clients = FixedPoint(8.0, 32, 5), 5
     plain = point.encode([torch.zeros(50_000)], 1 / clients)
-    parts = [SumNoise(1.5, 4, 0.2, f"secret {one}", "round 1").added(plain, point, "bound") for one in range(clients)]
+    parts = [plain.copy() for _ in range(clients)]
+    for one, part in enumerate(parts):
+        SumNoise(1.5, 4, 0.2, f"secret {one}", "round 1").add(part, point, "bound")
     assert all(part[-1] == 0 for part in parts)
     mean = point.decode(sum(parts[1:], start=parts[0]))
     assert float(mean.std()) == pytest.approx(1.5 * 0.2 / clients * (5 / 4) ** 0.5, rel=0.02)
-    other = SumNoise(1.5, 4, 0.2, "secret 0", "round 1").added(plain, point, "another change")
+    other = plain.copy()
+    SumNoise(1.5, 4, 0.2, "secret 0", "round 1").add(other, point, "another change")
     assert (other[:-1] != parts[0][:-1]).mean() > 0.99
 
 
