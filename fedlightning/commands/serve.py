@@ -27,11 +27,11 @@ from fedlightning.options import Flower, Sequential
 from fedlightning.ranges import PositiveInt
 from fedlightning.resume.lock import only_writer
 from fedlightning.resume.stop_requests import Terminated, endings
+from fedlightning.sites.engine import DataElsewhere
 from fedlightning.sites.flower import certificates as files
 from fedlightning.sites.flower import programs
 from fedlightning.sites.flower import reachability as reach
 from fedlightning.sites.link import connected
-from fedlightning.sites.remote_data import DataElsewhere
 from fedlightning.sites.runs import MOST
 from fedlightning.sites.server_log import Run, ServerLog, showing
 from fedlightning.sites.site import Site

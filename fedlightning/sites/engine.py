@@ -3,13 +3,13 @@
 Nothing is pickled on the way. A client's record stays at its site; the server knows the version that is in force
 (:class:`~fedlightning.sites.site_log.SiteStore`) and names it with each task, so that it can go back to an earlier one.
 
-Sites that did not answer in time: each is waited for once, and the run goes on without it until it is back.
+A site that did not answer in time is waited for once, and the run goes on without it until it is back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -17,6 +17,7 @@ from fedlightning.client.data_summary import Description, Detail
 from fedlightning.client.runtime import LocalRunner
 from fedlightning.contract.messages import Update
 from fedlightning.datamodules.base import in_order
+from fedlightning.datamodules.held_out import WithoutClients
 from fedlightning.datamodules.public_only import public_facts
 from fedlightning.engines.attempts import WITHOUT, at_site
 from fedlightning.engines.base import Engine, Note, Task
@@ -32,6 +33,17 @@ from fedlightning.sites.status import printable, stamped
 from fedlightning.sites.task_bounds import in_words
 from fedlightning.sites.task_window import BUDGET, Entry, Window
 from fedlightning.tensors import module_state
+
+
+class DataElsewhere(WithoutClients):
+    """Stands where a data module stands, in a process that has no data. Whoever asks it for some is told so."""
+
+    def __repr__(self) -> str:
+        """Return the class."""
+        return f"<{type(self).__name__}>"
+
+    def _refuse(self) -> NoReturn:
+        raise ValueError("the clients' data are asked for in the server's process, and they are at their sites")
 
 
 class Absent:

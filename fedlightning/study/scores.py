@@ -1,14 +1,163 @@
-"""Tables of scores: all of them, by stage, by checkpoint and by metric."""
+"""Tables of scores: all of them, by stage, checkpoint, metric, client and architecture, and of clients that did not train."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fedlightning.study.columns import GLOBAL, LOCAL, PERSONAL, POOLED
+from fedlightning.study.columns import GLOBAL, LOCAL, PERSONAL, POOLED, UNSEEN
 from fedlightning.study.data import StudyData, Table
 from fedlightning.study.fairness import Spread
-from fedlightning.study.measures import FIELDS, Address, SeedScore, address, mean_of
+from fedlightning.study.measures import FIELDS, Address, Estimate, SeedScore, address, mean_of
+from fedlightning.study.runs import natural
+
+
+def clients(study: StudyData) -> Table:
+    """Return the score of each client with each method: one line for each (client, method).
+
+    `score` is that of the model the client would use, averaged over seeds, with `ci95` and `ci95_radius`. `siloed` is
+    that of its own siloed model. `gain` is the mean of their differences at the seeds both have, with `gain_ci95`; it is
+    positive if the method is better for the client (for a loss, if it is lower). `train` and `test` count its samples.
+    """
+    silo = study.siloed_scores()
+    sizes = _sizes(study)
+    sign = 1.0 if study.higher_is_better else -1.0
+    lines = []
+    for client in _clients(study):
+        for method in study.methods:
+            scores = {seed: score.per_client.get(client) for seed, score in study.deployed(method).items()}
+            own = {seed: score.per_client.get(client) for seed, score in silo.items()}
+            gains: list[float | None] = []
+            for seed in sorted(set(scores) & set(own)) if study.comparable(method) else []:
+                score, base = scores[seed], own[seed]
+                gains.append(None if score is None or base is None else sign * (score - base))
+            found, gain = study.estimate(list(scores.values()), study.metric), study.estimate(gains)
+            lines.append(
+                {
+                    "client": client,
+                    "method": method,
+                    "score": found.mean,
+                    "ci95": found.ci95,
+                    "ci95_radius": found.radius,
+                    "siloed": mean_of(list(own.values())),
+                    **gain.columns("gain"),
+                    "n_seeds": found.n,
+                    "train": sizes.get(client, {}).get("train"),
+                    "test": sizes.get(client, {}).get("test"),
+                }
+            )
+    return lines
+
+
+def matrix(study: StudyData, method: str) -> dict[str, Any]:
+    """Return the score of each client's deployed model (row) on each client's data (column), averaged over seeds."""
+    names = _clients(study, method)
+    columns = {}
+    for source in names:
+        columns[source] = list(study.deployed(method, data=f"client:{source}").values())
+    own = list(study.deployed(method).values())
+    values = [
+        [
+            mean_of([score.per_client.get(row) for score in (own if row == column else columns[column])])
+            for column in names
+        ]
+        for row in names
+    ]
+    return {
+        "clients": names,
+        "values": values,
+        "row_means": [mean_of(row) for row in values],
+        "diagonal_mean": mean_of([values[i][i] for i in range(len(names))]),
+        "n_seeds": len(own),
+    }
+
+
+def partition(study: StudyData) -> Table:
+    """Return the samples of each client at the first seed: one line for each (client, split).
+
+    `samples` counts them. `classes` counts them by class, for training data only, and is `None` if the run did not write
+    it.
+    """
+    lines = []
+    for client, held in _sizes(study).items():
+        for split in ("train", "val", "test"):
+            if held.get(split) is not None:
+                classes = held.get("classes") if split == "train" else None
+                lines.append({"client": client, "split": split, "samples": held[split], "classes": classes})
+    return lines
+
+
+def _sizes(study: StudyData) -> dict[str, dict[str, Any]]:
+    """Return the samples of each client by split, from the first run on the usual test data."""
+    first = next((scores.run.summary for key, scores in study.finished.items() if key not in study.odd), {})
+    known: dict[str, dict[str, Any]] = first.get("data", {}).get("clients", {})
+    known = known or {client: {"train": n} for client, n in first.get("num_samples", {}).items()}
+    return {client: known[client] for client in sorted(known, key=natural)}
+
+
+def _clients(study: StudyData, method: str | None = None) -> list[str]:
+    """Return the clients of all runs, or of those of one method; of runs on the usual test data if there are any."""
+    keys = [key for key in study.finished if method in (None, key[0]) and key not in study.odd]
+    keys = keys or [key for key in study.finished if method in (None, key[0])]
+    return list(dict.fromkeys(client for key in keys for client in study.finished[key].run.clients))
+
+
+def architectures(study: StudyData) -> Table:
+    """Return one line for each method and architecture: test scores of the clients that have it, means over them and seeds.
+
+    - `architecture`, `parameters` of its model, `clients` that have it (of the first seed).
+    - `mean`: the deployed models, with `ci95` and `ci95_radius`; `worst`: the worst-served of these clients, mean over seeds.
+    - `gain`: `mean` minus that of training alone (Local), paired by seed over the same clients, with `gain_ci95` and
+      `gain_radius`; `None` without that baseline.
+    - `n_seeds` that have a score.
+    """
+    local = study.baselines.get("siloed")
+    alone = study.deployed(local) if local is not None else {}
+    lines = []
+    for method in study.methods:
+        runs = {seed: study.finished[method, seed].run.summary for seed in study.seeds_of(method)}
+        known = {seed: summary["architectures"] for seed, summary in runs.items() if summary.get("architectures")}
+        own = study.deployed(method)
+        first: dict[str, Any] = next(iter(known.values()), {})
+        for name, about in first.items():
+            members = {seed: found[name]["clients"] for seed, found in known.items() if name in found}
+            if not any(members.values()):
+                continue  # the server's own
+            means = {seed: _mean(own[seed], clients) for seed, clients in members.items() if seed in own}
+            others = {seed: _mean(alone[seed], members[seed]) for seed in means if seed in alone}
+            gains = [
+                None if value is None or others.get(seed) is None else value - others[seed]  # type: ignore[operator]
+                for seed, value in means.items()
+            ]
+            gain = Estimate() if method == local else study.estimate(gains)
+            lines.append(
+                {
+                    "method": method,
+                    "architecture": name,
+                    "parameters": about["parameters"],
+                    "clients": about["clients"],
+                    **study.estimate(list(means.values()), study.metric).columns(),
+                    "worst": mean_of([_worst(study, own[seed], members[seed]) for seed in means]),
+                    **gain.columns("gain"),
+                    "n_seeds": sum(value is not None for value in means.values()),
+                }
+            )
+    return lines
+
+
+def _values_of(score: SeedScore, clients: list[str]) -> list[float]:
+    return [score.defined[client] for client in clients if client in score.defined] if score.sound else []
+
+
+def _mean(score: SeedScore, clients: list[str]) -> float | None:
+    values = _values_of(score, clients)
+    return sum(values) / len(values) if values else None
+
+
+def _worst(study: StudyData, score: SeedScore, clients: list[str]) -> float | None:
+    values = _values_of(score, clients)
+    return (min if study.higher_is_better else max)(values) if values else None
+
 
 STATISTICS = ("median", "std", "variance", "worst", "tenth_percentile", "best")
 """Columns that are statistics over clients."""
@@ -163,3 +312,61 @@ def chosen(study: StudyData, method: str) -> tuple[str | None, str | None, str |
     """Return (model, checkpoint, stage) of the deployed models."""
     row = next((score.row for score in study.deployed(method).values()), None)
     return (None, None, None) if row is None else (row["model"], row["checkpoint"], row["stage"])
+
+
+def unseen(study: StudyData) -> Table:
+    """Return one line a method: the scores of held-out clients on their own test data, means over clients, then seeds.
+
+    - `mean`: the model that an unseen client deploys after one message and no training (stage L1), with `ci95` and
+      `ci95_radius`; `worst` and `std` over these clients; `per_client`.
+    - `global`: the global model as it stands (stage G); `best_global`: the one selected on the trained clients'
+      validation data. Both with `..._ci95` and `..._radius`.
+    - `trained`: the deployed models of the clients that trained, as in the overview; `gap`: `mean` minus `trained`, over
+      the seeds that have both, with `gap_ci95` and `gap_radius`. They are means over different clients with different
+      data: how hard the held-out clients are is part of the gap.
+    - `clients`: held-out clients by seed; `n_seeds` that have a score; `refused`: why a method has none.
+    """
+    return [line for method in study.methods if (line := _unseen_line(study, method)) is not None]
+
+
+def _unseen_line(study: StudyData, method: str) -> dict[str, Any] | None:
+    summaries = [study.finished[method, seed].run.summary for seed in study.seeds_of(method)]
+    held_out = [summary["held_out"] for summary in summaries if summary.get("held_out")]
+    if not held_out:
+        return None
+    own = _unseen_scores(study, method, "latest", "L1")
+    trained = study.deployed(method)
+    gaps = [
+        None if own[seed].mean is None or trained[seed].mean is None else own[seed].mean - trained[seed].mean  # type: ignore[operator]
+        for seed in own
+        if seed in trained
+    ]
+    found = {
+        "mean": [score.mean for score in own.values()],
+        "global": [score.mean for score in _unseen_scores(study, method, "latest", "G").values()],
+        "best_global": [score.mean for score in _unseen_scores(study, method, "best_global", "G").values()],
+        "gap": gaps,
+    }
+    line: dict[str, Any] = {"method": method}
+    for name, values in found.items():
+        line |= study.estimate(values, None if name == "gap" else study.metric).columns(name)
+    return line | {
+        "worst": statistic(own.values(), "worst"),
+        "std": statistic(own.values(), "std"),
+        "trained": mean_of([score.mean for score in trained.values()]) if trained else None,
+        "per_client": _unseen_per_client(list(own.values())),
+        "clients": [", ".join(one.get("clients", {})) for one in held_out],
+        "n_seeds": sum(score.mean is not None for score in own.values()),
+        "seeds": len(study.seeds),
+        "refused": next((one["refused"] for one in held_out if one.get("refused")), None),
+    }
+
+
+def _unseen_per_client(scores: Sequence[SeedScore]) -> dict[str, float | None]:
+    """Return each client's mean over the seeds that held it out; `None` where one of them has no value."""
+    clients = dict.fromkeys(client for score in scores for client in score.per_client)
+    return {c: mean_of([score.per_client[c] for score in scores if c in score.per_client]) for c in clients}
+
+
+def _unseen_scores(study: StudyData, method: str, checkpoint: str, stage: str) -> dict[int, SeedScore]:
+    return study.find(method, model=UNSEEN, checkpoint=checkpoint, stage=stage)

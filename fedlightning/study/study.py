@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable
 from functools import cached_property, update_wrapper
 from typing import Concatenate, ParamSpec, TypeVar
 
-from fedlightning.study import architectures as _architectures
-from fedlightning.study import client_tables as _clients
 from fedlightning.study import clusters as _clusters
 from fedlightning.study import curves as _curves
 from fedlightning.study import differences as _differences
@@ -18,11 +16,13 @@ from fedlightning.study import evidence as _evidence
 from fedlightning.study import external as _external
 from fedlightning.study import incentives as _incentives
 from fedlightning.study import overview as _overview
+from fedlightning.study import scores as _architectures
+from fedlightning.study import scores as _clients
 from fedlightning.study import scores as _scores
+from fedlightning.study import scores as _unseen
 from fedlightning.study import terms as _terms
 from fedlightning.study import timeline as _timeline
 from fedlightning.study import token_tables as _tokens
-from fedlightning.study import unseen as _unseen
 from fedlightning.study.data import StudyData, Table
 from fedlightning.study.problems import Problem, find_problems
 from fedlightning.study.runs import DEPLOYED, Run

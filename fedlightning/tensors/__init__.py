@@ -6,6 +6,7 @@ know about one is the kind of each entry (`entry_kinds`).
 
 from fedlightning.tensors import ties
 from fedlightning.tensors.arithmetic import (
+    WeightedMean,
     add,
     add_row,
     as_reals,
@@ -24,7 +25,6 @@ from fedlightning.tensors.arithmetic import (
     widen,
     zeros_like,
 )
-from fedlightning.tensors.mean import WeightedMean
 from fedlightning.tensors.memory import pack, side_by_side
 from fedlightning.tensors.modules import EntryKind, State, entry_kinds, load_state, module_state, tied_names
 

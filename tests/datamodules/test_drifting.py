@@ -26,8 +26,8 @@ from fedlightning.models import MLP, Classifier
 from fedlightning.onboarding.onboarding import Onboarding
 from fedlightning.options import Evaluation, FailurePolicy, Processes
 from fedlightning.server.loop import Synchronous
+from fedlightning.sites.engine import DataElsewhere
 from fedlightning.sites.link import connected
-from fedlightning.sites.remote_data import DataElsewhere
 from fedlightning.sites.site import Site
 from fedlightning.testing.runs import same_tree
 from fedlightning.virtual_time import SampleSpeed, VirtualClock

@@ -12,8 +12,8 @@ from fedlightning.callbacks import ClientDP, SampleDP
 from fedlightning.datamodules import ValidatedOnTest
 from fedlightning.models import Classifier, LogisticRegression
 from fedlightning.options import Evaluation, FailurePolicy, Processes
+from fedlightning.sites.engine import DataElsewhere
 from fedlightning.sites.link import connected
-from fedlightning.sites.remote_data import DataElsewhere
 from fedlightning.sites.site import Site
 from fedlightning.testing.runs import same_tree
 from fedlightning.wire import read

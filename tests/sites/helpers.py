@@ -16,9 +16,8 @@ import torch
 from fedlightning.datamodules.held_out import without
 from fedlightning.datamodules.public_only import PublicDataModule
 from fedlightning.options import Evaluation, FailurePolicy
-from fedlightning.sites.engine import SitesEngine
+from fedlightning.sites.engine import DataElsewhere, SitesEngine
 from fedlightning.sites.link import Answer, connected
-from fedlightning.sites.remote_data import DataElsewhere
 from fedlightning.sites.site import Site
 from fedlightning.testing.toys import ToyData, ToyModule, federate
 from fedlightning.trainer import FederatedTrainer

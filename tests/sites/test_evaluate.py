@@ -7,8 +7,8 @@ import torch
 
 from fedlightning import FederatedTrainer
 from fedlightning.options import Evaluation, FailurePolicy
+from fedlightning.sites.engine import DataElsewhere
 from fedlightning.sites.link import connected
-from fedlightning.sites.remote_data import DataElsewhere
 from tests.sites.helpers import RUN, Line, on_clock_of, sites, tasks_in, without_pickle
 from tests.tasks import ToyData, ToyModule
 

@@ -15,7 +15,7 @@ from fedlightning.errors import ConfigurationError
 from fedlightning.options import FailurePolicy
 from fedlightning.resume.config_changes import differences
 from fedlightning.sites.agreement import agreement
-from fedlightning.sites.remote_data import DataElsewhere
+from fedlightning.sites.engine import DataElsewhere
 from fedlightning.testing import runs
 from fedlightning.testing.toys import federate
 from fedlightning.virtual_time import Asynchronous

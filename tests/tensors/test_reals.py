@@ -41,7 +41,6 @@ NO_ENTRIES = {
     "callbacks/shared/blocks.py",
     "callbacks/shared/record_gradients.py",
     "callbacks/shared/representations.py",
-    "callbacks/shared/secret_noise.py",
     "fedlightning/stacked/logs.py",
     "fedlightning/stacked/scoring.py",
     "fedlightning/experiments/reproduce/measures.py",
