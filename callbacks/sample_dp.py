@@ -316,7 +316,7 @@ class SampleDP(TrainingData, Private):
     def promises(self) -> Sequence[Promise]:
         """What epsilon says, of everybody but the client itself."""
         what = f"whether a {self.unit} was trained on, beyond epsilon"
-        provided = "no Dataset mixes records, clients' records stay secret"
+        provided = "no Dataset mixes records, clients' records and own models stay secret"
         return (Promise("all but the client", what, provided, "sizes, test scores, failures"),)
 
     # -- before round 1 ------------------------------------------------------------------------------------------------
