@@ -504,7 +504,8 @@ class SampleDP(TrainingData, Private):
         exact = sums_by_class(vectors(), classes, self.means_clip)
         client.withhold_data(self.key)
         count(client, self.key, (self.means_noise, 1.0, 1))
-        return released_means(exact, self.means_clip, self.means_noise, kept["secret"], address)
+        client.covered_means = released_means(exact, self.means_clip, self.means_noise, kept["secret"], address)
+        return client.covered_means
 
     # -- the server ----------------------------------------------------------------------------------------------------
     def on_update(self, server: Server, update: Update) -> None:
