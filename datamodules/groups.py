@@ -267,8 +267,8 @@ def cut_groups(
     labels: np.ndarray | None = None,
     groups: np.ndarray | None = None,
 ) -> tuple[Indices, Indices]:
-    """Cut a random part off one client's samples, as `cut`; with groups, a part of the client's groups with all "
-    "their samples.
+    """Cut a random part off one client's samples, as `cut`; with groups, a part of the client's groups with all
+    their samples.
 
     Example:
         >>> import numpy as np

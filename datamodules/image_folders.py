@@ -22,8 +22,8 @@ _IGNORED = frozenset({"thumbs.db", "desktop.ini"})
 
 
 class ImageFolderDataModule(NaturalSites):
-    """Images in folders, `root/<client>/<class>/...` or `root/<client>/<split>/<class>/...`, as torchvision's "
-    "`ImageFolder` reads them.
+    """Images in folders, `root/<client>/<class>/...` or `root/<client>/<split>/<class>/...`, as torchvision's
+    `ImageFolder` reads them.
 
     Each folder of `root` is a client. Where a client has folders `train`, `val` or `test`, these are its splits; what
     it lacks of `val` and `test` is cut from its training images, stratified by class. Classes are the names of the

@@ -70,11 +70,14 @@ sphinx_gallery_conf = {
 html_math_renderer = "mathml"
 html_theme = "pydata_sphinx_theme"
 html_title = "FedLightning"
+html_logo = html_favicon = "_static/logo.svg"
+html_search_scorer = str(DOCS / "_ext/scorer.js")  # read from where the build is started
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sourcelink = False
 html_copy_source = False
 html_theme_options = {
+    "logo": {"text": "FedLightning", "alt_text": ""},
     "navbar_align": "left",
     "navbar_end": ["theme-switcher"],
     "footer_start": ["copyright"],

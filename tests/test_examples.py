@@ -92,7 +92,7 @@ def test_quickstart(tmp_path):
         assert f"│ {method} " in printed
     assert {path.name for path in (tmp_path / "runs/figures").iterdir()} == {"partition.png", "per_client.png"}
     assert (tmp_path / "runs/comparison.json").exists()
-    assert (tmp_path / "runs/FedAvg/version_0/checkpoints/global.ckpt").exists()
+    assert (tmp_path / "runs/FedAvg/seed_1/checkpoints/global.ckpt").exists()
 
 
 def test_three_lines(tmp_path):

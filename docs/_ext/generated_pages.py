@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import io
@@ -20,8 +21,10 @@ from sphinx.pycode import ModuleAnalyzer
 
 from fedlightning import FederatedTrainer
 from fedlightning.catalogue import ALGORITHMS, FAMILIES, KINDS, Algorithm
+from fedlightning.client.data_summary import Description
 from fedlightning.commands import COMMANDS, json_output
 from fedlightning.contract import ROLES, FederatedCallback, families
+from fedlightning.sites.agreement import LEAVES
 from tools.methods_table import lines_on
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,8 +52,11 @@ SETTINGS = ("DataModule", "Partitioner", "Partitioned")
 
 
 def plain(text: str) -> str:
-    """Return a text in which nothing is markup."""
-    return re.sub(r"([\\*`|_<>])", r"\\\1", " ".join(text.split()))
+    """Return a text in which nothing is markup but code in backticks."""
+    parts = re.split(r"(`+[^`]+`+)", " ".join(text.split()))
+    return "".join(
+        f"``{part.strip('`')}``" if n % 2 else re.sub(r"([\\*`|_<>])", r"\\\1", part) for n, part in enumerate(parts)
+    )
 
 
 def titled(text: str, line: str = "=") -> str:
@@ -93,6 +99,27 @@ def arguments_of(row: Algorithm, with_types: bool = False) -> str:
     return definitions(found)
 
 
+@functools.cache
+def names_in_files() -> dict[Path, set[str]]:
+    """Return the names of classes in each configuration and example, those first that say least beside them."""
+    files = [*sorted((ROOT / "configs").rglob("*.yaml")), *sorted((ROOT / "examples").glob("**/*.py"))]
+    files = [path for path in files if path.parent.name != "tutorials"]  # these have galleries
+    words = {".yaml": r"class_path: *[\"']?(?:\w+\.)*(\w+)", ".py": r"\b([A-Z]\w+)"}
+    names = {path: set(re.findall(words[path.suffix], path.read_text())) for path in files}
+    return dict(sorted(names.items(), key=lambda item: len(item[1])))
+
+
+def used_in(name: str, without: str = "", most: int = 8) -> str:
+    """Return a list of the configurations and examples that use a class, each to be downloaded."""
+    lines = []
+    for path, names in names_in_files().items():
+        relative = path.relative_to(ROOT).as_posix()
+        if name in names and relative != without:
+            first = path.read_text().lstrip('"#! ').partition("\n")[0]
+            lines.append(f"- :download:`{relative} </../{relative}>`: {plain(first)}\n")
+    return titled("Used in", "-") + "".join(lines[:most]) + "\n" if lines else ""
+
+
 def write(path: Path, text: str) -> None:
     """Write a page, unless it is there already: what is older than its page is not read again."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,6 +159,7 @@ def method_page(row: Algorithm, measured: dict[str, dict[str, list[str]]]) -> st
     file = inspect.getsourcefile(row.load())
     path = os.path.relpath(Path(file or "").resolve(), REFERENCE / "methods")
     text += f".. dropdown:: The class in full\n\n   .. literalinclude:: {path}\n      :pyobject: {row.name}\n\n"
+    text += used_in(row.name, without=row.config)
     return text + f".. minigallery:: {row.class_path}\n   :add-heading: Tutorials\n"
 
 
@@ -181,7 +209,7 @@ def object_page(module: str, name: str, again: bool) -> tuple[str, str]:
     heading = f".. currentmodule:: {module}\n\n" + titled(name)
     no_index = "   :no-index:\n" * again
     if inspect.isclass(value):
-        body = f".. autoclass:: {full}\n   :members:\n   :show-inheritance:\n{no_index}"
+        body = f".. autoclass:: {full}\n   :members:\n   :show-inheritance:\n{no_index}\n{used_in(name)}"
     elif inspect.isfunction(value):
         body = f".. autofunction:: {full}\n{no_index}"
     elif inspect.ismodule(value):
@@ -326,6 +354,28 @@ def datasets() -> None:
     write(REFERENCE / "datasets.rst", text + table(rows, ("class", "data", "configuration"), "25 50 25"))
 
 
+ANSWER = {
+    "name": "Name of the site (``--name``).",
+    "clients": "Names of all clients that are here.",
+    "versions": "Versions of torch and Lightning.",
+    "time": "Its clock.",
+    "other_code": "With ``--allow_other_code true``: names of files that differ from the server's, else nothing.",
+}
+"""What a site says of itself beside the description of its data."""
+
+
+def greeting() -> None:
+    """Write a page with what a site tells before round 1, from the declaration that it is held to."""
+    described = inspect.cleandoc(Description.__doc__ or "").partition("Attributes:")[2]
+    words = {name: plain(text) for name, text in re.findall(r"^ {4}(\w+): (.*(?:\n {6,}.*)*)", described, re.MULTILINE)}
+    rows = [(f"``{name}``", leaves, ANSWER.get(name) or words[name]) for name, leaves in LEAVES.items()]
+    text = titled("What a site tells before round 1") + (
+        "A site tells what leaves as it is, whatever the server asks for, when it joins and when it comes back. *Keyed* is a "
+        "hash with a key that only the site has; *with public data*: where the server has them too, to be compared.\n\n"
+    )
+    write(REFERENCE / "greeting.rst", text + table(rows, ("field", "leaves", "what it is"), "18 17 65"))
+
+
 def generate(app: Sphinx) -> None:
     """Write all pages before the sources are read."""
     methods()
@@ -333,6 +383,7 @@ def generate(app: Sphinx) -> None:
     commands()
     configuration()
     datasets()
+    greeting()
     json_lines()
     hooks()
     write(ROOT / "docs/_static/flow.css", diagrams.STYLE.replace("#1f2328", "inherit"))
@@ -347,18 +398,29 @@ def without_types(app: Sphinx, what: str, name: str, value: Any, options: Any, s
     return str(inspect.Signature(plain_ones)), returns
 
 
+@functools.cache
+def pages_of_classes() -> dict[str, str]:
+    """Return the page of each method and public class by its name."""
+    pages = {}
+    for module in reversed(MODULES):  # a name that several modules have is shown by the first
+        short, package = module.removeprefix("fedlightning.").replace(".", "_"), importlib.import_module(module)
+        names = (name for name in package.__all__ if inspect.isclass(getattr(package, name)))
+        pages |= {name: f"reference/api/{short}/{name}" for name in names}
+    return pages | {row.name: f"reference/methods/{row.name.lower()}" for row in ALGORITHMS}
+
+
 def link_pages(app: Sphinx, tree: nodes.document, page: str) -> None:
-    """Let the name of a method, where it stands alone as code, lead to its page, and a tutorial's file to its page."""
+    """Let the name of a method or class that stands alone as code, and a tutorial's file, lead to its page."""
     for file in list(tree.findall(addnodes.download_reference)):
         tutorial = re.search(r"examples/tutorials/(\w+)\.py$", file.get("reftarget", ""))
         if tutorial:
             uri = app.builder.get_relative_uri(page, f"tutorials/{tutorial[1]}")
             file.replace_self(nodes.reference("", "", *file.children, refuri=uri, internal=True))
-    names = {row.name for row in ALGORITHMS}
+    pages = pages_of_classes()
     for code in list(tree.findall(nodes.literal)):
-        inside = isinstance(code.parent, (nodes.reference, nodes.title))
-        target = f"reference/methods/{code.astext().lower()}"
-        if code.astext() in names and not inside and page != target:
+        inside = isinstance(code.parent, (nodes.reference, nodes.title, addnodes.download_reference))
+        target = pages.get(re.sub(r"\(.*\)$", "", code.astext(), flags=re.DOTALL), page)
+        if not inside and target != page:
             link = nodes.reference("", "", refuri=app.builder.get_relative_uri(page, target), internal=True)
             code.replace_self(link)
             link += code

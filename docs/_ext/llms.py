@@ -22,14 +22,15 @@ PARTS = {
     "reference": "Reference",
     "explanation": "Explanation",
     "results": "Results",
+    "about": "About",
 }
 """First folder of a page (or its name) -> the heading that it stands under."""
 
 
 def first_words(page: nodes.document) -> str:
-    """Return a page's first sentence; a tutorial's begins with a note about its download, which is none of its own."""
-    paragraphs = (found for found in page.findall(nodes.paragraph) if not isinstance(found.parent, nodes.Admonition))
-    paragraph = next((found.astext() for found in paragraphs), "")
+    """Return a page's first sentence of text, which is in no table, list or note."""
+    sections = (found for found in page.findall(nodes.paragraph) if isinstance(found.parent, nodes.section))
+    paragraph = next((found.astext() for found in sections), "")
     return " ".join(paragraph.split()).split(". ")[0].rstrip(".:")
 
 

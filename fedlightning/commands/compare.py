@@ -125,10 +125,10 @@ def compare(words: Sequence[str], main: Main) -> int:
     if options.subgroup and not options.leave_one_site_out:
         raise InputError("--subgroup is of the report of --leave-one-site-out; give that too.")
     screen, reported = console(), not options.no_report
-    plan: Plan = call(make_plan, request_of(options, passed))
+    plan: Plan = call(make_plan, make_request(options, passed))
     seeds = options.seeds
     if options.cross:
-        plan, seeds = crossed(plan, list(dict.fromkeys(options.cross)), seeds)
+        plan, seeds = cross_seeds(plan, list(dict.fromkeys(options.cross)), seeds)
     named = [m.name for m in plan.methods if not m.baseline and m.left_out is None]
     out: Path = options.out or default_out([Path(options.grid).stem] if options.grid else named)
     experiment = Experiment(out, screen, main, options.jobs, options.redo, options.ray)
@@ -147,9 +147,9 @@ def compare(words: Sequence[str], main: Main) -> int:
         "command": f"fedlightning compare {shlex.join(words)}",
         "metric": options.metric,
         "checkpoint": options.checkpoint,
-        "vary": all_keys(plan),
+        "vary": list_varied_keys(plan),
     }
-    with experiment.alone(**about) as study:
+    with experiment.lock(**about) as study:
         tasks = experiment.plan(plan.methods, seeds)
         watchers = [metric_watcher(metric, study, plan, seeds, tasks)] if metric is not None and reported else []
         finished = experiment.make(plan.methods, seeds, tasks, watchers, plan.gpus)
@@ -176,7 +176,7 @@ def compare(words: Sequence[str], main: Main) -> int:
     return 1 if states["failed"] else 0
 
 
-def request_of(options: Namespace, passed: Sequence[str]) -> Request:
+def make_request(options: Namespace, passed: Sequence[str]) -> Request:
     """Return what is to be planned."""
     baselines = options.baselines or ("none" if options.grid else "auto")
     names = [name.strip() for name in baselines.split(",") if name.strip()]
@@ -197,7 +197,7 @@ def request_of(options: Namespace, passed: Sequence[str]) -> Request:
     )
 
 
-def crossed(plan: Plan, keys: list[str], seeds: Sequence[int]) -> tuple[Plan, list[int]]:
+def cross_seeds(plan: Plan, keys: list[str], seeds: Sequence[int]) -> tuple[Plan, list[int]]:
     """Return the plan in which every value of keys is run with every other, and the numbers of its runs."""
     levels = len(seeds)
     if levels < 2 or list(seeds) != list(range(levels)):
@@ -206,7 +206,7 @@ def crossed(plan: Plan, keys: list[str], seeds: Sequence[int]) -> tuple[Plan, li
     return replace(plan, methods=methods), list(range(levels ** (1 + len(keys))))
 
 
-def all_keys(plan: Plan) -> list[str]:
+def list_varied_keys(plan: Plan) -> list[str]:
     """Return the keys that the seed sets in any method."""
     return list(dict.fromkeys(key for method in plan.methods for key in method.vary))
 
@@ -224,7 +224,7 @@ def metric_watcher(
     """Return a watcher that stops all runs if the first one that succeeds does not have the metric."""
     watcher = FirstResult(lambda folder: check_metric(folder, metric))
     again = {task.folder for task in tasks}
-    done = filter(None, (study.done(method.name, seed) for method in plan.methods for seed in seeds))
+    done = filter(None, (study.find_done(method.name, seed) for method in plan.methods for seed in seeds))
     kept = next((folder for folder in done if folder not in again), None)
     if kept is not None and tasks:
         watcher.look(kept)
@@ -260,7 +260,7 @@ def show_plan(screen: Console, plan: Plan, seeds: Sequence[int], jobs: int, task
             [f"Added baselines have the data, model and budget of '{plan.methods[0].name}'", *notes(baselines)]
         )
         screen.print(f"{text}.", highlight=False)
-    keys = all_keys(plan)
+    keys = list_varied_keys(plan)
     plain = [setting(key, 0)[0] for key in keys]
     way = "Every value of each is run with every value of the others: " if plain != keys else "The seed sets "
     screen.print(f"{way}{' and '.join(plain)}.", highlight=False)

@@ -73,7 +73,7 @@ def league(words: Sequence[str], main: Main) -> int:
             continue
         experiment = Experiment(options.out / task.name, screen, main, options.jobs, options.redo)
         file = results / f"{task.name}.json"
-        with experiment.alone(command="fedlightning league"):
+        with experiment.lock(command="fedlightning league"):
             for method in (read.methods[name] for name in methods if name not in task.without):
                 row = read_rows(file).get(method.name)
                 if row is None or row["setting"] != read.setting(task, method) or options.redo:

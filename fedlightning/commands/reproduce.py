@@ -28,8 +28,8 @@ from fedlightning.experiments.reproduce.results import (
     Place,
     TableRun,
     chance,
-    headings,
     left_out,
+    list_headings,
     measure_tables,
     reasons,
     row_of,
@@ -109,7 +109,7 @@ def reproduce(words: Sequence[str], main: Main) -> int:
     if options.dry_run:
         show_commands(plan(), screen)
         return 0
-    with experiment.alone(command="fedlightning reproduce") as study:
+    with experiment.lock(command="fedlightning reproduce") as study:
         tasks = plan()
         show_plan(asked, len(wanted), len(tasks), options, screen)
         methods = {method.name: method for method, _ in wanted.values()}
@@ -163,7 +163,7 @@ def _places(study: StudyFile, one: TableRun) -> dict[str, dict[int, Place]]:
     places: dict[str, dict[int, Place]] = {}
     for run, method in one.methods.items():
         for seed in one.seeds:
-            folder, entry = study.done(method.name, seed), study.entry(method.name, seed)
+            folder, entry = study.find_done(method.name, seed), study.entry(method.name, seed)
             why = f"run {run}, seed {seed}, failed: {'it was not made' if entry is None else entry['error']}"
             place = Place(None, why, failed=True) if folder is None else Place(str(folder))
             places.setdefault(run, {})[seed] = place
@@ -190,7 +190,7 @@ def tell(asked: Sequence[TableRun], options: Namespace, screen: Console) -> int:
 
 
 # -- on the terminal ---------------------------------------------------------------------------------------------------
-def recorded_words(table: Table) -> list[str]:
+def list_recorded_words(table: Table) -> list[str]:
     """Return the last verdicts of a table."""
     return [line["verdict"] for line in read_record(table.path).values()]
 
@@ -204,7 +204,7 @@ def listed(tables: Sequence[Table]) -> list[dict[str, Any]]:
             "paper": table.source.paper,
             "sets": list(table.sets),
             "minutes": dict(table.minutes),
-            "counts": dict(Counter(recorded_words(table))),
+            "counts": dict(Counter(list_recorded_words(table))),
         }
         for table in tables
     ]
@@ -228,7 +228,7 @@ def list_tables(tables: Sequence[Table], screen: Console) -> None:
     """Print the tables that can be run."""
     rows = []
     for table in tables:
-        last = verdict_counts(recorded_words(table)) or "none yet"
+        last = verdict_counts(list_recorded_words(table)) or "none yet"
         paper = table.source.paper.partition(",")[0]
         rows.append([table.name, escape(paper), escape(table.title), times(table), last])
     columns = dict.fromkeys(("paper", "about", "sets: minutes", "last verdicts"), FOLDED)
@@ -248,7 +248,7 @@ def show_table(table: Table, lines: Sequence[Line], screen: Console) -> None:
     shown = [line for line in lines if line.asked]
     for orders in (False, True):
         rows = [row_of(line) for line in shown if line.is_order == orders]
-        titles = headings(orders)
+        titles = list_headings(orders)
         cells = [[_coloured(row[key]) if key == "verdict" else escape(row[key]) for key in titles] for row in rows]
         if cells:
             print_table(screen, {title: _KINDS[key] for key, title in titles.items()}, cells)

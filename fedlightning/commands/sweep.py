@@ -79,7 +79,7 @@ def sweep(words: Sequence[str], main: Main) -> int:
         _, tasks, _ = search.plan(proposals.ask(1) if proposals else grid)
         show_commands(tasks, screen)
         return 0
-    with experiment.alone(command=f"fedlightning sweep {shlex.join(words)}", metric=options.metric) as study:
+    with experiment.lock(command=f"fedlightning sweep {shlex.join(words)}", metric=options.metric) as study:
         size = len(grid) or options.trials
         say(
             screen,

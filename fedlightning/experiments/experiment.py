@@ -74,7 +74,7 @@ class StudyFile(Watcher):
         """Return the folder of a run."""
         return self.folder / "runs" / name / f"seed_{seed}"
 
-    def done(self, name: str, seed: int) -> Path | None:
+    def find_done(self, name: str, seed: int) -> Path | None:
         """Return the folder of a run if it is done, else `None`."""
         entry = self.entry(name, seed)
         return self.run_folder(name, seed) if entry is not None and entry["state"] == "done" else None
@@ -217,7 +217,7 @@ class Experiment:
         self.study = StudyFile(self.folder)
 
     @contextmanager
-    def alone(self, **about: Any) -> Iterator[StudyFile]:
+    def lock(self, **about: Any) -> Iterator[StudyFile]:
         """Lock the folder against other processes, and read the record anew; `about`: what it is to say of the command."""
         with only_one(self.folder):
             self.study = StudyFile(self.folder)

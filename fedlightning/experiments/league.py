@@ -20,7 +20,7 @@ from fedlightning.experiments.execute import Watcher
 from fedlightning.experiments.experiment import Experiment
 from fedlightning.experiments.plan import Request
 from fedlightning.experiments.reproduce.record import commit, read_lines, write_lines
-from fedlightning.experiments.reproduce.runs import words_of
+from fedlightning.experiments.reproduce.runs import write_options
 from fedlightning.experiments.reproduce.tables import Data, Texts, find_config
 from fedlightning.experiments.search import (
     NO_TEST,
@@ -139,8 +139,8 @@ def read_league(path: Path, configs: Path) -> League:
     """
     top = Block(read_yaml(path), path.name, "the league")
     methods: dict[str, LeagueMethod] = {}
-    for group, members in top.named("groups"):
-        for name, block in Block({"methods": members.values}, path.name, group).named("methods"):
+    for group, members in top.take_blocks("groups"):
+        for name, block in Block({"methods": members.values}, path.name, group).take_blocks("methods"):
             if name in methods:
                 raise top.error(f"has the method '{name}' in two groups. Give it once.")
             file = block.take("config", str, f"algorithms/{name.lower()}.yaml")
@@ -148,13 +148,14 @@ def read_league(path: Path, configs: Path) -> League:
             space = _ranges({_key(key): value for key, value in block.take("space", Names, {}).items()})
             methods[name] = block.read(LeagueMethod, name=name, group=group, config=config, space=space)
     tasks = {
-        name: _read_task(name, block, path.with_name(f"{name}.yaml"), methods) for name, block in top.named("tasks")
+        name: _read_task(name, block, path.with_name(f"{name}.yaml"), methods)
+        for name, block in top.take_blocks("tasks")
     }
     league = top.read(League, tasks=tasks, methods=methods)
     if not league.seeds or league.trial_seed in league.seeds:
         raise top.error(f"has seeds: {league.seeds}. Give some, and not the trial_seed, so that splits are fresh.")
     for name in league.references:
-        top.known(name, methods, "references")
+        top.check_name(name, methods, "references")
     return league
 
 
@@ -166,7 +167,7 @@ def _read_task(name: str, block: Block, path: Path, methods: Mapping[str, League
     options = {method: {_key(key): value for key, value in values.items()} for method, values in given.items()}
     task = block.read(LeagueTask, name=name, path=path, rate=rate, options=options)
     for method in (*task.options, *task.without):
-        block.known(method, methods, "a method")
+        block.check_name(method, methods, "a method")
     return task
 
 
@@ -311,7 +312,7 @@ class Contest:
         label = f"{name}-best-{best.name.removeprefix('trial_')}"
         if not self._make({label: best}, league.seeds, LOCAL_TEST):
             return None
-        folders = {seed: study.done(label, seed) for seed in league.seeds}
+        folders = {seed: study.find_done(label, seed) for seed in league.seeds}
         lacking = [seed for seed, folder in folders.items() if folder is None]
         if lacking:
             return row | {"best": best.values, "failed": self._error([label], lacking[0])}
@@ -320,7 +321,7 @@ class Contest:
 
     def _make(self, trials: Mapping[str, Trial], seeds: list[int], more: Sequence[str]) -> bool:
         """Make the runs that are still to be made. Return `False` if it was interrupted."""
-        options = words_of(self.task.data, self.root, self.task.options.get(self.method.name, {}))
+        options = write_options(self.task.data, self.root, self.task.options.get(self.method.name, {}))
         request = Request([str(self.method.config)], self.cli, [str(self.task.path)], [], options, self.task.vary)
         methods = [plan.methods[0] for plan in plan_trials(request, trials, [*more, "--trainer.logger=false"])]
         tasks = self.experiment.plan(methods, seeds)

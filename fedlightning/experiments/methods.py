@@ -66,7 +66,7 @@ class Method:
         return hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def callbacks_of(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+def list_callbacks(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the callbacks of a configuration; one may stand there without a list."""
     callbacks = config["trainer"].get("callbacks") or []
     return callbacks if isinstance(callbacks, list) else [callbacks]
@@ -179,7 +179,7 @@ def algorithms_of(config: Config) -> set[str]:
         >>> algorithms_of({"trainer": {"callbacks": [{"class_path": "fedlightning.callbacks.FedProx"}]}})
         {'FedProx'}
     """
-    return {name for name in map(_name, callbacks_of(config)) if not _kept(name)} - {_DEFAULT}
+    return {name for name in map(_name, list_callbacks(config)) if not _kept(name)} - {_DEFAULT}
 
 
 def missing_baselines(configs: Sequence[Config], requested: Sequence[str] = AUTO) -> list[str]:
@@ -206,7 +206,7 @@ def baseline_config(config: Config, name: str) -> Config:
     """Return `config` with its algorithms replaced by `name`. Checkpoints and ordinary callbacks stay."""
     row = find(name)
     without = _CANNOT_STAND_BESIDE.get(row.name, ())
-    callbacks = [item for item in callbacks_of(config) if _kept(_name(item)) and _name(item) not in without]
+    callbacks = [item for item in list_callbacks(config) if _kept(_name(item)) and _name(item) not in without]
     trainer = {**config["trainer"], "callbacks": [*callbacks, {"class_path": row.class_path, "init_args": {}}]}
     return {**config, "trainer": trainer}
 

@@ -94,7 +94,7 @@ def read_grid(path: Path, folder: Path) -> Grid:
     methods, variants = (
         {name: files(value) for name, value in block.take(key, Names).items()} for key in ("methods", "variants")
     )
-    block.end()
+    block.finish()
     grid = Grid(before, methods, variants)
     if not grid.cells or not all(name.strip() for name in (*methods, *variants)):
         raise block.error("needs methods and variants, and none of their names may be empty.")

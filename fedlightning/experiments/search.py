@@ -23,7 +23,7 @@ from fedlightning.errors import missing_package
 from fedlightning.experiments.children import call
 from fedlightning.experiments.execute import FirstResult, Task
 from fedlightning.experiments.experiment import Experiment, StudyFile
-from fedlightning.experiments.methods import Config, Method, callbacks_of
+from fedlightning.experiments.methods import Config, Method, list_callbacks
 from fedlightning.experiments.plan import Plan, Request, make_plans
 from fedlightning.scores.metrics import bare, higher_is_better
 from fedlightning.storage.files import write_text_atomically
@@ -218,7 +218,7 @@ def refuse_unpayable(methods: Sequence[Method]) -> None:
 
     runs: list[tuple[Protection, int]] = []
     for method in methods:
-        for entry in callbacks_of(method.config):
+        for entry in list_callbacks(method.config):
             kind = class_of(entry["class_path"])
             if isinstance(kind, type) and issubclass(kind, Protection):
                 runs.append((kind(**entry.get("init_args") or {}), method.rounds))
@@ -231,7 +231,7 @@ def refuse_unpayable(methods: Sequence[Method]) -> None:
 
 def have_ledgers(methods: Sequence[Method]) -> bool:
     """Return whether any run writes what it spends into a file that runs share."""
-    entries = (entry for method in methods for entry in callbacks_of(method.config))
+    entries = (entry for method in methods for entry in list_callbacks(method.config))
     return any((entry.get("init_args") or {}).get("ledger") is not None for entry in entries)
 
 
@@ -337,7 +337,7 @@ def score_trials(study: StudyFile, trials: Mapping[str, Trial], seeds: Sequence[
     """Note the objectives of the runs that are done in their trials, by label."""
     for label, trial in trials.items():
         for seed in seeds:
-            folder = study.done(label, seed)
+            folder = study.find_done(label, seed)
             trial.per_seed[seed] = None if folder is None else objective(folder, metric)
 
 

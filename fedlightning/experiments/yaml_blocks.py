@@ -74,50 +74,50 @@ class Block:
         Raises:
             InputError: If a value does not suit its field, has none, or is missing.
         """
-        return kind(**self.arguments(kind, made), **made)
+        return kind(**self.take_arguments(kind, made), **made)
 
-    def arguments(self, kind: Callable[..., Any], without: Collection[str] = ()) -> dict[str, Any]:
+    def take_arguments(self, kind: Callable[..., Any], without: Collection[str] = ()) -> dict[str, Any]:
         """Return the values of this block as keyword arguments of a function or class, and refuse others."""
         arguments = {}
-        for name, (annotation, needed) in _keywords(kind).items():
+        for name, (annotation, needed) in _read_keywords(kind).items():
             if name not in without and (needed or name in self.values):
                 arguments[name] = self.take(name, annotation)
-        self.end([*_keywords(kind), *without])
+        self.finish([*_read_keywords(kind), *without])
         return arguments
 
     def take(self, key: str, annotation: Any = Any, default: Any = _MISSING) -> Any:
         """Return a value as its annotation says; it must be there unless it has a default."""
         self._taken.append(key)
         if key in self.values:
-            return self._fitted(key, self.values[key], annotation)
+            return self._convert(key, self.values[key], annotation)
         if default is not _MISSING:
             return default
         near = next((name for name in self.values if name not in self._taken and suggestion(name, [key])), None)
         raise self.error(f"has no '{key}'." + (f" Is '{near}' misspelt?" if near is not None else ""))
 
-    def named(self, key: str, short: str | None = None) -> Iterator[tuple[str, Block]]:
+    def take_blocks(self, key: str, short: str | None = None) -> Iterator[tuple[str, Block]]:
         """Return blocks by their names; a value that is no block stands for its key `short`."""
         for name, value in self.take(key, Names, {}).items():
             whole = {short: value} if short is not None and not isinstance(value, Mapping) else value
-            yield name, self._block(whole, f"{key.removesuffix('s')} '{name}'")
+            yield name, self._make_block(whole, f"{key.removesuffix('s')} '{name}'")
 
-    def listed(self, key: str) -> list[Block]:
+    def take_list(self, key: str) -> list[Block]:
         """Return the blocks of a list; one block is a list of one."""
         blocks = self.take(key, list[Any], [])
         many = len(blocks) > 1
         return [
-            self._block(block, f"{key.removesuffix('s')} {number}" if many else key)
+            self._make_block(block, f"{key.removesuffix('s')} {number}" if many else key)
             for number, block in enumerate(blocks, 1)
         ]
 
-    def known(self, name: str, names: Iterable[str], what: str) -> None:
+    def check_name(self, name: str, names: Iterable[str], what: str) -> None:
         """Refuse a name that is not one of several."""
         listed = [str(other) for other in names]
         if name not in listed:
             hint = suggestion(name, listed) or f"There is {', '.join(sorted(listed)) or 'none'}."
             raise self.error(f"names '{name}' ({what}), which is not in this file. {hint}")
 
-    def end(self, more: Iterable[str] = ()) -> None:
+    def finish(self, more: Iterable[str] = ()) -> None:
         """Refuse what nobody has taken. `more`: further keys that there may be."""
         keys = list(dict.fromkeys([*self._taken, *more]))
         left = next((key for key in self.values if key not in keys), None)
@@ -125,25 +125,25 @@ class Block:
             hint = suggestion(left, keys) or f"It may have {', '.join(sorted(keys))}."
             raise self.error(f"has the key '{left}', which means nothing here. {hint}")
 
-    def _block(self, value: Any, where: str) -> Block:
+    def _make_block(self, value: Any, where: str) -> Block:
         if not isinstance(value, Mapping):
             raise self.error(f"has {where}: {value!r:.60}. Give named values (NAME: VALUE).")
         return Block(value, self.file, where)
 
-    def _fitted(self, key: str, value: Any, annotation: Any) -> Any:
+    def _convert(self, key: str, value: Any, annotation: Any) -> Any:
         """Return a value as its annotation says: one value is a list of one, and a number is a text too."""
         origin, inner = get_origin(annotation), get_args(annotation)
         if origin in (Union, types.UnionType) and inner[1:] == (types.NoneType,):
-            return None if value is None else self._fitted(key, value, inner[0])
+            return None if value is None else self._convert(key, value, inner[0])
         if origin is Annotated and get_origin(inner[0]) is list:
-            value = self._fitted(key, value, inner[0])
+            value = self._convert(key, value, inner[0])
         elif origin is list:
-            return [self._fitted(key, item, inner[0]) for item in (value if isinstance(value, list) else [value])]
+            return [self._convert(key, item, inner[0]) for item in (value if isinstance(value, list) else [value])]
         elif origin is dict:
-            items = self._block(value, key).values.items()
-            return {name: self._fitted(f"{key.removesuffix('s')} '{name}'", item, inner[1]) for name, item in items}
+            items = self._make_block(value, key).values.items()
+            return {name: self._convert(f"{key.removesuffix('s')} '{name}'", item, inner[1]) for name, item in items}
         elif is_dataclass(annotation):
-            return self._block(value, key).read(annotation)  # type: ignore[arg-type]
+            return self._make_block(value, key).read(annotation)  # type: ignore[arg-type]
         elif annotation is str and isinstance(value, str | int | float) and not isinstance(value, bool):
             return str(value).strip()
         if not allows(annotation, value):
@@ -152,7 +152,7 @@ class Block:
 
 
 @cache
-def _keywords(kind: Callable[..., Any]) -> dict[str, tuple[Any, bool]]:
+def _read_keywords(kind: Callable[..., Any]) -> dict[str, tuple[Any, bool]]:
     """Return what a dataclass or function may be given by name: its annotation, and whether it must be given."""
     hints = get_type_hints(kind, include_extras=True)
     parameters = inspect.signature(kind).parameters.values()

@@ -142,8 +142,8 @@ class TextLSTM(nn.Module):
 
 
 class TextCNN(nn.Module):
-    """Convolutions over words and the largest value of each (Kim 2014, "Convolutional Neural Networks for Sentence "
-    "Classification").
+    """Convolutions over words and the largest value of each (Kim 2014, "Convolutional Neural Networks for Sentence
+    Classification").
 
     Input: tokens `(batch, length)` with `length` at least the widest filter; output `(batch, num_classes)`. Layers:
     `embedding`, `convolutions`, `fc` (head).

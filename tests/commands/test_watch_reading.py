@@ -184,6 +184,14 @@ def test_a_grid_of_runs_as_it_fills(study):
     assert Watched(study).state()["runs"][1]["id"] == "tasks/runs/fedavg/seed_1"  # as league has it
 
 
+def test_a_league_lists_more_runs_as_it_goes_so_nobody_knows_its_end(study):
+    assert not Watched(study).state()["grows"]
+    told = json.loads((study / "study.json").read_text()) | {"command": "fedlightning league digits"}
+    (study / "study.json").write_text(json.dumps(told))
+    state = Watched(study).state()
+    assert state["grows"] and state["left"] is None
+
+
 def test_one_run_of_a_grid_and_nothing_else_of_the_disk(study, folder):
     watched = Watched(study)
     assert watched.state("runs/fedavg/seed_0")["rounds"] == ROUNDS

@@ -14,6 +14,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -23,7 +24,9 @@ PAGES = (
     "index.html",
     "choose.html",
     "start/your_module.html",
+    "start/first_federation.html",
     "how-to/deploy.html",
+    "how-to/faq.html",
     "reference/methods/fenda.html",
     "reference/configuration_keys.html",
     "reference/api/fedlightning/FederatedTrainer.html",
@@ -40,7 +43,9 @@ onload = () => setTimeout(() => {{
     text: getComputedStyle(article).color, ground: colours.backgroundColor, words: article.innerText.length,
     fetched: inside.performance.getEntriesByType("resource").map(entry => entry.name),
     unloaded: [...page.images].filter(image => image.complete && !image.naturalWidth).map(image => image.src),
-    found: [...page.querySelectorAll("ul.search a")].map(link => link.innerText),
+    found: [...page.querySelectorAll("ul.search > li > a")].map(link => link.getAttribute("href")),
+    cut: [...page.querySelectorAll("article pre, article table")].filter(box => box.scrollWidth > box.clientWidth + 1
+      && ![box, box.parentElement].some(one => /auto|scroll/.test(getComputedStyle(one).overflowX))).length,
   }})
 }}, {wait})
 </script></body>"""
@@ -106,14 +111,25 @@ def test_a_page_fits_and_is_legible(address: str, page: str, width: int, dark: b
     assert found["theme"] == ("dark" if dark else "light")
     text, ground = brightness(str(found["text"])), brightness(str(found["ground"]))
     assert abs(text - ground) > 0.5 and (text > ground) == dark
-    assert not found["unloaded"]
+    assert not found["unloaded"] and not found["cut"]
     assert all(name.startswith((address, "data:", "blob:")) for name in found["fetched"])  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("word", ["FENDA", "stragglers", "NaN"])
-def test_search_finds(address: str, word: str, tmp_path: Path) -> None:
-    found = probe(address, f"search.html?q={word}", 1440, False, tmp_path, wait=6000)["found"]
-    assert found, word
+@pytest.mark.parametrize(
+    ("words", "first"),
+    {
+        "learning rate": "how-to/tune.html",
+        "custom loss": "how-to/faq.html#a-custom-loss",
+        "NaN": "how-to/faq.html#nan-in-training",
+        "resume": "how-to/resume.html",
+        "FENDA": "tutorials/02_personalise.html",
+        "stragglers": "tutorials/07_stragglers.html",
+    }.items(),
+)
+def test_search_finds(address: str, words: str, first: str, tmp_path: Path) -> None:
+    found = probe(address, f"search.html?q={quote(words)}", 1440, False, tmp_path, wait=6000)["found"]
+    assert isinstance(found, list) and found[0] == first
+    assert not [name for name in found[:3] if name.startswith(("results/", "about/"))]
 
 
 def test_no_page_names_a_thing_to_fetch_from_elsewhere() -> None:
@@ -134,4 +150,6 @@ def test_every_public_name_has_a_page() -> None:
         package = importlib.import_module(module if module == "fedlightning" else f"fedlightning.{module}")
         for name in package.__all__:
             assert (name.lower() if name in methods else name) in pages, name
-    assert "FENDA" in (SITE / "llms.txt").read_text() and len((SITE / "llms-full.txt").read_text()) > 100_000
+    listed = (SITE / "llms.txt").read_text()
+    assert "02_personalise.html): Where clients have different classes" in listed and "Go to the end" not in listed
+    assert "FENDA" in listed and len((SITE / "llms-full.txt").read_text()) > 100_000

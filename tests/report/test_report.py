@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from matplotlib.text import Text
 
 from fedlightning.report import build, build_report
 from fedlightning.report.build import make_page
@@ -115,7 +116,7 @@ def test_figures_are_written_for_print(tmp_path, monkeypatch, figures_for_print)
     monkeypatch.setattr("fedlightning.report.context.save", figures_for_print)
     study = Study(load_study([make_study(tmp_path, methods=("fedavg", "siloed"), matrix=False)]))
     context = Context(study, styles(study.data.methods), figures=tmp_path / "figures")
-    context.picture("bars", "Bars", "1", lambda: client_map({"m": {"0": 0.5}}, "accuracy", gains=False))
+    context.picture("bars", "Bars", "1", lambda: client_map({"m": {"0": 0.5}}, gains=False))
     for kind, start in (("svg", b"<?xml"), ("png", b"\x89PNG"), ("pdf", b"%PDF")):
         assert (tmp_path / "figures" / f"bars.{kind}").read_bytes().startswith(start)
 
@@ -412,18 +413,26 @@ def test_every_method_of_many_looks_its_own():
 
 def test_many_clients_are_a_row_of_colour_each_without_their_names():
     values = {f"client {i}": (7 * i % 100) / 100 for i in range(100)}
-    axes, _ = client_map({"m": values, "n": values}, "accuracy", gains=False).axes
+    axes, _ = client_map({"m": values, "n": values}, gains=False).axes
     assert axes.images[0].get_array().shape == (100, 2) and not axes.texts
     assert len(axes.get_yticks()) == 0 and "100 clients" in axes.get_ylabel()
 
 
 def test_gains_are_a_map_around_0_of_clients_by_methods_and_say_where_there_is_none():
     gains = {"m": {"a": -0.1, "b": 0.3, "c": None}, "n": {"a": 0.2, "b": 0.0, "c": 0.1}}
-    axes, _ = client_map(gains, "gain", gains=True).axes
+    axes, _ = client_map(gains, gains=True).axes
     assert axes.images[0].get_clim() == (-0.3, 0.3)
     assert [text.get_text() for text in axes.texts] == ["−0.100", "+0.200", "+0.300", "+0.000", "?", "+0.100"]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["m", "n"]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b", "c"]
+
+
+def test_nothing_that_a_map_of_few_clients_says_is_cut():
+    figure = client_map({"m": {"a": -0.1}, "n": {"a": 0.2}}, gains=True)
+    figure.draw_without_rendering()
+    for text in figure.findobj(Text):
+        box = text.get_window_extent()
+        assert not text.get_text() or (figure.bbox.contains(*box.min) and figure.bbox.contains(*box.max)), text
 
 
 @pytest.mark.parametrize(("seeds", "thin", "bands"), [(2, 2, 0), (5, 0, 1)])

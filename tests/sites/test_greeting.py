@@ -1,4 +1,4 @@
-"""What leaves a site in its greeting is what docs/how-to/deploy.md says, byte for byte."""
+"""What leaves a site in its greeting is what its declaration says, byte for byte."""
 
 from __future__ import annotations
 
@@ -37,17 +37,14 @@ def greetings(line: Line, root: Path, algorithm=None, public=False) -> list[byte
     return found
 
 
-def on_the_page() -> dict[str, str]:
-    page = Path("docs/how-to/deploy.md").read_text().partition("### What a greeting tells")[2].partition("\n## ")[0]
-    return dict(re.findall(r"^\| `(\w+)` \| ([a-z ]+?) \|", page, flags=re.M))
-
-
-def test_the_page_lists_every_field_of_a_real_greeting(tmp_path):
+def test_every_field_of_a_real_greeting_is_declared_and_described(tmp_path):
+    """Of which the page of the reference is made."""
     first, *_ = greetings(Line(sites(tmp_path / "sites")), tmp_path / "server")
     answer = read(first)["answer"]
     described = {field.name for field in fields(Description)}
     assert {*answer} - {"data"} | described == {*LEAVES} and isinstance(answer["data"], Description)
-    assert on_the_page() == dict(LEAVES)
+    attributes = str(Description.__doc__).partition("Attributes:")[2]
+    assert described == set(re.findall(r"^ {8}(\w+): ", attributes, re.MULTILINE))
 
 
 def test_the_bytes_hold_what_the_page_says_and_no_more(tmp_path):

@@ -93,14 +93,17 @@ class Watched:
         going = [run["rounds"] / run["max_rounds"] for run in runs if run["state"] == "running"]
         left = sum(run["state"] == "pending" for run in runs) + sum(1 - min(share, 1) for share in going)
         each = sum(done) / len(done) if done else None
+        command = next((study.get("command") for _, study in studies if study.get("command")), None)
+        grows = str(command).split()[1:2] == ["league"]  # which lists the runs of a method as it comes to it
         return {
             "kind": "grid",
             "folder": str(self.folder),
             "title": self.folder.name,
-            "command": next((study.get("command") for _, study in studies if study.get("command")), None),
+            "command": command,
+            "grows": grows,
             "runs": runs,
             "metrics": in_importance({name for run in runs for name in run["metrics"]}),
-            "left": None if each is None or not left else each * left / max(len(going), 1),
+            "left": None if each is None or not left or grows else each * left / max(len(going), 1),
         }
 
 

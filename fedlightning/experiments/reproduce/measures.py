@@ -242,13 +242,13 @@ def measure(spec: Spec, runs: Runs, run: str | None) -> Value:
     Raises:
         NoValueError: If the run does not have it.
     """
-    return _measured(spec, runs, *([] if run is None else [runs[run]]))
+    return _measure(spec, runs, *([] if run is None else [runs[run]]))
 
 
-def _measured(spec: Spec, runs: Runs, *run: Run) -> Value:
+def _measure(spec: Spec, runs: Runs, *run: Run) -> Value:
     options = dict(spec.options)
     if "of" in options:
-        options["of"] = partial(_measured, spec.options["of"], runs)
+        options["of"] = partial(_measure, spec.options["of"], runs)
     if "against" in options:
         options["against"] = runs[spec.options["against"]]
     return KINDS[spec.kind](*run, **options)
@@ -289,8 +289,8 @@ def read_measure(given: Any, at: Block, runs: Collection[str], measures: Mapping
         raise at.error(f"has the {place} of kind '{kind}', which is none. {hint}")
     block = Block(options, at.file, f"the {place} ({kind}) of {at.where}")
     if KINDS[kind] in OF_TWO:
-        block.known(block.take("against", str), runs, "against")
-    block.arguments(KINDS[kind], ["against"])
+        block.check_name(block.take("against", str), runs, "against")
+    block.take_arguments(KINDS[kind], ["against"])
     if "of" in options:
         options["of"] = read_measure(options["of"], block, runs, measures)
     over = options.get("over", "mean")

@@ -17,8 +17,8 @@ from fedlightning.experiments.reproduce.results import (
     TableRun,
     chance,
     expected_by_chance,
-    headings,
     left_out,
+    list_headings,
     ours,
     reasons,
     row_of,
@@ -114,7 +114,7 @@ def _section(table: Table, lines: Sequence[Line], seeds: Sequence[int], out: Pat
     parts: list[Any] = []
     for orders, title in ((False, "Cells"), (True, "Orders, paired over seeds")):
         told = [line for line in shown if line.is_order == orders]
-        columns = [Column(key, heading, "text") for key, heading in headings(orders).items()]
+        columns = [Column(key, heading, "text") for key, heading in list_headings(orders).items()]
         slug = f"{name}-{'orders' if orders else 'cells'}"
         parts += [html.Table(slug, title, columns, list(map(row_of, told)), notes=reasons(told))] if told else []
         drawn = [line for line in told if line.verdict.mean is not None and not orders]

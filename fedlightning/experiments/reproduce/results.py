@@ -256,7 +256,7 @@ class _Measurer:
         beyond = any(value.beyond for value in values.values())
         exact = self.table.exact or cell.run is None
         verdict = judge(list(numbers.values()), cell.published, cell.tolerance, exact=exact, beyond=beyond)
-        return line(_unless(cell.because, verdict), numbers, why=self.table.reason(cell))
+        return line(_withhold(cell.because, verdict), numbers, why=self.table.reason(cell))
 
     def order(self, order: Order) -> Line:
         sides, missing = [], []
@@ -277,7 +277,7 @@ class _Measurer:
         verdict = judge_order(list(better.values()), list(worse.values()), order.margin, exact=self.table.exact)
         differences = {seed: better[seed] - worse[seed] for seed in better}
         why = self.table.why.get(WHOLE, "")
-        return Line(order.name, _unless(order.because, verdict), differences, tolerance=order.margin, why=why)
+        return Line(order.name, _withhold(order.because, verdict), differences, tolerance=order.margin, why=why)
 
     def _values(self, run: str | None, spec: Spec) -> dict[int, Value] | Place:
         """Return seed -> value, or the place that has none."""
@@ -307,7 +307,7 @@ class _Measurer:
         return self.loaded[folder]
 
 
-def _unless(because: str, verdict: Verdict) -> Verdict:
+def _withhold(because: str, verdict: Verdict) -> Verdict:
     """Return a verdict, or that there is none if something speaks against judging."""
     return replace(verdict, word=NOT_JUDGED, why=because) if because else verdict
 
@@ -363,7 +363,7 @@ def ours(line: Line) -> str:
     return text
 
 
-def headings(orders: bool) -> dict[str, str]:
+def list_headings(orders: bool) -> dict[str, str]:
     """Return the titles of the columns of cells, or of orders, by the keys of :func:`row_of`."""
     titles = {"name": "cell", "published": "published", "ours": "ours", "verdict": "verdict"}
     return {"name": "order", "ours": "difference", "verdict": "verdict"} if orders else titles

@@ -52,7 +52,7 @@ def missing_data(sets: Sequence[Data], root: Path) -> str:
     return f"{data.name} is missing: {lacking} is not in {places}. {data.get}".rstrip(".")
 
 
-def words_of(sets: Sequence[Data], root: Path, options: Mapping[str, Any]) -> list[str]:
+def write_options(sets: Sequence[Data], root: Path, options: Mapping[str, Any]) -> list[str]:
     """Return options as words of the command line, with the folders of the data before them."""
     all_options = {**{data.option: str(folder_of(data, root)) for data in sets}, **options}
     return [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in all_options.items()]
@@ -92,7 +92,7 @@ def _plan_run(table: Table, name: str, root: Path, cli: str, folder: Path, clien
     if run.config:
         stack.append(str(folder / "config.yaml"))
         Path(stack[-1]).write_text(yaml.safe_dump(dict(run.config), sort_keys=False))
-    options = words_of(table.data, root, run.options)
+    options = write_options(table.data, root, run.options)
     try:
         request = Request([f"{name}={stack[-1]}"], cli, stack[:-1], options=options, vary=table.vary)
         (method,) = make_plan(request, clients).methods

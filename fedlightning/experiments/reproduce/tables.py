@@ -231,7 +231,7 @@ def read_table(path: Path, configs: Path) -> Table:
     for name, given in top.take("measures", Names, {}).items():  # a measure may be made of those above it
         measures[name] = read_measure(given, top, runs, measures, name)
     reader = _Reader(top, runs, measures, source.read)
-    cells, orders = reader.cells(), [order for block in top.listed("orders") for order in reader.orders(block)]
+    cells, orders = reader.cells(), [order for block in top.take_list("orders") for order in reader.orders(block)]
     table = top.read(
         Table,
         name=path.stem,
@@ -251,7 +251,7 @@ def read_table(path: Path, configs: Path) -> Table:
         if twice is not None:
             raise top.error(f"has the {kind} '{twice}' twice. Give each one once.")
     for key in table.why:
-        top.known(key, {WHOLE, *(name for cell in cells for name in (cell.name, cell.row, cell.column))}, "why")
+        top.check_name(key, {WHOLE, *(name for cell in cells for name in (cell.name, cell.row, cell.column))}, "why")
     if not {*table.extras} <= {*EXTRAS}:
         raise top.error(f"has extras: {table.extras!r:.60}. Give some of {', '.join(EXTRAS)}.")
     used = {name for names in (*(cell.runs for cell in cells), *(order.runs for order in orders)) for name in names}
@@ -270,7 +270,7 @@ def _read_minutes(top: Block, sets: Sequence[str], runs: Mapping[str, RunSpec]) 
     if not minutes:
         raise top.error("has minutes: {}. Give one number, or one for each set.")
     for name in minutes:
-        top.known(name, {ALL, *sets, *(name for run in runs.values() for name in run.sets)}, "minutes")
+        top.check_name(name, {ALL, *sets, *(name for run in runs.values() for name in run.sets)}, "minutes")
     return minutes
 
 
@@ -295,7 +295,7 @@ class _Common:
 
 def _read_runs(top: Block, folders: Sequence[Path], sets: list[str]) -> dict[str, RunSpec]:
     common, reduced, runs = top.take("common", _Common, _Common()), top.take("reduced", bool, False), {}
-    for name, block in top.named("runs", short="configs"):
+    for name, block in top.take_blocks("runs", short="configs"):
         runs[name] = run = block.read(
             RunSpec,
             name=name,
@@ -342,16 +342,16 @@ class _Reader:
     def cells(self) -> list[Cell]:
         """Return the cells of `rows` and `columns`, and those of `cells`."""
         cells = []
-        columns = {name: block.values for name, block in self.top.named("columns", short="measure")}
-        for row, block in self.top.named("rows"):
+        columns = {name: block.values for name, block in self.top.take_blocks("columns", short="measure")}
+        for row, block in self.top.take_blocks("rows"):
             run, published = block.take("run", str, row), block.take("published", Names)
-            block.end()
+            block.finish()
             for column, value in published.items():
-                self.top.known(column, columns, f"row '{row}'")
+                self.top.check_name(column, columns, f"row '{row}'")
                 own = value if isinstance(value, Mapping) else {"published": value}
                 values = {"run": run, **columns[column], **own, "row": row, "column": column}
                 cells.append(self._cell(Block(values, self.top.file, "a cell")))
-        return cells + [self._cell(block) for block in self.top.listed("cells")]
+        return cells + [self._cell(block) for block in self.top.take_list("cells")]
 
     def _cell(self, block: Block) -> Cell:
         row, column = block.take("row", str), block.take("column", str)
@@ -359,7 +359,7 @@ class _Reader:
         measure, memory = self._measure(block), self._is_memory(block)
         run = None if measure.kind == "epsilon" else block.take("run", str)
         if run is not None:
-            block.known(run, self.runs, "run")
+            block.check_name(run, self.runs, "run")
         reduced = any(self.runs[name].reduced for name in (run, *measure.runs) if name is not None)
         because = "the number is from memory" if memory else "reduced: its order alone counts" if reduced else ""
         return block.read(Cell, row=row, column=column, run=run, measure=measure, because=because)
@@ -382,10 +382,10 @@ class _Reader:
             if isinstance(value, Mapping):
                 inner = Block(value, block.file, f"{block.where}, {key}")
                 side.append((inner.take("run", str), self._measure(inner)))
-                inner.end()
+                inner.finish()
             else:
                 side.append((str(value), None))
-            block.known(side[-1][0], self.runs, key)
+            block.check_name(side[-1][0], self.runs, key)
         if not side:
             raise block.error(f"has no run in '{key}'.")
         return side

@@ -20,7 +20,7 @@ Scores = Mapping[str, float | None]
 """Client -> score."""
 
 
-def client_map(values: Mapping[str, Scores], label: str, gains: bool) -> Figure:
+def client_map(values: Mapping[str, Scores], gains: bool) -> Figure:
     """Draw a row for each client and a column for each method, in the colour of its score; hatched where there is none.
 
     Gains have two colours that meet at 0. Small maps show the numbers.
@@ -52,7 +52,6 @@ def client_map(values: Mapping[str, Scores], label: str, gains: bool) -> Figure:
             axes.text(column, row, text, ha="center", va="center", color=colour, fontsize=8.5)
     bar = figure.colorbar(image, ax=axes, pad=0.015, aspect=30)
     bar.outline.set_visible(False)
-    bar.set_label(label)
     return figure
 
 

@@ -33,7 +33,7 @@ def clients(context: Context) -> Section | None:
         "clients",
         f"{what[:1].upper()}{what[1:]} of each client",
         f"Heat map: {what} of each client (rows) with each method (columns); means {summary(means)}.",
-        lambda: client_map(shown, what, bool(gains)),
+        lambda: client_map(shown, bool(gains)),
     )
     table = by_client_table(
         context, "clients", f"Test {context.metric} of each client's deployed model, mean over seeds", scores, names
@@ -105,7 +105,7 @@ def _gains(context: Context, clients: Sequence[str]) -> Gallery | None:
     )
     caption = f"{context.over(siloed)[:1].upper()}{context.over(siloed)[1:]}, by client, mean over seeds"
     table = by_client_table(context, "clients-gain", caption, gains, clients, "difference", "high")
-    return context.gallery([picture], table, "Right of 0 (positive): better than alone. Lines: medians.")
+    return context.gallery([picture], table, "Right of 0: better than alone. Lines: medians.", open=False)
 
 
 def matrices(context: Context) -> Section | None:

@@ -177,7 +177,8 @@ def measured(context: Context) -> Section | None:
         "Everything that was measured",
         "Metrics",
         [table],
-        "The same deployed models by every metric of the runs; the calibration error is the expected one, over 15 bins.",
+        "The same deployed models by every metric of the runs."
+        + " The calibration error is the expected one, over 15 bins." * ("ece" in names),
     )
 
 
