@@ -304,13 +304,13 @@ class ClientDP(ClientSelection, Private, SharesNoise):
     def promises(self) -> Sequence[Promise]:
         """What epsilon says, of readers of the models and of the run's folder, and of the server where it sees sums only."""
         what, left = "whether a client took part, beyond epsilon", "sizes, test scores, failures"
-        secret = "checkpoints/last stays secret"
+        secret = "checkpoints/last and clients' models stay secret"
         if self.in_sum:
             kept = f"it keeps to the protocol, {self.shares} clients stay"
             everybody = Promise("who reads models or the folder", what, secret, f"{left}, participants")
             return (Promise("the server", what, kept, f"{left}, participants"), everybody)
         return (
-            Promise("who reads models", what, f"participants and {secret.replace('stays', 'stay')}", "-"),
+            Promise("who reads models", what, "participants and checkpoints/last stay secret", "-"),
             Promise("who reads the folder", what.replace("epsilon", KNOWN), secret, f"{left}, participants"),
         )
 

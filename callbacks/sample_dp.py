@@ -225,7 +225,8 @@ class SampleDP(TrainingData, Private):
     and models as well, since the gradient of what is shared depends on them; a model that trains beside the steps and that
     they never read (`APFL`, `FLDE`) gets none, has no epsilon, and must not leave the client. Values that the module logs in
     training and scores on validation data stay with the client; numbers of samples count as known; what test scores tell of
-    test records nobody bounds. A person with several records is hidden record by record, unless ``unit="patient"``.
+    test records nobody bounds. A person with several records is hidden record by record, unless ``unit="patient"``; one
+    with records at several clients spends at each.
 
     Noise and batches are drawn from a secret of the operating system's, which lies in what the client keeps (in a plain
     Trainer: nowhere), never from the run's seed. A visit that is carried out again gives the same bits; where the model that
@@ -238,9 +239,9 @@ class SampleDP(TrainingData, Private):
         clip: ``C``, the most that a record's gradient may be long. Default 1.
         accountant: ``"rdp"`` (default; Rényi, orders of Opacus) or ``"prv"`` (tighter, slower).
         ledger: Folder with a file for each client of what all runs have spent on its data; `epsilon` is then the budget of
-            the data, over all these runs. Needed at sites. `None`: a run counts alone, in its folder. Either counts every
-            visit that was carried out, taken in or not; a run that writes no files counts those that were taken in. A run
-            whose steps are gone from the ledger ends.
+            the data, over all these runs, which have to divide them alike. Needed at sites. `None`: a run counts alone, in
+            its folder. Either counts every visit that was carried out, taken in or not; a run that writes no files counts
+            those that were taken in. A run whose steps are gone from the ledger ends.
         noise_seed: A fixed seed in the place of the secret, for tests. The run is **not private**, and says so.
         unit: What is hidden: each ``"record"``, or each ``"patient"`` with all records.
         most: With ``unit="patient"``, records of a patient in a batch at most. Any number is private; more cost more memory.
@@ -316,7 +317,7 @@ class SampleDP(TrainingData, Private):
     def promises(self) -> Sequence[Promise]:
         """What epsilon says, of everybody but the client itself."""
         what = f"whether a {self.unit} was trained on, beyond epsilon"
-        provided = "no Dataset mixes records, clients' records stay secret"
+        provided = "no Dataset mixes records, clients' records and own models stay secret"
         return (Promise("all but the client", what, provided, "sizes, test scores, failures"),)
 
     # -- before round 1 ------------------------------------------------------------------------------------------------
@@ -412,7 +413,7 @@ class SampleDP(TrainingData, Private):
         keeps = client is not None and client.keeps_optimizers  # then the Trainer's limit is that of the whole run
         visits = 1 if client is None or keeps else client.max_rounds
         noise = self._budget.noise(history, self._sampler.rate, planned * visits)
-        self._entry = self._budget.file(client, f"{secret}|{address}")
+        self._entry = self._budget.file(client, f"{secret}|{address}", self._sampler.units)
         room = self._budget.enter(self._entry, history, (noise, self._sampler.rate), planned, all_of_them=not keeps)
         self._undo.append(checks.refuse_monitors(trainer, pl_module))
         began, self._began = self._began, None
@@ -504,7 +505,8 @@ class SampleDP(TrainingData, Private):
         exact = sums_by_class(vectors(), classes, self.means_clip)
         client.withhold_data(self.key)
         count(client, self.key, (self.means_noise, 1.0, 1))
-        return released_means(exact, self.means_clip, self.means_noise, kept["secret"], address)
+        client.covered_means = released_means(exact, self.means_clip, self.means_noise, kept["secret"], address)
+        return client.covered_means
 
     # -- the server ----------------------------------------------------------------------------------------------------
     def on_update(self, server: Server, update: Update) -> None:

@@ -58,15 +58,20 @@ class StepBudget:
         assert self.epsilon is not None
         return solved_noise(self.epsilon, self.delta, rate, steps, self.accountant)
 
-    def file(self, client: Client | None, secret: str = "") -> Ledger:
+    def file(self, client: Client | None, secret: str = "", units: int = 0) -> Ledger:
         """Return the file that counts visits: in the ledger, or else in the client's folder of the run, if it has one.
+
+        Args:
+            client: The client; `None`: a plain Trainer, of which one file has all.
+            secret: As for :class:`Ledger`.
+            units: The same.
 
         Raises:
             ValueError: If the ledger counts these data by the other unit.
         """
         if self.ledger is not None or client is None:
-            data = "data" if client is None else client.id
-            records, patients = Ledger(self.ledger, data, secret), Ledger(self.ledger, f"{data} by patient", secret)
+            data, units = ("data", 0) if client is None else (client.id, units)
+            records, patients = (Ledger(self.ledger, f"{data}{of}", secret, units) for of in ("", " by patient"))
             own, other = (records, patients) if self.unit == "record" else (patients, records)
             if other.path is not None and other.path.exists():
                 raise ValueError(

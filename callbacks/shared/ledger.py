@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
@@ -24,6 +25,7 @@ class Ledger:
         path: Folder of the ledger; `None`: there is none, and every run counts alone.
         name: Whose data, such as a client's id.
         secret: The run's secret, whose hash names the run.
+        units: Records, or patients, of the data, where another number of them is other data; 0: whatever they are.
 
     Attributes:
         releases: Names of this run's releases, as the file had them when it was last held.
@@ -34,9 +36,9 @@ class Ledger:
         []
     """
 
-    def __init__(self, path: str | None, name: str, secret: str) -> None:
+    def __init__(self, path: str | None, name: str, secret: str, units: int = 0) -> None:
         self.path = None if path is None else Path(path) / f"{file_name_of(name)}.json"
-        self.releases: set[str] = set()
+        self.units, self.releases = units, set[str]()
         self.run = hashlib.sha256(f"ledger|{secret}".encode()).hexdigest()[:16]
 
     @contextmanager
@@ -48,19 +50,27 @@ class Ledger:
             release: The one release that has taken these steps, where a run writes down each by itself.
 
         Raises:
-            ValueError: If the file is no ledger.
+            ValueError: If the file is no ledger, or that of other data.
         """
         if self.path is None:
             yield []
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self.path.with_suffix(".lock")):
-            runs = self._read()
+            runs, units = self._read()
+            if self.units and units not in (0, self.units):
+                raise ValueError(
+                    f"{self.path} counts what was spent on {units} records or patients, and here are {self.units}. Divided "
+                    "otherwise, a record is now with one client and now with another, and no file has all that was spent "
+                    "on it. Divide the data as before, or take another ledger for other data. Where these are the ones of "
+                    "before and some more or fewer, write their number into the file."
+                )
             self.releases = {run.partition(" ")[2] for run in runs if run.startswith(f"{self.run} ")}
             mine = {self.run, *(f"{self.run} {one}" for one in self.releases)}
             yield [steps for run, history in runs.items() if run not in mine for steps in history]
             if spent is not None:
-                told = {"runs": runs | {f"{self.run} {release}".rstrip(): [list(one) for one in spent]}}
+                told: dict[str, Any] = {"runs": runs | {f"{self.run} {release}".rstrip(): [list(one) for one in spent]}}
+                told |= {"units": self.units or units} if self.units or units else {}
                 write_secret(self.path, f"{json.dumps(told, indent=1)}\n".encode())
 
     def note(self, spent: Steps) -> None:
@@ -68,13 +78,14 @@ class Ledger:
         with self.held(spent):
             pass
 
-    def _read(self) -> dict[str, list[list[float]]]:
+    def _read(self) -> tuple[dict[str, list[list[float]]], int]:
         assert self.path is not None
         if not self.path.exists():
-            return {}
+            return {}, 0
         try:
-            runs = json.loads(self.path.read_text())["runs"]
-            return {str(run): [_steps(one) for one in history] for run, history in runs.items()}
+            told = json.loads(self.path.read_text())
+            runs = {str(run): [_steps(one) for one in history] for run, history in told["runs"].items()}
+            return runs, int(told.get("units", 0))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{self.path} is no ledger of what runs have spent ({error}). Without it nobody knows: restore it, or take "

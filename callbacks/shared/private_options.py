@@ -11,8 +11,8 @@ from fedlightning.ranges import Range, at_least_one
 
 Delta = Annotated[float, Range("(0, 1)")]
 NoiseMultiplier = Annotated[float, Range("(0, 1e6]", "More leaves nothing of a model.")]
-Clip = Annotated[float, Range("[1e-30, 1e30]")]
-"""What single precision holds, noise and all."""
+Clip = Annotated[float, Range("[1e-12, 1e12]")]
+"""Of what single precision holds the squares, noise and all."""
 Accountant = Literal["rdp", "prv"]
 Scores = Literal["withheld", "in the clear"]
 UNCOUNTED = "accounts for updates only: sums before round 1 would leave without noise and stand in no ledger."

@@ -28,6 +28,10 @@ COARSE = 5e-2
 """The same in bfloat16."""
 ROUNDING = 1e-5
 """By how much less than the bound a clipped gradient is long, so that no rounding takes it beyond."""
+SMALL = 1e-13
+"""Length of a factor below which single precision loses the squares that it is made of: it counts as so long."""
+PART = 4096
+"""Numbers whose squares are added up in single precision: of more, the length would come out too short."""
 HUGE = 1e15
 """Length of a factor beyond which the product of two, cut to the bound, could lose more than that to single precision."""
 
@@ -55,11 +59,12 @@ class Samples:
 
     def lengths(self) -> Tensor:
         """Return the length of each record's gradient, in float64; infinity where a factor is beyond what sums can hold."""
-        left = _rows(self.left).norm(dim=1).double()
+        left = _lengths(_rows(self.left))
         if self.right is None:
             return left
-        right = _wide(self.right).norm(dim=1).double()
-        return torch.where(left.maximum(right) > HUGE, math.inf, left * right)
+        right = _lengths(_wide(self.right))
+        product = left.clamp(min=SMALL) * right.clamp(min=SMALL)
+        return torch.where(left.maximum(right) > HUGE, math.inf, product)
 
     def total(self, factor: Tensor) -> Tensor:
         """Return the sum of the gradients times a factor of each record; those of factor 0 have no part, even if infinite."""
@@ -79,6 +84,12 @@ class Samples:
 def _rows(samples: Tensor) -> Tensor:
     """Return what each record has in a row of its own."""
     return _wide(samples).reshape(len(samples), samples.shape[1:].numel())
+
+
+def _lengths(rows: Tensor) -> Tensor:
+    """Return the lengths of rows, in float64."""
+    parts = [part.norm(dim=1).double() for part in rows.split(PART, dim=1)]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).norm(dim=0)
 
 
 class RecordGradients:
@@ -304,12 +315,11 @@ def hooks_on(module: LightningModule) -> Any:
     except ImportError as error:
         raise ValueError(missing_package("Gradients of single records are made by Opacus", "privacy")) from error
     warnings.filterwarnings("ignore", message="Full backward hook is firing")  # of the first layer, whose hook is right
-    was_training = module.training
-    module.train()
+    was_training, module.training = module.training, True
     try:
         problems = ModuleValidator.validate(module, strict=False)
     finally:
-        module.train(was_training)
+        module.training = was_training
     renormed = next((name for name, one in module.named_modules() if getattr(one, "max_norm", None) is not None), None)
     if renormed is not None:
         raise ValueError(
@@ -332,6 +342,10 @@ def hooks_on(module: LightningModule) -> Any:
             self.factors.clear()
             super().set_grad_sample_to_none()
 
+    for layer in filter(_is_trained, module.modules()):
+        layer.training = (
+            True  # else Opacus passes over it; parts that are not trained stay in the mode that they are in
+        )
     try:
         for layer in filter(_has_other_options, module.modules()):
             functorch.prepare_layer(layer)  # before it keeps what it has seen, which cannot be copied
@@ -342,9 +356,14 @@ def hooks_on(module: LightningModule) -> Any:
         ) from error
 
 
+def _is_trained(layer: nn.Module) -> bool:
+    """Return whether parameters of a layer's own are trained."""
+    return any(parameter.requires_grad for parameter in layer.parameters(recurse=False))
+
+
 def _has_other_options(layer: nn.Module) -> bool:
     """Return whether Opacus' kernel for such a layer, if it trains, is wrong for its options; its `forward` is right."""
-    if not any(parameter.requires_grad for parameter in layer.parameters(recurse=False)):
+    if not _is_trained(layer):
         return False
     if isinstance(layer, nn.LayerNorm):
         return layer.bias is None
@@ -448,7 +467,9 @@ def refuse_mixed_records(
 
 def _moved_a_little(module: LightningModule) -> LightningModule:
     """Return a copy in training mode without dropout, with other parameters: two equal ones, or zeros, would hide a term."""
-    made = detached_copy(module).train()
+    made = detached_copy(module)
+    if not made.training:  # else its parts are in the modes of training already, which need not be the same
+        made.train()
     for one in made.modules():
         if isinstance(one, nn.modules.dropout._DropoutNd):
             one.p = 0.0

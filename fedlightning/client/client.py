@@ -52,6 +52,7 @@ class Client:
         scratch: Values that a callback keeps for the duration of the visit.
         work: What it has done in this visit.
         phase: The fit that runs. Lightning hooks that act in federated phases only read it.
+        covered_means: Means by class that :attr:`protection` has made in this visit; no others leave beside it.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Client:
         self._anchor: dict[tuple[torch.device, str], Tensor] = {}
         self._num_samples: int | None = None  # counted on first access
         self._withheld = ""
+        self.covered_means: Mapping[int, Tensor] = {}
 
     def __repr__(self) -> str:
         """Return id, round and what it has kept."""

@@ -12,7 +12,7 @@ A client that is open: built, with its merged model, and bound to every callback
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,7 @@ from fedlightning.client.requests import (
 from fedlightning.client.trainer_context import refuse_unseen
 from fedlightning.compat.lightning_runs import detached
 from fedlightning.contract import ALTERING, POOLED, FederatedCallback, Phase, Stage, UpdateCodec
-from fedlightning.contract.messages import Message, Update, check_extras
+from fedlightning.contract.messages import Extra, Message, Update, check_extras
 from fedlightning.datamodules.sampling import samples_in
 from fedlightning.errors import Restart, warn
 from fedlightning.seeding import seed_all
@@ -328,9 +328,30 @@ def leave(runner: LocalRunner, client: Client, update: Update) -> None:
     for key, extras in update.extras.items():
         if key not in callbacks:
             raise ValueError(f"extras of '{key:.80}' are in the update, and no callback has that key: they stay")
-        check_extras(key, extras, callbacks[key].wire(client.module).up, shapes)
+        declared = callbacks[key].wire(client.module).up
+        check_extras(key, extras, declared, shapes)
+        if client.protection is not None:
+            _refuse_other_means(
+                client, key, {name: value for name, value in extras.items() if Extra.of(declared[name]).by_class}
+            )
     for check in runner.blueprint.parts.leave_checks:
         check(runner.blueprint, client, update)
+
+
+def _refuse_other_means(client: Client, key: str, extras: Mapping[str, Any]) -> None:
+    """Refuse means by class that a callback has made itself, where another one covers them with noise."""
+    for name, value in extras.items():
+        covered = client.covered_means
+        rows = [one.to(value) for one in covered.values()]
+        if value.dtype.is_floating_point:
+            same = all(any(torch.equal(row, one) for one in rows) for row in value)
+        else:
+            same = set(value.flatten().tolist()) <= covered.keys()
+        if not same:
+            raise ValueError(
+                f"'{name}' of {key} holds means by class that no noise covers. Where client.protection is not None, send "
+                "what its class_means returns, and the classes of these."
+            )
 
 
 def _buffers(module: LightningModule) -> State:

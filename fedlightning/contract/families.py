@@ -204,7 +204,8 @@ class Protection(FederatedCallback):
     ) -> dict[int, Tensor]:
         """Return means by class of vectors of a client's training samples that may leave with an update. A role.
 
-        Methods that send such means (extras with `Extra.by_class`) ask for them here, where a callback answers.
+        Methods that send such means (extras with `Extra.by_class`) ask for them here, where a callback answers. It
+        keeps them in `client.covered_means`; other ones do not leave.
 
         Args:
             client: The client, in `on_send`.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -16,6 +18,7 @@ from fedlightning.callbacks.shared.poisson_batches import PoissonBatches
 from fedlightning.callbacks.shared.record_gradients import (
     RecordGradients,
     Samples,
+    _factors,
     _samples_of,
     hooks_on,
     refuse_mixed_records,
@@ -160,4 +163,55 @@ def test_a_record_without_a_finite_gradient_has_no_part(value):
     module.layer[0].weight.data[:, 0] = 0.0  # so that the others of its activations are what they are
     rest = by_loop(module, [values[1:] for values in batch], RECORDS - 1)
     for found, total in zip(private_gradients(module, batch), rest, strict=True):
+        assert torch.allclose(found, total, atol=1e-6)
+
+
+@pytest.mark.parametrize("clip", [1e-12, 1.0, 1e12])
+@pytest.mark.parametrize(
+    "samples",
+    [
+        Samples(
+            torch.full((2, 4_000_000), 0.1)
+        ),  # so many squares, added up one by one in single precision, are too few
+        Samples(torch.full((2, 100), 1e-12)),
+        Samples(
+            torch.full((2, 100), 1e-24), torch.full((2, 100), 1e14)
+        ),  # whose squares single precision does not hold
+        Samples(torch.full((2, 20_000), 0.1), torch.full((2, 20_000), 0.1)),
+    ],
+    ids=["many", "small", "a small factor", "long factors"],
+)
+def test_nothing_is_longer_than_the_clip(samples, clip):
+    factor = float(_factors(samples.lengths(), clip, 2)[0])
+    sides = [side[0].double().norm() for side in (samples.left, samples.right) if side is not None]
+    assert factor * math.prod(map(float, sides)) <= clip * (1 + 1e-7)
+
+
+class Frozen(LightningModule):
+    """A body that is not trained and stays in eval mode, as when a pretrained one is kept, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5))
+        self.body, self.head = body.requires_grad_(False).eval(), nn.Linear(6, 3)
+
+    def training_step(self, batch, batch_idx):
+        assert not any(part.training for part in self.body.modules())
+        return F.cross_entropy(self.head(self.body(batch[0])), batch[1])
+
+
+def test_parts_that_are_not_trained_stay_in_eval_mode():
+    """Their dropout acted, and their running statistics moved, from the moment at which hooks were attached."""
+    torch.manual_seed(0)
+    module, batch = Frozen(), [torch.randn(RECORDS, 4), torch.randint(0, 3, (RECORDS,))]
+    refuse_mixed_records(module, batch, "SampleDP")
+    for found, total in zip(private_gradients(module, batch), by_loop(module, batch), strict=True):
+        assert torch.allclose(found, total, atol=1e-6)
+    assert not any(part.training for part in module.body.modules())
+
+
+def test_a_layer_that_is_trained_in_eval_mode_is_covered():
+    module, batch = wide_classifier()
+    module.layer.eval()
+    for found, total in zip(private_gradients(module, batch), by_loop(module, batch), strict=True):
         assert torch.allclose(found, total, atol=1e-6)

@@ -10,11 +10,13 @@ import torch
 
 pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install opacus cryptography")
 
-from fedlightning.callbacks import FD, MOON, FedProto, SampleDP
+from fedlightning.algorithm import Extra, FederatedCallback, Wire
+from fedlightning.callbacks import FD, MOON, FedAvg, FedProto, SampleDP
 from fedlightning.callbacks.sample_dp import SURE, released_means, sums_by_class
 from fedlightning.callbacks.shared.ledger import Ledger
+from fedlightning.engines.attempts import FederationError
 from tests.callbacks.test_sample_dp import SIZES, dp, module
-from tests.helpers import federate, make_trainer, toy_data
+from tests.helpers import Toy, federate, make_trainer, toy_data
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:SampleDP"),
@@ -122,3 +124,34 @@ def test_a_budget_that_has_no_room_for_a_release_is_not_exceeded(tmp_path):
     trainer = make_trainer(tmp_path, [FedProto(), dp(means_noise=2.0, epsilon=epsilon)], max_rounds=9)
     trainer.fit(module(), datamodule=toy_data({"0": 24, "1": 24}))
     assert trainer.rounds_done == 2 and max(trainer.server.state["SampleDP"]["epsilon"].values()) <= epsilon
+
+
+class OwnMeans(FederatedCallback):
+    """Sends means by class that it has made of what a step has left on the module, as FedProto does without SampleDP."""
+
+    def wire(self, module):
+        return Wire(up={"means": Extra((-1, -1), by_class=True), "classes": Extra((-1,), whole=True, by_class=True)})
+
+    def on_send(self, client, update):
+        update.extras[self.key] = self.made(client)
+
+    def made(self, client):
+        return {"means": client.module.seen[None]}
+
+
+class OwnClasses(OwnMeans):
+    def made(self, client):
+        return {"classes": torch.tensor([1])}
+
+
+class LeavesMeans(Toy):
+    def training_step(self, batch, batch_idx):
+        self.seen = batch[0].detach().mean(0)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("kind", [OwnMeans, OwnClasses])
+def test_means_that_a_method_has_made_itself_do_not_leave(kind):
+    """They were taken for covered, because they were declared as means by class."""
+    with pytest.raises(FederationError, match=rf"of {kind.__name__} holds means by class that no noise covers"):
+        federate(module(LeavesMeans), toy_data({"0": 24, "1": 24}), [FedAvg(), dp(), kind()], max_rounds=1)

@@ -18,7 +18,7 @@ from fedlightning.callbacks.shared.record_gradients import RecordGradients
 from fedlightning.datamodules import IIDPartitioner, Partitioned
 from fedlightning.engines.attempts import FederationError
 from tests.callbacks.test_sample_dp import SIZES, TINY, Plain, dp, module, plain_trainer
-from tests.helpers import Toy, make_trainer, samples, toy_data
+from tests.helpers import Toy, federate, make_trainer, samples, toy_data
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:SampleDP"),
@@ -151,6 +151,23 @@ def test_visits_whose_updates_were_refused_are_spent_all_the_same(tmp_path):
     with pytest.warns(UserWarning, match="was refused: no"):
         refused = spent(tmp_path / "refused", Refuses())
     assert refused["0"] == pytest.approx(spent(tmp_path / "taken", FedAvg())["0"], rel=1e-5)
+
+
+def test_a_ledger_counts_clients_with_the_same_data(tmp_path):
+    """A record that was with the smaller client each time had spent 6.5, and no file had more than 5.6."""
+
+    def run(sizes):
+        callback = dp(ledger=str(tmp_path), noise_seed=None)
+        federate(module(), toy_data(sizes), [FedAvg(), callback], max_rounds=1)
+
+    run({"0": 16, "1": 96})
+    run({"0": 16, "1": 96})
+    with pytest.raises(FederationError, match="counts what was spent on 16 records or patients, and here are 96"):
+        run({"0": 96, "1": 16})
+    for client, size in (("0", 96), ("1", 16)):
+        path = tmp_path / f"{client}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"units": size}))
+    run({"0": 96, "1": 16})
 
 
 class Fails(Toy):

@@ -155,3 +155,15 @@ def test_the_page_and_the_summary_say_who_cannot_learn_what():
     told = run([FedAvg(), SecureAggregation()], sizes=[24, 16, 16]).summary["promises"]
     assert [(row["callback"], row["who"]) for row in told] == [("SecureAggregation", "the server")]
     assert "promises" not in run([FedAvg()]).summary
+
+
+@pytest.mark.parametrize("where", ["server", "masked"])
+def test_who_reads_the_folder_may_read_no_model_that_clients_keep_without_noise(where):
+    """`checkpoints/clients` holds heads of FedPer and experts of FLDE as they are; the promise forgot them."""
+    pytest.importorskip("opacus")
+    options = {"delta": 1e-3, "noise_multiplier": 1.0}
+    hidden = ClientDP(**options, where=where, shares=3 if where == "masked" else None)
+    for one in (hidden, SampleDP(**options)):
+        assert one.covers(Outgoing("own models")) == "in the clear"
+        readers = [promise for promise in one.promises if promise.who not in ("who reads models", "the server")]
+        assert readers and all("models stay secret" in promise.provided for promise in readers)
