@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from fedlightning.scores.metrics import metric_label
 from fedlightning.study.columns import LOCAL
 from fedlightning.study.curves import round_means
 from fedlightning.study.data import StudyData, Table
@@ -107,7 +108,7 @@ def no_better_than_constant(study: StudyData) -> str | None:
         return None
     what = "answering " + level.name if level.name != "chance" else "chance"
     return (
-        f"No method is clearly better than {what} ({study.metric} {level.level:.3g}): what was learnt, if anything, does "
+        f"No method is clearly better than {what} ({metric_label(study.metric)} {level.level:.3g}): what was learnt, if anything, does "
         "not show, and the order of the methods means nothing. Train longer, or tune the learning rate first."
     )
 

@@ -77,7 +77,7 @@ def test_a_regression_is_measured_against_the_mean_of_its_targets(tmp_path):
     study = study_of(tmp_path / "a", scores, (9.0, 4.0, 3.0, 3.0, 3.0, 3.0), "rmse", more, classes=())
     assert study.reference().level == pytest.approx(6.0, abs=0.01) and "nothing_learnt" not in kinds(study)
     flat = study_of(tmp_path / "b", scores, (3.0,) * 6, "rmse", (("r2", 0.0),), classes=())
-    assert "each client’s mean (rmse 3)" in kinds(flat)["nothing_learnt"]
+    assert "each client’s mean (RMSE 3)" in kinds(flat)["nothing_learnt"]
 
 
 @pytest.mark.parametrize(
