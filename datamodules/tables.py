@@ -272,8 +272,8 @@ def refuse_other_numbers(path: Path, column: Column, way: str) -> None:
         signed = next((cell for cell in other if not cell.isdigit()), other[0])
         if _DATE.fullmatch(signed):
             raise ValueError(
-                f"{path}: column {column.name!r} holds {signed!r}, a date, and features are numbers. Write an age or a number of "
-                f"days in its place, or leave the column out with drop: [{column.name}]. If it is a word, {way}."
+                f"{path}: column {column.name!r} holds {signed!r}, a date, and features are numbers. Write an age or a "
+                f"number of days in its place, or leave the column out with drop: [{column.name}]. If it is a word, {way}."
             )
         raise ValueError(
             f"{path}: column {column.name!r} holds {signed!r}, which is no number here: write it as 1234.5, without marks of "

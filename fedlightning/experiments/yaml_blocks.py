@@ -54,7 +54,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         refuse_form(text)
-        content = yaml.load(text, _NamedValues)  # noqa: S506  # a SafeLoader
+        content = yaml.load(text, _NamedValues)  # a SafeLoader
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{path} is no YAML that can be read: {' '.join(str(error).split())[:200]}.") from error
     except OSError as error:

@@ -22,7 +22,7 @@ from fedlightning.report.styles import Style
 from fedlightning.scores.metrics import higher_is_better, metric_label
 from fedlightning.storage.files import UnreadableError, read_json
 from fedlightning.study.columns import GLOBAL
-from fedlightning.study.evidence import no_better_than_constant
+from fedlightning.study.evidence import word_of_best
 from fedlightning.study.study import Study
 
 Row = Mapping[str, Any]
@@ -81,7 +81,7 @@ class Context:
     @cached_property
     def overview(self) -> list[dict[str, Any]]:
         """One line a method, best first; methods without a mean come last."""
-        word = "best" if no_better_than_constant(self.study.data) is None else "–"  # of none that is no better
+        word = word_of_best(self.study.data)
         rows = [
             row | {"mb_total": _sum(row["mb_up"], row["mb_down"])} | ({"gap": word} if row["best"] else {})
             for row in self.study.overview()

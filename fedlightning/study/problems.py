@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fedlightning.scores.metrics import bare, metric_label
+from fedlightning.scores.metrics import bare
 from fedlightning.study.baselines import odd_splits, why_not
 from fedlightning.study.columns import LOCAL, UNSEEN
 from fedlightning.study.data import StudyData
@@ -178,7 +178,7 @@ def _missing_scores(study: StudyData) -> Iterator[Problem]:
             continue
         have = ", ".join(scores.metrics(study.split)) or "nothing"
         text = (
-            f"{name}, seed {seed}, has no {study.split} {metric_label(study.metric)} of its {study.checkpoint} model; scored on "
+            f"{name}, seed {seed}, has no {study.split} {study.metric} of its {study.checkpoint} model; scored on "
             f"{study.split} data: {have}. Test the run with checkpoint='all', or compare another metric."
         )
         yield Problem("missing_score", name, seed, text)
