@@ -262,7 +262,7 @@ class FederatedTrainer:
         started = time.monotonic()
         model = arguments.check_model(model)
         data = arguments.federated_data(datamodule, train_dataloaders, val_dataloaders, test_dataloaders)
-        run, is_new = self._find_run(resume)
+        run, is_new = find_run(self.arguments, resume)
         self.federation, self.stopped_by = None, None
         with ExitStack() as stack:
             if run is not None and is_writer():
@@ -355,7 +355,7 @@ class FederatedTrainer:
         if not isinstance(least, int) or least < 1:
             raise ConfigurationError(f"least={least!r} must be a whole number from 1 on.")
         data = arguments.federated_data(datamodule, test_dataloaders, None, test_dataloaders)
-        run, _ = self._find_run(None)
+        run, _ = find_run(self.arguments, None)
         self.federation, self.stopped_by = None, None
         with ExitStack() as stack:
             if run is not None and is_writer():
@@ -623,9 +623,6 @@ class FederatedTrainer:
         self.fitted.save_checkpoint(path, client, checkpoint)
 
     # -- helpers -----------------------------------------------------------------------------------------------------
-    def _find_run(self, resume: str | Path | None) -> tuple[RunFolder | None, bool]:
-        return find_run(self.arguments, resume)  # what runs without a folder overrides
-
     def _restore(
         self, run: str | Path, model: Any, datamodule: LightningDataModule | None, aim: str, call: str
     ) -> None:
