@@ -134,7 +134,7 @@ def describe(
             table = np.array([[source.num_samples(client, split)] for client in ids])
         else:
             table = np.array(held)
-        names = [str(c) for c in range(table.shape[1])] if source.num_classes is not None else ["all"]
+        names = class_names_of(source)
         return PartitionReport(ids, names if len(names) == table.shape[1] else ["all"], table.astype(np.int64))
     ids = [str(i) for i in range(len(source))] if client_ids is None else [str(name) for name in client_ids]
     if len(ids) != len(source):
@@ -144,6 +144,12 @@ def describe(
     values, codes = np.unique(np.asarray(labels), return_inverse=True)
     counts = np.stack([np.bincount(codes[np.asarray(part, dtype=np.int64)], minlength=len(values)) for part in source])
     return PartitionReport(ids, [str(value) for value in values.tolist()], counts.astype(np.int64))
+
+
+def class_names_of(data: FederatedDataModule) -> list[str]:
+    """Return the names of the classes in their order: those of the data, else their numbers; `[]` where there are none."""
+    names = [str(name) for name in getattr(data, "class_names", None) or ()]
+    return names if len(names) == data.num_classes else [str(number) for number in range(data.num_classes or 0)]
 
 
 def plot_partition(

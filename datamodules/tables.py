@@ -252,6 +252,9 @@ def _numbers(path: Path, name: str, cells: Sequence[str]) -> np.ndarray | None:
 _OTHER_NUMBER = re.compile(r"[-+\u2212]?[\d.,' ]*\d[\d.,' ]*%?")
 """A number with a decimal comma, marks of thousands, a percent sign, or digits of another script."""
 
+_DATE = re.compile(r"(\d{4}([-./])\d{1,2}\2\d{1,2}|\d{1,2}([-./])\d{1,2}\3(\d{2}|\d{4}))([T ]\d{1,2}:\d\d.*)?")
+"""A day in numbers, perhaps with the time."""
+
 
 def refuse_other_numbers(path: Path, column: Column, way: str) -> None:
     """Refuse a column of words of which most are numbers that are written otherwise, and would be as many categories.
@@ -264,9 +267,14 @@ def refuse_other_numbers(path: Path, column: Column, way: str) -> None:
         ValueError: a.csv: column 'dose' holds '0,5', which is no number here: write it as 1234.5, without ...
     """
     words = [cell for cell in column.cells if cell]
-    other = [cell for cell in words if _OTHER_NUMBER.fullmatch(cell)]
+    other = [cell for cell in words if _OTHER_NUMBER.fullmatch(cell) or _DATE.fullmatch(cell)]
     if column.numbers is None and 2 * len(other) > len(words):
         signed = next((cell for cell in other if not cell.isdigit()), other[0])
+        if _DATE.fullmatch(signed):
+            raise ValueError(
+                f"{path}: column {column.name!r} holds {signed!r}, a date, and features are numbers. Write an age or a "
+                f"number of days in its place, or leave the column out with drop: [{column.name}]. If it is a word, {way}."
+            )
         raise ValueError(
             f"{path}: column {column.name!r} holds {signed!r}, which is no number here: write it as 1234.5, without marks of "
             f"thousands, or give decimal: ',' if the comma begins its fraction. If it is a word, {way}."

@@ -112,7 +112,7 @@ SHOWN = (
 MOST = 5
 INTERVALS = "[95 % interval] over a client's samples: they do not hold what another training would change."
 MEANINGS = {
-    "slope": " slope: 1 is perfect, less is too extreme.",
+    "slope": " slope: 1 is perfect, below it risks are too extreme, above it too close to one another.",
     "in_the_large": " in_the_large: above 0 risks are too low.",
 }
 """Column -> how it is read."""

@@ -60,6 +60,11 @@ class PartitionCommand(CommandLine):
                 "\nTV: total variation between a client's labels and all labels, 0 equal to 1 disjoint; mean "
                 f"{report.mean_total_variation:.3f}."
             )
+            if len(report.classes) == 2 and report.classes != ["0", "1"]:
+                told += (
+                    f"\nThe event of calibration and decision curves is the second class, '{report.classes[1]}'; a table's "
+                    "`classes` gives them another order."
+                )
         elif (target := getattr(data, "target", None)) is not None:
             told += f"\n'{target}' is a measurement, so there are no classes; it is among the columns below."
         screen.print(told, highlight=False)

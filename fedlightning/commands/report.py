@@ -133,12 +133,14 @@ def _written(out: Path, runs: Sequence[Path], metric: str | None, checkpoint: st
 def show_overview(runs: Sequence[Path], metric: str | None, checkpoint: str, screen: Console) -> None:
     """Print one line a method, and the problems of the runs."""
     from fedlightning.study.columns import GLOBAL, POOLED
+    from fedlightning.study.evidence import word_of_best
     from fedlightning.study.external import sites_of
     from fedlightning.study.runs import load_study
     from fedlightning.study.study import Study
 
     study = Study(load_study(runs), metric=metric, checkpoint=checkpoint)
     table = _by_method("own data", "worst", "all data", "global", "to the best", "MB", "seeds")
+    word = word_of_best(study.data)
     for line in study.overview():
         table.add_row(
             escape(line["method"]),
@@ -146,7 +148,7 @@ def show_overview(runs: Sequence[Path], metric: str | None, checkpoint: str, scr
             _cell(line["worst"]),
             _cell(line[POOLED]),
             _cell(line[GLOBAL]),
-            "best" if line["best"] else _cell(line["gap"], line["gap_ci95"], "+"),
+            word if line["best"] else _cell(line["gap"], line["gap_ci95"], "+"),
             _megabytes(line["mb_total"]),
             str(line["n_seeds"]) if line["n_seeds"] == line["seeds"] else f"{line['n_seeds']} of {line['seeds']}",
         )

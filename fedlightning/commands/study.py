@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
         Options about making runs are checked: `seeds` are numbers then, and `ray` says what Ray is to be.
         """
         own, passed = split_words(words)
-        options, unknown = self.parse_known_args(own)
+        options, unknown = self.parse_known_intermixed_args(own)  # files may stand before, between and behind options
         if unknown:
             known = [option for action in self._actions for option in action.option_strings]
             hint = suggestion(unknown[0].partition("=")[0], known)

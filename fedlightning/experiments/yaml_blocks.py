@@ -7,6 +7,7 @@ there. So a value is declared once, and checked as arguments of classes are (see
 from __future__ import annotations
 
 import inspect
+import re
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
@@ -28,6 +29,22 @@ Names = dict[str, Any]
 _MISSING: Any = object()
 
 
+class _NamedValues(yaml.SafeLoader):
+    """YAML whose names are as they are written (`no`, `off` and `0.10` too), and in which `1e-3` is a number."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        self.flatten_mapping(node)
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and not key.tag.endswith(":int"):  # whole numbers may be ids of classes
+                key.tag = "tag:yaml.org,2002:str"
+        return super().construct_mapping(node, deep)
+
+
+_NamedValues.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+"), list("-+0123456789")
+)
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the named values of a YAML file.
 
@@ -37,7 +54,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         refuse_form(text)
-        content = yaml.safe_load(text)
+        content = yaml.load(text, _NamedValues)  # a SafeLoader
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{path} is no YAML that can be read: {' '.join(str(error).split())[:200]}.") from error
     except OSError as error:

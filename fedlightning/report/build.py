@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedlightning.report.context import LABELS, Context
+from fedlightning.report.context import Context
 from fedlightning.report.html import Page, Section, Trouble, render, slug
 from fedlightning.report.sections import (
     architectures,
@@ -30,6 +30,7 @@ from fedlightning.report.sections import (
 )
 from fedlightning.report.sentences import answers
 from fedlightning.report.styles import styles
+from fedlightning.scores.metrics import metric_label
 from fedlightning.study.export import write_comparison
 from fedlightning.study.measures import common_metric
 from fedlightning.study.problems import Problem
@@ -65,7 +66,7 @@ def _title(studies: Mapping[str, Study]) -> str | None:
 
 
 def _metric_of(study: Study) -> str:
-    return LABELS.get(study.data.metric, study.data.metric.replace("_", " "))
+    return metric_label(study.data.metric)
 
 
 def make_page(

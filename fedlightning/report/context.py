@@ -19,26 +19,14 @@ from fedlightning.report.drawing import inline, look, save, settle, svg
 from fedlightning.report.figures.dots import Dot, Line
 from fedlightning.report.html import Gallery, Picture, Section, Table, slug
 from fedlightning.report.styles import Style
-from fedlightning.scores.metrics import higher_is_better
+from fedlightning.scores.metrics import higher_is_better, metric_label
 from fedlightning.storage.files import UnreadableError, read_json
 from fedlightning.study.columns import GLOBAL
-from fedlightning.study.evidence import no_better_than_constant
+from fedlightning.study.evidence import word_of_best
 from fedlightning.study.study import Study
 
 Row = Mapping[str, Any]
 R = TypeVar("R", bound=Row)
-LABELS = {
-    "auroc": "AUROC",
-    "balanced_accuracy": "balanced accuracy",
-    "c_index": "C-index",
-    "ece": "calibration error",
-    "f1_macro": "macro F1",
-    "f1_macro_all": "macro F1 over all classes",
-    "mae": "MAE",
-    "mse": "MSE",
-    "r2": "R²",
-    "rmse": "RMSE",
-}
 SHORT = 14
 """Tables of up to this many rows are unfolded beside their picture."""
 METHOD = Column("method", "method", "method")
@@ -74,7 +62,7 @@ class Context:
     @property
     def metric(self) -> str:
         """Name of the metric for readers."""
-        return LABELS.get(self.study.data.metric, self.study.data.metric.replace("_", " "))
+        return metric_label(self.study.data.metric)
 
     @cached_property
     def higher(self) -> bool:
@@ -93,7 +81,7 @@ class Context:
     @cached_property
     def overview(self) -> list[dict[str, Any]]:
         """One line a method, best first; methods without a mean come last."""
-        word = "best" if no_better_than_constant(self.study.data) is None else "–"  # of none that is no better
+        word = word_of_best(self.study.data)
         rows = [
             row | {"mb_total": _sum(row["mb_up"], row["mb_down"])} | ({"gap": word} if row["best"] else {})
             for row in self.study.overview()

@@ -38,6 +38,31 @@ ERRORS = ("mse", "rmse", "mae", "mape", "brier", "ece", "perplexity")
 """Metrics that are never below 0, whoever logs them."""
 
 
+LABELS = {
+    "auroc": "AUROC",
+    "balanced_accuracy": "balanced accuracy",
+    "c_index": "C-index",
+    "ece": "calibration error",
+    "f1_macro": "macro F1",
+    "f1_macro_all": "macro F1 over all classes",
+    "mae": "MAE",
+    "mse": "MSE",
+    "r2": "R²",
+    "rmse": "RMSE",
+}
+"""Metric -> its name for readers."""
+
+
+def metric_label(name: str) -> str:
+    """Return the name of a metric for readers.
+
+    Example:
+        >>> metric_label("rmse"), metric_label("top_5")
+        ('RMSE', 'top 5')
+    """
+    return LABELS.get(name, name.replace("_", " "))
+
+
 def bounds_of(modules: Iterable[Any]) -> dict[str, tuple[float, float]]:
     """Return what metrics can be, by their bare names: what modules say by `metric_bounds`; of shares at least `[0, 100]`.
 

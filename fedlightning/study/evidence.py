@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from fedlightning.scores.metrics import metric_label
 from fedlightning.study.columns import LOCAL
 from fedlightning.study.curves import round_means
 from fedlightning.study.data import StudyData, Table
@@ -107,9 +108,14 @@ def no_better_than_constant(study: StudyData) -> str | None:
         return None
     what = "answering " + level.name if level.name != "chance" else "chance"
     return (
-        f"No method is clearly better than {what} ({study.metric} {level.level:.3g}): what was learnt, if anything, does "
-        "not show, and the order of the methods means nothing. Train longer, or tune the learning rate first."
+        f"No method is clearly better than {what} ({metric_label(study.metric)} {level.level:.3g}): what was learnt, if "
+        "anything, does not show, and the order of the methods means nothing. Train longer, or tune the learning rate first."
     )
+
+
+def word_of_best(study: StudyData) -> str:
+    """Return what stands in the place of the best method's difference to the best: a dash where none has learnt anything."""
+    return "best" if no_better_than_constant(study) is None else "–"
 
 
 def still_improving(study: StudyData) -> dict[str, float]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from fedlightning.compat import sheets
 from fedlightning.storage.files import write_text_atomically
+from fedlightning.study.evidence import word_of_best
 from fedlightning.study.ranks import ranks
 from fedlightning.study.study import Study
 
@@ -138,10 +139,11 @@ def as_tex(study: Study, name: str = "") -> str:
         r"Method & Score & Worst client & Difference to best & $p$ (Holm) \\",
         r"\midrule",
     ]
+    word = word_of_best(data).replace("–", "--")
     for row in rows:
         score = _tex_interval(row["mean"], row["ci95"], row["ci95_radius"])
         score = rf"{{\boldmath{score}}}" if row["mean"] is not None and row["mean"] == best else score
-        gap = "best" if row["best"] else _tex_interval(row["gap"], row["gap_ci95"], None)
+        gap = word if row["best"] else _tex_interval(row["gap"], row["gap_ci95"], None)
         p = "" if row["gap_p_holm"] is None else "$<0.001$" if row["gap_p_holm"] < 0.001 else f"{row['gap_p_holm']:.3f}"
         cells = (_tex(row["method"]), score, _tex_interval(row["worst"], None, None), gap, p)
         lines.append(f"{' & '.join(cells)} {chr(92) * 2}")

@@ -51,6 +51,10 @@ def test_examples_in_the_help_name_files_that_are_there(capsys):
     [
         (["compare"], "required: CONFIG. See fedlightning compare --help."),
         (["compare", "a.yaml", "--sed=3"], "there is no option '--sed=3'. Did you mean --seeds"),
+        (
+            ["compare", "a.yaml", "--seeds", "2", "b.yaml", "--jobs=0"],
+            "--jobs is 0: give the number of runs to make at a",
+        ),
         (["compare", "a.yaml", "--seeds=x"], "--seeds is 'x': give a number of seeds"),
         (["compare", "a.yaml", "--jobs=0"], "--jobs is 0: give the number of runs to make at a time"),
         (["compare", "a.yaml", "--jobs=two"], "invalid int value: 'two'"),

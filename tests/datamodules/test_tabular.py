@@ -315,3 +315,16 @@ def test_a_point_that_may_mark_thousands_is_no_fraction_beside_decimal_commas(tm
 def test_encodings_that_the_file_cannot_have(tmp_path, encoding, sentence):
     with pytest.raises(ValueError, match=sentence):
         ready(write(tmp_path, patients()), encoding=encoding)
+
+
+@pytest.mark.parametrize("day", ["{:02d}.11.2023", "2023-11-{:02d}", "{:02d}/11/23", "2023-11-{:02d} 10:30"])
+def test_a_column_of_days_is_said_to_be_one(tmp_path, day):
+    rows = patients(lambda row: [day.format(1 + row[0] % 20), *row[1:]])
+    rows[0][0] = "admitted"
+    with pytest.raises(ValueError, match=r"'admitted' holds '.*', a date, .* drop: \[admitted\]"):
+        ready(write(tmp_path, rows), drop=["days"])
+
+
+def test_a_report_names_classes_as_the_file_does(tmp_path):
+    report = describe(ready(write(tmp_path, patients())))
+    assert report.classes == ["no", "yes"] and report.rows()[0].keys() >= {"no", "yes"}

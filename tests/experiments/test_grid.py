@@ -176,3 +176,12 @@ def test_the_projects_grids_run(name, tmp_path):
         aside.unlink()
     found = table_of(tmp_path / "out/report.html")
     assert all(name in found for one in few.values() for name in one) and found.count("0.") >= 4
+
+
+def test_names_are_as_they_are_written(tmp_path):
+    """YAML reads `no` and `off` as False, `0.10` as 0.1: two methods would be one, and a column be called False."""
+    path = tmp_path / "grid.yaml"
+    path.write_text("methods: {no: {}, off: {}, 0.10: {}, 0.1: {}, 1: {}}\nvariants: {null: {model: {lr: 1e-3}}}")
+    found = read_grid(path, tmp_path)
+    assert list(found.methods) == ["no", "off", "0.10", "0.1", "1"] and list(found.variants) == ["null"]
+    assert yaml.safe_load(Path(found.variants["null"][0]).read_text()) == {"model": {"lr": 0.001}}

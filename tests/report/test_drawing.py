@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from fedlightning.report.drawing import _LOOK, look, panel, save, settle, svg
+from fedlightning.report.figures.spread import against
+from fedlightning.report.styles import styles
 
 
 def test_a_figure_is_there_for_pages_screens_and_publishers(tmp_path, readers_fonts, monkeypatch):
@@ -18,3 +20,10 @@ def test_a_figure_is_there_for_pages_screens_and_publishers(tmp_path, readers_fo
     assert files[".png"].startswith(b"\x89PNG")
     assert b"/FontFile2" in files[".pdf"], "publishers want fonts embedded as TrueType"
     assert b"/CreationDate" not in files[".pdf"]
+
+
+def test_a_marker_under_another_one_is_larger_than_it():
+    points = {"fedavg": (1.0, 0.5), "local": (0.0, 0.9), "fedprox": (1.0, 0.5001)}
+    lines = against(points, styles(points), "MB", "accuracy").axes[0].get_lines()
+    sizes = {line.get_label(): line.get_markersize() for line in lines}
+    assert sizes["fedavg"] > sizes["fedprox"] == sizes["local"]

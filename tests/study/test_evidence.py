@@ -17,6 +17,7 @@ from fedlightning.report.sentences import answers
 from fedlightning.report.styles import styles
 from fedlightning.scores.rows import Row
 from fedlightning.study.crossing import marked, setting, variances
+from fedlightning.study.export import as_tex
 from fedlightning.study.measures import common_metric
 from fedlightning.study.study import Study
 from tests.study.folders import CLIENTS, ROUNDS, write_study
@@ -64,7 +65,9 @@ def test_no_method_is_best_where_none_is_above_the_commonest_class(tmp_path):
     assert "answering each client’s commonest class (accuracy 0.75)" in kinds(study)["nothing_learnt"]
     first = answers(Context(study, styles(study.data.methods)))[0]
     assert (first.answer, first.method) == ("None is clearly better than a constant answer", None)
+    assert "best" not in as_tex(study).replace("Difference to best", "")
     good = study_of(tmp_path / "good", GOOD)
+    assert as_tex(good).replace("Difference to best", "").count("best") == 1
     assert "nothing_learnt" not in kinds(good)
     assert "each client’s commonest class 0.750" in str(
         overview(Context(good, styles(good.data.methods))).parts[0].pictures[0].svg
@@ -77,7 +80,7 @@ def test_a_regression_is_measured_against_the_mean_of_its_targets(tmp_path):
     study = study_of(tmp_path / "a", scores, (9.0, 4.0, 3.0, 3.0, 3.0, 3.0), "rmse", more, classes=())
     assert study.reference().level == pytest.approx(6.0, abs=0.01) and "nothing_learnt" not in kinds(study)
     flat = study_of(tmp_path / "b", scores, (3.0,) * 6, "rmse", (("r2", 0.0),), classes=())
-    assert "each client’s mean (rmse 3)" in kinds(flat)["nothing_learnt"]
+    assert "each client’s mean (RMSE 3)" in kinds(flat)["nothing_learnt"]
 
 
 @pytest.mark.parametrize(

@@ -11,20 +11,26 @@ from fedlightning.report.cells import is_number
 from fedlightning.report.drawing import legend_below, panel
 from fedlightning.report.styles import INK, Style, short_names
 
+NEAR = 0.015
+"""Share of an axis within which a marker hides another one."""
+
 
 def against(
     points: Mapping[str, tuple[float | None, float | None]], styles: Mapping[str, Style], xlabel: str, ylabel: str,
     log: bool = False, equal: bool = False,
 ) -> Figure:  # fmt: skip
-    """Draw a marker for each method at (x, y), named in the legend."""
+    """Draw a marker for each method at (x, y), named in the legend; what another one would hide is larger than it."""
     figure, axes = panel()
     names = short_names(points, 20)
     known = {m: (float(x or 0), float(y or 0)) for m, (x, y) in points.items() if is_number(x) and is_number(y)}
-    for method, (x, y) in known.items():
+    spans = [max(values) - min(values) or 1.0 for values in zip(*known.values(), strict=True)]
+    places = list(known.values())
+    for number, (method, (x, y)) in enumerate(known.items(), 1):
         style = styles[method]
+        above = sum(abs(x - a) < NEAR * spans[0] and abs(y - b) < NEAR * spans[1] for a, b in places[number:])
         axes.plot(
-            [x], [y], linestyle="", marker=style.marker, color=style.colour, markersize=8.5, markeredgecolor="white",
-            mew=0.6, label=names[method],
+            [x], [y], linestyle="", marker=style.marker, color=style.colour, markersize=8.5 + 6 * above,
+            markeredgecolor="white", mew=0.6, label=names[method],
         )  # fmt: skip
     if log and known and all(x > 0 for x, _ in known.values()):
         axes.set_xscale("log")

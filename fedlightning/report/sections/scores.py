@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fedlightning.report.cells import Column, interval_of, is_number, summary
-from fedlightning.report.context import LABELS, METHOD, SEEDS, Context, Row
+from fedlightning.report.context import METHOD, SEEDS, Context, Row
 from fedlightning.report.figures.dots import Dot, common_limits, dot_plot
 from fedlightning.report.figures.spread import against
 from fedlightning.report.html import Picture, Section
-from fedlightning.scores.metrics import bare, higher_is_better
+from fedlightning.scores.metrics import bare, higher_is_better, metric_label
 from fedlightning.study.columns import GLOBAL, LOCAL, POOLED, STAGES
 
 
@@ -151,7 +151,7 @@ def _defined(context: Context) -> list[str]:
         if line["data"] == LOCAL and line["split"] == context.study.data.split and line["undefined"]:
             found.setdefault(bare(line["metric"]), set()).add((line["clients"], line["clients_of"]))
     return [
-        f"{LABELS.get(name, name)} is not defined on every client's data: its means are over "
+        f"{metric_label(name)} is not defined on every client's data: its means are over "
         f"{' or '.join(f'{some} of {of}' for some, of in sorted(counts))} clients."
         for name, counts in found.items()
     ]
@@ -165,7 +165,7 @@ def measured(context: Context) -> Section | None:
         return None
     columns = [METHOD]
     columns += [
-        Column(name, LABELS.get(name, name.replace("_", " ")), radius=f"{name}_radius",
+        Column(name, metric_label(name), radius=f"{name}_radius",
                better="high" if higher_is_better(name) else "low")
         for name in names
     ]  # fmt: skip
