@@ -107,8 +107,8 @@ class NaturalSites(IndexedFederatedDataModule):
             taken = np.concatenate(list(rows.values()))
             if not set(rows) <= set(SPLITS) or len(np.unique(taken)) < len(taken):
                 raise ValueError(
-                    f"{type(self).__name__}: client {client!r} has {len(taken)} rows of {', '.join(rows)}. Give {', '.join(SPLITS)} "
-                    "only, and each sample once: what is trained on is not tested on."
+                    f"{type(self).__name__}: client {client!r} has {len(taken)} rows of {', '.join(rows)}. Give "
+                    f"{', '.join(SPLITS)} only, and each sample once: what is trained on is not tested on."
                 )
             for split, (fraction, seed) in cuts.items():
                 if split not in rows:
