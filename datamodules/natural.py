@@ -102,7 +102,14 @@ class NaturalSites(IndexedFederatedDataModule):
         }
         parts: dict[str, list[Indices]] = {split: [] for split in SPLITS}
         for client, places in samples.rows.items():
-            rows = {split: np.asarray(indices, dtype=np.int64) for split, indices in places.items()}
+            rows = {"train": np.empty(0, dtype=np.int64)}
+            rows |= {split: np.asarray(indices, dtype=np.int64) for split, indices in places.items()}
+            taken = np.concatenate(list(rows.values()))
+            if not set(rows) <= set(SPLITS) or len(np.unique(taken)) < len(taken):
+                raise ValueError(
+                    f"{type(self).__name__}: client {client!r} has {len(taken)} rows of {', '.join(rows)}. Give "
+                    f"{', '.join(SPLITS)} only, and each sample once: what is trained on is not tested on."
+                )
             for split, (fraction, seed) in cuts.items():
                 if split not in rows:
                     draw = generator(seed, self.address, split, client)

@@ -71,3 +71,19 @@ def test_files_that_are_not_there_are_named(root, tmp_path, name, kind):
         path.mkdir()
     with pytest.raises(FileNotFoundError, match=rf"Clinics: {name} not found in {tmp_path}; ask the clinics\."):
         Clinics(root).setup()
+
+
+@pytest.mark.parametrize(
+    "rows", [{"train": [0, 1, 2], "test": [2, 3]}, {"train": [0, 1, 1]}, {"training": [0, 1], "test": [2]}]
+)
+def test_a_sample_that_is_trained_on_and_tested_on_and_a_misspelt_split_are_refused(root, monkeypatch, rows):
+    whole = Clinics(root).read()
+    monkeypatch.setattr(Clinics, "read", lambda self: SiteSamples(whole.dataset, {"a": rows}, whole.labels))
+    with pytest.raises(ValueError, match=r"Clinics: client 'a' has \d rows of .* each sample once"):
+        clinics(root)
+
+
+def test_a_client_may_have_test_samples_alone(root, monkeypatch):
+    whole, rows = Clinics(root).read(), {"a": {"train": list(range(10))}, "b": {"test": [10, 11]}}
+    monkeypatch.setattr(Clinics, "read", lambda self: SiteSamples(whole.dataset, rows, whole.labels))
+    assert [clinics(root).num_samples("b", split) for split in ("train", "val", "test")] == [0, 0, 2]
