@@ -231,8 +231,10 @@ class FedSoft(Clusters):
     def _shares(self, client: Client, centres: list[State]) -> Tensor:
         """Return `u`, `(centres,)`, for the client's training samples."""
         losses = torch.stack([client.losses(state) for state in centres])
-        if losses.numel() and losses.isnan().all():  # equal shares of nothing: it would hardly ever be drawn, and nobody would hear why
-            raise ValueError(f"{self.key} finds no training sample of client '{client.id}' with a loss under any centre.")
+        if losses.numel() and losses.isnan().all():  # with equal shares of nothing it would hardly ever be drawn
+            raise ValueError(
+                f"{self.key} finds no training sample of client '{client.id}' with a loss under any centre."
+            )
         return shares(losses, self.sigma)
 
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:
