@@ -126,7 +126,8 @@ def test_code_in_pages_parses_and_imports(page: Path) -> None:
         for node in ast.walk(ast.parse(textwrap.dedent(block))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fedlightning"):
                 module = importlib.import_module(str(node.module))
-                assert all(hasattr(module, one.name) for one in node.names), (node.module, [n.name for n in node.names])
+                for one in node.names:  # or a module of the package, which nobody has imported yet
+                    assert hasattr(module, one.name) or importlib.util.find_spec(f"{node.module}.{one.name}"), one.name
 
 
 @pytest.mark.slow
