@@ -101,6 +101,7 @@ class NaturalSites(IndexedFederatedDataModule):
             "val": (self.val_fraction, self.seed if self.val_seed is None else self.val_seed),
         }
         parts: dict[str, list[Indices]] = {split: [] for split in SPLITS}
+        owners: dict[int, str] = {}
         for client, places in samples.rows.items():
             rows = {"train": np.empty(0, dtype=np.int64)}
             rows |= {split: np.asarray(indices, dtype=np.int64) for split, indices in places.items()}
@@ -110,6 +111,14 @@ class NaturalSites(IndexedFederatedDataModule):
                     f"{type(self).__name__}: client {client!r} has {len(taken)} rows of {', '.join(rows)}. Give "
                     f"{', '.join(SPLITS)} only, and each sample once: what is trained on is not tested on."
                 )
+            count = len(samples.dataset)  # type: ignore[arg-type]
+            for row in taken.tolist():
+                if not 0 <= row < count or owners.setdefault(row, client) != client:
+                    why = f"client {owners[row]!r} has it too" if row in owners else f"there are {count} samples"
+                    raise ValueError(
+                        f"{type(self).__name__}: client {client!r} has the sample {row}, and {why}. Each sample is of one "
+                        "client, counted from 0."
+                    )
             for split, (fraction, seed) in cuts.items():
                 if split not in rows:
                     draw = generator(seed, self.address, split, client)

@@ -328,3 +328,12 @@ def test_the_chances_of_a_draw_are_those_of_drawing_one_after_another():
         for client in sizes:
             chance = v[client] + sum(v[o] * v[client] / (1 - v[o]) for o in sizes if o != client)
             assert counts[centre, client] / draws == pytest.approx(chance, abs=0.04)
+
+
+def test_a_client_without_a_loss_is_told_of_although_it_is_never_drawn():
+    data = toy_data([24, 40, 16])
+    x, y = data.tensors["1"]["train"]
+    data.tensors["1"]["train"] = x * torch.nan, y
+    with pytest.warns(UserWarning, match="client '1' failed: .*no training sample of client '1' with a loss"):
+        trainer, _ = spied(Toy(), data, [FedSoft(selected=1, interval=1)], max_rounds=1)
+    assert set(u(trainer)) == {"0", "2"}

@@ -87,3 +87,13 @@ def test_a_client_may_have_test_samples_alone(root, monkeypatch):
     whole, rows = Clinics(root).read(), {"a": {"train": list(range(10))}, "b": {"test": [10, 11]}}
     monkeypatch.setattr(Clinics, "read", lambda self: SiteSamples(whole.dataset, rows, whole.labels))
     assert [clinics(root).num_samples("b", split) for split in ("train", "val", "test")] == [0, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"), [([5, 6], "sample 5, and client 'a' has it too"), ([-1], "sample -1, and there are")]
+)
+def test_a_sample_is_of_one_client_and_of_the_data_set(root, monkeypatch, rows, why):
+    whole, places = Clinics(root).read(), {"a": {"train": list(range(6))}, "b": {"test": rows}}
+    monkeypatch.setattr(Clinics, "read", lambda self: SiteSamples(whole.dataset, places, whole.labels))
+    with pytest.raises(ValueError, match=f"client 'b' has the {why}"):
+        clinics(root)
