@@ -20,6 +20,7 @@ from fedlightning.compat.rich_tables import print_whole
 from fedlightning.config.errors import InputError, explain
 from fedlightning.errors import warn
 from fedlightning.experiments.children import ChildCrash, call
+from fedlightning.study.columns import interval_text
 
 DESCRIPTION = """\
 Compare finished runs: tables, figures and one HTML page.
@@ -213,8 +214,7 @@ def _by_method(*columns: str) -> Table:
 def _cell(value: float | None, interval: Sequence[float] | None = None, sign: str = "") -> str:
     if value is None:
         return "-"
-    radius = f" ± {(interval[1] - interval[0]) / 2:.3f}" if interval else ""
-    return f"{value:{sign}.4f}{radius}"
+    return f"{value:{sign}.4f}{interval_text(value, interval)}"
 
 
 def _megabytes(value: float | None) -> str:

@@ -1,6 +1,7 @@
 """Imports that runs, plans and reports need. Their processes are forked from one that has imported this module.
 
-It starts no thread and asks nothing about GPUs: a forked process could use neither thread pools nor a CUDA context.
+It starts no thread and asks nothing about GPUs: a forked process could use neither thread pools nor a CUDA context. Where
+pandas brings pyarrow, its allocator has a thread, which the allocator itself begins anew in a forked process.
 
 The modules live as long as their process does. Frozen, they are out of the garbage collector's sight, so that no child spends
 a third of a second on looking through them (and on copying the pages that it writes its marks to).

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fedlightning.compat.rich_tables import print_whole
-from fedlightning.study.columns import GLOBAL, POOLED
+from fedlightning.study.columns import GLOBAL, POOLED, interval_text
 from fedlightning.study.export import write_comparison
 from fedlightning.study.measures import SeedScore, estimate
 from fedlightning.study.runs import Run
@@ -73,14 +74,15 @@ class Comparison:
         for key in ("mean", "worst", POOLED, GLOBAL):
             known = [row[key] for row in rows if row[key] is not None]
             shown[key] = [_cell(row[key], bool(known) and row[key] == better(known)) for row in rows]
+        interval = partial(_interval, None if many else study.data.metric)
         for i, row in enumerate(rows):
             name = row["method"]
             table.add_row(
                 name,
-                shown["mean"][i] + _radius(study.data.deployed(name), many),
+                shown["mean"][i] + interval(row["mean"], row["ci95"], study.data.deployed(name)),
                 shown["worst"][i],
-                shown[POOLED][i] + _radius(study.data.deployed(name, data=POOLED), many),
-                shown[GLOBAL][i] + _radius(study.data.shared(name), many),
+                shown[POOLED][i] + interval(row[POOLED], row[f"{POOLED}_ci95"], study.data.deployed(name, data=POOLED)),
+                shown[GLOBAL][i] + interval(row[GLOBAL], row[f"{GLOBAL}_ci95"], study.data.shared(name)),
                 _number(row["mb_total"], 1),
                 _number(row["seconds"], 0),
             )
@@ -153,13 +155,14 @@ def _cell(value: float | None, best: bool) -> str:
     return f"[bold]{_number(value, 3)}[/]" if best else _number(value, 3)
 
 
-def _radius(scores: Mapping[int, SeedScore], over_seeds: bool) -> str:
-    """Return half the 95 % interval of a mean over seeds, or over the clients of one seed; nothing where all are equal."""
-    values: list[float | None] = [score.mean for score in scores.values()]
-    if not over_seeds:
-        values = [value for score in scores.values() if score.sound for value in score.defined.values()]
-    radius = estimate(values).radius
-    return f" ± {radius:.3f}" if radius else ""
+def _interval(
+    metric: str | None, mean: float | None, over_seeds: list[float] | None, scores: Mapping[int, SeedScore]
+) -> str:
+    """Return the 95 % interval over seeds; with a metric, of the one seed there is, over the clients."""
+    if mean is None or metric is None:
+        return "" if mean is None else interval_text(mean, over_seeds)
+    values = [value for score in scores.values() if score.sound for value in score.defined.values()]
+    return interval_text(mean, estimate(values, metric=metric).ci95)
 
 
 def _number(value: float | None, decimals: int) -> str:

@@ -68,9 +68,9 @@ def test_as_one_after_another(module: Any, options: dict[str, Any], others: tupl
         assert bool((expected > 0).any())
         torch.testing.assert_close(theirs["clients"][client], expected, rtol=1e-4, atol=1e-12)
     for name, value in alone.server.model.items():
-        torch.testing.assert_close(stacked.server.model[name], value, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(stacked.server.model[name], value, rtol=1e-4, atol=5e-5)
     for client in alone.server.clients:
         kept, theirs_kept = alone.store.get(client).personal, stacked.store.get(client).personal
         assert kept.keys() == theirs_kept.keys()
         for name, value in kept.items():
-            torch.testing.assert_close(theirs_kept[name], value, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(theirs_kept[name], value, rtol=1e-4, atol=5e-5)

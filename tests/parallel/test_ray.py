@@ -437,7 +437,8 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 from fedlightning.callbacks import SCAFFOLD
-from fedlightning.engines import ray_cluster
+from fedlightning.options import Ray
+from fedlightning.parallel import ray as ray_cluster
 from tests.engines.users import Lose
 from tests.helpers import Toy, make_trainer, same, toy_data
 
@@ -449,7 +450,7 @@ def run(**options):
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
 second = cluster.add_node(num_cpus=1)
-options = {"engine": "ray", "ray": {"address": cluster.address}}
+options = {"engine": Ray(address=cluster.address)}
 alone, _ = run()
 both, width = run(**options)
 nodes = {ray.get(kept.handle.hello.remote())[1] for kept in ray_cluster._kept}  # waits for one that starts late
