@@ -56,7 +56,7 @@ from fedlightning.callbacks.shared.private_options import (
     Private,
     Scores,
 )
-from fedlightning.callbacks.shared.record_gradients import RecordGradients, refuse_mixed_records, trained_by
+from fedlightning.callbacks.shared.record_gradients import Began, RecordGradients, all_of, refuse_mixed_records
 from fedlightning.callbacks.shared.secret_noise import MAKER, digest_of, with_noise
 from fedlightning.callbacks.shared.spending import accountant_of, write_told
 from fedlightning.ranges import PositiveFloat, PositiveInt
@@ -281,7 +281,7 @@ class SampleDP(TrainingData, Private):
         self._fit: RecordGradients | None = None
         self._sampler: PoissonBatches | None = None
         self._ended: RecordGradients | None = None
-        self._began: list[tuple[str, torch.nn.Parameter, Tensor]] | None = None
+        self._began: Began | None = None
         self._undo: list[Callable[[], None]] = []
         self._secret = ""
         self._entry = Ledger(None, "", "")
@@ -394,7 +394,7 @@ class SampleDP(TrainingData, Private):
         groups = patients_of(client) if self.unit == "patient" else None
         secret = client.state[self.key]["secret"]
         made, self._sampler = poisson_loader(loader, self.key, secret, address, groups, self.most)
-        self._began = trained_by(client.module)
+        self._began = all_of(client.module)
         return made
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -415,7 +415,7 @@ class SampleDP(TrainingData, Private):
         noise = self._budget.noise(history, self._sampler.rate, planned * visits)
         self._entry = self._budget.file(client, f"{secret}|{address}", self._sampler.units)
         room = self._budget.enter(self._entry, history, (noise, self._sampler.rate), planned, all_of_them=not keeps)
-        self._undo.append(checks.refuse_monitors(trainer, pl_module))
+        self._undo.append(checks.refuse_monitors(trainer, pl_module, client is not None))
         began, self._began = self._began, None
         self._fit = RecordGradients(pl_module, self._sampler, self.clip, noise, secret, address, room, began)
 
@@ -562,6 +562,7 @@ class SampleDP(TrainingData, Private):
             return made
 
         self._undo.append(replaced_train_loader(trainer, poisson))
+        self._began = all_of(pl_module)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what has been spent in a plain Trainer; the secret is in no checkpoint."""

@@ -246,6 +246,10 @@ def refuse_plain(trainer: Trainer, module: LightningModule, unit: str) -> None:
     """
     if unit == "patient":
         raise ValueError("In a plain Trainer nobody knows whose a record is: unit='patient' takes a federation.")
+    if reload := trainer.reload_dataloaders_every_n_epochs:
+        raise ValueError(
+            f"SampleDP draws the batches of a whole fit: reload_dataloaders_every_n_epochs={reload} is 0 then."
+        )
     refuse_coupled(str(getattr(getattr(trainer, "datamodule", None), "coupled_records", "")))
     refuse_trainer(module, lambda name, default: getattr(trainer, name, default), len(trainer.optimizers))
     if trainer.world_size > 1:
@@ -306,7 +310,7 @@ def refuse_another_count(history: Steps) -> None:
         )
 
 
-def refuse_monitors(trainer: Any, module: LightningModule) -> Callable[[], None]:
+def refuse_monitors(trainer: Any, module: LightningModule, drop: bool) -> Callable[[], None]:
     """Let training log nothing that a learning rate, an end of training or a choice of checkpoints goes by.
 
     Numbers of training data have no noise, whatever they are called. So each is looked at when it is logged.
@@ -314,6 +318,7 @@ def refuse_monitors(trainer: Any, module: LightningModule) -> Callable[[], None]
     Args:
         trainer: The Trainer.
         module: The module, whose `log` raises ValueError from here on if training calls it with such a metric.
+        drop: Whether nothing at all is logged of training: no callback of a federation can go by it then.
 
     Returns:
         Puts back the `log` that was there.
@@ -332,7 +337,8 @@ def refuse_monitors(trainer: Any, module: LightningModule) -> Callable[[], None]
                 "have no noise: what comes of it would give them away. Let it go by a metric that only validation logs, or "
                 "leave it out."
             )
-        log(name, *values, **options)
+        if not (drop and trainer.training):
+            log(name, *values, **options)
 
     def restore() -> None:
         if before is None:

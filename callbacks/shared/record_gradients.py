@@ -103,7 +103,7 @@ class RecordGradients:
         secret: What nobody else knows.
         address: What the noise is for.
         room: Steps for which the budget has room.
-        began: What the fit began with (:func:`trained_by`); `None`: as the module is now.
+        began: What the fit began with (:func:`all_of`); `None`: as the module is now.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class RecordGradients:
         secret: str,
         address: str,
         room: int,
-        began: list[tuple[str, nn.Parameter, Tensor]] | None = None,
+        began: Began | None = None,
     ) -> None:
         self.module, self.sampler = module, sampler
         self.clip, self.noise_multiplier = clip, noise_multiplier
@@ -127,8 +127,7 @@ class RecordGradients:
         self._place = (0, 0)  # epoch and batch: after a resume in the middle of an epoch batch_idx says something else
         self._looked_at: set[int] = set()
         self._tried = -1  # the last epoch of which a batch was tried
-        self._before = held_by(module)
-        self._left = trained_by(module) if began is None else began  # what the last step has left
+        self._left, self._before = began or all_of(module)  # the first is what the last step has left
         self._hooks = hooks_on(module)
 
     @property
@@ -140,6 +139,11 @@ class RecordGradients:
         """Take note of the batch whose step begins, and forget the gradients of the last one."""
         epoch, place = self._place
         place = place if epoch == self.sampler.epoch else 0
+        if self.sampler.epoch != epoch + (place == 0):
+            raise ValueError(
+                f"The training batches of {type(self.module).__name__} were iterated beside its steps, and noise covers "
+                "steps only: weights of classes or statistics made of them would tell of records. Make these of other data."
+            )
         self.size, self._place, self._due = self.sampler.sizes[place], (self.sampler.epoch, place + 1), True
         self._owners = self.sampler.owners[place] if self.sampler.owners else None
         self._hooks.set_grad_sample_to_none()
@@ -284,6 +288,14 @@ def trained_by(module: LightningModule) -> list[tuple[str, nn.Parameter, Tensor]
 def held_by(module: LightningModule) -> dict[str, Tensor]:
     """Return copies of the buffers."""
     return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+
+
+Began = tuple[list[tuple[str, nn.Parameter, Tensor]], dict[str, Tensor]]
+
+
+def all_of(module: LightningModule) -> Began:
+    """Return both."""
+    return trained_by(module), held_by(module)
 
 
 def refuse_changed(module: LightningModule, before: dict[str, Tensor]) -> None:

@@ -237,7 +237,8 @@ class Client:
         if self._withheld:
             raise ValueError(
                 f"Client '{self.id}' gives its samples to the steps of training only, which {self._withheld} covers with "
-                f"noise. Remove {self._withheld}, or the callback that reads samples otherwise."
+                f"noise. Remove {self._withheld}, or what reads samples otherwise; steps are counted in "
+                "trainer.estimated_stepping_batches."
             )
 
     def size(self, split: str = "train") -> int:

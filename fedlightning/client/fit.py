@@ -493,10 +493,10 @@ def _make_trainer_context(runner: LocalRunner, client: Client, phase: Phase) -> 
     """Return what the Trainer of a fit shows to the module and its callbacks."""
     settings, source = runner.settings, runner.source
     folder = settings.folder_of(client.id)
-    logs = client.logs if settings.logs(client.id) else None
+    logs = client.logs if settings.logs(client.id) and not runner.callbacks.covers_training else None
     before = client.record.lightning.get(phase.name, {}).get("logged_steps", 0)
     prefix = "" if phase.name == "fit" else f"{phase.name}/"
-    seen = None if source is None else ClientData(source, partial(runner.loader, client.message))
+    seen = None if source is None else ClientData(source, client.loader)
     return TrainerContext(folder, ClientLogger(folder, logs, prefix, before), seen)
 
 

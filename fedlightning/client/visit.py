@@ -177,7 +177,14 @@ def _train(runner: LocalRunner, client: Client, loader: Any) -> Generator[Fit, A
     runner.callbacks.event("on_visit_start", client)
     owner = runner.callbacks.role("local_phases")
     phases = [Phase()] if owner is None else owner.local_phases(client)
+    names: set[str] = set()
     for phase in phases:
+        if phase.name in names:
+            raise ValueError(
+                f"two phases of the visit are named '{phase.name}', and would share batches and noise. Give each one "
+                "a name of its own; repeats= says whose batches it sees again"
+            )
+        names.add(phase.name)
         client.phase = phase
         before = client.model_state() if phase.keep_as is not None else None
         if phase.start is not None:

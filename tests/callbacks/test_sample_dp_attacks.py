@@ -444,3 +444,83 @@ def test_what_validation_logs_may_choose(kind, tmp_path):
     )
     trainer.fit(module(Logs), loader(), loader())
     assert trainer.current_epoch == 2
+
+
+# -- what a federation's callbacks and modules could go by -------------------------------------------------------------
+class GoesByLosses(FederatedCallback):
+    """Ends training, and keeps for the next visit, by what training has logged."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.seen += [*trainer.callback_metrics, *trainer.logged_metrics]
+
+    def on_send(self, client, update):
+        self.seen += [*client.metrics, *update.metrics, *client.logs]
+
+
+class LogsByItself(Toy):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if self.logger is not None:  # a trial has none
+            self.logger.log_metrics({"loss": float(loss.detach())})
+        return loss
+
+
+def test_what_training_logs_reaches_no_callback_of_a_federation(tmp_path):
+    alone, beside = GoesByLosses(), GoesByLosses()
+    options = {"max_rounds": 1, "log_clients": True, "logger": True}
+    federate(module(LogsByItself), toy_data(SIZES), [FedAvg(), alone], tmp_path / "a", **options)
+    federate(module(LogsByItself), toy_data(SIZES), [FedAvg(), dp(), beside], tmp_path / "b", **options)
+    assert "train_loss" in alone.seen and not beside.seen
+
+
+class Weighs(Toy):
+    """Weighs its loss by the labels of all of a client's samples."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def setup(self, stage):
+        if self.how == "data module":
+            self.weigh(self.trainer.datamodule.train_dataloader())
+
+    def on_train_start(self):
+        if self.how == "loader":
+            self.weigh(self.trainer.train_dataloader)
+
+    def weigh(self, batches):
+        counts = sum(torch.bincount(labels, minlength=3) for _, labels in batches)
+        self.weight = 1.0 / (1.0 + counts)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [("data module", "gives its samples to the steps of training only"), ("loader", "were iterated beside its steps")],
+)
+def test_weights_of_classes_from_samples_are_refused(how, reason):
+    with pytest.raises(FederationError, match=reason):
+        federate(Weighs(how), toy_data(SIZES), [FedAvg(), dp()], max_rounds=1)
+
+
+class Standardises(Plain):
+    """Takes a mean of its data into a buffer before the first step."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def on_fit_start(self):
+        self.mean += 1.0
+
+
+def test_statistics_that_a_fit_begins_with_are_refused():
+    with pytest.raises(ValueError, match="changes the buffer 'mean'"):
+        plain_trainer(dp()).fit(module(Standardises), loader())
+
+
+def test_loaders_that_are_made_anew_in_a_fit_are_refused():
+    with pytest.raises(ValueError, match="reload_dataloaders_every_n_epochs=1"):
+        plain_trainer(dp(), max_epochs=2, reload_dataloaders_every_n_epochs=1).fit(module(Plain), loader())

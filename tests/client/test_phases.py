@@ -371,3 +371,15 @@ def test_own_samples_without_numbers_are_refused() -> None:
     client.loader = lambda split: iter([1])
     with pytest.raises(ValueError, match=r"client 'a' has samples without a number"):
         Client.samples(client)  # type: ignore[arg-type]
+
+
+def test_two_phases_of_a_name_are_refused():
+    """The name is the address of their batches, and of what covers these."""
+
+    class Twice(FederatedCallback):
+        def local_phases(self, client):
+            yield Phase("one", work=1)
+            yield Phase("one", work=1)
+
+    with pytest.raises(FederationError, match="two phases of the visit are named 'one'"):
+        federate(Twice(), ToyData(), None, max_rounds=1)
