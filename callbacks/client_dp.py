@@ -34,16 +34,13 @@ from fedlightning.algorithm import (
 from fedlightning.callbacks.client_dp_checks import (
     BOUNDED,
     OF_A_SUM,
-    RoundBudget,
     refuse_contradictions,
     refuse_fixed_draws,
     refuse_other_rounds,
     refuse_other_sum,
     refuse_uncovered,
-    warn_of_few,
 )
-from fedlightning.callbacks.shared import masks
-from fedlightning.callbacks.shared.ledger import Ledger
+from fedlightning.callbacks.shared.ledger import Ledger, Steps, forgotten
 from fedlightning.callbacks.shared.private_options import (
     NO_SELECTION,
     UNCOUNTED,
@@ -56,7 +53,7 @@ from fedlightning.callbacks.shared.private_options import (
 )
 from fedlightning.callbacks.shared.secret_noise import digest_of, normal, uniform, with_noise
 from fedlightning.callbacks.shared.single_updates import refuse_other_ways
-from fedlightning.callbacks.shared.spending import KNOWN, accountant_of, merged, releases_in, solved_noise, spent_by
+from fedlightning.callbacks.shared.spending import KNOWN, releases_in, write_spending
 from fedlightning.callbacks.shared.sum_noise import PLACE, SharesNoise, SumNoise
 from fedlightning.privacy.release import Release, store, stored
 from fedlightning.ranges import PositiveFloat, PositiveInt, PositiveShare, Range
@@ -65,6 +62,10 @@ from fedlightning.tensors.memory import PIECE
 
 SHARE = 1 / 20
 """Standard deviation of the count's noise over the expected number of participants, as the authors have it."""
+
+
+FEW = 100
+"""Clients below which the noise drowns what they learn, in most settings."""
 
 
 def _pieces(value: Tensor) -> tuple[Tensor, ...]:
@@ -112,9 +113,8 @@ def clipped(sent: Tensor, state: Tensor, factor: float) -> Tensor:
 
 def _rounding_of(clip: float, sent: list[Tensor]) -> float:
     """Return by how much a change that was cut may grow when it is added: to zeros (a new layer) it is rounded itself."""
-    lengths = {
-        name: float(as_reals(value).norm()) for name, value in enumerate(sent)
-    }  # of its own precision, which may end
+    # First of its own precision, which may end.
+    lengths = {name: float(as_reals(value).norm()) for name, value in enumerate(sent)}
     lengths |= {name: _norm(as_reals(sent[name])) for name, length in lengths.items() if math.isinf(length)}
     of_sums = sum(torch.finfo(value.dtype).eps * lengths[name] for name, value in enumerate(sent))
     return of_sums + 4 * clip * _coarsest(sent)
@@ -321,39 +321,32 @@ class ClientDP(ClientSelection, Private, SharesNoise):
         Raises:
             ValueError: With the leak and a way out.
         """
-        accountant_of(self.accountant)
-        masks.library()
+        super().check(setup)
         refuse_fixed_draws(setup)
         refuse_other_ways(self, setup, "neither bounds nor covers with noise")
         refuse_uncovered(setup)
         refuse_other_sum(setup, self._in_sum(setup.run.max_rounds) if self.in_sum else None)
-        warn_of_few(setup, self.delta)
-        if self.noise_seed is not None:
-            setup.warn(self.known_noise)
+        self.warn_of_few(setup, len(setup.run.clients), "clients")
+
+    def warn_of_few(self, setup: Setup, count: int, what: str) -> None:
+        """Warn of few clients, whose noise drowns what they learn, too."""
+        super().warn_of_few(setup, count, what)
+        if count < FEW:
+            setup.warn(
+                f"ClientDP hides one of {count} clients: the noise that this takes is as large as what they have learnt "
+                "together, in most settings. It is made for hundreds of clients and more."
+            )
 
     def check_runs(self, runs: Sequence[tuple[Protection, int]]) -> None:
         """Refuse them if their rounds and what the ledger has exceed `epsilon`."""
         planned = [(one, rounds) for one, rounds in runs if isinstance(one, ClientDP) and one.ledger == self.ledger]
-        if self.ledger is None or self.epsilon is None:
-            return
         with Ledger(self.ledger, "clients", "").held(None) as before:
-            steps = [*before, *((one._noise(rounds), one.rate, rounds) for one, rounds in planned)]
-        self.refuse_beyond(spent_by(self.accountant, self.delta, merged(steps)), len(planned))
+            steps = [*before, *((one.noise_for(one.rate, rounds), one.rate, rounds) for one, rounds in planned)]
+        if self.ledger is not None:
+            self.refuse_beyond(self.epsilon_of(steps), len(planned))
 
     def on_federation_start(self, server: Server) -> None:
-        """Draw the secret, solve for the noise, and find out after how many rounds the budget is spent.
-
-        Raises:
-            ValueError: If not a single round fits into the budget.
-        """
-        budget = self._budget(server)
-        if self.epsilon is None:
-            return
-        if budget.rounds(server.max_rounds) == 0:
-            raise ValueError(
-                f"ClientDP: one round with noise_multiplier={budget.noise:g} and rate={self.rate:g} makes epsilon "
-                f"{budget.after(1):.3g}, more than {self.epsilon:g}. Raise noise_multiplier."
-            )
+        """Draw the secret, solve for the noise, and see that a round fits into the budget."""
         self.on_round_start(server)
 
     def _own(self, server: Server) -> dict[str, Any]:
@@ -370,26 +363,13 @@ class ClientDP(ClientSelection, Private, SharesNoise):
                 raise ValueError(
                     f"{server.round} rounds of this run were without ClientDP, and are not private. Start a new run."
                 )
-            noise = self._noise(server.max_rounds)
+            noise = self.noise_for(self.rate, server.max_rounds)
             own = {"secret": self.new_secret(), "noise_multiplier": noise, "given": given}
             server.state[self.key] = own | {"clip": self.clip, "count": 0.0}
         kept = server.state[self.key]
-        solved = self._noise(server.max_rounds) if self.shares is not None else None
+        solved = self.noise_for(self.rate, server.max_rounds) if self.in_sum else None
         refuse_other_rounds(kept, given, solved, server.max_rounds)
         return kept if self.quantile is not None else kept | {"clip": self.clip}  # a resumed run may have another one
-
-    def _noise(self, max_rounds: int) -> float:
-        """Return the noise multiplier: the one given, or the one with which all rounds fit into the budget."""
-        if self.noise_multiplier is not None:
-            return self.noise_multiplier
-        assert self.epsilon is not None
-        return solved_noise(self.epsilon, self.delta, self.rate, max_rounds, self.accountant)
-
-    def _budget(self, server: Server) -> RoundBudget:
-        own = self._own(server)
-        ledger = Ledger(self.ledger, "clients", own["secret"])
-        noise = float(own["noise_multiplier"])
-        return RoundBudget(self.epsilon, self.delta, noise, self.rate, self.accountant, ledger)
 
     def epsilon_after(self, rounds: int, noise_multiplier: float | None = None) -> float:
         """Return what a number of rounds spends, at :attr:`delta`.
@@ -401,7 +381,22 @@ class ClientDP(ClientSelection, Private, SharesNoise):
         noise = self.noise_multiplier if noise_multiplier is None else noise_multiplier
         if noise is None:
             raise ValueError("ClientDP solves for the noise when a run starts. Give noise_multiplier to ask before.")
-        return RoundBudget(None, self.delta, noise, self.rate, self.accountant, Ledger(None, "", "")).of([], rounds)
+        return self.epsilon_of([(noise, self.rate, rounds)])
+
+    def _ledger(self, server: Server) -> Ledger:
+        return Ledger(self.ledger, "clients", self._own(server)["secret"])
+
+    def _step(self, server: Server) -> tuple[float, float]:
+        """Return noise multiplier and rate of a round."""
+        return float(self._own(server)["noise_multiplier"]), self.rate
+
+    def _spent(self, server: Server, ledger: Ledger, others: Steps) -> tuple[float, float]:
+        """Return what all rounds have spent with other runs, and the same against who knows who took part in which.
+
+        A copy of the run may have gone further: the ledger has its releases.
+        """
+        steps = [*others, (*self._step(server), max(server.round + 1, len(ledger.releases)))]
+        return self.epsilon_of(steps), self.epsilon_of([(noise, 1.0, count) for noise, _, count in steps])
 
     # -- a round -------------------------------------------------------------------------------------------------------
     def on_round_start(self, server: Server) -> None:
@@ -410,30 +405,38 @@ class ClientDP(ClientSelection, Private, SharesNoise):
         Raises:
             ValueError: If this round would exceed it.
         """
-        budget = self._budget(server)
-        if self.epsilon is None or server.stopped is not None or budget.after(server.max_rounds) <= self.epsilon:
+        ledger = self._ledger(server)
+        with ledger.held(None) as others:
+            room = self.room_for(others, self._step(server), server.max_rounds)
+        if room >= server.max_rounds or server.stopped is not None:
             return
-        spent = budget.after(server.round + 1)
-        if spent > self.epsilon * (1 + 1e-9):
+        if room <= server.round:
+            spent = self._spent(server, ledger, others)[0]
             raise ValueError(
                 f"Round {server.round + 1} would spend epsilon={spent:.4g} in all, more than the budget of {self.epsilon:g}. "
-                "Start a new run, planned for this number of rounds."
+                "Raise noise_multiplier, or start a new run that is planned for this number of rounds."
             )
-        last = max(budget.rounds(server.max_rounds) - 1 - server.round, 0)
-        server.stop(self, f"a further round would exceed epsilon={self.epsilon:g}", after=last)
+        server.stop(self, f"a further round would exceed epsilon={self.epsilon:g}", after=room - 1 - server.round)
 
     def participants(self, server: Server) -> Sequence[str]:
         """Return who takes part: a coin for each, from the secret. Who has no samples would add nothing."""
         drawn = uniform(self._own(server)["secret"], f"{server.round}|participants", len(server.clients))
         pairs = zip(server.clients, drawn.tolist(), strict=True)
         there = {client for client in server.clients if server.is_reachable(client) and server.num_samples[client]}
-        if self.in_sum and self._releases(server, self._place(server)):
+        if self.in_sum and self._releases(server):
             return []  # a second sum of the same shares of noise would show the change of who is in one of them
         return [client for client, coin in pairs if coin < self.rate and client in there]
 
-    def _releases(self, server: Server, place: str) -> set[str]:
-        """Return the names of the releases of this round from this model, which begin with its place: one at most."""
-        return {name for name in self._budget(server).released(server.run_dir) if name.startswith(place)}
+    def _releases(self, server: Server) -> set[str]:
+        """Return the names of the releases of this round, also of what a copy of the run has made: one at most."""
+        ledger = self._ledger(server)
+        with ledger.held(None):
+            every = {row[-1] for row in releases_in(server.run_dir)} | ledger.releases
+        return {name for name in every if name.startswith(self._place(server))}
+
+    def _place(self, server: Server) -> str:
+        """Return what the names of all releases of this round begin with."""
+        return f"{server.round:08}"
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send the length to clip to, where it changes."""
@@ -465,7 +468,8 @@ class ClientDP(ClientSelection, Private, SharesNoise):
         return str(client.state[self.key]["secret"])
 
     def _in_sum(self, max_rounds: int, secret: str = "", address: str = "") -> SumNoise:
-        return SumNoise(self._noise(max_rounds), self.in_sum, self.clip, secret, address, self.noise_seed is None)
+        noise = self.noise_for(self.rate, max_rounds)
+        return SumNoise(noise, self.in_sum, self.clip, secret, address, self.noise_seed is None)
 
     def on_update(self, server: Server, update: Update) -> None:
         """Count whose change was no longer than ``C``."""
@@ -510,39 +514,63 @@ class ClientDP(ClientSelection, Private, SharesNoise):
         if not self.in_sum:
             noisy = with_noise(mean, z * clip / expected, own["secret"], f"{server.round}|noise", bound)
         found = {name: narrow(value, server.model[name]) for name, value in noisy.items()}
-        place = self._place(server)
-        release, known = Release(place + digest[:24], found, further), self._releases(server, place)
+        release, known = Release(self._place(server) + digest[:24], found, further), self._releases(server)
         if known - {release.name}:
             release = stored(server.run_dir, known, server.round)
         elif server.run_dir is not None and not known:
             store(server.run_dir, release)
-        private, told = self.noise_seed is None, self._told(server)
-        self._budget(server).spend(server.round, release.name, server.run_dir, private, told)
+        self._spend(server, release.name)
         server.state[self.key] = own | {"count": 0.0, "clip": release.clip}
         return dict(state) | dict(release.state)
 
-    def _place(self, server: Server) -> str:
-        """Return what the names of all releases of this round from this model begin with."""
-        names = set(server.trainable) & set(server.shared_names())
-        return digest_of(f"{server.round}", {name: server.model[name] for name in names})[:8]
+    def _spend(self, server: Server, release: str) -> None:
+        """Write down what a release spends; the same one again spends nothing.
 
-    def _told(self, server: Server) -> dict[str, Any]:
-        """Return what `privacy.json` says beside numbers."""
-        against = (
-            f"everybody who sees the server's models ({KNOWN}: and knows who took part, as readers of this folder do); not "
-            "the server"
-        )
-        if self.in_sum:
-            against = (
-                "everybody who sees the server's models and a server that keeps to the protocol; not who took part"
-            )
-        clip = float(self._own(server)["clip"])
-        return {"unit": "client", "against": against, "clip": clip, **self.items_told(server)}
+        Raises:
+            ValueError: If it would exceed the budget. If the ledger has forgotten an earlier release.
+        """
+        step, rows, ledger = self._step(server), releases_in(server.run_dir), self._ledger(server)
+        written = {row[-1] for row in rows}
+        with ledger.held([(*step, 1)], release) as others:
+            counted = ledger.releases  # those of a copy of this run, too
+            if ledger.path is not None and (written - {release} - counted or (server.round > 0 and not counted)):
+                raise forgotten(ledger.path)
+            spent, known = self._spent(server, ledger, others)
+            if release not in written | counted and not self.fits([*others, (*step, server.round + 1)]):
+                raise ValueError(
+                    f"Round {server.round + 1} would spend epsilon={spent:.4g} in all, with other runs of the ledger: more "
+                    f"than the budget of {self.epsilon:g}."
+                )
+        if server.run_dir is None:
+            return
+        private = self.noise_seed is None
+        told = {
+            "private": private,
+            "epsilon": spent if private else None,
+            KNOWN: known if private else None,
+            "delta": self.delta,
+            "rounds": server.round + 1,
+            "noise_multiplier": step[0],
+            "rate": self.rate,
+            "accountant": self.accountant,
+            "unit": "client",
+            "clip": float(self._own(server)["clip"]),
+            **self.items_told(server),
+        }
+        write_spending(server.run_dir, told, rows, None if release in written else release)
 
     def on_federation_end(self, server: Server) -> None:
         """Say what was spent."""
-        budget = self._budget(server)
+        ledger = self._ledger(server)
+        with ledger.held(None) as others:
+            spent, known = self._spent(server, ledger, others)
         if self.noise_seed is not None:
             warn("ClientDP: this run is not private, because its noise came from a fixed seed.")
         elif server.run_dir is not None:
-            self.say_spent(server, budget.in_words(server.round + 1, {row[-1] for row in releases_in(server.run_dir)}))
+            noise = self._step(server)[0]
+            self.say_spent(
+                server,
+                f"epsilon={spent:.4g} at delta={self.delta:g} for each client, against everybody who sees the models "
+                f"(noise_multiplier={noise:.4g}), and {known:.4g} against who knows who took part, as readers of this run's "
+                "folder do.",
+            )

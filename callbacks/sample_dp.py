@@ -2,8 +2,6 @@
 
 Means by class of a client's samples under SampleDP: clipped sums and counts with noise, one release of all of them.
 
-What SampleDP asks of a fit: how many steps it will take, what it is addressed by, and whose records are.
-
 The loader that a plain Trainer is about to train on: the one place that looks at Lightning's private source of it.
 """
 
@@ -12,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
@@ -36,15 +34,12 @@ from fedlightning.algorithm import (
     TrainingData,
     Update,
     Wire,
-    isolated,
-    probes,
     requires,
     warn,
 )
 from fedlightning.callbacks import sample_dp_checks as checks
-from fedlightning.callbacks.sample_dp_checks import NO_GROUPS, StepBudget, added, count, told_of
-from fedlightning.callbacks.shared import masks
-from fedlightning.callbacks.shared.ledger import Ledger, Steps
+from fedlightning.callbacks.sample_dp_checks import added, count, patients_of
+from fedlightning.callbacks.shared.ledger import Ledger, Steps, forgotten
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches, poisson_loader
 from fedlightning.callbacks.shared.private_options import (
     NO_SELECTION,
@@ -56,9 +51,9 @@ from fedlightning.callbacks.shared.private_options import (
     Private,
     Scores,
 )
-from fedlightning.callbacks.shared.record_gradients import Began, RecordGradients, all_of, refuse_mixed_records
+from fedlightning.callbacks.shared.record_gradients import Began, RecordGradients, all_of
 from fedlightning.callbacks.shared.secret_noise import MAKER, digest_of, with_noise
-from fedlightning.callbacks.shared.spending import accountant_of, write_told
+from fedlightning.callbacks.shared.spending import merged, write_told
 from fedlightning.ranges import PositiveFloat, PositiveInt
 from fedlightning.tensors import entry_kinds
 
@@ -84,10 +79,6 @@ def replaced_train_loader(trainer: Trainer, change: Callable[[Any], Any]) -> Cal
     return lambda: delattr(owner, name) if own is None else setattr(owner, name, own)
 
 
-FEW = 4
-"""Records with which a module is tried."""
-
-
 def add_to(digest: Any, value: Any) -> None:
     """Add a tree of tensors and plain values to a hash; of other objects their class, which is the same in each process."""
     if isinstance(value, Mapping):
@@ -103,54 +94,6 @@ def add_to(digest: Any, value: Any) -> None:
         digest.update(f"|{value!r}".encode())
     else:
         digest.update(f"|{type(value).__qualname__}".encode())
-
-
-def planned_steps(trainer: Any, sampler: PoissonBatches) -> int:
-    """Return the optimizer steps of a fit.
-
-    Raises:
-        ValueError: If nobody knows.
-    """
-    batches, done = min(int(trainer.num_training_batches), len(sampler)), int(trainer.global_step)
-    if trainer.max_steps is not None and trainer.max_steps >= 0:
-        return max(int(trainer.max_steps) - done, 0)
-    if trainer.max_epochs is None or trainer.max_epochs < 0:
-        raise ValueError("SampleDP has to know how long training goes on. Give the Trainer max_epochs or max_steps.")
-    return max(int(trainer.max_epochs) * batches - done, 0)
-
-
-def try_records(module: LightningModule, trainer: Any, owner: str) -> None:
-    """Try a few records of a loader, together and each by itself.
-
-    Raises:
-        ValueError: If they are mixed on the way to their gradients.
-    """
-    loader, convert = trainer.train_dataloader, trainer.precision_plugin.convert_input
-    with isolated(0, owner):
-        few = [loader.dataset[place] for place in range(min(FEW, len(loader.dataset)))]
-    batches = []
-    for records in (few, *([one] for one in few[: FEW - 1])):
-        with isolated(0, owner, "batch"):
-            batches.append(probes.move_batch(module, convert(loader.collate_fn(records))))
-    refuse_mixed_records(module, batches[0], owner, alone=batches[1:])
-
-
-def patients_of(client: Client) -> np.ndarray:
-    """Return the group of each of a client's training samples.
-
-    Raises:
-        ValueError: If nobody knows, of one sample or of all.
-    """
-    groups = client.sample_groups
-    if groups is None:
-        raise ValueError(NO_GROUPS)
-    missing = sum(name is None or name != name for name in groups.tolist())
-    if missing:
-        raise ValueError(
-            f"Of {missing} training samples of client '{client.id}' nobody knows whose they are, and "
-            "SampleDP(unit='patient') covers patients. Name their groups, or leave them out."
-        )
-    return groups
 
 
 SURE = 3.0
@@ -297,18 +240,6 @@ class SampleDP(TrainingData, Private):
             needs=needs, requires=[steady], asynchronous=True, beside_sums=True, no_statistics=UNCOUNTED
         )
 
-    def epsilon_of(self, history: Steps) -> float:
-        """Return what steps spend, at :attr:`delta`.
-
-        Args:
-            history: Noise multiplier, rate and number of steps, for each kind of step.
-        """
-        return self._budget.of(history)
-
-    @property
-    def _budget(self) -> StepBudget:
-        return StepBudget(self.epsilon, self.delta, self.accountant, self.noise_multiplier, self.ledger, self.unit)
-
     def covers(self, item: Outgoing) -> Cover:
         """The model gets noise; logged values are withheld, and scores unless `scores` says otherwise."""
         return self.cover_of(item, ("entries", "models", "means"))
@@ -327,12 +258,10 @@ class SampleDP(TrainingData, Private):
         Raises:
             ValueError: With a way out.
         """
-        accountant_of(self.accountant)
-        masks.library()
+        super().check(setup)
         checks.refuse_uncovered(self, setup, self.noise_multiplier is None, self.unit)
-        checks.warn_of_few(setup, self.delta)
-        if self.noise_seed is not None:
-            setup.warn(self.known_noise)
+        least = min((count for count in setup.data.num_samples.values() if count), default=1)
+        self.warn_of_few(setup, least, "records of a client")
 
     def check_runs(self, runs: Sequence[tuple[Protection, int]]) -> None:
         """Refuse several runs that each solve for the noise with which they spend all of one ledger's `epsilon`."""
@@ -359,11 +288,8 @@ class SampleDP(TrainingData, Private):
             )
 
     def on_round_start(self, server: Server) -> None:
-        """See that all rounds were private, with the same `noise_seed` and `unit`."""
-        given = {"noise_seed": self.noise_seed, "unit": self.unit}
-        before = server.state.get(self.key, {"epsilon": {}, "over": [], **given})
-        checks.refuse_other_rounds(server.round if self.key not in server.state else 0, before, given)
-        server.state[self.key] = before
+        """Keep what clients spend."""
+        server.state.setdefault(self.key, {"epsilon": {}, "over": []})
 
     def wire(self, module: Any) -> Wire:
         """What a client has spent, and whether (1) it has room for another such visit, or not (0)."""
@@ -401,7 +327,7 @@ class SampleDP(TrainingData, Private):
         """Attach the hooks, and raise ValueError if the budget does not last for this fit."""
         if self._sampler is None:  # a phase on public data
             return
-        client, planned = self._client, planned_steps(trainer, self._sampler)
+        client, planned = self._client, checks.planned_steps(trainer, self._sampler)
         if client is None:
             secret, address, history = self._secret, "", self._history
             checks.refuse_steps_before(trainer.global_step, history)
@@ -409,12 +335,14 @@ class SampleDP(TrainingData, Private):
             secret, history = client.state[self.key]["secret"], client.state[self.key]["history"]
             address = f"{client.scratch[self.key]}|{client.phase.name}"
         if not history:
-            try_records(pl_module, trainer, self.key)
+            checks.try_records(pl_module, trainer, self.key)
         keeps = client is not None and client.keeps_optimizers  # then the Trainer's limit is that of the whole run
         visits = 1 if client is None or keeps else client.max_rounds
-        noise = self._budget.noise(history, self._sampler.rate, planned * visits)
-        self._entry = self._budget.file(client, f"{secret}|{address}", self._sampler.units)
-        room = self._budget.enter(self._entry, history, (noise, self._sampler.rate), planned, all_of_them=not keeps)
+        rate = self._sampler.rate
+        goes_on = self.noise_multiplier is None and history  # with the noise that was solved for
+        noise = float(history[-1][0]) if goes_on else self.noise_for(rate, planned * visits)
+        self._entry = self._file(client, f"{secret}|{address}", self._sampler.units)
+        room = self._enter(self._entry, history, (noise, rate), planned, all_of_them=not keeps)
         self._undo.append(checks.refuse_monitors(trainer, pl_module, client is not None))
         began, self._began = self._began, None
         self._fit = RecordGradients(pl_module, self._sampler, self.clip, noise, secret, address, room, began)
@@ -423,9 +351,8 @@ class SampleDP(TrainingData, Private):
         """Take note of how many records there are in the batch."""
         if self._fit is not None:
             self._fit.begin()
-            if (
-                self._client is None or trainer.current_epoch > 0
-            ):  # in a federation those of round 1 were tried before it
+            # In a federation those of round 1 were tried before it.
+            if self._client is None or trainer.current_epoch > 0:
                 self._fit.try_batch(batch, self.key)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
@@ -482,6 +409,59 @@ class SampleDP(TrainingData, Private):
             self._undo.pop()()
         return fit
 
+    def _file(self, client: Client | None, secret: str = "", units: int = 0) -> Ledger:
+        """Return the file that counts visits: in the ledger, or else in the client's folder of the run, if it has one.
+
+        Args:
+            client: The client; `None`: a plain Trainer, of which one file has all.
+            secret: As for :class:`Ledger`.
+            units: The same.
+
+        Raises:
+            ValueError: If the ledger counts these data by the other unit.
+        """
+        if self.ledger is None and client is not None:
+            return Ledger(None if client.folder is None else str(client.folder), "privacy", secret)
+        data, units = ("data", 0) if client is None else (client.id, units)
+        records, patients = (Ledger(self.ledger, f"{data}{of}", secret, units) for of in ("", " by patient"))
+        own, other = (records, patients) if self.unit == "record" else (patients, records)
+        if other.path is not None and other.path.exists():
+            raise ValueError(
+                f"The ledger {self.ledger} counts runs on these data by the other unit than {self.unit}, and the two do not "
+                "add up. Take the same unit."
+            )
+        return own
+
+    def _before(self, history: Steps, others: Steps) -> Steps:
+        """Return what was spent before a visit: what the file has, or what the client remembers if that is more.
+
+        The client forgets visits that the server refused. What it remembers, the file of a run may lack: it is gone, or on
+        another machine. A ledger may not.
+
+        Raises:
+            ValueError: If the ledger lacks it.
+        """
+        counts = {(noise, rate): count for noise, rate, count in merged(others)}
+        if self.ledger is not None and any(counts.get((z, rate), 0) < count for z, rate, count in merged(history)):
+            raise forgotten(Path(self.ledger))
+        return others if self.ledger is not None or self.epsilon_of(others) >= self.epsilon_of(history) else history
+
+    def _enter(self, file: Ledger, history: Steps, kind: tuple[float, float], planned: int, all_of_them: bool) -> int:
+        """Write down the steps of a fit before they are taken; return for how many there is room.
+
+        Raises:
+            ValueError: If not for all of them, and they are needed.
+        """
+        with file.held([(*kind, planned)]) as others:
+            room = self.room_for(self._before(history, others), kind, planned)
+            if room < planned and all_of_them:
+                since = ", since others of the ledger have spent" if self.ledger is not None and others else ""
+                raise ValueError(
+                    f"SampleDP: {planned} more steps would exceed epsilon={self.epsilon:g}; there is room for {room}{since}. "
+                    "Raise noise_multiplier, or train for fewer steps."
+                )
+        return room
+
     def protect(self, client: Client, update: Update) -> None:
         """Send what is not trained back as it came; say what was spent, and whether there is room for another such visit."""
         for name, kind in entry_kinds(client.module).items():
@@ -490,17 +470,17 @@ class SampleDP(TrainingData, Private):
         kept = client.state.get(self.key, {})
         if not kept.get("history") or client.message.work == 0:
             return
-        with self._budget.file(client).held(None) as every:
-            before = self._budget.before(kept["history"], every)
-        spent, left = self.epsilon_of(before), self._budget.fits([*before, *kept["visit"]])
+        with self._file(client).held(None) as every:
+            before = self._before(kept["history"], every)
+        spent, left = self.epsilon_of(before), self.fits([*before, *kept["visit"]])
         spent = min(spent, torch.finfo(torch.float32).max)  # no message holds infinity, which noise of almost 0 spends
         update.extras[self.key] = {"epsilon": torch.tensor(spent), "left": torch.tensor(int(left))}
 
     def class_means(self, client: Client, update: Update, vectors: Vectors, classes: int) -> dict[int, Tensor]:
         """Return noisy means of the classes that are there, after writing down what they spend."""
         kept, address = client.state[self.key], f"{client.scratch[self.key]}|means"
-        file = self._budget.file(client, f"{kept['secret']}|{address}")
-        self._budget.enter(file, kept["history"], (self.means_noise, 1.0), 1, all_of_them=True)
+        file = self._file(client, f"{kept['secret']}|{address}")
+        self._enter(file, kept["history"], (self.means_noise, 1.0), 1, all_of_them=True)
         client.withhold_data("")
         exact = sums_by_class(vectors(), classes, self.means_clip)
         client.withhold_data(self.key)
@@ -523,10 +503,20 @@ class SampleDP(TrainingData, Private):
         """Write down what every client has spent, and end the run before one exceeds its budget."""
         kept = server.state[self.key]
         if server.run_dir is not None and kept["epsilon"]:
-            told = told_of(kept["epsilon"], self.noise_seed is None, self.unit) | self.items_told(server)
-            told |= {"also": [one.promise for one in server.callbacks if isinstance(one, SumCodec) and one.promise]}
-            own = {"delta": self.delta, "rounds": server.round + 1, "clip": self.clip, "accountant": self.accountant}
-            write_told(server.run_dir, told | own)
+            private = self.noise_seed is None
+            told = {
+                "private": private,
+                "epsilon": max(kept["epsilon"].values()) if private else None,
+                "unit": f"{self.unit} of a client",
+                "epsilon_by_client": dict(kept["epsilon"]) if private else {},
+                **self.items_told(server),
+                "also": [one.promise for one in server.callbacks if isinstance(one, SumCodec) and one.promise],
+                "delta": self.delta,
+                "rounds": server.round + 1,
+                "clip": self.clip,
+                "accountant": self.accountant,
+            }
+            write_told(server.run_dir, told)
         if kept["over"] and server.stopped is None:
             server.stop(self, f"client '{kept['over'][0]}' would exceed epsilon={self.epsilon:g} in another visit")
 
@@ -551,7 +541,9 @@ class SampleDP(TrainingData, Private):
         if self._client is not None:
             return
         checks.refuse_plain(trainer, pl_module, self.unit)
-        checks.refuse_another_fit(trainer, [] if self._loaded else self._history)
+        apart = int(sum(steps[-1] for steps in self._history)) - trainer.global_step
+        # one apart: an exception in the middle of a step
+        checks.refuse_another_fit(self._history, self._loaded or (trainer.ckpt_path is None and 0 <= apart <= 1))
         self._loaded = False
         self._secret = self.new_secret()
         if self.noise_seed is not None:
@@ -576,5 +568,5 @@ class SampleDP(TrainingData, Private):
         """Go on counting from a checkpoint of a plain Trainer; raise ValueError if there is a count already."""
         if self._client is not None:
             return
-        checks.refuse_another_count(self._history)
+        checks.refuse_another_fit(self._history, goes_on=False)
         self._history, self._loaded = [list(steps) for steps in state_dict.get("history", [])], True

@@ -1,115 +1,22 @@
 """What SampleDP refuses: what would leave without noise, and settings that it cannot cover.
 
-What SampleDP's steps spend: how many fit into a budget, what was spent before, and what a run's folder says of it.
+What SampleDP asks of a fit: how many steps it will take, and whose records are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 
-from fedlightning.algorithm import Client, Extra, FederatedCallback, Setup, UpdateCodec, probes
-from fedlightning.callbacks.shared.ledger import Ledger, Steps, forgotten
-from fedlightning.callbacks.shared.poisson_batches import refuse_undrawable
+from fedlightning.algorithm import Client, Extra, FederatedCallback, Setup, UpdateCodec, isolated, probes
+from fedlightning.callbacks.shared.ledger import Steps
+from fedlightning.callbacks.shared.poisson_batches import PoissonBatches, refuse_undrawable
 from fedlightning.callbacks.shared.record_gradients import refuse_mixed_records
-from fedlightning.callbacks.shared.spending import merged, most_that, solved_noise, spent_by
-
-
-@dataclass(frozen=True)
-class StepBudget:
-    """The budget of a client's data, or of a plain Trainer's.
-
-    Attributes:
-        epsilon: What may be spent; `None`: any.
-        delta: Probability with which the guarantee may fail.
-        accountant: Name of Opacus' accountant.
-        noise_multiplier: The one that was given; `None`: it is solved.
-        ledger: Folder of the ledger; `None`: each run counts alone.
-        unit: What is hidden, a `"record"` or a `"patient"`.
-    """
-
-    epsilon: float | None
-    delta: float
-    accountant: str
-    noise_multiplier: float | None
-    ledger: str | None
-    unit: str = "record"
-
-    def of(self, history: Steps) -> float:
-        """Return what steps spend."""
-        steps = merged(history)
-        return spent_by(self.accountant, self.delta, steps) if steps else 0.0
-
-    def fits(self, history: Steps) -> bool:
-        """Return whether there is room for all of these steps."""
-        return self.epsilon is None or self.of(history) <= self.epsilon * (1 + 1e-9)
-
-    def noise(self, history: Steps, rate: float, steps: int) -> float:
-        """Return the noise multiplier: the one given, that of the fits before, or one with which so many steps fit."""
-        if self.noise_multiplier is not None:
-            return self.noise_multiplier
-        if history:
-            return float(history[-1][0])
-        assert self.epsilon is not None
-        return solved_noise(self.epsilon, self.delta, rate, steps, self.accountant)
-
-    def file(self, client: Client | None, secret: str = "", units: int = 0) -> Ledger:
-        """Return the file that counts visits: in the ledger, or else in the client's folder of the run, if it has one.
-
-        Args:
-            client: The client; `None`: a plain Trainer, of which one file has all.
-            secret: As for :class:`Ledger`.
-            units: The same.
-
-        Raises:
-            ValueError: If the ledger counts these data by the other unit.
-        """
-        if self.ledger is not None or client is None:
-            data, units = ("data", 0) if client is None else (client.id, units)
-            records, patients = (Ledger(self.ledger, f"{data}{of}", secret, units) for of in ("", " by patient"))
-            own, other = (records, patients) if self.unit == "record" else (patients, records)
-            if other.path is not None and other.path.exists():
-                raise ValueError(
-                    f"The ledger {self.ledger} counts runs on these data by the other unit than {self.unit}, and the two do "
-                    "not add up. Take the same unit."
-                )
-            return own
-        return Ledger(None if client.folder is None else str(client.folder), "privacy", secret)
-
-    def before(self, history: Steps, others: Steps) -> Steps:
-        """Return what was spent before a visit: what the file has, or what the client remembers if that is more.
-
-        The client forgets visits that the server refused. What it remembers, the file of a run may lack: it is gone, or on
-        another machine. A ledger may not.
-
-        Raises:
-            ValueError: If the ledger lacks it.
-        """
-        counts = {(noise, rate): count for noise, rate, count in merged(others)}
-        if self.ledger is not None and any(counts.get((z, rate), 0) < count for z, rate, count in merged(history)):
-            raise forgotten(Path(self.ledger))
-        return others if self.ledger is not None or self.of(others) >= self.of(history) else history
-
-    def enter(self, file: Ledger, history: Steps, kind: tuple[float, float], planned: int, all_of_them: bool) -> int:
-        """Write down the steps of a fit before they are taken; return for how many there is room.
-
-        Raises:
-            ValueError: If not for all of them, and they are needed.
-        """
-        with file.held([(*kind, planned)]) as others:
-            room = room_for(self.fits, self.before(history, others), kind, planned)
-            if room < planned and all_of_them:
-                since = ", since others of the ledger have spent" if self.ledger is not None and others else ""
-                raise ValueError(
-                    f"SampleDP: {planned} more steps would exceed epsilon={self.epsilon:g}; there is room for {room}{since}. "
-                    "Raise noise_multiplier, or train for fewer steps."
-                )
-        return room
+from fedlightning.callbacks.shared.spending import merged
 
 
 def added(history: Steps, steps: Sequence[float]) -> list[list[float]]:
@@ -124,20 +31,56 @@ def count(client: Client, key: str, steps: Sequence[float]) -> None:
     client.state[key] = kept | {"history": added(kept["history"], steps), "visit": visit}
 
 
-def room_for(fits: Callable[[Steps], bool], before: Steps, kind: tuple[float, float], most: int) -> int:
-    """Return for how many of `most` more steps, of a noise and a rate, a budget has room."""
-    return most_that(lambda steps: fits([*before, (*kind, steps)]), most)
+FEW = 4
+"""Records with which a module is tried."""
 
 
-def told_of(epsilon: Mapping[str, float], private: bool, unit: str) -> dict[str, Any]:
-    """Return what a run's folder says of what clients have spent."""
-    return {
-        "private": private,
-        "epsilon": max(epsilon.values()) if private else None,
-        "unit": f"{unit} of a client",
-        "against": "everybody who sees what a client sends, the server too",
-        "epsilon_by_client": dict(epsilon) if private else {},
-    }
+def planned_steps(trainer: Any, sampler: PoissonBatches) -> int:
+    """Return the optimizer steps of a fit.
+
+    Raises:
+        ValueError: If nobody knows.
+    """
+    batches, done = min(int(trainer.num_training_batches), len(sampler)), int(trainer.global_step)
+    if trainer.max_steps is not None and trainer.max_steps >= 0:
+        return max(int(trainer.max_steps) - done, 0)
+    if trainer.max_epochs is None or trainer.max_epochs < 0:
+        raise ValueError("SampleDP has to know how long training goes on. Give the Trainer max_epochs or max_steps.")
+    return max(int(trainer.max_epochs) * batches - done, 0)
+
+
+def try_records(module: LightningModule, trainer: Any, owner: str) -> None:
+    """Try a few records of a loader, together and each by itself.
+
+    Raises:
+        ValueError: If they are mixed on the way to their gradients.
+    """
+    loader, convert = trainer.train_dataloader, trainer.precision_plugin.convert_input
+    with isolated(0, owner):
+        few = [loader.dataset[place] for place in range(min(FEW, len(loader.dataset)))]
+    batches = []
+    for records in (few, *([one] for one in few[: FEW - 1])):
+        with isolated(0, owner, "batch"):
+            batches.append(probes.move_batch(module, convert(loader.collate_fn(records))))
+    refuse_mixed_records(module, batches[0], owner, alone=batches[1:])
+
+
+def patients_of(client: Client) -> np.ndarray:
+    """Return the group of each of a client's training samples.
+
+    Raises:
+        ValueError: If nobody knows, of one sample or of all.
+    """
+    groups = client.sample_groups
+    if groups is None:
+        raise ValueError(NO_GROUPS)
+    missing = sum(name is None or name != name for name in groups.tolist())
+    if missing:
+        raise ValueError(
+            f"Of {missing} training samples of client '{client.id}' nobody knows whose they are, and "
+            "SampleDP(unit='patient') covers patients. Name their groups, or leave them out."
+        )
+    return groups
 
 
 NO_GROUPS = (
@@ -231,13 +174,6 @@ def refuse_coupled(why: str) -> None:
         )
 
 
-def warn_of_few(setup: Setup, delta: float) -> None:
-    """Warn where a client has so few records that the guarantee is worth little."""
-    least = min((count for count in setup.data.num_samples.values() if count), default=1)
-    if delta * least >= 1:
-        setup.warn(f"SampleDP(delta={delta:g}) lets the guarantee fail for one of {least} records of a client.")
-
-
 def refuse_plain(trainer: Trainer, module: LightningModule, unit: str) -> None:
     """Refuse a plain Trainer whose steps cannot be covered.
 
@@ -256,22 +192,6 @@ def refuse_plain(trainer: Trainer, module: LightningModule, unit: str) -> None:
         raise ValueError(f"SampleDP trains on one device, and here are {trainer.world_size}. Use devices=1.")
 
 
-def refuse_other_rounds(without: int, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse a resumed run with rounds whose noise was none, or another.
-
-    Raises:
-        ValueError: Saying which.
-    """
-    if without:
-        raise ValueError(f"{without} rounds of this run were without SampleDP, and are not private. Start a new run.")
-    for name, value in now.items():
-        if before[name] != value:
-            raise ValueError(
-                f"{name} was {before[name]}, and is {value} now: what was spent was counted with that of before. Resume with "
-                "it, or start a new run."
-            )
-
-
 def refuse_steps_before(taken: int, history: Steps) -> None:
     """Refuse a plain Trainer's checkpoint with steps that nobody has counted.
 
@@ -286,24 +206,17 @@ def refuse_steps_before(taken: int, history: Steps) -> None:
         )
 
 
-def refuse_another_fit(trainer: Trainer, history: Steps) -> None:
-    """Refuse a fit of a plain Trainer that does not go on where the callback has counted to, without a checkpoint.
-
-    Raises:
-        ValueError: With the way out.
-    """
-    apart = int(sum(steps[-1] for steps in history)) - trainer.global_step
-    if trainer.ckpt_path is not None or not 0 <= apart <= 1:  # 1: an exception in the middle of a step
-        refuse_another_count(history)
-
-
-def refuse_another_count(history: Steps) -> None:
+def refuse_another_fit(history: Steps, goes_on: bool) -> None:
     """Refuse to count two fits as one: steps would be forgotten, or others taken for them.
 
+    Args:
+        history: Steps that are counted.
+        goes_on: Whether a fit goes on where the count has come to.
+
     Raises:
         ValueError: With the way out.
     """
-    if history:
+    if history and not goes_on:
         raise ValueError(
             f"SampleDP has counted {int(sum(steps[-1] for steps in history))} steps of another fit. Give this one a "
             "Trainer and a SampleDP of its own; with ledger=FOLDER, what both spend on the same data adds up."

@@ -245,9 +245,8 @@ class SecureAggregation(SumCodec):
         answers = yield self._visits(server, "", training)
         there = [answer.client for answer in answers if answer.error is None]
         self._refuse_few(server, there, asked, "have sent masked updates", answers)
-        if (
-            len(moved := contributors(answers)) < LEAST
-        ):  # the changes of the others are zero: the sum would show one or two
+        # The changes of the others are zero: the sum would show one or two.
+        if len(moved := contributors(answers)) < LEAST:
             warn(
                 f"Round {server.round + 1}: {len(moved)} of {len(there)} clients that have sent masked updates took a real "
                 f"step, and SecureAggregation opens no sum of fewer than {LEAST}. The model stays as it is."

@@ -6,7 +6,10 @@ import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from fedlightning.algorithm import Cover, Need, Outgoing, Protection, Server, warn
+from fedlightning.algorithm import Cover, Need, Outgoing, Protection, Server, Setup, warn
+from fedlightning.callbacks.shared import masks
+from fedlightning.callbacks.shared.ledger import Steps
+from fedlightning.callbacks.shared.spending import accountant_of, merged, most_that, solved_noise, spent_by
 from fedlightning.ranges import Range, at_least_one
 
 Delta = Annotated[float, Range("(0, 1)")]
@@ -52,6 +55,30 @@ class Private(Protection):
         self.delta, self.noise_multiplier, self.epsilon, self.clip = delta, noise_multiplier, epsilon, clip
         self.accountant, self.ledger, self.noise_seed, self.scores = accountant, ledger, noise_seed, scores
 
+    def epsilon_of(self, history: Steps) -> float:
+        """Return what steps spend, at :attr:`delta`.
+
+        Args:
+            history: Noise multiplier, rate and number of steps, for each kind of step.
+        """
+        steps = merged(history)
+        return spent_by(self.accountant, self.delta, steps) if steps else 0.0
+
+    def fits(self, history: Steps) -> bool:
+        """Return whether there is room for all of these steps."""
+        return self.epsilon is None or self.epsilon_of(history) <= self.epsilon * (1 + 1e-9)
+
+    def room_for(self, before: Steps, kind: Sequence[float], most: int) -> int:
+        """Return for how many of `most` more steps, of a noise and a rate, there is room."""
+        return most_that(lambda steps: self.fits([*before, (*kind, steps)]), most)
+
+    def noise_for(self, rate: float, steps: int) -> float:
+        """Return the noise multiplier: the one given, or one with which so many steps fit."""
+        if self.noise_multiplier is not None:
+            return self.noise_multiplier
+        assert self.epsilon is not None
+        return solved_noise(self.epsilon, self.delta, rate, steps, self.accountant)
+
     def refuse_beyond(self, spent: float, runs: int) -> None:
         """Refuse runs that together spend more than `epsilon` of what a ledger counts.
 
@@ -62,6 +89,25 @@ class Private(Protection):
             raise ValueError(
                 f"{self.key}: {runs} runs would make epsilon {spent:.4g} in all in ledger {self.ledger}, more than the "
                 f"budget of {self.epsilon:g}. Make fewer, raise noise_multiplier, or tune on data that need no protection."
+            )
+
+    def check(self, setup: Setup) -> None:
+        """See that the packages are there; warn where a fixed seed makes the noise known.
+
+        Raises:
+            ValueError: If one is missing.
+        """
+        accountant_of(self.accountant)
+        masks.library()
+        if self.noise_seed is not None:
+            setup.warn(self.known_noise)
+
+    def warn_of_few(self, setup: Setup, count: int, what: str) -> None:
+        """Warn where there is so little to hide in that the guarantee is worth little."""
+        if self.delta * count >= 1:
+            setup.warn(
+                f"{self.key}(delta={self.delta:g}) lets the guarantee fail for one of {count} {what}. Take one well below "
+                f"{1 / count:.2g}."
             )
 
     @property
@@ -93,7 +139,8 @@ class Private(Protection):
         for item in server.outgoing:
             found[self.covers(item)].append(str(item))
         begins_with = server.blueprint.privacy
-        told = {"begins_with": dict(begins_with)} if begins_with else {}
+        told: dict[str, Any] = {"begins_with": dict(begins_with)} if begins_with else {}
+        told["against"] = "; ".join(f"{one.who} ({one.provided})" for one in self.promises)
         return {name.replace(" ", "_"): texts for name, texts in found.items()} | told
 
     def say_spent(self, server: Server, spent: str) -> None:

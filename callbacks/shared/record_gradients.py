@@ -88,8 +88,11 @@ def _rows(samples: Tensor) -> Tensor:
 
 def _lengths(rows: Tensor) -> Tensor:
     """Return the lengths of rows, in float64."""
-    parts = [part.norm(dim=1).double() for part in rows.split(PART, dim=1)]
-    return parts[0] if len(parts) == 1 else torch.stack(parts).norm(dim=0)
+    whole = rows.shape[1] // PART * PART
+    if not whole:
+        return rows.norm(dim=1).double()
+    parts = rows[:, :whole].unflatten(1, (-1, PART)).norm(dim=2)
+    return torch.cat([parts, rows[:, whole:].norm(dim=1, keepdim=True)], dim=1).double().norm(dim=1)
 
 
 class RecordGradients:

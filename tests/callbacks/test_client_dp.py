@@ -31,7 +31,6 @@ from fedlightning.callbacks import (
     LocalCheckpoint,
     PoissonSampling,
 )
-from fedlightning.callbacks.client_dp_checks import RoundBudget
 from fedlightning.contract.messages import Message, Update
 from fedlightning.engines.attempts import FederationError
 from fedlightning.errors import ConfigurationError
@@ -342,7 +341,7 @@ def test_a_round_that_was_released_is_replayed_and_never_released_again(tmp_path
         found = callback.on_reduced(server, {"w": torch.full((5,), value)})["w"]
         assert torch.equal(found, released.setdefault(round, found))
     told = json.loads((tmp_path / "privacy.json").read_text())
-    assert (told["rounds"], told["releases"]) == (3, 3)
+    assert told["rounds"] == 3
     assert told["epsilon"] == pytest.approx(callback.epsilon_after(3))
     assert len((tmp_path / "privacy.csv").read_text().splitlines()) == 4
 
@@ -352,11 +351,11 @@ def test_a_release_without_an_entry_is_discarded_and_an_entry_without_its_releas
     callback, server = dp(noise_seed=None), server_of(tmp_path, 9)
     server.round = 0
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(RoundBudget, "spend", lambda *values: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(ClientDP, "_spend", lambda *values: (_ for _ in ()).throw(KeyboardInterrupt))
         callback.on_reduced(server, {"w": torch.zeros(5)})
     assert (tmp_path / FILE).exists() and not (tmp_path / "privacy.csv").exists()
     callback.on_reduced(server, {"w": torch.ones(5)})
-    assert json.loads((tmp_path / "privacy.json").read_text())["releases"] == 1
+    assert json.loads((tmp_path / "privacy.json").read_text())["rounds"] == 1
     (tmp_path / FILE).unlink()
     with pytest.raises(ValueError, match=r"Round 1 was released before.*comes out differently now"):
         callback.on_reduced(server, {"w": torch.zeros(5)})
@@ -366,7 +365,7 @@ def test_a_release_without_an_entry_is_discarded_and_an_entry_without_its_releas
 def test_releases_do_not_exceed_the_budget(tmp_path):
     callback = dp(noise_seed=None, noise_multiplier=2.0, epsilon=dp(noise_multiplier=2.0).epsilon_after(2) + 1e-6)
     server = server_of(tmp_path, 2)
-    with pytest.raises(ValueError, match=r"Round 3 is release 3 of this run.*more than the budget"):
+    with pytest.raises(ValueError, match=r"Round 3 would spend .* more than the budget"):
         for round in range(3):
             server.round = round
             callback.on_reduced(server, {"w": torch.zeros(5)})
@@ -423,7 +422,12 @@ def test_a_layer_that_stays_gets_no_noise():
         ([dp()], {"loop": Asynchronous()}, Toy, "ClientDP"),
         ([dp()], {"loop": Synchronous(VirtualClock(SampleSpeed(1.0)), first=2)}, Toy, "first=2 takes in as many"),
         ([dp()], {"precision": "bf16-true"}, Toy, "is torch.bfloat16, and ClientDP covers"),
-        ([ClientDP(delta=1e-3, noise_multiplier=0.1, epsilon=0.1)], {}, Toy, "one round with noise_multiplier=0.1"),
+        (
+            [ClientDP(delta=1e-3, noise_multiplier=0.1, epsilon=0.1)],
+            {},
+            Toy,
+            "Round 1 would spend epsilon=.* Raise noise_multiplier",
+        ),
     ],
 )
 def test_what_is_refused_before_round_1(callbacks, options, kind, reason):
@@ -479,7 +483,7 @@ def test_a_ledger_counts_the_rounds_of_all_runs(tmp_path):
     first, second = run("first"), run("second")
     assert first == pytest.approx(dp().epsilon_after(2)) and second == pytest.approx(dp().epsilon_after(4))
     assert run("third", epsilon=dp().epsilon_after(5) * 1.001) == pytest.approx(dp().epsilon_after(5))  # one round more
-    with pytest.raises(ValueError, match="one round with noise_multiplier=1 and rate=1 makes epsilon"):
+    with pytest.raises(ValueError, match=r"Round 1 would spend epsilon=.* Raise noise_multiplier"):
         run("fourth", epsilon=dp().epsilon_after(5) * 1.001)
 
 

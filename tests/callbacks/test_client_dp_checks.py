@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from fedlightning.callbacks import ClientDP
 from fedlightning.callbacks.client_dp_checks import (
     refuse_contradictions,
     refuse_other_rounds,
     refuse_uncovered,
-    warn_of_few,
 )
 
 FIRST_RUN = {"given": [1.0, 0.5, None], "noise_multiplier": 1.5}
@@ -67,5 +67,5 @@ def test_entries_that_are_neither_bounded_nor_covered():
 @pytest.mark.parametrize(("clients", "delta", "count"), [(200, 1e-3, 0), (50, 1e-3, 1), (50, 0.02, 2), (200, 0.005, 1)])
 def test_few_clients_and_a_large_delta_are_told(clients, delta, count):
     asked = setup(nn.Linear(2, 2), clients=clients)
-    warn_of_few(asked, delta)
+    ClientDP(delta=delta, noise_multiplier=1.0).warn_of_few(asked, clients, "clients")
     assert len(asked.said) == count

@@ -92,7 +92,7 @@ def test_epsilon_is_the_gaussians_and_holds_against_the_server_too(tmp_path):
     trainer = run([dp(noise_seed=None), SecureAggregation()], tmp_path, max_rounds=2)
     said = told(trainer)
     assert said["private"] and said["epsilon"] == pytest.approx(dp().epsilon_after(2))
-    assert "a server that keeps to the protocol" in said["against"] and said["releases"] == 2
+    assert "the server (it keeps to the protocol" in said["against"] and said["rounds"] == 2
     assert any("masked" in item for item in said["noised"])
 
 
@@ -211,7 +211,7 @@ def test_a_round_done_again_without_a_client_is_the_release_of_before(where, fai
             Once.failing = failing
             first = {name: value.clone() for name, value in trainer.server.model.items()}
     same(first, trainer.server.model)
-    assert told(trainer)["releases"] == 2
+    assert told(trainer)["rounds"] == 2
     assert told(trainer)["epsilon"] == pytest.approx(spent_by("rdp", 1e-3, ((1.0, 1.0, 2),)))
 
 

@@ -36,7 +36,6 @@ from fedlightning.callbacks import (
     Local,
     SampleDP,
 )
-from fedlightning.callbacks.sample_dp_checks import room_for
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches
 from fedlightning.callbacks.shared.record_gradients import RecordGradients
 from fedlightning.client.visit import carry_out
@@ -150,7 +149,7 @@ def test_a_batch_of_nobody_is_noise_and_so_is_a_record_whose_gradient_is_not_fin
 def test_the_record_that_stands_in_for_nobody_has_no_part_in_the_step():
     net, sampler = Plain(), PoissonBatches(1, 1, "s", "a")
     fit = RecordGradients(net, sampler, clip=2.0, noise_multiplier=TINY, secret="s", address="a", room=9)
-    sampler.sizes = [0]
+    sampler.sizes, sampler.epoch = [0], 1
     fit.begin()
     net.training_step((torch.ones(1, 4), torch.zeros(1, dtype=torch.long)), 0).backward()
     assert net.layer.weight.grad.norm() > 0.1
@@ -165,7 +164,7 @@ def test_the_noise_has_its_variance_and_is_another_one_for_another_sum():
     fit = RecordGradients(net, sampler, clip=0.5, noise_multiplier=3.0, secret="s", address="a", room=10**6)
     optimizer, drawn = net.configure_optimizers(), []
     sampler.sizes = [0]
-    for sampler.epoch in range(700):
+    for sampler.epoch in range(1, 701):
         fit.begin()
         fit.privatise(optimizer)
         drawn.append(torch.cat([parameter.grad.flatten() for parameter in net.parameters()]))
@@ -252,11 +251,11 @@ def test_noise_is_solved_for_all_visits_of_a_run():
 
 
 def test_the_room_that_is_left():
-    for limit in range(6):
-        assert room_for(lambda steps, most=limit: sum(one[-1] for one in steps) <= most, [], (1.0, 0.1), 4) == min(
-            limit, 4
-        )
-    assert room_for(lambda steps: not steps, [], (1.0, 0.1), 1) == 0
+    for limit in range(1, 6):
+        budget = dp(epsilon=dp().epsilon_of([(1.0, 0.1, limit)]))
+        assert budget.room_for([], (1.0, 0.1), 4) == min(limit, 4)
+        assert budget.room_for([(1.0, 0.1, 1)], (1.0, 0.1), 4) == min(limit - 1, 4)
+    assert dp(epsilon=1e-3).room_for([], (1.0, 0.1), 1) == 0
 
 
 def test_models_and_means_are_told_as_noised():

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from fedlightning.callbacks import SampleDP
-from fedlightning.callbacks.sample_dp import add_to, patients_of, planned_steps
+from fedlightning.callbacks.sample_dp import add_to
+from fedlightning.callbacks.sample_dp_checks import patients_of, planned_steps
 from fedlightning.client.client import Client
 from fedlightning.client.record import ClientRecord
 from fedlightning.contract import CallbackList

@@ -56,7 +56,7 @@ def test_it_is_the_run_without_masks_and_spends_the_same(method, order, tmp_path
 
 def test_the_run_tells_both_promises(tmp_path):
     said = told(run([dp(), SecureAggregation()], tmp_path, max_rounds=2))
-    assert said["private"] and "the server too" in said["against"] and said["epsilon"] > 0
+    assert said["private"] and "all but the client" in said["against"] and said["epsilon"] > 0
     assert "keeps to the protocol" in said["also"][0]
     alone = told(run([dp()], tmp_path / "alone", max_rounds=2))
     assert said["epsilon_by_client"] == alone["epsilon_by_client"] and alone["also"] == []

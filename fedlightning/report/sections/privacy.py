@@ -33,7 +33,7 @@ def privacy(context: Context) -> Section | None:
         Column("delta", "delta", "text", help="probability with which the guarantee may fail"),
         Column("noise", "noise multiplier", decimals=3),
         Column("clip", "clip", decimals=3, help="the most that one of them may change a sum"),
-        Column("releases", "releases", "count"),
+        Column("rounds", "rounds", "count"),
     ]  # fmt: skip
     table = context.table("privacy", "Differential privacy: what runs have spent", columns, rows, seeds=False)
     notes = []
@@ -79,5 +79,5 @@ def _row(method: str, seed: str, told: Mapping[str, Any]) -> dict[str, Any]:
         "delta": "" if delta is None else f"{delta:g}",
         "noise": number("noise_multiplier"),
         "clip": number("clip"),
-        "releases": number("releases"),
+        "rounds": number("rounds"),
     }
