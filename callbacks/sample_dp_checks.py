@@ -182,7 +182,7 @@ def refuse_plain(trainer: Trainer, module: LightningModule, unit: str) -> None:
     """
     if unit == "patient":
         raise ValueError("In a plain Trainer nobody knows whose a record is: unit='patient' takes a federation.")
-    if reload := trainer.reload_dataloaders_every_n_epochs:
+    if reload := trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
         raise ValueError(
             f"SampleDP draws the batches of a whole fit: reload_dataloaders_every_n_epochs={reload} is 0 then."
         )
