@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Literal
 
 from fedlightning.client.data_summary import Description
@@ -97,7 +98,8 @@ def summary_of(
         "callbacks": callbacks,
         "model": type(server.blueprint.template).__name__,
         **({"architectures": describe(server)} if server.is_mixed else {}),
-        "seed": arguments["seed"],
+        "seed": arguments["seed"].run,
+        **({"seeds": asdict(arguments["seed"])} if arguments["seed"].others() else {}),
         "bytes_up": server.costs.bytes_up,
         "bytes_down": server.costs.bytes_down,
         "local_loop": engine.runner.loop.used,

@@ -121,6 +121,7 @@ def agreement(blueprint: Blueprint) -> dict[str, Any]:
     settings = blueprint.settings
     found: dict[str, Any] = {"FedLightning": fedlightning.__version__}
     found |= {name: getattr(settings, name) for name in SETTINGS}
+    found |= {f"seed.{source}": seed for source, seed in settings.other_seeds.items()}
     found |= {name: value for name, value in settings.trainer_arguments.items() if name not in MACHINE}
     found |= of_blueprint(blueprint) | held_values(blueprint.template)
     agreed: dict[str, Any] = json.loads(json.dumps(plain(found)))

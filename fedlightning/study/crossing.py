@@ -14,6 +14,13 @@ if TYPE_CHECKING:  # the process that watches runs imports this file, without nu
     from fedlightning.study.data import StudyData, Table
 
 REST = "together, and by chance"
+SEED = "trainer.seed"
+SOURCES = {
+    f"{SEED}.initialisation": "initialisation",
+    f"{SEED}.participation": "participation",
+    SEED: "order of batches",
+}
+"""Key -> what it addresses; the last one has what no key of its own is crossed for."""
 
 
 def marked(keys: Sequence[str], crossed: Sequence[str], levels: int) -> list[str]:
@@ -40,26 +47,43 @@ def setting(key: str, number: int) -> tuple[str, int]:
     return name, number // levels**place % levels
 
 
-def variances(study: StudyData, vary: Sequence[str]) -> Table:
+def sources_of(keys: Sequence[str]) -> tuple[int, dict[int, str]]:
+    """Return the number of values of each source, and the sources by their digits; 0 and none where nothing is crossed.
+
+    Example:
+        >>> sources_of(["trainer.seed@0/3", "trainer.seed.initialisation@1/3", "data.init_args.seed@2/3"])
+        (3, {0: 'order of batches and participation', 1: 'initialisation', 2: 'data.init_args.seed'})
+        >>> sources_of(["trainer.seed"])
+        (0, {})
+    """
+    crossed = [key.partition("@") for key in keys]
+    digits: dict[int, list[str]] = {}
+    for name, sign, digit in crossed:
+        words = [SOURCES.get(name, name)]
+        if name == SEED:
+            apart = {key for key, *_ in crossed} - {SEED}
+            words = [word for key, word in reversed(SOURCES.items()) if key not in apart]
+        if sign:
+            digits.setdefault(int(digit.partition("/")[0]), []).extend(words)
+    if len(digits) < 2:
+        return 0, {}
+    listed = {place: ", ".join(words[:-1]) + " and " * (len(words) > 1) + words[-1] for place, words in digits.items()}
+    return int(keys[0].rpartition("/")[2]), dict(sorted(listed.items()))
+
+
+def variances(study: StudyData) -> Table:
     """Return one line for each method and source: `std` of the score by it alone, and its `share` of the variance.
 
     They are the components of a random-effects analysis of variance without interactions, which stand in the last source.
     Methods that lack a run have none.
     """
-    digits: dict[int, list[str]] = {}
-    for key in vary:
-        name, _, digit = key.partition("@")
-        if digit:
-            digits.setdefault(int(digit.split("/")[0]), []).append(name)
-    if len(digits) < 2:
-        return []
-    levels = int(vary[0].rpartition("/")[2])
+    levels, sources = study.crossed
     lines: Table = []
-    for method in study.methods:
+    for method in study.methods if sources else ():
         means = {seed: score.mean for seed, score in study.deployed(method, every_seed=True).items()}
         known = {seed: mean for seed, mean in means.items() if mean is not None}
-        if len(known) == levels ** len(digits):
-            parts = _components(known, levels, {place: " and ".join(names) for place, names in sorted(digits.items())})
+        if len(known) == levels ** len(sources):
+            parts = _components(known, levels, sources)
             total = sum(parts.values())
             lines += [
                 {"method": method, "source": source, "std": part**0.5, "share": 100 * part / total if total else None}

@@ -64,9 +64,9 @@ def partition(context: Context) -> Section | None:
     return context.section("partition", "Who holds what", "Data", [context.gallery([picture], table, f"{told}.")])
 
 
-def variance(context: Context, about: Mapping[str, Any]) -> Section | None:
+def variance(context: Context) -> Section | None:
     """Show where the variance of each method's score comes from, of crossed seeds."""
-    rows = variances(context.study.data, about.get("vary") or ())
+    rows = variances(context.study.data)
     columns = [
         METHOD,
         Column("source", "source", "text"),
