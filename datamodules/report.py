@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+COLUMNS = ("split", "client", "samples", "total_variation")
+"""Columns of a table of clients that are no classes."""
+
+
 @dataclass
 class PartitionReport:
     """Class histograms of all clients; `print` it for a table.
@@ -76,10 +80,14 @@ class PartitionReport:
         return float(held.mean()) if len(held) else float("nan")
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one dictionary a client: `client`, `samples`, `total_variation` and one entry a class."""
+        """Return one dictionary a client: `client`, `samples`, `total_variation` and one entry a class.
+
+        A class that is called as another column is `class NAME`.
+        """
+        names = [f"class {name}" if name in COLUMNS else name for name in self.classes]
         return [
             {"client": client, "samples": int(size), "total_variation": float(distance)}
-            | dict(zip(self.classes, map(int, row), strict=True))
+            | dict(zip(names, map(int, row), strict=True))
             for client, size, distance, row in zip(
                 self.client_ids, self.sizes, self.total_variation, self.counts, strict=True
             )
