@@ -142,7 +142,7 @@ def describe(
             table = np.array([[source.num_samples(client, split)] for client in ids])
         else:
             table = np.array(held)
-        names = class_names_of(source)
+        names = class_names_of(source) or [str(number) for number in range(source.num_classes or 0)]
         return PartitionReport(ids, names if len(names) == table.shape[1] else ["all"], table.astype(np.int64))
     ids = [str(i) for i in range(len(source))] if client_ids is None else [str(name) for name in client_ids]
     if len(ids) != len(source):
@@ -155,9 +155,12 @@ def describe(
 
 
 def class_names_of(data: FederatedDataModule) -> list[str]:
-    """Return the names of the classes in their order: those of the data, else their numbers; `[]` where there are none."""
-    names = [str(name) for name in getattr(data, "class_names", None) or ()]
-    return names if len(names) == data.num_classes else [str(number) for number in range(data.num_classes or 0)]
+    """Return the names of the classes in their order, as the data or who made them have it; `[]` where there are none."""
+    for source in (data, data.original):
+        names = [str(name) for name in getattr(source, "class_names", None) or ()]
+        if names and len(names) == data.num_classes:
+            return names
+    return []
 
 
 def plot_partition(

@@ -166,6 +166,7 @@ def describe_data(data: Description, clients: Sequence[str] | None = None, withh
         "module": data.module,
         "partition": data.partition_name,
         "splits": {split: data.splits[split] for split in splits if split in data.splits},
+        **({"class_names": data.class_names} if data.class_names and not withheld else {}),
         "clients": describe_clients(data, data.client_ids if clients is None else clients, withheld),
         **({} if data.planted_groups is None else {"groups": data.planted_groups}),
         **({} if data.public is None else {"public": data.public}),

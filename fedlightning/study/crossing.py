@@ -6,14 +6,8 @@ the key `data.init_args.seed@1/3` is set to digit 1 of the number to the base 3.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from statistics import fmean, variance
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-if TYPE_CHECKING:  # the process that watches runs imports this file, without numpy
-    from fedlightning.study.data import StudyData, Table
-
-REST = "together, and by chance"
 SEED = "trainer.seed"
 SOURCES = {
     f"{SEED}.initialisation": "initialisation",
@@ -69,40 +63,3 @@ def sources_of(keys: Sequence[str]) -> tuple[int, dict[int, str]]:
         return 0, {}
     listed = {place: ", ".join(words[:-1]) + " and " * (len(words) > 1) + words[-1] for place, words in digits.items()}
     return int(keys[0].rpartition("/")[2]), dict(sorted(listed.items()))
-
-
-def variances(study: StudyData) -> Table:
-    """Return one line for each method and source: `std` of the score by it alone, and its `share` of the variance.
-
-    They are the components of a random-effects analysis of variance without interactions, which stand in the last source.
-    Methods that lack a run have none.
-    """
-    levels, sources = study.crossed
-    lines: Table = []
-    for method in study.methods if sources else ():
-        means = {seed: score.mean for seed, score in study.deployed(method, every_seed=True).items()}
-        known = {seed: mean for seed, mean in means.items() if mean is not None}
-        if len(known) == levels ** len(sources):
-            parts = _components(known, levels, sources)
-            total = sum(parts.values())
-            lines += [
-                {"method": method, "source": source, "std": part**0.5, "share": 100 * part / total if total else None}
-                for source, part in parts.items()
-            ]
-    return lines
-
-
-def _components(values: Mapping[int, float], levels: int, sources: Mapping[int, str]) -> dict[str, float]:
-    """Return the components of variance of a full grid of values."""
-    each, grand = len(values) // levels, fmean(values.values())
-    effects = {
-        source: [fmean(v for n, v in values.items() if n // levels**place % levels == digit) for digit in range(levels)]
-        for place, source in sources.items()
-    }
-    rest = sum(
-        (v - grand - sum(effects[source][n // levels**place % levels] - grand for place, source in sources.items()))
-        ** 2
-        for n, v in values.items()
-    ) / (len(values) - 1 - len(sources) * (levels - 1))
-    parts = {source: max(0.0, variance(means) - rest / each) for source, means in effects.items()}
-    return parts | {REST: rest}

@@ -1,8 +1,9 @@
-"""Differences between methods, paired over seeds, since the same seed is the same split."""
+"""Differences between methods, paired over seeds, since the same seed is the same split; the variance by crossed sources."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from statistics import fmean, variance
 from typing import Any
 
 from fedlightning.study.baselines import test_share
@@ -11,6 +12,9 @@ from fedlightning.study.measures import mean_of
 from fedlightning.study.runs import Run
 from fedlightning.study.scores import per_client
 from fedlightning.study.significance import crossed_difference, holm, paired_difference, resampled_difference, wilcoxon
+
+REST = "together, and by chance"
+"""What sources do not explain alone."""
 
 
 def differences(study: StudyData, reference: str | None = None) -> Table:
@@ -106,3 +110,40 @@ def best_method(study: StudyData) -> str | None:
             seeds[method] = len(scores)
     means = {method: mean for method, mean in means.items() if seeds[method] == max(seeds.values())}
     return max(means, key=lambda name: means[name]) if means else None
+
+
+def variances(study: StudyData) -> Table:
+    """Return one line for each method and source: `std` of the score by it alone, and its `share` of the variance.
+
+    They are the components of a random-effects analysis of variance without interactions, which stand in the last source.
+    Methods that lack a run have none.
+    """
+    levels, sources = study.crossed
+    lines: Table = []
+    for method in study.methods if sources else ():
+        means = {seed: score.mean for seed, score in study.deployed(method, every_seed=True).items()}
+        known = {seed: mean for seed, mean in means.items() if mean is not None}
+        if len(known) == levels ** len(sources):
+            parts = _components(known, levels, sources)
+            total = sum(parts.values())
+            lines += [
+                {"method": method, "source": source, "std": part**0.5, "share": 100 * part / total if total else None}
+                for source, part in parts.items()
+            ]
+    return lines
+
+
+def _components(values: Mapping[int, float], levels: int, sources: Mapping[int, str]) -> dict[str, float]:
+    """Return the components of variance of a full grid of values."""
+    each, grand = len(values) // levels, fmean(values.values())
+    effects = {
+        source: [fmean(v for n, v in values.items() if n // levels**place % levels == digit) for digit in range(levels)]
+        for place, source in sources.items()
+    }
+    rest = sum(
+        (v - grand - sum(effects[source][n // levels**place % levels] - grand for place, source in sources.items()))
+        ** 2
+        for n, v in values.items()
+    ) / (len(values) - 1 - len(sources) * (levels - 1))
+    parts = {source: max(0.0, variance(means) - rest / each) for source, means in effects.items()}
+    return parts | {REST: rest}
