@@ -154,7 +154,7 @@ def crossed_difference(
     Example:
         >>> found, p = crossed_difference([0.01, 0.02, 0.09, 0.10], levels=2)
         >>> round(found.centre, 3), round(found.radius, 2), round(p, 2)
-        (0.055, 0.51, 0.4)
+        (0.055, 0.48, 0.4)
     """
     x = _finite(values)
     sources = round(math.log(len(x), levels))
