@@ -195,7 +195,9 @@ class FedGKT(SharesPredictions):
             torch.cat([payload[part] for payload in sent.values()]) for part in ("features", "logits", "labels")
         )
         width, classes = features.shape[1], logits.shape[1]
-        head = make_head(width, self.server_hidden, classes, server.seed, self.key).to(features.dtype)
+        head = make_head(width, self.server_hidden, classes, server.seed_of("initialisation"), self.key).to(
+            features.dtype
+        )
         if "head" in own:
             head.load_state_dict(own["head"])
         loader = DataLoader(

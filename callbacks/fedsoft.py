@@ -118,7 +118,7 @@ class FedSoft(Clusters):
     def on_federation_start(self, server: Server) -> None:
         """Initialise the centres from seeds of their own."""
         for number, centre in enumerate(self.centres, start=1):
-            seed = server.blueprint.settings.seed
+            seed = server.seed_of("initialisation")
             server.models[centre] = another_start(server.module, self.init, seed, self.key, number)
         server.state[self.key] = {"shares": {}, "trained": []}
 
@@ -164,7 +164,7 @@ class FedSoft(Clusters):
             weights = {client: weight for client, weight in weights.items() if weight > 0}
             if self.selected is not None and weights:
                 chances = torch.tensor(list(weights.values()), dtype=torch.float64)
-                count, draw = min(self.selected, len(weights)), server.rng(f"selection of {centre}")
+                count, draw = min(self.selected, len(weights)), server.rng(f"selection of {centre}", "participation")
                 places = torch.multinomial(chances, count, generator=draw).tolist()
                 weights = {list(weights)[place]: 1.0 for place in sorted(places)}
             drawn[centre] = weights

@@ -46,9 +46,9 @@ class HeurpFedLA(pFedLA):
         >>> from types import SimpleNamespace
         >>> from torch import nn
         >>> from fedlightning.callbacks import HeurpFedLA
-        >>> module, settings = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1)), SimpleNamespace(seed=0)
+        >>> module = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1))
         >>> server = SimpleNamespace(module=module, clients=["a", "b"], state={"HeurpFedLA": {"models": {"a": {}}}},
-        ...                          blueprint=SimpleNamespace(settings=settings), shared_names=module.state_dict)
+        ...                          seed_of=lambda source: 0, shared_names=module.state_dict)
         >>> [len(HeurpFedLA(keep_layers=1, keep_by="weight").kept(server, client)) for client in server.clients]
         [1, 0]
         >>> HeurpFedLA(keep_layers=1).kept(server, "a")

@@ -132,7 +132,7 @@ class IFCA(Clusters):
     # -- server --------------------------------------------------------------------------------------------------------
     def on_federation_start(self, server: Server) -> None:
         """Initialise centres 1 to K-1 from seeds of their own."""
-        seed = server.blueprint.settings.seed
+        seed = server.seed_of("initialisation")
         for j in range(1, self.num_clusters):
             start = another_start(server.module, self.init, seed, self.key, j)
             server.models.setdefault(centre(j), start)

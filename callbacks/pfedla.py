@@ -104,9 +104,9 @@ class pFedLA(KeepsClientModels):
         >>> from types import SimpleNamespace
         >>> from torch import nn
         >>> from fedlightning.callbacks import pFedLA
-        >>> module, settings = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1)), SimpleNamespace(seed=0)
+        >>> module = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1))
         >>> server = SimpleNamespace(module=module, clients=["a", "b", "c"], state={},
-        ...                          blueprint=SimpleNamespace(settings=settings))
+        ...                          seed_of=lambda source: 0)
         >>> alpha = pFedLA().weights(server, "a")
         >>> alpha.shape, bool(((alpha - 1 / 3).abs() < 0.05).all())
         (torch.Size([2, 3]), True)
@@ -131,7 +131,7 @@ class pFedLA(KeepsClientModels):
     # -- hypernetworks -------------------------------------------------------------------------------------------------
     def network(self, server: Server, client: str) -> HyperNetwork:
         """Return ``HN_i`` as it began: random weights, which differ between clients."""
-        with isolated(server.blueprint.settings.seed, self.key, client):
+        with isolated(server.seed_of("initialisation"), self.key, client):
             shape = len(layers_of(server)), len(server.clients)
             return HyperNetwork(self.embedding, self.hidden, shape, self.normalise)
 

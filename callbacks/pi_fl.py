@@ -303,7 +303,7 @@ class PIFL(Clusters):
             "evaluations": 0,
         }
         for number, cluster in enumerate(self.clusters if not self.pretrain_rounds else (), start=1):
-            start = another_start(server.module, self.init, server.blueprint.settings.seed, self.key, number)
+            start = another_start(server.module, self.init, server.seed_of("initialisation"), self.key, number)
             server.models[cluster] = dict(server.model) if number == 1 else start
 
     def _join(self, server: Server, clients: Sequence[str]) -> None:
@@ -391,7 +391,8 @@ class PIFL(Clusters):
                 willing.sort(key=lambda client: (-level[client], before.get(client, 0)))
                 picked = willing[:slots]
                 others = [c for c in available if c not in picked and ledger.can_pay(c, self.price)]
-                order = torch.randperm(len(others), generator=server.rng(f"random slots of {cluster}")).tolist()
+                draws = server.rng(f"random slots of {cluster}", "participation")
+                order = torch.randperm(len(others), generator=draws).tolist()
                 picked += [others[place] for place in order[: self.random_slots]]
             for client in picked:
                 ledger.pay(client, cluster, self.price)

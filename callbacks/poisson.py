@@ -24,7 +24,7 @@ class PoissonSampling(ClientSelection):
         >>> from types import SimpleNamespace
         >>> import torch
         >>> from fedlightning.callbacks.poisson import PoissonSampling
-        >>> draws = lambda purpose: torch.Generator().manual_seed(0)
+        >>> draws = lambda *purpose: torch.Generator().manual_seed(0)
         >>> everybody = [str(client) for client in range(1000)]
         >>> server = SimpleNamespace(clients=everybody, is_reachable=lambda client: True, rng=draws)
         >>> len(PoissonSampling(0.1).participants(server))
@@ -38,7 +38,8 @@ class PoissonSampling(ClientSelection):
 
     def participants(self, server: Server) -> list[str]:
         """Return the clients that take part: a coin for each, whoever else can be reached."""
-        drawn = torch.rand(len(server.clients), generator=server.rng("poisson"), dtype=torch.float64) < self.rate
+        draws = server.rng("poisson", "participation")
+        drawn = torch.rand(len(server.clients), generator=draws, dtype=torch.float64) < self.rate
         return [
             client
             for client, takes_part in zip(server.clients, drawn.tolist(), strict=True)

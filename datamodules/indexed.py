@@ -264,6 +264,32 @@ def on_device(source: Any, index: int, part: Tensor, device: torch.device) -> Te
     return found[1]
 
 
+def check_each(owner: Any, count: int, **arrays: Any) -> None:
+    """Refuse labels or groups of samples that are no array of whole numbers, one for each sample.
+
+    Args:
+        owner: The data module.
+        count: Number of samples.
+        **arrays: The arrays by what they are; `None`: there is none.
+
+    Example:
+        >>> import numpy as np
+        >>> from fedlightning.datamodules.indexed import check_each
+        >>> check_each("Mine", 2, labels=np.array([0, 1]), groups=None)
+    """
+    for name, values in arrays.items():
+        if values is None:
+            continue
+        array = np.asarray(values)
+        listed = not isinstance(values, np.ndarray | Tensor)
+        if listed or array.shape != (count,) or (count and array.dtype.kind not in "iu"):
+            kind = f"kind {type(values).__name__}" if listed else f"{array.dtype} of shape {array.shape}"
+            raise ValueError(
+                f"{type(owner).__name__} has {name} of {kind} for {count} samples. Give an array of one whole "
+                "number for each sample of the dataset, as in numpy.array([0, 1, 1]), or None."
+            )
+
+
 MOST_CLASSES = 2**24
 """Classes that are counted at each client."""
 
@@ -389,6 +415,7 @@ class IndexedFederatedDataModule(FederatedDataModule):
             check_split(name)
             if len(split.indices) != len(client_ids):
                 raise ValueError(f"Split {name!r} has {len(split.indices)} index lists for {len(client_ids)} clients.")
+            self._check_rows(name, split, client_ids)
         if not 0 <= self.public_fraction < 1:
             raise ValueError(
                 f"{type(self).__name__} got public_fraction={self.public_fraction}. Use a share of the samples in [0, 1)."
@@ -409,6 +436,19 @@ class IndexedFederatedDataModule(FederatedDataModule):
         self._num_classes = 1 + largest if labels else None
         self._client_ids, self._splits = list(client_ids), dict(splits)
         self._places = {client: place for place, client in enumerate(self._client_ids)}
+
+    def _check_rows(self, name: str, split: Split, client_ids: Sequence[str]) -> None:
+        """Refuse labels, groups and rows that do not go with the samples of a split."""
+        count = len(split.dataset)  # type: ignore[arg-type]
+        check_each(self, count, labels=split.labels, groups=split.groups)
+        for client, rows in zip(client_ids, split.indices, strict=True):
+            held = np.asarray(rows)
+            if len(held) and (held.dtype.kind not in "iu" or held.max() >= count or held.min() < -count):
+                wrong = held.dtype if held.dtype.kind not in "iu" else max(held.max(), held.min(), key=abs)
+                raise ValueError(
+                    f"{type(self).__name__}: client {client!r} has the row {wrong} in its {name} split, and there are "
+                    f"{count} samples. Give whole numbers, counted from 0."
+                )
 
     def _without_public(self, client_ids: list[str], splits: Mapping[str, Split]) -> Split:
         """Take the public samples from the clients; return the training split without them."""

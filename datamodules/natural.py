@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from fedlightning.datamodules.base import SPLITS
 from fedlightning.datamodules.download import refuse_absent
 from fedlightning.datamodules.groups import cut_groups
-from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
+from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split, check_each
 from fedlightning.datamodules.views import Indices
 from fedlightning.ranges import checked
 from fedlightning.seeding import generator
@@ -102,6 +102,8 @@ class NaturalSites(IndexedFederatedDataModule):
         }
         parts: dict[str, list[Indices]] = {split: [] for split in SPLITS}
         owners: dict[int, str] = {}
+        count = len(samples.dataset)  # type: ignore[arg-type]
+        check_each(self, count, labels=samples.labels, groups=samples.groups, strata=samples.strata)
         for client, places in samples.rows.items():
             rows = {"train": np.empty(0, dtype=np.int64)}
             rows |= {split: np.asarray(indices, dtype=np.int64) for split, indices in places.items()}
@@ -111,7 +113,6 @@ class NaturalSites(IndexedFederatedDataModule):
                     f"{type(self).__name__}: client {client!r} has {len(taken)} rows of {', '.join(rows)}. Give "
                     f"{', '.join(SPLITS)} only, and each sample once: what is trained on is not tested on."
                 )
-            count = len(samples.dataset)  # type: ignore[arg-type]
             for row in taken.tolist():
                 if not 0 <= row < count or owners.setdefault(row, client) != client:
                     why = f"client {owners[row]!r} has it too" if row in owners else f"there are {count} samples"

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+COLUMNS = ("split", "client", "samples", "total_variation")
+"""Columns of a table of clients that are no classes."""
+
+
 @dataclass
 class PartitionReport:
     """Class histograms of all clients; `print` it for a table.
@@ -76,10 +80,14 @@ class PartitionReport:
         return float(held.mean()) if len(held) else float("nan")
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one dictionary a client: `client`, `samples`, `total_variation` and one entry a class."""
+        """Return one dictionary a client: `client`, `samples`, `total_variation` and one entry a class.
+
+        A class that is called as another column is `class NAME`.
+        """
+        names = [f"class {name}" if name in COLUMNS else name for name in self.classes]
         return [
             {"client": client, "samples": int(size), "total_variation": float(distance)}
-            | dict(zip(self.classes, map(int, row), strict=True))
+            | dict(zip(names, map(int, row), strict=True))
             for client, size, distance, row in zip(
                 self.client_ids, self.sizes, self.total_variation, self.counts, strict=True
             )
@@ -134,7 +142,7 @@ def describe(
             table = np.array([[source.num_samples(client, split)] for client in ids])
         else:
             table = np.array(held)
-        names = class_names_of(source)
+        names = class_names_of(source) or [str(number) for number in range(source.num_classes or 0)]
         return PartitionReport(ids, names if len(names) == table.shape[1] else ["all"], table.astype(np.int64))
     ids = [str(i) for i in range(len(source))] if client_ids is None else [str(name) for name in client_ids]
     if len(ids) != len(source):
@@ -147,9 +155,12 @@ def describe(
 
 
 def class_names_of(data: FederatedDataModule) -> list[str]:
-    """Return the names of the classes in their order: those of the data, else their numbers; `[]` where there are none."""
-    names = [str(name) for name in getattr(data, "class_names", None) or ()]
-    return names if len(names) == data.num_classes else [str(number) for number in range(data.num_classes or 0)]
+    """Return the names of the classes in their order, as the data or who made them have it; `[]` where there are none."""
+    for source in (data, data.original):
+        names = [str(name) for name in getattr(source, "class_names", None) or ()]
+        if names and len(names) == data.num_classes:
+            return names
+    return []
 
 
 def plot_partition(

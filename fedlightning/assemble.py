@@ -196,7 +196,7 @@ def make_blueprint(options: TrainerOptions, model: LightningModule, run: RunFold
     a = options.arguments
     refuse_requeued(Path.cwd() if run is None else run.path)
     settings = LocalSettings(
-        seed=a["seed"],
+        seed=a["seed"].run,
         max_rounds=options.max_rounds,
         local_epochs=None if a["local_steps"] is not None else (a["local_epochs"] or 1),
         local_steps=a["local_steps"],
@@ -207,6 +207,7 @@ def make_blueprint(options: TrainerOptions, model: LightningModule, run: RunFold
         log_clients=a["log_clients"] is True,
         local_loop=a["local_loop"],
         float_buffers=a["float_buffers"],
+        other_seeds=a["seed"].others(),
     )
     devices = {name: a[name] for name in OF_DEVICES if a[name] not in (None, "auto", 1, "cpu")}
     if devices:

@@ -17,6 +17,7 @@ from fedlightning.cli import main
 from fedlightning.commands.run import cli_class, run, written_out
 from fedlightning.config.errors import InputError
 from fedlightning.config.parsing import CommandLine, plain_values, tidy_help
+from fedlightning.config.short_forms import expand_file
 from fedlightning.config.value_checks import class_of
 from fedlightning.datamodules import FederatedDataModule, Partitioned, Partitioner
 from fedlightning.ranges import checked, replaced
@@ -145,7 +146,8 @@ class FederatedCLI(CommandLine):
         """Add the options of the command, and the project's sections."""
         line = cli_class(self.command)
         line.add_trainer(parser, self.command)
-        parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items()})
+        defaults = expand_file({"trainer": dict(self.trainer_defaults)})["trainer"]
+        parser.set_defaults({f"trainer.{name}": value for name, value in defaults.items()})
         model, data = self.model_class or LightningModule, self.datamodule_class or LightningDataModule
         parser.add_lightning_class_args(model, "model", self.subclass_mode_model, line.needs_model)
         parser.add_lightning_class_args(data, "data", self.subclass_mode_data)

@@ -28,7 +28,7 @@ from fedlightning.errors import ConfigurationError
 from fedlightning.fitted import ClientView as ClientView
 from fedlightning.fitted import FittedFederation
 from fedlightning.guards.dry_run_report import DryRun
-from fedlightning.options import EngineOptions, Evaluation, FailurePolicy
+from fedlightning.options import EngineOptions, Evaluation, FailurePolicy, Seeds
 from fedlightning.options.replaced import ATTRIBUTES, OF_METHODS, REPLACED
 from fedlightning.ranges import (
     Count,
@@ -78,6 +78,7 @@ class FederatedTrainer:
             (float in [0, 1)), a number (int), or a list of their ids. Shares and numbers are drawn with the data module's
             seed. Their scores are rows of their own (model `"unseen"`), in no mean of the others. Default: none.
         seed: Addresses all randomness of the run: initial wrapping, batches, dropout, participation.
+            :class:`~fedlightning.options.Seeds` has one for each source.
         optimizer_state: "reset": every visit makes its optimizers and schedulers anew, and the module's clocks count
             within the visit; "keep": they go on over `max_rounds * local_epochs`. Default: "reset", or as an algorithm asks.
         lr_decay: Factor on all learning rates per round; survives the re-creation of the optimizers.
@@ -165,7 +166,7 @@ class FederatedTrainer:
         local_steps: Count | None = None,
         participation: Count | Clients = 1.0,
         held_out: Natural | HeldOut | list[str | int] | None = None,
-        seed: int = 0,
+        seed: Seeds | int = 0,
         optimizer_state: Literal["reset", "keep"] | None = None,
         lr_decay: Decay = 1.0,
         float_buffers: Literal["average", "local", "server"] = "average",

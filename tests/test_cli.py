@@ -246,10 +246,14 @@ def test_test_an_interrupted_run(finished: Path, capsys: pytest.CaptureFixture[s
     assert results[0] == results[1]
 
 
-def test_predict(run: Path) -> None:
+def test_predict(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
     assert main(["predict", "--run", str(run), "--client", "1", "--checkpoint", "best_local", "--out", "p/one.pt"]) == 0
+    assert "Predictions of client 1's model (best_local, after " in capsys.readouterr().out
     assert torch.load("p/one.pt").shape[1] == 10
     assert main(["predict", "--run", str(run), "--out", "all.pt"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Predictions of the global model (latest, after " in said and "on all clients' test data, shape" in said
     assert torch.load("all.pt").shape == (60, 10)
 
 

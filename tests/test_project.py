@@ -18,6 +18,7 @@ from fedlightning.cli import main
 from fedlightning.config.value_checks import refuse_misread
 from fedlightning.datamodules import DigitsDataModule, IIDPartitioner, Partitioned
 from fedlightning.errors import ConfigurationError
+from fedlightning.options import Evaluation, Seeds
 from fedlightning.project import INSTEAD
 
 PROJECT = """
@@ -128,10 +129,19 @@ class WithStopping(FederatedCLI):
 
 def test_callbacks_hooks_defaults_and_arguments_of_the_project_stay(project):
     defaults = {"callbacks": [{"class_path": "FedProx", "init_args": {"mu": 0.5}}], "max_rounds": 2, "seed": 3}
-    words = ["fit", *IID, "--trainer.enable_progress_bar=False", "--model.num_features=3", "--mail=me"]
+    defaults |= {"evaluation": 2}
+    words = [
+        "fit",
+        *IID,
+        "--trainer.evaluation.stages=[G,L1]",
+        "--trainer.enable_progress_bar=False",
+        "--model.num_features=3",
+        "--mail=me",
+    ]
     line = WithStopping(project.Net, project.Data, trainer_defaults=defaults, args=words)
     assert line.told == ["me", Partitioned, 2]
-    assert (line.trainer.arguments["seed"], line.trainer.callbacks.callbacks[0].mu) == (3, 0.5)
+    assert (line.trainer.arguments["seed"], line.trainer.callbacks.callbacks[0].mu) == (Seeds(3), 0.5)
+    assert line.trainer.arguments["evaluation"] == Evaluation(2, stages=["G", "L1"])
     assert line.trainer.ordinary_callbacks[0].patience == 7
     assert [row["class_path"].rpartition(".")[2] for row in saved()["trainer"]["callbacks"]] == [
         "FedProx",

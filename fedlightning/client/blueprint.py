@@ -235,7 +235,7 @@ class Blueprint:
     def build(self, owner: str, architecture: str | None = None) -> LightningModule:
         """Build a fresh copy of the template, wrapped by every callback. Equal owners get equal bits."""
         made = self._making(self.architecture_of(owner) if architecture is None else architecture)
-        with isolated(self.settings.seed, "build") if made.is_wrapped else nullcontext():
+        with isolated(self.settings.seed_of("initialisation"), "build") if made.is_wrapped else nullcontext():
             module: LightningModule = detached(made.copier.copy())
             if made.is_wrapped:
                 self._configure(module)

@@ -24,6 +24,7 @@ from fedlightning.datamodules.base import SPLITS, FederatedDataModule, in_order
 from fedlightning.datamodules.groups import look
 from fedlightning.datamodules.held_out import without
 from fedlightning.datamodules.public_only import public_content
+from fedlightning.datamodules.report import class_names_of
 from fedlightning.datamodules.sampling import AddressedSampler, kept, readdress, samples_in, seed_in_workers
 from fedlightning.datamodules.views import samples_at
 from fedlightning.seeding import address, isolated
@@ -128,6 +129,7 @@ class Description:
         together: Whether all clients' data are in one place. Else nothing can be trained or scored on their union, and no
             client's model on another client's data.
         classes: Training samples of each class by client, `None` for a client whose data have no labels.
+        class_names: Names of the classes, where the data have names for them.
         splits: A short hash of who holds which samples, by split: equal for two runs on the same split.
         loaders: `batch_size`, `drop_last` and `shuffle` of each client's training loader; clients without one are missing.
         batches: Training batches in an epoch of each client, as far as they are used.
@@ -149,6 +151,7 @@ class Description:
     seed: int = 0
     together: bool = True
     classes: Mapping[str, list[int] | None] = field(default_factory=dict)
+    class_names: list[str] = field(default_factory=list)
     splits: Mapping[str, str] = field(default_factory=dict)
     loaders: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     batches: Mapping[str, int] = field(default_factory=dict)
@@ -239,6 +242,7 @@ def describe(
     found: dict[str, Any] = {}
     if "classes" in details:
         found["classes"] = {client: few.class_counts(client, "train") for client in everybody}
+        found["class_names"] = class_names_of(few)
     if "splits" in details:
         found["splits"] = {split: few.fingerprint(split) for split in SPLITS}
     if "loaders" in details:

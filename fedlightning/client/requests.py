@@ -25,6 +25,7 @@ from fedlightning.compat.system import file_name_of
 from fedlightning.contract import Phase
 from fedlightning.contract.messages import Message, Update
 from fedlightning.datamodules.views import IndexView
+from fedlightning.options.value_objects import Source
 from fedlightning.seeding import isolated, seed_all
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class LocalSettings:
         log_clients: Clients whose own logs are kept for the run's loggers; `True`: all.
         local_loop: `"fast"`, `"trainer"`, or `"auto"`: fast where it applies.
         float_buffers: `"average"`: running statistics travel; `"local"`, `"server"`: no client sends them.
+        other_seeds: Source of randomness -> its seed, where that is another.
     """
 
     seed: int
@@ -61,6 +63,11 @@ class LocalSettings:
     log_clients: bool | list[str] = False
     local_loop: Literal["auto", "trainer", "fast"] = "auto"
     float_buffers: Literal["average", "local", "server"] = "average"
+    other_seeds: dict[str, int] = field(default_factory=dict)
+
+    def seed_of(self, source: Source) -> int:
+        """Return the seed of a source of randomness."""
+        return self.other_seeds.get(source, self.seed)
 
     def folder_of(self, client: str) -> str | None:
         """Return the folder for what is written inside a client's training; `None` if the run writes nothing."""

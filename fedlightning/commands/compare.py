@@ -93,8 +93,9 @@ def parser() -> Parser:
     made.add_list(
         "--cross",
         metavar="KEY",
-        help="where the variance comes from: run every value of KEY, such as data.init_args.seed, with every trainer.seed; "
-        "--seeds says how many of each, and runs are that to the power of the sources",
+        help="where the variance comes from: run every value of KEY with every trainer.seed. KEY: data.init_args.seed (the "
+        "split), trainer.seed.initialisation, trainer.seed.participation; may be repeated. --seeds says how many of each; "
+        "runs are that to the power of the sources",
     )
     made.add_passed_on()
     made.add_runs("5")

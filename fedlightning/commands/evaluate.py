@@ -18,6 +18,7 @@ from fedlightning.commands.json_output import print_json
 from fedlightning.commands.terminal import say, shown
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.datamodules import FederatedDataModule
+from fedlightning.datamodules.report import class_names_of
 from fedlightning.scores.metrics import SHARES, bare
 from fedlightning.storage.files import write_text_atomically
 from fedlightning.study.calibration import calibration, calibration_intervals, wilson
@@ -145,12 +146,16 @@ def show_evaluation(
         table.add_row(line["client"], "" if line["samples"] is None else str(line["samples"]), *cells)
     print_whole(screen, table)
     meanings = "".join(meaning for name, meaning in MEANINGS.items() if name in names[:MOST])
+    classes = [] if data is None else class_names_of(data)
+    event = classes[1] if len(classes) == 2 else None  # of two classes the second is the event
+    meanings += f" Events are of class {event}." if event is not None else ""
     screen.print(f"{INTERVALS}{meanings} All columns are in the files.", highlight=False, markup=False)
     if found is not None and found.reason:
         say(screen, f"No calibration slope: {found.reason}.", markup=False)
     files = []
     if trainer.run is not None:
         about = {"init_from": trainer.arguments["init_from"], "split": split, "least": least}
+        about |= {} if event is None else {"event": event}
         files = write_evaluation(trainer.run.path, lines, {k: v if v is None else str(v) for k, v in about.items()})
         say(screen, f"\nFiles: {', '.join(str(shown(file)) for file in files)}")
     if as_json:

@@ -232,8 +232,12 @@ class Commands(CommandLine):
         with writing(Path(out)):
             Path(out).parent.mkdir(parents=True, exist_ok=True)
             save_tensors(batches, Path(out))
-        shape = f" of shape {tuple(batches.shape)}" if isinstance(batches, torch.Tensor) else ""
-        say(console(), f"Predictions{shape}: {out}")
+        shape = f", shape {tuple(batches.shape)}" if isinstance(batches, torch.Tensor) else ""
+        whose, data = (
+            ("the global model", "all clients'") if client is None else (f"client {client}'s model", "its own")
+        )
+        rounds = f"{checkpoint}, after {self.trainer.rounds_done} of {self.trainer.max_rounds} rounds"
+        say(console(), f"Predictions of {whose} ({rounds}) on {data} test data{shape}: {out}", markup=False)
 
     def onboard(
         self,

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from fedlightning.errors import ConfigurationError, users_line
+from fedlightning.options import FIELDS
 from fedlightning.options.replaced import OF_COMMANDS, REPLACED
 from fedlightning.options.value_objects import ENGINES
 
@@ -72,7 +73,7 @@ def constructor_sentence(error: BaseException, config: Mapping[str, Any]) -> str
         (path, name)
         for section in ("trainer", "model", "data")
         for path, name in _classes(config.get(section), section)
-    ] + [("trainer.evaluation", "Evaluation"), ("trainer.failures", "FailurePolicy")]
+    ] + [(f"trainer.{name}", kind.__name__) for name, (kind, _) in FIELDS.items()]
     place, owner = "", ""
     trace = error.__traceback__
     while trace is not None:  # the innermost constructor of a class that the configuration names

@@ -37,7 +37,7 @@ from fedlightning.config.value_checks import (
     refuse_two_values,
 )
 from fedlightning.errors import ConfigurationError, users_line
-from fedlightning.options import Evaluation, FailurePolicy
+from fedlightning.options import FIELDS, Seeds
 from fedlightning.options.lightning_arguments import FORWARDED
 from fedlightning.trainer import FederatedTrainer
 
@@ -135,9 +135,7 @@ class CommandLine(LightningCLI):
         """Add the command's own options and `trainer`."""
         parser.add_method_arguments(cls, command)
         parser.add_class_arguments(FederatedTrainer, "trainer", instantiate=False, sub_configs=True, fail_untyped=False)
-        written_out = {
-            name: asdict(value) for name, value in (("failures", FailurePolicy()), ("evaluation", Evaluation()))
-        }
+        written_out = {name: asdict(kind()) for name, (kind, _) in FIELDS.items()}
         written_out["engine"] = {"class_path": CLASS_PATHS["sequential"]}
         parser.set_defaults({f"trainer.{name}": value for name, value in written_out.items()})
 
@@ -176,9 +174,12 @@ class CommandLine(LightningCLI):
     # -- the objects -----------------------------------------------------------------------------------------------
     def before_instantiate_classes(self) -> None:
         """Set the seed, so that the same configuration gives the same first weights."""
-        if not 0 <= self.config.trainer.seed < 2**32:
-            raise InputError(f"trainer.seed={self.config.trainer.seed} must be a whole number from 0 to 4294967295.")
-        seed_everything(self.config.trainer.seed, workers=False, verbose=False)
+        for source, seed in self.config.trainer.seed.items():
+            if seed is not None and not 0 <= seed < 2**32:
+                name = "trainer.seed" if source == "run" else f"trainer.seed.{source}"
+                raise InputError(f"{name}={seed} must be a whole number from 0 to 4294967295.")
+        first_weights = Seeds(**vars(self.config.trainer.seed)).of("initialisation")
+        seed_everything(first_weights, workers=False, verbose=False)
         dumped: dict[str, Any] = {}
 
         def section(key: str) -> Any:
@@ -216,6 +217,8 @@ class CommandLine(LightningCLI):
         config = self.config.clone()
         for key in set(vars(config)) - {"trainer", "model", "data"}:
             config.pop(key)
+        if not Seeds(**vars(config.trainer.seed)).others():
+            config.trainer.seed = config.trainer.seed.run
         text: str = self.parser.dump(config, skip_validation=True, skip_unset=False)
         # A text of digits of another script is dumped without quotes, without which it would be refused.
         text = re.sub(r"(?<=[-:] )\S+(?=\n)", lambda word: word[0] if is_plain(word[0]) else f"'{word[0]}'", text)

@@ -12,7 +12,7 @@ from fedlightning import __version__, virtual_time
 from fedlightning.catalogue.algorithm import argument_texts
 from fedlightning.config.class_names import class_names
 from fedlightning.config.short_forms import CLASS_PATHS
-from fedlightning.options import EngineOptions, Evaluation, FailurePolicy
+from fedlightning.options import FIELDS, EngineOptions
 from fedlightning.server import loop
 from fedlightning.trainer import FederatedTrainer
 
@@ -130,7 +130,7 @@ def _of_type(hint: Any) -> dict[str, Any]:
     if origin in (Union, types.UnionType):
         parts = [_of_type(part) for part in get_args(hint)]
         return {"anyOf": parts} if all(parts) else ANYTHING
-    if hint in (Evaluation, FailurePolicy):  # their arguments stand for themselves
+    if hint in (kind for kind, _ in FIELDS.values()):  # their arguments stand for themselves
         return _arguments(hint)
     if hint is EngineOptions:
         names = [*CLASS_PATHS, *CLASS_PATHS.values()]

@@ -1,4 +1,4 @@
-"""Short forms of the trainer's `engine`, `failures` and `evaluation`, and of our classes, written out before they are parsed.
+"""Short forms of the trainer's `engine`, `failures`, `evaluation` and `seed`, and of our classes, written out before parsing.
 
 So files stack key by key: `evaluation: 5` sets the rounds between evaluations and leaves the stages of a file before it, and
 `--trainer.engine.workers=4` goes on from `engine: processes`.
@@ -11,11 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from fedlightning.options import Evaluation, FailurePolicy
+from fedlightning.options import FIELDS
 from fedlightning.options.value_objects import ENGINES, EngineOptions
 
-FIELDS = {"evaluation": "every", "failures": "on_error"}
-"""Argument -> what its short form says."""
 _NAMES = ENGINES | {kind.__name__: kind for kind in ENGINES.values()}
 CLASS_PATHS = {name: f"fedlightning.options.{kind.__name__}" for name, kind in _NAMES.items()}
 """Name of an engine, or of the class of its options -> full path of that class."""
@@ -52,7 +50,7 @@ def _with_full_paths(value: Any) -> Any:
 
 def _expand(name: str, value: Any) -> Any:
     if name in FIELDS and isinstance(value, int | float | str) and not isinstance(value, bool):
-        return {FIELDS[name]: value}
+        return {FIELDS[name][1]: value}
     if name == "engine" and isinstance(value, str) and value in CLASS_PATHS:
         return {"class_path": CLASS_PATHS[value]}
     if name == "engine" and isinstance(value, dict) and (path := CLASS_PATHS.get(str(value.get("class_path")))):
@@ -73,7 +71,7 @@ def expand_words(words: Sequence[str]) -> list[str]:
         name = option.removeprefix("--trainer.")
         if option in (f"--trainer.{argument}" for argument in FIELDS):
             plain = re.fullmatch(r"[-+.\w]+", text if equals else following)
-            word = word if plain is None or plain[0] == "null" else f"{option}.{FIELDS[name]}{equals}{text}"
+            word = word if plain is None or plain[0] == "null" else f"{option}.{FIELDS[name][1]}{equals}{text}"
         elif option == "--trainer.engine" and text in CLASS_PATHS:
             word = f"{option}={CLASS_PATHS[text]}"
         elif expanded and expanded[-1] == "--trainer.engine":
@@ -89,10 +87,8 @@ def nested_options() -> list[str]:
         >>> nested_options()[:2]
         ['--trainer.engine.workers', '--trainer.engine.clients_per_stack']
     """
-    kinds: list[tuple[str, Any]] = [("engine", kind) for kind in ENGINES.values()] + [
-        ("failures", FailurePolicy),
-        ("evaluation", Evaluation),
-    ]
+    kinds: list[tuple[str, Any]] = [("engine", kind) for kind in ENGINES.values()]
+    kinds += [(name, kind) for name, (kind, _) in FIELDS.items()]
     return list(dict.fromkeys(f"--trainer.{name}.{field.name}" for name, kind in kinds for field in fields(kind)))
 
 

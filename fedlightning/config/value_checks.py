@@ -56,7 +56,7 @@ def is_plain(text: str) -> bool:
 
 
 def refuse_form(text: str) -> None:
-    """Refuse a YAML document that is nested too deeply, has a key twice, or a number that is read as another one.
+    """Refuse a YAML document that is nested too deeply or in itself, has a key twice, or a number that is another one.
 
     Example:
         >>> refuse_form("trainer: {seed: 1, seed: 2}")
@@ -65,12 +65,16 @@ def refuse_form(text: str) -> None:
         yaml.error.YAMLError: the key 'seed' stands there twice, the second time in line 1
     """
     keys: list[set[str] | None] = []  # of each level; None for a list
+    anchors: list[str | None] = []
     key_next: list[bool] = []
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.CollectionEndEvent):
             keys.pop()
+            anchors.pop()
             key_next.pop()
         elif isinstance(event, yaml.NodeEvent):
+            if isinstance(event, yaml.AliasEvent) and event.anchor in anchors:
+                raise YAMLError(f"it holds itself by an alias (&{event.anchor:.60}, *{event.anchor:.60})")
             if isinstance(event, yaml.ScalarEvent) and event.style is None and not is_plain(event.value):
                 place = f" in line {event.start_mark.line + 1}" if event.start_mark else ""
                 raise YAMLError(
@@ -90,13 +94,14 @@ def refuse_form(text: str) -> None:
             if isinstance(event, yaml.CollectionStartEvent):
                 is_mapping = isinstance(event, yaml.MappingStartEvent)
                 keys.append(set() if is_mapping else None)
+                anchors.append(event.anchor)
                 key_next.append(is_mapping)
                 if len(keys) > MOST_LEVELS:
                     raise YAMLError(f"it is nested in more than {MOST_LEVELS} levels")
 
 
 def refuse_expansion(value: Any) -> None:
-    """Refuse a YAML document that its aliases make huge or endless ("billion laughs"), without writing it out.
+    """Refuse a YAML document that its aliases make huge ("billion laughs"), without writing it out.
 
     Example:
         >>> refuse_expansion({"a": [1, 2]})
@@ -109,17 +114,12 @@ def refuse_expansion(value: Any) -> None:
         yaml.error.YAMLError: with its aliases (&name, *name) written out it holds more than 100,000 values
     """
     sizes: dict[int, int] = {}
-    open_now: set[int] = set()
 
     def size(item: Any) -> int:
         if not isinstance(item, dict | list):
             return 1
-        if id(item) in open_now:
-            raise YAMLError("it holds itself by an alias (&name, *name)")
         if id(item) not in sizes:
-            open_now.add(id(item))
             sizes[id(item)] = 1 + sum(map(size, item.values() if isinstance(item, dict) else item))
-            open_now.discard(id(item))
         return sizes[id(item)]
 
     if size(value) > MOST_VALUES:

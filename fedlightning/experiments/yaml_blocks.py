@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 import yaml
 
 from fedlightning.config.errors import InputError, suggestion
-from fedlightning.config.value_checks import refuse_form
+from fedlightning.config.value_checks import refuse_expansion, refuse_form
 from fedlightning.ranges import Range, allows, described
 
 T = TypeVar("T")
@@ -55,6 +55,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         refuse_form(text)
         content = yaml.load(text, _NamedValues)  # a SafeLoader
+        refuse_expansion(content)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{path} is no YAML that can be read: {' '.join(str(error).split())[:200]}.") from error
     except OSError as error:

@@ -1,5 +1,7 @@
 """What the values of the trainer's arguments have in common.
 
+What addresses the randomness of a run: the trainer's argument `seed`.
+
 What is scored, when and on what: the trainer's argument `evaluation`.
 
 What becomes of clients that fail: the trainer's argument `failures`.
@@ -27,6 +29,47 @@ def describe_changed(options: Any) -> str:
         if repr(getattr(options, field.name)) != repr(field.default)  # 1.0 is a share, and 1 a number
     ]
     return f"{type(options).__name__}({', '.join(texts)})"
+
+
+Source = Literal["run", "initialisation", "participation"]
+"""A source of randomness that has a seed of its own."""
+
+
+@check_on_creation
+@dataclass(frozen=True)
+class Seeds:
+    """The seeds of a run, one for each source of randomness, so that each can vary while the others stay.
+
+    Args:
+        run: Addresses the order of batches, dropout, and all that has no seed of its own.
+        initialisation: Addresses first weights: what callbacks add to the module and, where a configuration makes it, its
+            own. Default: as `run`.
+        participation: Addresses who takes part in a round. Default: as `run`.
+
+    Example:
+        >>> Seeds.from_short(3).of("participation"), Seeds(3, participation=5).of("participation")
+        (3, 5)
+    """
+
+    run: int = 0
+    initialisation: int | None = None
+    participation: int | None = None
+
+    __repr__ = describe_changed
+
+    @classmethod
+    def from_short(cls, seed: Seeds | int) -> Seeds:
+        """Return the seeds, given as such or by the one of all sources."""
+        return seed if isinstance(seed, cls) else cls(run=seed)  # type: ignore[arg-type]
+
+    def of(self, source: Source) -> int:
+        """Return the seed of a source."""
+        seed: int | None = getattr(self, source)
+        return self.run if seed is None else seed
+
+    def others(self) -> dict[str, int]:
+        """Return the seeds that are not that of the run, by their sources."""
+        return {field.name: seed for field in fields(self) if (seed := self.of(field.name)) != self.run}  # type: ignore[arg-type]
 
 
 Share = Annotated[

@@ -93,7 +93,7 @@ def make_page(
             sections.append(Section(f"study-{context.prefix}", name, name, _facts_line(context.study)))
         sections += _kept(part(context) for part in PARTS)
         told = (about or {}).get(name, {})
-        sections += _kept([setting.variance(context, told), setting.made(context, told)])
+        sections += _kept([setting.variance(context), setting.made(context, told)])
     first = next(iter(studies.values()))
     word = _metric_of(first)
     methods = list(dict.fromkeys(method for study in studies.values() for method in study.data.methods))

@@ -89,6 +89,11 @@ def legend_below(figure: Figure, axes: Axes, columns: int = 3) -> None:
     )
 
 
+def count_along_x(axes: Axes) -> None:
+    """Let ticks below be whole numbers, also where there is one."""
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
 def settle(figure: Figure) -> None:
     """Lay the figure out once, so that every file looks the same (and is written in a third of the time)."""
     for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):

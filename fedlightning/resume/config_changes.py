@@ -71,6 +71,8 @@ def fingerprint(
     trains on what, and every client's batches. It cannot see code: the body of a loss or of a step.
     """
     found: dict[str, Any] = {name: arguments[name] for name in ARGUMENTS}
+    found["seed"] = arguments["seed"].run
+    found |= {f"seed.{source}": seed for source, seed in arguments["seed"].others().items()}
     evaluation: Evaluation = arguments["evaluation"]
     if evaluation.clients is not None:
         found["evaluation.clients"] = evaluation.clients

@@ -180,7 +180,9 @@ def _caption(rows: Sequence[Result]) -> str:
     pooled = "; pooled: all clients' data" if any(row["data"] == POOLED for row in rows) else ""
     gaps = [row for row in rows if row["mean"] is not None and _defined(row) < len(row["per_client"])]
     example = f"({_defined(gaps[0])}/{len(gaps[0]['per_client'])})" if gaps else ""
-    undefined = f" {example}: a mean over the clients on whose data the metric is defined." if gaps else ""
+    undefined = (
+        f" {example}: mean over so many of the clients; on the data of the others it is not defined." if gaps else ""
+    )
     star = " *: what clients deploy." if any(row["stage"] == "L1" and row["data"] == LOCAL for row in rows) else ""
     return "; ".join(stages) + ". local: a client's own data" + pooled + "." + star + undefined
 

@@ -30,6 +30,7 @@ from fedlightning.datamodules.base import in_order
 from fedlightning.engines.attempts import WITHOUT, at_site
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.layers import expand
+from fedlightning.options.value_objects import Source
 from fedlightning.seeding import first_of_permutation, generator
 from fedlightning.server.costs import Costs
 from fedlightning.server.model_store import Architecture, ModelStore, refuse_other_choice, refuse_unlike
@@ -198,9 +199,18 @@ class Server:
         """The run's seed, for addresses of randomness that server and client share."""
         return self.blueprint.settings.seed
 
-    def rng(self, purpose: str) -> torch.Generator:
-        """Return a generator addressed by (seed, round, server, purpose)."""
-        return generator(self.blueprint.settings.seed, self.round, "server", purpose)
+    def seed_of(self, source: Source) -> int:
+        """Return the seed of "initialisation" (first weights) or "participation": :attr:`seed`, unless it is another."""
+        return self.blueprint.settings.seed_of(source)
+
+    def rng(self, purpose: str, source: Source = "run") -> torch.Generator:
+        """Return a generator addressed by (seed, round, server, purpose).
+
+        Args:
+            purpose: What is drawn.
+            source: Whose seed: "participation" for who takes part.
+        """
+        return generator(self.seed_of(source), self.round, "server", purpose)
 
     def participants(self) -> list[str]:
         """Return this round's clients in client order: as a callback says, else a uniform sample without replacement.
@@ -216,9 +226,9 @@ class Server:
         if count == len(self.clients):
             return [client for client in self.clients if self.is_reachable(client)]
         if not self.clock.takes_time:
-            picked = first_of_permutation(len(self.clients), count, self.rng("participation"))
+            picked = first_of_permutation(len(self.clients), count, self.rng("participation", "participation"))
         else:  # the same ones where all can be reached; as few are asked as will do
-            order = torch.randperm(len(self.clients), generator=self.rng("participation")).tolist()
+            order = torch.randperm(len(self.clients), generator=self.rng("participation", "participation")).tolist()
             picked = list(islice((index for index in order if self.is_reachable(self.clients[index])), count))
         return [self.clients[index] for index in sorted(picked)]
 

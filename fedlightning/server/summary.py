@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Literal
 
 from fedlightning.client.data_summary import Description
@@ -97,7 +98,8 @@ def summary_of(
         "callbacks": callbacks,
         "model": type(server.blueprint.template).__name__,
         **({"architectures": describe(server)} if server.is_mixed else {}),
-        "seed": arguments["seed"],
+        "seed": arguments["seed"].run,
+        **({"seeds": asdict(arguments["seed"])} if arguments["seed"].others() else {}),
         "bytes_up": server.costs.bytes_up,
         "bytes_down": server.costs.bytes_down,
         "local_loop": engine.runner.loop.used,
@@ -164,6 +166,7 @@ def describe_data(data: Description, clients: Sequence[str] | None = None, withh
         "module": data.module,
         "partition": data.partition_name,
         "splits": {split: data.splits[split] for split in splits if split in data.splits},
+        **({"class_names": data.class_names} if data.class_names and not withheld else {}),
         "clients": describe_clients(data, data.client_ids if clients is None else clients, withheld),
         **({} if data.planted_groups is None else {"groups": data.planted_groups}),
         **({} if data.public is None else {"public": data.public}),

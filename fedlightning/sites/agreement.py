@@ -54,6 +54,7 @@ LEAVES: Mapping[str, How] = {
     "module": "never",
     "partition_name": "never",
     "classes": "never",
+    "class_names": "never",
     "pooled": "never",
 }
 """How each field of the answer to a greeting, and of the description of the data in it, leaves a site. `"keyed"`: as a hash
@@ -65,6 +66,7 @@ INSTEAD: Mapping[str, Callable[[Description], Any]] = {
     "module": lambda told: "data of sites",
     "partition_name": lambda told: "at sites",
     "classes": lambda told: dict.fromkeys(told.sizes),
+    "class_names": lambda told: [],
     "pooled": lambda told: (),
     "public": lambda told: None,
     "public_print": lambda told: None,
@@ -121,6 +123,7 @@ def agreement(blueprint: Blueprint) -> dict[str, Any]:
     settings = blueprint.settings
     found: dict[str, Any] = {"FedLightning": fedlightning.__version__}
     found |= {name: getattr(settings, name) for name in SETTINGS}
+    found |= {f"seed.{source}": seed for source, seed in settings.other_seeds.items()}
     found |= {name: value for name, value in settings.trainer_arguments.items() if name not in MACHINE}
     found |= of_blueprint(blueprint) | held_values(blueprint.template)
     agreed: dict[str, Any] = json.loads(json.dumps(plain(found)))

@@ -17,6 +17,9 @@ SAMPLED: Mapping[Sampling, str] = {
     "folds.",
 }
 """What seeds change -> which test that takes, in a sentence."""
+SAMPLED_CROSSED = (
+    "Intervals and p-values are of an analysis of variance by source: runs that share a seed vary together."
+)
 
 
 def sampling(runs: Sequence[Run], split: str) -> Sampling:

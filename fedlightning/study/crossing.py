@@ -6,14 +6,15 @@ the key `data.init_args.seed@1/3` is set to digit 1 of the number to the base 3.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from statistics import fmean, variance
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-if TYPE_CHECKING:  # the process that watches runs imports this file, without numpy
-    from fedlightning.study.data import StudyData, Table
-
-REST = "together, and by chance"
+SEED = "trainer.seed"
+SOURCES = {
+    f"{SEED}.initialisation": "initialisation",
+    f"{SEED}.participation": "participation",
+    SEED: "order of batches",
+}
+"""Key -> what it addresses; the last one has what no key of its own is crossed for."""
 
 
 def marked(keys: Sequence[str], crossed: Sequence[str], levels: int) -> list[str]:
@@ -40,45 +41,25 @@ def setting(key: str, number: int) -> tuple[str, int]:
     return name, number // levels**place % levels
 
 
-def variances(study: StudyData, vary: Sequence[str]) -> Table:
-    """Return one line for each method and source: `std` of the score by it alone, and its `share` of the variance.
+def sources_of(keys: Sequence[str]) -> tuple[int, dict[int, str]]:
+    """Return the number of values of each source, and the sources by their digits; 0 and none where nothing is crossed.
 
-    They are the components of a random-effects analysis of variance without interactions, which stand in the last source.
-    Methods that lack a run have none.
+    Example:
+        >>> sources_of(["trainer.seed@0/3", "trainer.seed.initialisation@1/3", "data.init_args.seed@2/3"])
+        (3, {0: 'order of batches and participation', 1: 'initialisation', 2: 'data.init_args.seed'})
+        >>> sources_of(["trainer.seed"])
+        (0, {})
     """
+    crossed = [key.partition("@") for key in keys]
     digits: dict[int, list[str]] = {}
-    for key in vary:
-        name, _, digit = key.partition("@")
-        if digit:
-            digits.setdefault(int(digit.split("/")[0]), []).append(name)
+    for name, sign, digit in crossed:
+        words = [SOURCES.get(name, name)]
+        if name == SEED:
+            apart = {key for key, *_ in crossed} - {SEED}
+            words = [word for key, word in reversed(SOURCES.items()) if key not in apart]
+        if sign:
+            digits.setdefault(int(digit.partition("/")[0]), []).extend(words)
     if len(digits) < 2:
-        return []
-    levels = int(vary[0].rpartition("/")[2])
-    lines: Table = []
-    for method in study.methods:
-        means = {seed: score.mean for seed, score in study.deployed(method, every_seed=True).items()}
-        known = {seed: mean for seed, mean in means.items() if mean is not None}
-        if len(known) == levels ** len(digits):
-            parts = _components(known, levels, {place: " and ".join(names) for place, names in sorted(digits.items())})
-            total = sum(parts.values())
-            lines += [
-                {"method": method, "source": source, "std": part**0.5, "share": 100 * part / total if total else None}
-                for source, part in parts.items()
-            ]
-    return lines
-
-
-def _components(values: Mapping[int, float], levels: int, sources: Mapping[int, str]) -> dict[str, float]:
-    """Return the components of variance of a full grid of values."""
-    each, grand = len(values) // levels, fmean(values.values())
-    effects = {
-        source: [fmean(v for n, v in values.items() if n // levels**place % levels == digit) for digit in range(levels)]
-        for place, source in sources.items()
-    }
-    rest = sum(
-        (v - grand - sum(effects[source][n // levels**place % levels] - grand for place, source in sources.items()))
-        ** 2
-        for n, v in values.items()
-    ) / (len(values) - 1 - len(sources) * (levels - 1))
-    parts = {source: max(0.0, variance(means) - rest / each) for source, means in effects.items()}
-    return parts | {REST: rest}
+        return 0, {}
+    listed = {place: ", ".join(words[:-1]) + " and " * (len(words) > 1) + words[-1] for place, words in digits.items()}
+    return int(keys[0].rpartition("/")[2]), dict(sorted(listed.items()))

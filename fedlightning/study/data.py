@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from fedlightning.scores.metrics import bare, higher_is_better
 from fedlightning.study import roles
 from fedlightning.study.baselines import (
     SAMPLED,
+    SAMPLED_CROSSED,
     Sampling,
     fingerprint,
     odd_splits,
@@ -19,6 +21,7 @@ from fedlightning.study.baselines import (
     why_not,
 )
 from fedlightning.study.columns import GLOBAL, PERSONAL
+from fedlightning.study.crossing import sources_of
 from fedlightning.study.measures import Estimate, RunScores, SeedScore, common_metric, estimate
 from fedlightning.study.runs import DEPLOYED, Run
 from fedlightning.study.samples import Predicted, read
@@ -124,9 +127,14 @@ class StudyData:
             return f"One seed ({listed}): no interval over seeds."
         changed = [words for split, words in _SPLIT_WORDS.items() if self._varies(split)]
         same = [words for split, words in _SPLIT_WORDS.items() if not self._varies(split)]
-        text = f"{len(self.seeds)} seeds ({listed}): they change {_listed(['the initialisation and batch order', *changed])}"
+        levels, sources = self.crossed
+        if sources:
+            text = f"{len(self.seeds)} runs: {levels} seeds of each source, crossed ({'; '.join(sources.values())})"
+        else:
+            words = _listed(["the initialisation and batch order", *changed])
+            text = f"{len(self.seeds)} seeds ({listed}): they change {words}"
         text += f"; {_listed(same)} {'stays' if len(same) == 1 else 'stay'} the same. " if same else ". "
-        return text + SAMPLED[self.sampling]
+        return text + (SAMPLED_CROSSED if sources else SAMPLED[self.sampling])
 
     def _varies(self, split: str) -> bool:
         """Return True if `split` differs between seeds of any method."""
@@ -213,10 +221,27 @@ class StudyData:
         return self.find(method, model=GLOBAL, checkpoint=rule, **where)
 
     def estimate(self, values: Sequence[float | None], metric: str | None = None) -> Estimate:
-        """Return the mean over seeds and its interval, at the study's confidence; `metric`: what the values are of."""
-        return estimate(values, self.confidence, self.interval, self.test_share, metric)
+        """Return the mean over seeds and its interval, at the study's confidence; `metric`: what the values are of.
+
+        Of crossed seeds there is no interval unless every run has a value.
+        """
+        whole = len(values) == self.grid_size
+        levels = self.crossed[0] if whole else 0
+        found = estimate(values, self.confidence, self.interval, self.test_share, metric, levels)
+        return found if whole or not self.grid_size else replace(found, ci95=None)
 
     # -- what seeds vary -------------------------------------------------------------------------------------------
+    @cached_property
+    def crossed(self) -> tuple[int, dict[int, str]]:
+        """Values of each source where seeds are crossed, and the sources by the digits of runs' numbers; else 0 and none."""
+        return sources_of(self.runs[0].vary)
+
+    @property
+    def grid_size(self) -> int:
+        """Runs of a method where seeds are crossed; 0 where they are not."""
+        levels, sources = self.crossed
+        return levels ** len(sources) if sources else 0
+
     @cached_property
     def sampling(self) -> Sampling:
         """Whether seeds change training only, the split, or the fold that is tested."""

@@ -1,14 +1,20 @@
-"""Differences between methods, paired over seeds, since the same seed is the same split."""
+"""Differences between methods, paired over seeds, since the same seed is the same split; the variance by crossed sources."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from statistics import fmean, variance
 from typing import Any
 
 from fedlightning.study.baselines import test_share
 from fedlightning.study.data import StudyData, Table
 from fedlightning.study.measures import mean_of
+from fedlightning.study.runs import Run
 from fedlightning.study.scores import per_client
-from fedlightning.study.significance import holm, paired_difference, resampled_difference, wilcoxon
+from fedlightning.study.significance import crossed_difference, holm, paired_difference, resampled_difference, wilcoxon
+
+REST = "together, and by chance"
+"""What sources do not explain alone."""
 
 
 def differences(study: StudyData, reference: str | None = None) -> Table:
@@ -16,7 +22,7 @@ def differences(study: StudyData, reference: str | None = None) -> Table:
 
     `p` is of the paired t-test where all seeds test the same samples (it speaks of this test set) or disjoint folds, and of
     the corrected resampled t-test where their test sets overlap, with the test/train ratio of these runs; the interval
-    likewise.
+    likewise. Of crossed seeds both are of :func:`~fedlightning.study.significance.crossed_difference`.
     `p_clients` is of Wilcoxon's test over the clients' means over seeds: whether other clients like these would gain too.
     """
     if reference == "best" and "best" not in study.methods:
@@ -43,17 +49,28 @@ def difference(study: StudyData, method: str, reference: str) -> dict[str, Any]:
     x, y = ([float(value) for value in means.values() if value is not None] for means in (a, b))
     if not x or len(x) < len(a):
         return line
-    if study.sampling == "splits":
-        runs = [study.finished[name, seed].run for name in (method, reference) for seed in a]
-        found, p = resampled_difference(x, y, test_share(runs, study.split), study.confidence)
+    if study.grid_size:
+        if len(x) < study.grid_size:
+            return line
+        gaps = [one - other for one, other in zip(x, y, strict=True)]
+        share = test_share(_runs(study, method, reference, a), study.split) if study.sampling == "splits" else 0.0
+        found, p = crossed_difference(gaps, study.crossed[0], share, study.confidence)
+    elif study.sampling == "splits":
+        share = test_share(_runs(study, method, reference, a), study.split)
+        found, p = resampled_difference(x, y, share, study.confidence)
     else:
         found, p = paired_difference(x, y, study.confidence, study.interval)
     line |= {"mean": found.centre, "test": found.method, "p_clients": _over_clients(study, method, reference)}
     line["per_seed"] = {str(seed): one - other for seed, one, other in zip(a, x, y, strict=True)}
     line["better"] = found.centre > 0 if study.higher_is_better else found.centre < 0
     if len(x) > 1:
-        line |= {"ci95": [found.low, found.high], "ci95_radius": found.radius, "p": p, "p_wilcoxon": wilcoxon(x, y)}
+        line |= {"ci95": [found.low, found.high], "ci95_radius": found.radius, "p": p}
+        line["p_wilcoxon"] = None if study.grid_size else wilcoxon(x, y)  # it takes independent runs
     return line
+
+
+def _runs(study: StudyData, method: str, other: str, seeds: Iterable[int]) -> list[Run]:
+    return [study.finished[name, seed].run for name in (method, other) for seed in seeds]
 
 
 def _over_clients(study: StudyData, method: str, reference: str) -> float | None:
@@ -93,3 +110,40 @@ def best_method(study: StudyData) -> str | None:
             seeds[method] = len(scores)
     means = {method: mean for method, mean in means.items() if seeds[method] == max(seeds.values())}
     return max(means, key=lambda name: means[name]) if means else None
+
+
+def variances(study: StudyData) -> Table:
+    """Return one line for each method and source: `std` of the score by it alone, and its `share` of the variance.
+
+    They are the components of a random-effects analysis of variance without interactions, which stand in the last source.
+    Methods that lack a run have none.
+    """
+    levels, sources = study.crossed
+    lines: Table = []
+    for method in study.methods if sources else ():
+        means = {seed: score.mean for seed, score in study.deployed(method, every_seed=True).items()}
+        known = {seed: mean for seed, mean in means.items() if mean is not None}
+        if len(known) == levels ** len(sources):
+            parts = _components(known, levels, sources)
+            total = sum(parts.values())
+            lines += [
+                {"method": method, "source": source, "std": part**0.5, "share": 100 * part / total if total else None}
+                for source, part in parts.items()
+            ]
+    return lines
+
+
+def _components(values: Mapping[int, float], levels: int, sources: Mapping[int, str]) -> dict[str, float]:
+    """Return the components of variance of a full grid of values."""
+    each, grand = len(values) // levels, fmean(values.values())
+    effects = {
+        source: [fmean(v for n, v in values.items() if n // levels**place % levels == digit) for digit in range(levels)]
+        for place, source in sources.items()
+    }
+    rest = sum(
+        (v - grand - sum(effects[source][n // levels**place % levels] - grand for place, source in sources.items()))
+        ** 2
+        for n, v in values.items()
+    ) / (len(values) - 1 - len(sources) * (levels - 1))
+    parts = {source: max(0.0, variance(means) - rest / each) for source, means in effects.items()}
+    return parts | {REST: rest}

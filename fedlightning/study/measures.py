@@ -12,7 +12,7 @@ from fedlightning.scores.metrics import ERRORS, SHARES, bare, choose_metric, hig
 from fedlightning.study.columns import LOCAL, PERSONAL
 from fedlightning.study.fairness import Spread, spread
 from fedlightning.study.runs import DEPLOYED, Run
-from fedlightning.study.significance import mean_interval, widened
+from fedlightning.study.significance import crossed_difference, mean_interval, widened
 
 Address = tuple[str, str, str, str, str, str]
 """Model, stage, checkpoint, data, split and metric (without its split) of a row of `summary.json`."""
@@ -191,6 +191,7 @@ def estimate(
     interval: str = "t",
     test_share: float = 0.0,
     metric: str | None = None,
+    levels: int = 0,
 ) -> Estimate:
     """Return the mean over seeds with its confidence interval.
 
@@ -200,6 +201,7 @@ def estimate(
         interval: `"t"` or `"bootstrap"`.
         test_share: Samples tested for each trained on, where every seed has another of overlapping splits; else 0.
         metric: What the values are of; the interval ends where it ends (shares and errors).
+        levels: Values of each source where the seeds are all numbers of a crossed grid; else 0.
 
     Example:
         >>> found = estimate([0.70, 0.74, 0.72])
@@ -213,9 +215,12 @@ def estimate(
     known = [value for value in values if value is not None]
     if not known or len(known) < len(values):
         return Estimate(n=len(known))
-    found = mean_interval(known, confidence, "t" if test_share else interval)
-    if test_share:
-        found = widened(found, test_share)
+    if levels:
+        found, _ = crossed_difference(known, levels, test_share, confidence)
+    elif test_share:
+        found = widened(mean_interval(known, confidence), test_share)
+    else:
+        found = mean_interval(known, confidence, interval)
     low, high = bounds(metric, known)
     ends = [max(found.low, low), min(found.high, high)]
     return Estimate(found.centre, ends if len(known) > 1 else None, len(known), ends != [found.low, found.high])

@@ -41,6 +41,7 @@ class Run:
         baseline: Whether `compare` added it as a baseline.
         site: The client that was held out, of a run of leave-one-site-out; `None` for an ordinary run.
         cell: Row and column of its method in a grid; `None`: it is of none.
+        vary: Keys that the seed sets, as `compare` writes them.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Run:
     baseline: bool = False
     site: str | None = None
     cell: tuple[str, str] | None = None
+    vary: tuple[str, ...] = ()
 
     @cached_property
     def clients(self) -> list[str]:
@@ -170,6 +172,7 @@ def _runs_of(folder: Path) -> list[Run]:
     added = {method["name"] for method in study["methods"] if method.get("baseline")}
     left_out = {method["name"]: method["left_out"] for method in study["methods"] if method.get("left_out")}
     cells = {method["name"]: tuple(method["cell"]) for method in study["methods"] if method.get("cell")}
+    vary = {method["name"]: tuple(method.get("vary") or ()) for method in study["methods"]}
     runs = []
     for entry in study["runs"]:
         done = entry["state"] == "done"
@@ -179,7 +182,8 @@ def _runs_of(folder: Path) -> list[Run]:
             error = f"Its folder {path} has no summary.json any more."
         name, site = left_out.get(entry["run"], (entry["run"], None))
         run = load_run(path, name, error, entry["run"] in added)
-        runs.append(replace(run, seed=int(entry["seed"]), site=site, cell=cells.get(entry["run"])))
+        label = entry["run"]
+        runs.append(replace(run, seed=int(entry["seed"]), site=site, cell=cells.get(label), vary=vary.get(label, ())))
     return runs
 
 

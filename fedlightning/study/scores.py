@@ -87,6 +87,12 @@ def partition(study: StudyData) -> Table:
     return lines
 
 
+def class_names(study: StudyData) -> list[str]:
+    """Return the names of the classes, as the runs on the usual test data tell them; `[]` where they do not."""
+    told = (scores.run.summary.get("data", {}) for key, scores in study.finished.items() if key not in study.odd)
+    return next((list(map(str, data["class_names"])) for data in told if data.get("class_names")), [])
+
+
 def _sizes(study: StudyData) -> dict[str, dict[str, Any]]:
     """Return the samples of each client by split, from the first run on the usual test data."""
     first = next((scores.run.summary for key, scores in study.finished.items() if key not in study.odd), {})

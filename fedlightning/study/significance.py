@@ -135,6 +135,47 @@ def widened(found: Interval, test_share: float) -> Interval:
     return Interval(found.centre, found.centre - radius, found.centre + radius, found.n, "resampled t")
 
 
+def crossed_difference(
+    values: ArrayLike, levels: int, test_share: float = 0.0, confidence: float = 0.95
+) -> tuple[Interval, float]:
+    """Return the mean of values over a full grid of crossed sources with its interval, and the p-value of a mean of 0.
+
+    Runs that share a split, or first weights, vary together, so that of `L` values of each of `k` sources there are not
+    `L**k` independent runs. The mean's variance is that of a random-effects analysis of variance without interactions: of all
+    sources' mean squares, less `k - 1` times that of the rest, with Satterthwaite's degrees of freedom. With `test_share`,
+    splits overlap: see :func:`resampled_difference`.
+
+    Args:
+        values: One a run, in the order of the runs' numbers, of which the sources are digits.
+        levels: Values of each source.
+        test_share: Samples tested for each trained on, where splits are a source; else 0.
+        confidence: Of the interval.
+
+    Example:
+        >>> found, p = crossed_difference([0.01, 0.02, 0.09, 0.10], levels=2)
+        >>> round(found.centre, 3), round(found.radius, 2), round(p, 2)
+        (0.055, 0.48, 0.4)
+    """
+    x = _finite(values)
+    sources = round(math.log(len(x), levels))
+    grid = x.reshape((levels,) * sources)
+    centred = [grid.mean(axis=tuple(set(range(sources)) - {axis})) - x.mean() for axis in range(sources)]
+    squares = [len(x) / levels * float((effects**2).sum()) for effects in centred]
+    degrees = len(x) - 1 - sources * (levels - 1)
+    rest = max(float(((x - x.mean()) ** 2).sum()) - sum(squares), 0.0) / degrees
+    parts = [square / (levels - 1) for square in squares]
+    less = (sources - 1) * rest
+    spread = max(sum(parts) - less, rest)
+    uncertain = sum(part**2 for part in parts) / (levels - 1) + less**2 / degrees
+    centre, variance = float(x.mean()), spread / len(x) + test_share * float(x.var(ddof=1))
+    if variance == 0 or uncertain == 0:
+        return Interval(centre, centre, centre, len(x), "crossed t"), float(centre == 0)
+    freedom = max(spread**2 / uncertain, 1.0)
+    radius = _quantile(confidence, freedom) * math.sqrt(variance)
+    p = 2 * float(_stats().t.sf(abs(centre) / math.sqrt(variance), freedom))
+    return Interval(centre, centre - radius, centre + radius, len(x), "crossed t"), p
+
+
 def wilcoxon(a: ArrayLike, b: ArrayLike) -> float:
     """Return the two-sided p-value of Wilcoxon's signed-rank test of paired runs.
 
@@ -248,7 +289,7 @@ def _stats() -> Any:
 
 
 @lru_cache(maxsize=64)
-def _quantile(confidence: float, degrees: int | None) -> float:
+def _quantile(confidence: float, degrees: float | None) -> float:
     """Return the upper quantile of Student's t, or of the normal distribution. Cached, since scipy's take long."""
     tail = (1 + confidence) / 2
     return float(_stats().norm.ppf(tail) if degrees is None else _stats().t.ppf(tail, degrees))

@@ -295,7 +295,7 @@ class Asynchronous(Loop):
             return math.inf
         busy = {job.client for job in self._in_flight}
         idle = [client for client in server.clients if client not in busy and server.num_samples[client]]
-        draws = generator(server.seed, "departures", self._departures, server.costs.virtual_time)
+        draws = generator(server.seed_of("participation"), "departures", self._departures, server.costs.virtual_time)
         chosen: dict[str, Any] = {}
         for place in torch.randperm(len(idle), generator=draws).tolist():
             if len(chosen) == free:

@@ -181,7 +181,7 @@ def test_clients_are_drawn_by_their_weights():
         server = SimpleNamespace(
             state={"FedSoft": {"shares": shares_of}},
             num_samples={"a": 10, "b": 10, "c": 10},
-            rng=lambda purpose, number=number: generator(number, purpose),
+            rng=lambda purpose, source, number=number: generator(number, purpose),
         )
         (chosen,) = FedSoft(1, selected=1).draw(server, ["a", "b", "c"])["centre 1"]
         count[chosen] += 1
@@ -318,7 +318,9 @@ def test_the_chances_of_a_draw_are_those_of_drawing_one_after_another():
     algorithm, counts = FedSoft(2, selected=2), Counter()
     for number in range(draws):
         server = SimpleNamespace(
-            state={"FedSoft": {"shares": known}}, num_samples=sizes, rng=lambda purpose, n=number: generator(n, purpose)
+            state={"FedSoft": {"shares": known}},
+            num_samples=sizes,
+            rng=lambda purpose, source, n=number: generator(n, purpose),
         )
         for centre, members in algorithm.draw(server, list(sizes)).items():
             counts.update((centre, client) for client in members)

@@ -260,6 +260,9 @@ class Desk:
     def rng(self, *address):
         return torch.Generator()
 
+    def seed_of(self, source):
+        return 0
+
 
 def answer(client, steps=3, error=None, **extras):
     state = {"w": torch.full((1,), float(ord(client)))}

@@ -46,6 +46,8 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_model_is_scored_with_samples_intervals_and_a_floor(folder, capsys):
+    table = (folder / "ill.csv").read_text() + "\n"
+    (folder / "ill.csv").write_text(table.replace(",0\n", ",no\n").replace(",1\n", ",yes\n"))
     found = last_line(["evaluate", "given.pt", "--config", "c.yaml", "--json"], capsys)
     lines = {line["client"]: line for line in found["clients"]}
     assert lines["Bern"]["why"] == "fewer than 10 samples" and lines["Bern"]["samples"] is None
@@ -57,8 +59,10 @@ def test_a_model_is_scored_with_samples_intervals_and_a_floor(folder, capsys):
     run = folder / "runs/ev/version_0"
     with (run / "evaluation.csv").open() as file:
         assert [line["client"] for line in csv.DictReader(file)] == list(lines)
-    assert json.loads((run / "evaluation.json").read_text())["least"] == "10"
+    about = json.loads((run / "evaluation.json").read_text())
+    assert (about["least"], about["event"]) == ("10", "yes")
     summary = json.loads((run / "summary.json").read_text())
+    assert summary["data"]["class_names"] == ["no", "yes"]
     assert summary["rounds"] == 0 and set(summary["results"][0]["per_client"]) == {"Oslo", "Rome"}
     given = torch.load(folder / "given.pt", weights_only=True)
     again = Classifier(MLP(2, [], 2), num_classes=2)

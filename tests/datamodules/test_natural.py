@@ -89,6 +89,16 @@ def test_a_client_may_have_test_samples_alone(root, monkeypatch):
     assert [clinics(root).num_samples("b", split) for split in ("train", "val", "test")] == [0, 0, 2]
 
 
+@pytest.mark.parametrize("name", ["labels", "groups", "strata"])
+@pytest.mark.parametrize("values", [np.arange(3), np.zeros(20), list(range(20))], ids=["short", "kind", "list"])
+def test_labels_are_one_whole_number_for_each_sample(root, monkeypatch, name, values):
+    whole = Clinics(root).read()
+    given = {"labels": whole.labels} | {name: values}
+    monkeypatch.setattr(Clinics, "read", lambda self: SiteSamples(whole.dataset, whole.rows, **given))
+    with pytest.raises(ValueError, match=rf"^Clinics has {name} of .* for 20 samples\. Give an array"):
+        clinics(root)
+
+
 @pytest.mark.parametrize(
     ("rows", "why"), [([5, 6], "sample 5, and client 'a' has it too"), ([-1], "sample -1, and there are")]
 )

@@ -25,6 +25,15 @@ def test_histogram_and_distance():
         describe([[0], [1]], client_ids=["a"])
 
 
+def test_a_class_that_is_called_as_a_column_takes_no_columns_place():
+    report = describe([[0, 1], [2]], labels=["client", "samples", "dog"], client_ids=["a", "b"])
+    assert report.rows()[0] == {"client": "a", "samples": 2, "total_variation": pytest.approx(1 / 3)} | {
+        "class client": 1,
+        "class samples": 1,
+        "dog": 0,
+    }
+
+
 def test_without_labels_all_samples_are_one_class():
     report = describe([[0, 1], [2]])
     assert report.classes == ["all"] and report.sizes.tolist() == [2, 1]

@@ -11,6 +11,8 @@ import torch
 import fedlightning
 
 # isort: split
+from lightning.pytorch import Trainer
+
 from fedlightning.callbacks import FENDA, FedAvg, FedPer
 from fedlightning.deployment.checkpoints import Exporter, link
 from fedlightning.storage.files import UnreadableError
@@ -154,3 +156,23 @@ def test_what_an_interrupted_link_left_is_not_written_through(tmp_path: Path) ->
     exporter.save(client, Toy(), {"client": "0"})
     assert whole.read_bytes() == before
     assert not client.samefile(whole)
+
+
+def test_an_exported_checkpoint_goes_on_in_plain_lightning(tmp_path: Path) -> None:
+    federate(Toy(), toy_data(), [FedAvg()], tmp_path)
+    file, data = next(tmp_path.rglob("checkpoints/global.ckpt")), toy_data()
+    data.setup()
+    options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "max_epochs": 1}
+    options |= {"enable_progress_bar": False, "enable_model_summary": False}
+    loaders = {split: data.client_dataloader("0", split) for split in ("train", "test")}
+    exported = torch.load(file, weights_only=True)["state_dict"]
+    tested = Toy()
+    Trainer(**options).test(tested, loaders["test"], ckpt_path=file, verbose=False, weights_only=True)
+    assert equal(module_state(tested), exported)
+    with pytest.raises(KeyError, match="contains only the model"):  # optimizers are the clients' own
+        Trainer(**options).fit(Toy(), loaders["train"], ckpt_path=file, weights_only=True)
+    opened = fedlightning.load(file, Toy())
+    assert equal(module_state(opened), exported)
+    trainer = Trainer(**options)
+    trainer.fit(opened, loaders["train"])
+    assert trainer.global_step > 0 and not equal(module_state(opened), exported)

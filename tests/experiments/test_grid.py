@@ -43,6 +43,28 @@ def test_files_are_beside_the_grid_and_what_stands_in_it_is_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("methods: &a [*a]", "it holds itself by an alias"),
+        ("methods: {a: &a {config: [*a]}}", "it holds itself by an alias"),
+        (
+            "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
+            + "".join(
+                f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n"
+                for before, name in zip("abcde", "bcdef", strict=True)
+            ),
+            "holds more than 100,000 values",
+        ),
+    ],
+    ids=["list", "mapping", "laughs"],
+)
+def test_aliases_are_bounded(text, reason, tmp_path):
+    (tmp_path / "grid.yaml").write_text(text)
+    with pytest.raises(InputError, match=reason):
+        read_grid(tmp_path / "grid.yaml", tmp_path)
+
+
+@pytest.mark.parametrize(
     ("given", "reason"),
     [
         ({"methods": {"a": {}}}, "the grid has no 'variants'"),

@@ -19,6 +19,7 @@ from fedlightning.options import (
     Flower,
     Processes,
     Ray,
+    Seeds,
     Sequential,
     Vectorized,
 )
@@ -39,8 +40,8 @@ def arguments_of(*words):
 
 
 def test_short_forms_are_the_values():
-    short = FederatedTrainer(engine="processes", failures="retry", evaluation=5).arguments
-    whole = {"engine": Processes(), "failures": FailurePolicy("retry"), "evaluation": Evaluation(5)}
+    short = FederatedTrainer(engine="processes", failures="retry", evaluation=5, seed=3).arguments
+    whole = {"engine": Processes(), "failures": FailurePolicy("retry"), "evaluation": Evaluation(5), "seed": Seeds(3)}
     assert {name: short[name] for name in whole} == whole
     names = ("sequential", "processes", "vectorized", "ray", "flower", "auto")
     kinds = [type(FederatedTrainer(engine=name).arguments["engine"]) for name in names]
@@ -88,6 +89,8 @@ REFUSED = [
     (FailurePolicy, {"min_clients": 1.5}, "min_clients=1.5"),
     (FailurePolicy, {"timeout": float("nan")}, "timeout=nan.* It must be finite"),
     (FailurePolicy, {"update_limit": 1}, r"update_limit=1\. Use a number in \(1, inf\), or None"),
+    (Seeds, {"run": True}, "run=True. Use a whole number"),
+    (Seeds, {"participation": 1.5}, "participation=1.5. Use a whole number, or None"),
     (Processes, {"workers": 0}, "workers=0"),
     (Vectorized, {"clients_per_stack": 1.0}, "clients_per_stack=1.0"),
     (Ray, {"num_cpus": 0}, "num_cpus=0. Use a number .* Fractions such as 0.5"),
@@ -117,15 +120,19 @@ def test_an_old_key_gets_a_sentence_that_names_the_new_one(name):
 
 def test_words_and_files_stack_key_by_key(tmp_path):
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
-    first.write_text("trainer: {engine: processes, failures: {min_clients: 2}, evaluation: {stages: [G], every: 3}}")
+    first.write_text(
+        "trainer: {engine: processes, failures: {min_clients: 2}, evaluation: {stages: [G], every: 3}, "
+        "seed: {participation: 4}}"
+    )
     second.write_text(
-        "trainer: {engine: {class_path: processes, init_args: {workers: 3}}, failures: retry, evaluation: 5}"
+        "trainer: {engine: {class_path: processes, init_args: {workers: 3}}, failures: retry, evaluation: 5, seed: 7}"
     )
     words = ["--config", str(first), "--config", str(second), "--trainer.failures.retries=4"]
     found = arguments_of(*words)
     assert found["engine"] == Processes(3)
     assert found["failures"] == FailurePolicy("retry", retries=4, min_clients=2)
     assert found["evaluation"] == Evaluation(5, stages=["G"])
+    assert found["seed"] == Seeds(7, participation=4)
     assert arguments_of(*words, "--trainer.engine", "auto", "--trainer.evaluation", "7")["engine"] == Auto()
 
 
@@ -135,6 +142,8 @@ def test_the_configuration_of_a_run_makes_it_again(tmp_path):
         "--trainer.engine.num_gpus=0.5",
         "--trainer.failures=stop",
         "--trainer.evaluation=0",
+        "--trainer.seed=5",
+        "--trainer.seed.initialisation=6",
     ]
     cli = Commands("fit", [*given, *WORDS])
     path = tmp_path / "config.yaml"
@@ -142,7 +151,7 @@ def test_the_configuration_of_a_run_makes_it_again(tmp_path):
     trainer = yaml.safe_load(path.read_text())["trainer"]
     assert engine_of(trainer) is Ray and trainer["evaluation"]["every"] == 0
     again = Commands("fit", ["--config", str(path)]).trainer.arguments
-    for name in ("engine", "failures", "evaluation"):
+    for name in ("engine", "failures", "evaluation", "seed"):
         assert again[name] == cli.trainer.arguments[name]
 
 
@@ -155,6 +164,9 @@ def test_the_configuration_of_a_run_makes_it_again(tmp_path):
         (["--trainer.evaluation.evry=1"], "Did you mean every?"),
         (["--trainer.failures.timeout=-3"], "trainer.failures: FailurePolicy got timeout=-3.0"),
         (["--trainer.evaluation=null"], "trainer.evaluation: "),
+        (["--trainer.seed.order=1"], "Seeds has no option 'order' (in trainer.seed)"),
+        (["--trainer.seed=-1"], "trainer.seed=-1 must be a whole number from 0"),
+        (["--trainer.seed.participation=-1"], "trainer.seed.participation=-1 must be a whole number from 0"),
     ],
 )
 def test_a_word_that_cannot_be_is_told_with_its_place(words, sentence):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fedlightning.report.drawing import _LOOK, look, panel, save, settle, svg
+from fedlightning.report.figures.curves import curves
 from fedlightning.report.figures.spread import against
 from fedlightning.report.styles import styles
 
@@ -27,3 +28,12 @@ def test_a_marker_under_another_one_is_larger_than_it():
     lines = against(points, styles(points), "MB", "accuracy").axes[0].get_lines()
     sizes = {line.get_label(): line.get_markersize() for line in lines}
     assert sizes["fedavg"] > sizes["fedprox"] == sizes["local"]
+
+
+def test_rounds_are_whole_numbers_also_where_there_is_one():
+    for rounds in (1, 2, 30):
+        points = [(float(number), 0.1 * number, None) for number in range(1, rounds + 1)]
+        figure = curves({"a": points}, styles(["a"]), "round", "accuracy", whole=True)
+        settle(figure)
+        ticks = figure.axes[0].get_xticks()
+        assert len(ticks) and all(float(tick).is_integer() for tick in ticks)

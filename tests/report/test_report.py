@@ -22,6 +22,7 @@ from fedlightning.report.figures.curves import curves
 from fedlightning.report.figures.dots import SHAPES
 from fedlightning.report.html import Gallery, breakable, render
 from fedlightning.report.sections import layers, scores, training
+from fedlightning.report.sections.setting import partition
 from fedlightning.report.sections.statistics import differences, rank_section
 from fedlightning.report.sections.training import lines_of
 from fedlightning.report.sentences import answers
@@ -288,6 +289,16 @@ def test_every_client_has_its_best_method_in_bold(tmp_path):
         best = max(value for value, asked in zip(values, ranked, strict=True) if asked)
         assert marks == [asked and value == best for value, asked in zip(values, ranked, strict=True)]
     assert "bold: the best of these methods for that client" in page
+
+
+def test_classes_have_their_names(tmp_path):
+    study = Study(load_study([make_study(tmp_path, methods=("fedavg",), classes=3, matrix=False)]))
+    for given, shown in ((["cat", "a dog", "owl"], ["cat", "a dog", "owl"]), (["cat"], ["0", "1", "2"])):
+        for found in study.data.finished.values():
+            found.run.summary["data"]["class_names"] = given
+        (gallery,) = partition(Context(study, styles(study.data.methods))).parts
+        columns = [column.title for column in gallery.table.columns if column.group == "training samples of class"]
+        assert columns == shown
 
 
 def test_the_reader_is_told_why_central_training_is_not_the_best(tmp_path):

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedlightning.callbacks import SCAFFOLD, FedAvgM, FedProx, GlobalCheckpoint, LocalCheckpoint
 from fedlightning.client.data_summary import describe
-from fedlightning.options import Evaluation, FailurePolicy, Processes, Sequential
+from fedlightning.options import Evaluation, FailurePolicy, Processes, Seeds, Sequential
 from fedlightning.resume.config_changes import ARGUMENTS as FIXED
 from fedlightning.resume.config_changes import DETAILS, differences, fingerprint
 from fedlightning.storage.files import plain
@@ -67,6 +67,7 @@ CHANGES = {
         {"callbacks": [FedProx(), GradientAccumulationScheduler({0: 2})]},
         r"callbacks was \['FedProx'\] and is \['FedProx', 'GradientAccumulationScheduler'\]",
     ),
+    "who takes part": ({"seed": Seeds(0, participation=4)}, r"seed\.participation was not there and is 4"),
     "arithmetic": ({"engine": "vectorized"}, r"engine was 'one client at a time' and is 'vectorized'"),
 }
 
@@ -258,12 +259,12 @@ def one_smaller_batch():
     return data
 
 
-ARGUMENTS = {
-    "seed": 0,
+ARGUMENTS = dict.fromkeys(FIXED) | {
+    "seed": Seeds(),
     "engine": Sequential(),
     "evaluation": Evaluation(),
     "failures": FailurePolicy(),
-} | dict.fromkeys(FIXED)
+}
 SEEN = {
     "a scheduler's option": (
         {"model": Scheduled()},

@@ -16,7 +16,8 @@ from fedlightning.report.sections.scores import overview
 from fedlightning.report.sentences import answers
 from fedlightning.report.styles import styles
 from fedlightning.scores.rows import Row
-from fedlightning.study.crossing import marked, setting, variances
+from fedlightning.study.crossing import marked, setting
+from fedlightning.study.differences import REST, variances
 from fedlightning.study.export import as_tex
 from fedlightning.study.measures import common_metric
 from fedlightning.study.study import Study
@@ -128,16 +129,40 @@ def test_the_variance_of_crossed_seeds_is_taken_apart(tmp_path):
         value = 0.3 + split[seed // 3] + training[seed % 3] + (0.003 if seed == 4 else 0.0)
         return rows_of(FLAT, [value] * 4)
 
-    study = Study(write_study(tmp_path, {"silo": METHODS["silo"]}, seeds=range(9), edit=edit), metric="accuracy")
     keys = marked(["trainer.seed", "data.seed"], ["data.seed"], 3)
+    runs = write_study(tmp_path, {"silo": METHODS["silo"]}, seeds=range(9), edit=edit)
+    study = Study([dataclasses.replace(run, vary=tuple(keys)) for run in runs], metric="accuracy")
     assert [setting(key, 7) for key in keys] == [("trainer.seed", 1), ("data.seed", 2)]
-    found = {line["source"]: line for line in variances(study.data, keys)}
+    found = {line["source"]: line for line in variances(study.data)}
     # by hand: two-way analysis of variance without replication
     y = np.array([[0.3 + a + b for b in training] for a in split])
     y[1, 1] += 0.003
     rest = (y - y.mean(1, keepdims=True) - y.mean(0) + y.mean()).ravel()
     rest = (rest**2).sum() / 4
     assert found["data.seed"]["std"] ** 2 == pytest.approx(y.mean(1).var(ddof=1) - rest / 3)
-    assert found["trainer.seed"]["std"] ** 2 == pytest.approx(y.mean(0).var(ddof=1) - rest / 3)
+    training_name = "order of batches, participation and initialisation"
+    assert found[training_name]["std"] ** 2 == pytest.approx(y.mean(0).var(ddof=1) - rest / 3)
     assert sum(line["share"] for line in found.values()) == pytest.approx(100)
-    assert variances(study, ["trainer.seed"]) == []
+    assert variances(Study(runs, metric="accuracy").data) == []
+    few = Study([dataclasses.replace(run, vary=tuple(keys)) for run in runs[:-1]], metric="accuracy")
+    assert variances(few.data) == [] and few.overview()[0]["ci95"] is None  # no interval of a part of the grid
+
+
+@pytest.mark.parametrize("source", ["initialisation", "participation", "order of batches"])
+def test_a_source_that_dominates_is_found(source, tmp_path):
+    crossed = ["trainer.seed.initialisation", "trainer.seed.participation"]
+    keys = marked(["trainer.seed", *crossed], crossed, 3)
+    place = ["order of batches", "initialisation", "participation"].index(source)
+    random = np.random.default_rng(place)
+    effects, rest = random.normal(0, 0.005, (3, 3)), random.normal(0, 0.005, 27)
+    effects[place] = [-0.1, 0.0, 0.1]
+
+    def edit(method, seed, rows, summary):
+        digits = [seed // 3**of % 3 for of in range(3)]
+        return rows_of(FLAT, [0.5 + rest[seed] + sum(effects[of][digit] for of, digit in enumerate(digits))] * 4)
+
+    runs = write_study(tmp_path, {"silo": METHODS["silo"]}, seeds=range(27), edit=edit)
+    study = Study([dataclasses.replace(run, vary=tuple(keys)) for run in runs], metric="accuracy")
+    shares = {line["source"]: line["share"] for line in variances(study.data)}
+    assert list(shares) == ["order of batches", "initialisation", "participation", REST]
+    assert shares[source] > 90

@@ -105,6 +105,32 @@ def test_the_type_one_error_over_overlapping_splits(splits, folds, most):
         assert paired > 0.15  # why the corrected one is taken
 
 
+def test_the_interval_of_crossed_runs_is_that_of_a_two_way_analysis_of_variance():
+    values = np.array([0.1, 0.3, 0.2, 0.5, 0.9, 0.4, 0.2, 0.3, 0.7])
+    grid = values.reshape(3, 3)
+    rows, columns = (3 * grid.mean(axis).var(ddof=1) for axis in (1, 0))  # mean squares
+    rest = ((grid - grid.mean(1, keepdims=True) - grid.mean(0) + grid.mean()) ** 2).sum() / 4
+    spread = rows + columns - rest
+    freedom = spread**2 / (rows**2 / 2 + columns**2 / 2 + rest**2 / 4)
+    found, p = statistics.crossed_difference(values, levels=3)
+    assert found.radius == pytest.approx(stats.t.ppf(0.975, freedom) * math.sqrt(spread / 9))
+    assert p == pytest.approx(2 * stats.t.sf(values.mean() / math.sqrt(spread / 9), freedom))
+    assert statistics.crossed_difference(np.zeros(4), 2) == (statistics.Interval(0, 0, 0, 4, "crossed t"), 1.0)
+    assert statistics.crossed_difference(values, 3, test_share=0.5)[0].radius > found.radius
+
+
+@pytest.mark.parametrize(("levels", "sources"), [(3, 2), (5, 2), (3, 3)])
+def test_the_type_one_error_of_crossed_runs(levels, sources):
+    random, wrong = np.random.default_rng(levels), np.zeros(2)
+    for _ in range(400):
+        grid = random.normal(0, 0.3, (levels,) * sources)
+        grid += random.normal(0, 1, (levels,) + (1,) * (sources - 1))  # one source dominates
+        values = grid.ravel()
+        wrong += [statistics.crossed_difference(values, levels)[1] < 0.05, stats.ttest_1samp(values, 0).pvalue < 0.05]
+    assert wrong[0] / 400 <= 0.08
+    assert wrong[1] / 400 > 0.2  # why runs of one seed do not count as independent
+
+
 SCORES = {"a": [0.9, 0.8, 0.85, 0.7], "b": [0.8, 0.7, 0.85, 0.65], "c": [0.5, 0.6, 0.55, 0.6]}
 
 

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from fedlightning.report.cells import is_number
-from fedlightning.report.drawing import legend_below, panel
+from fedlightning.report.drawing import count_along_x, legend_below, panel
 from fedlightning.report.styles import Style, short_names
 
 Point = tuple[float, float | None, Sequence[float] | None]
@@ -59,7 +58,7 @@ def curves(
             label=names[method],
         )  # fmt: skip
     if whole:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        count_along_x(axes)
     if log:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")

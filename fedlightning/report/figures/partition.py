@@ -30,10 +30,11 @@ def partition_bars(clients: Sequence[str], counts: Sequence[Sequence[int]], clas
     places = np.arange(len(clients))
     bottom = np.zeros(len(clients))
     width = 1.0 if many else 0.8
+    shown = short_names(classes, 20)
     for index, name in enumerate(classes):
         colour = MUTED if len(classes) == 1 else colour_of(index, len(classes))
         axes.bar(
-            places, table[:, index], width, bottom, color=colour, label=name, edgecolor="white", lw=0 if many else 0.4,
+            places, table[:, index], width, bottom, color=colour, label=shown[name], edgecolor="white", lw=0 if many else 0.4,
             rasterized=table.size > 1200,
         )  # fmt: skip
         bottom += table[:, index]

@@ -10,11 +10,10 @@ import numpy as np
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 
 from fedlightning.report.cells import Column, counted, number
 from fedlightning.report.context import METHOD, SEEDS, Context, Row
-from fedlightning.report.drawing import panel
+from fedlightning.report.drawing import count_along_x, panel
 from fedlightning.report.figures.clients import MANY
 from fedlightning.report.figures.partition import CLASSES, colour_of
 from fedlightning.report.html import Gallery, Section
@@ -59,7 +58,7 @@ def membership_map(places: Places, groups: Mapping[str, str] | None = None) -> F
     axes.hlines(borders, 0.5, rounds + 0.5, color=INK, linewidth=1.8)
     axes.tick_params(axis="y", length=0)
     axes.spines[:].set_visible(False)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    count_along_x(axes)
     axes.set_xlabel("round")
     if len(names) <= LEGEND:
         shown = short_names(names, 18)

@@ -14,8 +14,10 @@ from fedlightning.report.cells import Column, number
 from fedlightning.report.context import METHOD, Context
 from fedlightning.report.figures.partition import partition_bars
 from fedlightning.report.html import Prose, Section
-from fedlightning.study.crossing import setting, variances
+from fedlightning.study.crossing import setting
+from fedlightning.study.differences import variances
 from fedlightning.study.runs import Run
+from fedlightning.study.scores import class_names
 
 _FILE = resources.files("fedlightning.report") / "definitions.toml"
 DEFINITIONS = tuple(tomllib.loads(_FILE.read_text("utf-8")).items())
@@ -31,7 +33,9 @@ def partition(context: Context) -> Section | None:
     sizes = {(row["client"], row["split"]): row["samples"] for row in held}
     count = len(rows[0]["classes"] or ())
     by_class = count > 1 and all(len(row["classes"] or ()) == count for row in rows)
-    names = [str(index) for index in range(count)] if by_class else ["samples"]
+    given = class_names(context.study.data)
+    names = given if len(given) == count else [str(index) for index in range(count)]
+    names = names if by_class else ["samples"]
     counts = np.array([row["classes"] if by_class else [row["samples"]] for row in rows], dtype=np.int64)
     clients = [str(row["client"]) for row in rows]
     found = PartitionReport(clients, names, counts)
@@ -64,9 +68,9 @@ def partition(context: Context) -> Section | None:
     return context.section("partition", "Who holds what", "Data", [context.gallery([picture], table, f"{told}.")])
 
 
-def variance(context: Context, about: Mapping[str, Any]) -> Section | None:
+def variance(context: Context) -> Section | None:
     """Show where the variance of each method's score comes from, of crossed seeds."""
-    rows = variances(context.study.data, about.get("vary") or ())
+    rows = variances(context.study.data)
     columns = [
         METHOD,
         Column("source", "source", "text"),

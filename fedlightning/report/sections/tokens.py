@@ -9,11 +9,10 @@ from functools import partial
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 
 from fedlightning.report.cells import Column, Missing, counted, is_number, number
 from fedlightning.report.context import METHOD, SEEDS, Context, Row
-from fedlightning.report.drawing import legend_below, panel
+from fedlightning.report.drawing import count_along_x, legend_below, panel
 from fedlightning.report.figures.clients import MANY
 from fedlightning.report.figures.partition import CLASSES, colour_of
 from fedlightning.report.html import Gallery, Picture, Section, Table
@@ -35,7 +34,7 @@ def balance_lines(balances: Mapping[str, Sequence[float]], style: Style) -> Figu
         line, width = (LINES[index % 3], 1.5) if named else ("-", 0.9)
         axes.plot(range(len(of)), of, color=colour, linestyle=line, linewidth=width, alpha=1 if named else 0.5,
                   label=labels.get(client))  # fmt: skip
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    count_along_x(axes)
     axes.set_xlabel("round")
     axes.set_ylabel("tokens won or lost since the start")
     if named:
