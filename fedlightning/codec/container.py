@@ -18,23 +18,11 @@ from fedlightning.storage.files import UnreadableError
 VERSION = "2"
 """Version of the format. A reader takes this one only."""
 DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "U16": torch.uint16, "I16": torch.int16, "F16": torch.float16, "BF16": torch.bfloat16,
+    "U32": torch.uint32, "I32": torch.int32, "F32": torch.float32,
+    "U64": torch.uint64, "I64": torch.int64, "F64": torch.float64, "C64": torch.complex64,
+}  # fmt: skip
 """Names of safetensors."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MOST_DIMENSIONS = 64

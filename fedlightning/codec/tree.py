@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import Enum
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from fedlightning.codec.allowed import UntrustedError, path_of
 from fedlightning.codec.container import NAMES, UNLIMITED, Limits, check_truth, layout, unpack_file
-from fedlightning.codec.values import BY_NAME, BY_TYPE, DTYPES, Collisions, enum_member, in_order, named_tuple
+from fedlightning.codec.values import BY_NAME, BY_TYPE, Collisions, enum_member, in_order, named_tuple
 from fedlightning.storage.files import UnreadableError, replacing, sync
 
 PLAIN = (type(None), bool, float, str, complex, torch.dtype, torch.device, torch.Size)
@@ -34,6 +35,11 @@ LONGEST = 2000
 HASHED_THROUGH = (tuple, frozenset, slice)
 """Types whose hash is that of all they hold. In keys they are not shared: one that holds another twice, and that another, and
 so on, takes for ever."""
+
+
+HALF = re.compile("[\ud800-\udfff]")
+"""Half of a surrogate pair, which is no letter and in no UTF-8."""
+TOO_DEEP = "is a value that is nested too deeply"
 
 
 class NotPlainError(ValueError):
@@ -67,9 +73,7 @@ class Writer:
         self.tensors: list[Tensor] = []
         self.num_bytes = 0
         self._count = 0
-        self._numbers: dict[
-            int, int
-        ] = {}  # by id: of all lists and objects of the JSON, in the order in which they begin
+        self._numbers: dict[int, int] = {}  # by id, of lists and objects in the JSON: in the order in which they begin
         self._values: list[Any] = []  # they are kept, so that their ids stay taken
         self._in_key = 0
         self._memories: dict[Any, list[tuple[Tensor, dict[str, Any]]]] = {}  # tensors with one memory, and their nodes
@@ -85,7 +89,7 @@ class Writer:
         except Refusal as refusal:
             place, reason = "".join(reversed(refusal.place)), str(refusal)
         except RecursionError:
-            place, reason = "", "is a value that is nested too deeply"
+            place, reason = "", TOO_DEEP
         raise NotPlainError(self._sentence(place, reason))
 
     def _sentence(self, place: str, reason: str) -> str:
@@ -99,18 +103,22 @@ class Writer:
         """Return JSON as text, once all values are written."""
         for group in self._memories.values():
             self._write_memory(group)
-        return json.dumps(node, allow_nan=False, separators=(",", ":"))
+        try:
+            return json.dumps(node, allow_nan=False, separators=(",", ":"))
+        except RecursionError:
+            raise NotPlainError(self._sentence("", TOO_DEEP)) from None
 
     def _tree(self, value: Any) -> Any:
         kind = type(value)
         self.num_bytes += len(value) if kind is str else 8
         if value is None or kind is bool or (kind is int and value.bit_length() < LONGEST):
             return value
-        if kind is str and (value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value)):
+        if kind is str and not HALF.search(value):
             return value
         if kind is float:
             return value if math.isfinite(value) else {"float": repr(value)}
-        shared = self.kinds is None and not (self._in_key and isinstance(value, HASHED_THROUGH))
+        in_place = self._in_key and isinstance(value, HASHED_THROUGH)
+        shared = self.kinds is None and not in_place and has_identity(value)
         if shared and id(value) in self._numbers:
             return {"ref": self._numbers[id(value)]}
         number, self._count = self._count, self._count + 1
@@ -202,13 +210,25 @@ class Writer:
         empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         number = self._number(empty.set_(tensor.untyped_storage(), low, (high - low,), (1,)))
         for (tensor, node), (start, _) in zip(group, places, strict=True):
-            dtype, offset = BY_TYPE[torch.dtype].parts(tensor.dtype), (start - low) // tensor.element_size()
+            offset = (start - low) // tensor.element_size()
             node.clear()
-            node["view"] = [number, dtype, list(tensor.shape), list(tensor.stride()), offset]
+            node["view"] = [number, str(tensor.dtype), list(tensor.shape), list(tensor.stride()), offset]
 
     def _number(self, tensor: Tensor) -> int:
         self.tensors.append(tensor)
         return len(self.tensors) - 1
+
+
+def has_identity(value: Any) -> bool:
+    """Return True if it matters that a value in two places is one; of numbers, texts, dates and tuples of them it does not.
+
+    Whether these are one differs between processes, and so would files of equal values.
+    """
+    if isinstance(value, tuple | frozenset):
+        return any(map(has_identity, value))
+    by_hash: Any = type(value).__hash__  # of what it holds, of what it is, or none
+    is_value = type(value) in BY_TYPE and by_hash not in (None, object.__hash__, Tensor.__hash__)
+    return not is_value and not isinstance(value, Enum | np.generic | bool | float | None)
 
 
 def check_attributes(tensor: Tensor) -> None:
@@ -465,7 +485,7 @@ class Reader:
 
     def _view(self, content: Any) -> Tensor:
         number, name, shape, stride, offset = content
-        memory, dtype = self._tensor(number), DTYPES[name]
+        memory, dtype = self._tensor(number), BY_NAME["dtype"].whole(name)
         if memory.dtype is not torch.uint8 or memory.ndim != 1:
             raise NotPlainError(f"its tensor {number} is no memory of others")
         whole = memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
@@ -477,7 +497,7 @@ class Reader:
         if is_dense(view):
             check_truth(view)
         # the same numbers, and no view for torch's own rules
-        return torch.empty(0, dtype=dtype).set_(view)  # type: ignore[call-overload, no-any-return]
+        return torch.empty(0, dtype=dtype).set_(view)  # type: ignore[call-overload]
 
     def _marked(self, content: Any) -> Tensor:
         (kind, place), is_parameter, requires_grad, attributes = content

@@ -152,11 +152,16 @@ def named_tuple(path: str, values: list[Any]) -> Any:
     return tuple.__new__(found, values)
 
 
-def listed(value: Any) -> list[Any] | tuple[Any, ...]:
+def listed(value: Any, kinds: tuple[type, ...] = (list, tuple)) -> Any:
     """Return a value where values one by one are wanted; a range or a text could stand for any number of them."""
-    if type(value) not in (list, tuple):
-        raise ValueError(f"a {type(value).__name__} is no list")
+    if type(value) not in kinds:
+        raise ValueError(f"a {type(value).__name__} is no {kinds[0].__name__}")
     return value
+
+
+def named(value: Any) -> dict[Any, Any]:
+    """Return a dict, whose keys have been looked at; pairs could be made to be slow."""
+    return cast(dict[Any, Any], listed(value, (dict,)))
 
 
 def _bytes(value: bytes | bytearray) -> torch.Tensor:
@@ -209,13 +214,6 @@ def _factory(value: defaultdict[Any, Any]) -> list[Any]:
     if made is not None and FACTORIES.get(getattr(made, "__name__", "")) is not made:
         raise ValueError(f"is a defaultdict with the factory {made!r}")
     return [None if made is None else made.__name__, dict(value)]
-
-
-def named(value: Any) -> dict[Any, Any]:
-    """Return a dict, whose keys have been looked at."""
-    if type(value) is not dict:
-        raise ValueError(f"a {type(value).__name__} is no dict")
-    return value
 
 
 def _zoned(value: Any) -> str:
@@ -284,18 +282,22 @@ def _from_factory(parts: list[Any]) -> defaultdict[Any, Any]:
     return defaultdict(None if parts[0] is None else FACTORIES[parts[0]], named(parts[1]))
 
 
-def _short(kind: torch.dtype) -> str:
-    return str(kind).removeprefix("torch.")
+CONSTANTS = {
+    str(value): value
+    for value in vars(torch).values()
+    if type(value) in (torch.dtype, torch.layout, torch.memory_format)
+}
+"""Torch's own constants by their text; nothing else is looked up in it, since some of its names import more."""
 
 
-def _named(kinds: tuple[Any, ...]) -> dict[str, Any]:
-    return {str(kind): kind for kind in kinds}
+def _constant(kind: type) -> Leaf:
+    def whole(text: str) -> Any:
+        if type(CONSTANTS[text]) is not kind:
+            raise ValueError(f"{text} is no {kind.__name__}")
+        return CONSTANTS[text]
 
+    return Leaf(kind.__name__, str, whole)
 
-FORMATS = _named((torch.contiguous_format, torch.channels_last, torch.channels_last_3d, torch.preserve_format))
-LAYOUTS = _named((torch.strided, torch.sparse_coo, torch.sparse_csr))
-DTYPES = {_short(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
-"""All dtypes of torch by name; nothing else is looked up there, since some names of torch import more."""
 
 BY_TYPE: dict[type, Leaf] = {
     bytes: Leaf("bytes", _bytes, lambda value: bytes_in(value).tobytes()),
@@ -332,9 +334,7 @@ BY_TYPE: dict[type, Leaf] = {
     np.random.RandomState: Leaf("numpy.RandomState", lambda value: value.get_state(legacy=False), _from_random_state),
     random.Random: Leaf("Random", random.Random.getstate, _from_random),
     torch.Generator: Leaf("Generator", lambda value: [value.device, value.get_state()], _from_torch_generator),
-    torch.memory_format: Leaf("memory_format", str, FORMATS.__getitem__),
-    torch.layout: Leaf("layout", str, LAYOUTS.__getitem__),
-    torch.dtype: Leaf("dtype", _short, DTYPES.__getitem__),
+    **{kind: _constant(kind) for kind in (torch.memory_format, torch.layout, torch.dtype)},
     torch.device: Leaf("device", str, lambda name: torch.device(str(name))),
     torch.Size: Leaf("Size", list, lambda sizes: torch.Size(listed(sizes))),
     torch.Tensor: Leaf("archive", _archived, _from_archive),  # sparse, quantized, nested, without memory

@@ -101,6 +101,8 @@ def save(
         for path in folder.iterdir():
             if path.name not in keep and not path.is_dir():
                 path.unlink()
+            elif path.suffix == ".safetensors" and path.stat().st_mode & 0o077:  # somebody has opened it to others
+                path.chmod(0o600)
 
 
 def set_aside(folder: Path, lasting: Mapping[str, Any]) -> dict[str, Any]:

@@ -172,12 +172,13 @@ BAD = [
     {"defaultdict": ["eval", {"dict": []}]}, {"defaultdict": [None, [[1, 2]]]}, {"Counter": [[1, 2]]}, {"AttributeDict":
     [[1, 2]]}, {"numpy.Generator": {"dict": [["bit_generator", "__builtins__"]]}}, {"dict": 1, "list": 1}, {"object":
     ["os:x", [], None]}, {"Generator": ["cpu", {"tensor": 0}]}, {"memory_format": "x"}, {"set": [[1]]}, {"bytes":
-    {"tensor": 1}}, {"Decimal": "x"}, {"dict": None}, {"dict": [[1, 2], [1, 3]]}, {"dtype": "load"}, {"device": "x"},
-    {"complex": {"tuple": ["x"]}}, {"ref": 99}, {"tensor": 2}, {"tensor": True}, {"view": [0, "float32", [3], [1], 0]},
-    {"view": [0, "float32", [1], [1], 2]}, {"view": [0, "float32", [1], [-1], 0]}, {"view": [1, "float32", [1], [1], 0]},
-    {"view": [0, "os", [1], [1], 0]}, {"view": [2, "bool", [1], [1], 0]}, {"marked": [{"tensor": 0}, True, True, {"dict":
-    []}]}, {"marked": [3, True, True, 4]}, {"marked": [{"tensor": 1}, False, False, {"dict": [["a", []]]}]}, {"archive":
-    {"tensor": 0}}, {"float": "1e9"}, {"StateDict": [[], {"dict": [["values", 3]]}]}, "\ud800",
+    {"tensor": 1}}, {"Decimal": "x"}, {"dict": None}, {"dict": [[1, 2], [1, 3]]}, {"dtype": "torch.load"}, {"dtype":
+    "torch.strided"}, {"device": "x"}, {"complex": {"tuple": ["x"]}}, {"ref": 99}, {"tensor": 2}, {"tensor": True},
+    {"view": [0, "torch.float32", [3], [1], 0]}, {"view": [0, "torch.float32", [1], [1], 2]}, {"view": [0,
+    "torch.float32", [1], [-1], 0]}, {"view": [1, "torch.float32", [1], [1], 0]}, {"view": [0, "torch.os", [1], [1], 0]},
+    {"view": [2, "torch.bool", [1], [1], 0]}, {"marked": [{"tensor": 0}, True, True, {"dict": []}]}, {"marked": [3, True,
+    True, 4]}, {"marked": [{"tensor": 1}, False, False, {"dict": [["a", []]]}]}, {"archive": {"tensor": 0}}, {"float":
+    "1e9"}, {"StateDict": [[], {"dict": [["values", 3]]}]}, "\ud800",
 ]  # fmt: skip
 
 
@@ -244,7 +245,7 @@ def test_keys_that_are_one_tuple_in_two_places_are_saved():
 def test_few_bytes_do_not_become_many(kind):
     many = {"range": [0, 10**11, 1]}
     content = {"deque": [many, None], "array": ["<f4", many, "C", {"tensor": 0}], "Fraction": ["1e99999999", 1]}
-    content["bytes"] = {"view": [0, "uint8", [10**10], [0], 0]}
+    content["bytes"] = {"view": [0, "torch.uint8", [10**10], [0], 0]}
     with pytest.raises(
         NotPlainError, match=r"cannot be read \((a range is|a fraction is|bytes are not)|a list is missing"
     ):
@@ -361,7 +362,15 @@ def test_equal_values_are_equal_bytes(tmp_path):
     """A message's checksum, and what a state is made of, say nothing of the order in which memory was taken."""
     for name in ("a", "b"):
         weight = torch.ones(4)
-        value = {"w": weight, "part": weight[1:], "set": {"b", "a", "c"}, "g": torch.Generator().manual_seed(3)}
+        pair = ("val", (1, 2.5, None))
+        again = pair if name == "a" else eval(repr(pair))
+        value = {
+            "pairs": [pair, again, {again: pair}],
+            "w": weight,
+            "part": weight[1:],
+            "set": {"b", "a", "c"},
+            "g": torch.Generator().manual_seed(3),
+        }
         file_of(value, "it").write(tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 

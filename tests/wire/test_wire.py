@@ -324,13 +324,15 @@ FORGED = {
     "an object without fields": forged({"object": ["Message", []]}),
     "a number in words": forged({"float": "1e9"}),
     "few numbers that are many": forged(
-        {"view": [0, "uint8", [10**10], [0], 0]}, _0=place("U8", (1,), 0, 1), data=b"a"
+        {"view": [0, "torch.uint8", [10**10], [0], 0]}, _0=place("U8", (1,), 0, 1), data=b"a"
     ),
     "a view of numbers that are not there": forged(
-        {"view": [0, "uint8", [9], [1], 0]}, _0=place("U8", (1,), 0, 1), data=b"a"
+        {"view": [0, "torch.uint8", [9], [1], 0]}, _0=place("U8", (1,), 0, 1), data=b"a"
     ),
-    "a view of a part": forged({"view": [0, "uint8", [1], [1], 1]}, _0=place("U8", (2,), 0, 2), data=b"ab"),
-    "a view of a truth value of 2": forged({"view": [0, "bool", [1], [1], 0]}, _0=place("U8", (1,), 0, 1), data=b"\2"),
+    "a view of a part": forged({"view": [0, "torch.uint8", [1], [1], 1]}, _0=place("U8", (2,), 0, 2), data=b"ab"),
+    "a view of a truth value of 2": forged(
+        {"view": [0, "torch.bool", [1], [1], 0]}, _0=place("U8", (1,), 0, 1), data=b"\2"
+    ),
     "a view that is none": forged({"view": [0]}, _0=place()),
     "one thing in two places": forged([[], {"ref": 1}]),
     "a circle": forged([{"ref": 0}]),
