@@ -125,7 +125,7 @@ class Writer:
         if shared and self._may_hold_itself(kind):
             self._numbers[id(value)] = number
         node = self._new(value, kind)
-        if self.kinds is not None and type(node) is dict and node.keys().isdisjoint(self.kinds):
+        if self.kinds is not None and type(node) is dict and next(iter(node)) not in self.kinds:
             raise Refusal(f"is a {_kind_of(value)}")
         if shared:
             self._numbers[id(value)] = number
@@ -246,6 +246,8 @@ def is_strided(tensor: Tensor) -> bool:
 
 def is_dense(tensor: Tensor) -> bool:
     """Return True if the numbers of a tensor lie side by side, in any order of dimensions."""
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and 0 not in tensor.shape:
@@ -256,7 +258,11 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(max(size, 1) for size in shape[dimension + 1 :]) for dimension in range(len(shape)))
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
