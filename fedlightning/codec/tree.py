@@ -113,7 +113,7 @@ class Writer:
         self.num_bytes += len(value) if kind is str else 8
         if value is None or kind is bool or (kind is int and value.bit_length() < LONGEST):
             return value
-        if kind is str and not HALF.search(value):
+        if kind is str and (self.kinds is not None or not HALF.search(value)):  # whoever reads a message refuses it
             return value
         if kind is float:
             return value if math.isfinite(value) else {"float": repr(value)}
