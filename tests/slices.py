@@ -72,7 +72,7 @@ def distance(nodeid: str, changed: Sequence[str]) -> int:
     """Return how near a test is to changed files: 0 its own or the one it is named after, 1 its room, 2 none.
 
     Example:
-        >>> changed = ["callbacks/fedbuff.py", "fedlightning/wire/container.py"]
+        >>> changed = ["callbacks/fedbuff.py", "fedlightning/wire/objects.py"]
         >>> [distance(f"tests/{file}.py::test_it", changed) for file in ("callbacks/test_fedbuff", "wire/test_wire")]
         [0, 1]
         >>> distance("tests/resume/test_kills.py::test_it", changed)

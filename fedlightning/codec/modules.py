@@ -1,4 +1,4 @@
-"""Modules as plain trees: their classes by name and their attributes, so that a wrapped module can be saved without pickle.
+"""Modules as plain values: their classes by name and their attributes, so that a wrapped module can be saved without pickle.
 
 What pickle does with a module is this: name its class, make an instance without calling `__init__`, and set its attributes.
 Here the names are data. Which of them are looked up is :mod:`fedlightning.codec.allowed`' to say, and which attributes
@@ -10,19 +10,22 @@ from __future__ import annotations
 import copyreg
 import functools
 from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, cast
 
+import numpy as np
 from torch import Tensor, nn
 
 from fedlightning.codec.allowed import Trust, forbidden_attribute, is_trusted, look_up, path_of
-from fedlightning.codec.plain import NATIVE, TAG, Decoder, Encoder, NotPlainError, encode
+from fedlightning.codec.tree import PLAIN, NotPlainError, Reader, Writer, check_attributes
 from fedlightning.codec.values import listed
 from fedlightning.wrappers.mixing import Mixin, mixins_of, remade, user_class
 
 
-def to_tree(module: nn.Module, owner: str) -> Any:
-    """Return a module as a plain tree.
+def to_tree(module: nn.Module, owner: str) -> dict[str, Any]:
+    """Return a module as a text and tensors, which `torch.save` writes as they are.
 
     Example:
         >>> from torch import nn
@@ -30,64 +33,59 @@ def to_tree(module: nn.Module, owner: str) -> Any:
         >>> [type(layer).__name__ for layer in net]
         ['Linear', 'ReLU']
     """
-    tree = encode(module, owner, _ObjectEncoder)
+    writer = ObjectWriter(owner)
+    text = writer.text(writer.node(module))
+    tree = {"tree": text, "tensors": writer.tensors}
     from_tree(tree, trust=True)  # fails now rather than when it is needed
     return tree
 
 
 def from_tree(tree: Any, trust: Trust = False) -> Any:
     """Return the module that :func:`to_tree` was given."""
-    decoder = _ObjectDecoder(trust)
-    made = decoder.value_of(tree)
-    decoder.check_given()  # again: a dict that was empty may have been filled, as it is in two places
+    text, tensors = (tree.get("tree"), tree.get("tensors")) if type(tree) is dict else (None, None)
+    if type(text) is not str or type(tensors) is not list:
+        raise NotPlainError(
+            f"it holds a {type(tree).__name__} in the place of a module's text and tensors, as files of an earlier version "
+            "do: export it again"
+        )
+    reader = _ObjectReader(tensors, trust)
+    made = reader.value(text)
+    reader.check_given()  # again: a dict that was empty may have been filled, as it is in two places
     return made
 
 
-class _ObjectEncoder(Encoder):
-    def other(self, value: Any) -> Any:
-        """Write classes and functions by name, and objects as a class and attributes."""
-        if isinstance(value, type | FunctionType | BuiltinFunctionType) and not _is_bound(value):
-            return {TAG: "name", "value": self._parts(path_of, value)}
-        tree: dict[str, Any] = {}
-        self._done[id(value)] = (value, tree)  # what it holds may hold it
-        if type(value) is functools.partial:
-            parts = [value.func, list(value.args), dict(value.keywords)]
-            tree |= {TAG: "partial", "value": self._at("", parts)}
-        else:
-            tree |= self._object(value)
-        return tree
+class ObjectWriter(Writer):
+    """Writes classes and functions by name, and objects as a class and attributes."""
 
-    def _object(self, value: Any) -> dict[str, Any]:
+    def _may_hold_itself(self, kind: type) -> bool:
+        return True
+
+    def _tensor(self, value: Tensor) -> Any:
+        """Leave a tensor to `torch.save`, which knows what shares its memory with the module's other tensors."""
+        self._parts(check_attributes, value)
+        return {"tensor": self._number(value)}
+
+    def _other(self, value: Any) -> Any:
+        if isinstance(value, type | FunctionType | BuiltinFunctionType) and not _is_bound(value):
+            return {"name": self._parts(path_of, value)}
+        if type(value) is functools.partial:
+            return {"partial": self._at("", [value.func, list(value.args), dict(value.keywords)])}
         try:
             user = user_class(value)
             maker, arguments, *rest = cast(Any, user).__reduce_ex__(value, 2)
         except (TypeError, AttributeError, ValueError, RuntimeError):  # torch pickles no parametrized layer
-            return super().other(value)
+            return super()._other(value)
         state, items, pairs = (*rest, None, None, None)[:3]
         plain_maker = maker is copyreg.__newobj__ and (len(arguments) == 1 or isinstance(value, nn.Module))  # type: ignore[attr-defined]
         if not plain_maker or items is not None or pairs is not None:  # torchmetrics has arguments that mean nothing
-            return super().other(value)
-        return {
-            TAG: "object",
-            "class": self._parts(path_of, user),
-            "mixins": [self._parts(path_of, mixin) for mixin in mixins_of(value)],
-            "value": None,
-            "state": self._at("", _Attributes(state)) if isinstance(state, dict) else self.tree(state),
-        }
-
-    def _new(self, value: Any, kind: type) -> Any:
-        if kind is _Attributes:
-            return {name: self._at(f".{name}", entry) for name, entry in value.items()}
-        return super()._new(value, kind)
+            return super()._other(value)
+        mixins = [self._parts(path_of, mixin) for mixin in mixins_of(value)]
+        return {"object": [self._parts(path_of, user), mixins, self._at("", state)]}
 
 
-class _Attributes(dict[str, Any]):
-    """The attributes of an object, whose places read as such."""
-
-
-class _ObjectDecoder(Decoder):
-    def __init__(self, trust: Trust) -> None:
-        super().__init__()
+class _ObjectReader(Reader):
+    def __init__(self, tensors: list[Tensor], trust: Trust) -> None:
+        super().__init__(tensors)
         self.trust = trust
         self._given: list[tuple[type, dict[Any, Any]]] = []
 
@@ -101,38 +99,35 @@ class _ObjectDecoder(Decoder):
         if wrong is not None:
             raise NotPlainError(f"a {cls.__name__} in it has {wrong}")
 
-    def value(self, tree: Any) -> Any:
-        """Return the value of a tree or of a part of it; only what an encoder writes is one."""
-        kind = type(tree)
-        if kind in (Tensor, nn.Parameter):
-            if tree._backward_hooks or not all(type(held) in (*NATIVE, int) for held in vars(tree).values()):
-                raise NotPlainError("it holds a tensor with more than numbers")
-        elif kind not in (dict, OrderedDict, list, tuple, int, *NATIVE):
-            raise NotPlainError(f"it holds a {kind.__name__} that is no part of a tree")
-        return super().value(tree)
+    def _tensor(self, number: Any) -> Tensor:
+        tensor = super()._tensor(number)
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor._backward_hooks:
+            raise NotPlainError(f"it holds a {type(tensor).__name__} that is no plain tensor")
+        check_attributes(tensor)
+        return tensor
 
-    def tagged(self, kind: str, tree: dict[str, Any]) -> Any:
+    def _new(self, kind: str, content: Any) -> Any:
         """Make objects, and look up what is named."""
         if kind == "name":
-            return look_up(tree["value"], self.trust, called=True)
+            return look_up(content, self.trust, called=True)
         if kind == "object":
-            return self._object(tree)
+            return self._object(*content)
         if kind == "partial":
-            function, arguments, keywords = self.value(tree["value"])
+            function, arguments, keywords = self._value(content)
             if not isinstance(function, type | FunctionType | BuiltinFunctionType):  # nothing that is not looked up
                 raise NotPlainError(f"it holds a partial of a {type(function).__name__}")
             return functools.partial(function, *listed(arguments), **keywords)
-        return super().tagged(kind, tree)
+        return super()._new(kind, content)
 
-    def _object(self, tree: dict[str, Any]) -> Any:
-        cls = look_up(tree["class"], self.trust)
-        mixins = [look_up(path, self.trust) for path in tree["mixins"]]
+    def _object(self, path: Any, mixin_paths: Any, tree: Any) -> Any:
+        cls = look_up(path, self.trust)
+        mixins = [look_up(mixin, self.trust) for mixin in mixin_paths]
         if not isinstance(cls, type) or not all(isinstance(mixin, type) for mixin in mixins):
-            raise NotPlainError(f"{tree['class']} is no class")
+            raise NotPlainError(f"{path} is no class")
         if mixins and not (issubclass(cls, nn.Module) and all(issubclass(mixin, Mixin) for mixin in mixins)):
-            raise NotPlainError(f"{tree['class']} is mixed with what is no mixin")
-        made = self.opened(tree, remade(cls, mixins))
-        state = self.value(tree["state"])
+            raise NotPlainError(f"{path} is mixed with what is no mixin")
+        made = self._begun(remade(cls, mixins))
+        state = self._value(tree)
         attributes, slots = state if isinstance(state, tuple) else (state, None)
         if not self._trusts(cls):
             self._given.append((type(made), {**(attributes or {}), **(slots or {})}))
@@ -154,3 +149,45 @@ def _is_bound(value: Any) -> bool:
     return (
         isinstance(value, BuiltinFunctionType) and owner is not None and type(owner).__name__ not in ("module", "type")
     )
+
+
+def native(value: Any) -> Any:
+    """Return `value` as `torch.load(weights_only=True)` and everybody else opens it, without kinds of ours.
+
+    Numbers of numpy become Python's, paths texts, and other mappings dicts: for files that Lightning reads too.
+
+    Example:
+        >>> from pathlib import Path
+        >>> import numpy as np
+        >>> native({"lr": np.float64(0.5), "root": Path("data")})
+        {'lr': 0.5, 'root': 'data'}
+    """
+    return _native(value, {})
+
+
+def _native(value: Any, done: dict[int, Any]) -> Any:
+    if id(value) in done:
+        return done[id(value)][1]
+    kind, made = type(value), value
+    if isinstance(value, np.generic):
+        made = _native(value.item(), done)
+    elif isinstance(value, PurePath):
+        made = str(value)
+    elif kind is tuple:
+        made = tuple(_native(entry, done) for entry in value)
+    elif kind is set and value:
+        made = {_native(entry, done) for entry in value}
+    elif kind is list:
+        done[id(value)] = value, (made := [])  # it may hold itself
+        made.extend(_native(entry, done) for entry in value)
+    elif isinstance(value, Mapping):
+        done[id(value)] = value, (made := OrderedDict() if kind is OrderedDict else {})
+        made.update((_native(key, done), _native(entry, done)) for key, entry in value.items())
+        if kind is OrderedDict:
+            vars(made).update(_native(vars(value), done))  # the metadata of a state_dict
+    elif kind in (Tensor, nn.Parameter):
+        check_attributes(value)
+    elif kind not in (*PLAIN, int) and not (kind in (bytes, bytearray) and value):
+        raise NotPlainError(f"it holds a {kind.__name__}")
+    done[id(value)] = value, made
+    return made

@@ -1,4 +1,4 @@
-"""Values that are no code but that `torch.load(weights_only=True)` does not open: their parts, and the way back.
+"""Values that are no code and that JSON does not hold: their parts, which are plain values and tensors, and the way back.
 
 Keys that are made to be slow: a dict or set of many values with one hash takes quadratic time.
 """
@@ -6,14 +6,15 @@ Keys that are made to be slow: a dict or set of many values with one hash takes 
 from __future__ import annotations
 
 import argparse
+import io
 import pickletools
 import random
 import struct
 import types
 import uuid
 import zipfile
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
@@ -27,6 +28,7 @@ import torch
 from lightning.fabric.utilities.data import AttributeDict
 
 from fedlightning.codec.allowed import plain_kind
+from fedlightning.storage.files import read_tensors
 
 MOST = 64
 """Keys of one container that may have one hash. Texts have secret hashes; numbers, and tuples of them, can be chosen to share
@@ -54,18 +56,11 @@ class Collisions:
 
     def add(self, key: Hashable) -> None:
         """Count a key, before it is put into the container."""
-        mark = hash(key)
-        self._same[mark] = self._same.get(mark, 0) + 1
-        if self._same[mark] > MOST:
-            raise ValueError("keys are made to be slow: too many of them have one hash")
-
-
-def checked_keys(keys: Iterable[Hashable]) -> None:
-    """Refuse keys of which too many have one hash."""
-    collisions = Collisions()
-    for key in keys:
         if type(key) is not str:
-            collisions.add(key)
+            mark = hash(key)
+            self._same[mark] = self._same.get(mark, 0) + 1
+            if self._same[mark] > MOST:
+                raise ValueError("keys are made to be slow: too many of them have one hash")
 
 
 def slow_keys(path: Path) -> str | None:
@@ -157,43 +152,68 @@ def named_tuple(path: str, values: list[Any]) -> Any:
     return tuple.__new__(found, values)
 
 
-def listed(value: Any) -> list[Any] | tuple[Any, ...]:
+def listed(value: Any, kinds: tuple[type, ...] = (list, tuple)) -> Any:
     """Return a value where values one by one are wanted; a range or a text could stand for any number of them."""
-    if type(value) not in (list, tuple):
-        raise ValueError(f"a {type(value).__name__} is no list")
+    if type(value) not in kinds:
+        raise ValueError(f"a {type(value).__name__} is no {kinds[0].__name__}")
     return value
+
+
+def named(value: Any) -> dict[Any, Any]:
+    """Return a dict, whose keys have been looked at; pairs could be made to be slow."""
+    return cast(dict[Any, Any], listed(value, (dict,)))
 
 
 def _bytes(value: bytes | bytearray) -> torch.Tensor:
     return torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
 
 
-def _from_bytes(value: torch.Tensor) -> bytes:
+def bytes_in(value: Any) -> np.ndarray:
+    """Return the bytes that a tensor is; no other value stands for bytes, nor does a view that stands for more than it is."""
     if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8 or not value.is_contiguous():
         raise ValueError("bytes are not stored as bytes")
-    return value.numpy().tobytes()
+    return value.numpy()
 
 
-def _array(value: np.ndarray) -> list[Any]:
+def _array(value: np.ndarray) -> Any:
     if value.dtype.kind not in "biufcmMSU" or value.dtype.fields is not None:
         raise ValueError(f"is an array of dtype {value.dtype}")
-    order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
-    return [value.dtype.str, list(value.shape), order, _bytes(value.tobytes(order))]  # type: ignore[arg-type]
+    try:
+        plain = value.flags.writeable and min(value.strides, default=0) >= 0
+        return torch.from_numpy(value if plain else value.copy("K"))
+    except (TypeError, ValueError):  # texts, dates, another order of bytes, odd strides
+        order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
+        return [value.dtype.str, list(value.shape), order, _bytes(value.tobytes(order))]  # type: ignore[arg-type]
 
 
-def _from_array(value: list[Any]) -> np.ndarray:
+def _from_array(value: Any) -> np.ndarray:
+    if isinstance(value, torch.Tensor):
+        return value.numpy()  # of a dtype that numpy lacks: TypeError
     kind, shape, order, content = value
     dtype = np.dtype(str(kind))
     if dtype.hasobject or dtype.kind not in "biufcmMSU":
         raise ValueError(f"an array of dtype {dtype} has no place here")
-    return np.frombuffer(bytearray(_from_bytes(content)), dtype=dtype).reshape(tuple(listed(shape)), order=str(order))  # type: ignore[call-overload]
+    return np.frombuffer(bytes_in(content), dtype=dtype).reshape(tuple(listed(shape)), order=str(order))  # type: ignore[call-overload]
+
+
+def _archived(value: torch.Tensor) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return _bytes(file.getvalue())
+
+
+def _from_archive(content: Any) -> torch.Tensor:
+    found = read_tensors(io.BytesIO(bytes_in(content).data))
+    if type(found) not in (torch.Tensor, torch.nn.Parameter):
+        raise ValueError(f"a {type(found).__name__} is no tensor")
+    return cast(torch.Tensor, found)
 
 
 def _factory(value: defaultdict[Any, Any]) -> list[Any]:
     made = value.default_factory
     if made is not None and FACTORIES.get(getattr(made, "__name__", "")) is not made:
         raise ValueError(f"is a defaultdict with the factory {made!r}")
-    return [None if made is None else made.__name__, list(value.items())]
+    return [None if made is None else made.__name__, dict(value)]
 
 
 def _zoned(value: Any) -> str:
@@ -241,21 +261,11 @@ def _from_torch_generator(parts: list[Any]) -> torch.Generator:
     return torch.Generator(device=parts[0]).set_state(parts[1])
 
 
-def _sorted(value: set[Any] | frozenset[Any]) -> list[Any]:
+def in_order(value: set[Any] | frozenset[Any]) -> list[Any]:
     """List a set; texts and numbers in an order that does not differ between processes, as hashes of texts do."""
     if not all(type(entry) in (str, int, float, bool, bytes) for entry in value):
         return list(value)
     return sorted(value, key=lambda entry: (type(entry).__name__, repr(entry)))
-
-
-def _keyed(make: Callable[[Any], Any], pairs: bool = True) -> Callable[[Any], Any]:
-    """Return `make`, which is given keys or pairs of key and value, behind a look at the hashes of the keys."""
-
-    def made(value: Any) -> Any:
-        checked_keys(pair[0] for pair in listed(value)) if pairs else checked_keys(listed(value))
-        return make(value)
-
-    return made
 
 
 def _from_fraction(parts: list[Any]) -> Fraction:
@@ -269,29 +279,38 @@ def _from_deque(parts: list[Any]) -> deque[Any]:
 
 
 def _from_factory(parts: list[Any]) -> defaultdict[Any, Any]:
-    return defaultdict(None if parts[0] is None else FACTORIES[parts[0]], _keyed(dict)(parts[1]))
+    return defaultdict(None if parts[0] is None else FACTORIES[parts[0]], named(parts[1]))
 
 
-def _named(kinds: tuple[Any, ...]) -> dict[str, Any]:
-    return {str(kind): kind for kind in kinds}
+CONSTANTS = {
+    str(value): value
+    for value in vars(torch).values()
+    if type(value) in (torch.dtype, torch.layout, torch.memory_format)
+}
+"""Torch's own constants by their text; nothing else is looked up in it, since some of its names import more."""
 
 
-FORMATS = _named((torch.contiguous_format, torch.channels_last, torch.channels_last_3d, torch.preserve_format))
-LAYOUTS = _named((torch.strided, torch.sparse_coo, torch.sparse_csr))
+def _constant(kind: type) -> Leaf:
+    def whole(text: str) -> Any:
+        if type(CONSTANTS[text]) is not kind:
+            raise ValueError(f"{text} is no {kind.__name__}")
+        return CONSTANTS[text]
 
-_LEAVES: dict[type, Leaf] = {
-    bytes: Leaf("bytes", _bytes, _from_bytes),
-    bytearray: Leaf("bytearray", _bytes, lambda value: bytearray(_from_bytes(value))),
+    return Leaf(kind.__name__, str, whole)
+
+
+BY_TYPE: dict[type, Leaf] = {
+    bytes: Leaf("bytes", _bytes, lambda value: bytes_in(value).tobytes()),
+    bytearray: Leaf("bytearray", _bytes, lambda value: bytearray(bytes_in(value))),
     int: Leaf("int", hex, lambda text: int(text, 16)),  # a long one
-    dict: Leaf("dict", lambda value: list(value.items()), _keyed(dict)),  # with keys that are no texts or numbers
-    OrderedDict: Leaf("OrderedDict", lambda value: list(value.items()), _keyed(OrderedDict)),
-    set: Leaf("set", _sorted, _keyed(set, pairs=False)),
-    frozenset: Leaf("frozenset", _sorted, _keyed(frozenset, pairs=False)),
+    # with half of a surrogate pair, which no UTF-8 holds
+    str: Leaf("str", lambda value: [ord(letter) for letter in value], lambda codes: "".join(map(chr, listed(codes)))),
+    complex: Leaf("complex", lambda value: [value.real, value.imag], lambda parts: complex(*listed(parts))),
     deque: Leaf("deque", lambda value: [list(value), value.maxlen], _from_deque),
     defaultdict: Leaf("defaultdict", _factory, _from_factory),
-    Counter: Leaf("Counter", lambda value: list(value.items()), _keyed(lambda pairs: Counter(dict(pairs)))),
-    types.MappingProxyType: Leaf("mappingproxy", dict, types.MappingProxyType),
-    AttributeDict: Leaf("AttributeDict", dict, AttributeDict),
+    Counter: Leaf("Counter", dict, lambda value: Counter(named(value))),
+    types.MappingProxyType: Leaf("mappingproxy", dict, lambda value: types.MappingProxyType(named(value))),
+    AttributeDict: Leaf("AttributeDict", dict, lambda value: AttributeDict(named(value))),
     types.SimpleNamespace: Leaf("SimpleNamespace", vars, lambda value: types.SimpleNamespace(**value)),
     argparse.Namespace: Leaf("Namespace", vars, lambda value: argparse.Namespace(**value)),
     range: Leaf("range", lambda value: [value.start, value.stop, value.step], lambda parts: range(*listed(parts))),
@@ -315,10 +334,11 @@ _LEAVES: dict[type, Leaf] = {
     np.random.RandomState: Leaf("numpy.RandomState", lambda value: value.get_state(legacy=False), _from_random_state),
     random.Random: Leaf("Random", random.Random.getstate, _from_random),
     torch.Generator: Leaf("Generator", lambda value: [value.device, value.get_state()], _from_torch_generator),
-    torch.memory_format: Leaf("memory_format", str, FORMATS.__getitem__),
-    torch.layout: Leaf("layout", str, LAYOUTS.__getitem__),
+    **{kind: _constant(kind) for kind in (torch.memory_format, torch.layout, torch.dtype)},
+    torch.device: Leaf("device", str, lambda name: torch.device(str(name))),
+    torch.Size: Leaf("Size", list, lambda sizes: torch.Size(listed(sizes))),
+    torch.Tensor: Leaf("archive", _archived, _from_archive),  # sparse, quantized, nested, without memory
 }
-BY_TYPE: dict[type, Leaf] = {kind: leaf for kind, leaf in _LEAVES.items() if kind not in (dict, OrderedDict)}
 """Kinds by the exact type of a value."""
-BY_NAME: dict[str, Leaf] = {leaf.name: leaf for leaf in _LEAVES.values()}
+BY_NAME: dict[str, Leaf] = {leaf.name: leaf for leaf in BY_TYPE.values()}
 """Kinds by their name in files."""

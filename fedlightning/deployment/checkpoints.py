@@ -19,8 +19,8 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor
 
 from fedlightning.codec.allowed import ROOMS, Trust, UntrustedError, is_trusted, look_up, refuse_untrusted_names, within
-from fedlightning.codec.modules import from_tree, to_tree
-from fedlightning.codec.plain import NotPlainError, native
+from fedlightning.codec.modules import from_tree, native, to_tree
+from fedlightning.codec.tree import NotPlainError
 from fedlightning.codec.values import slow_keys
 from fedlightning.compat.lightning_runs import configure, detached_copy, quiet
 from fedlightning.errors import ConfigurationError

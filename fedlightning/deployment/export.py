@@ -25,7 +25,6 @@ from fedlightning.client.record import ClientRecord
 from fedlightning.client.runtime import LocalRunner
 from fedlightning.client.trainer_context import ClientLogger
 from fedlightning.client.visit import find_personal_module, open_client
-from fedlightning.codec.plain import packed, unpacked
 from fedlightning.compat.lightning_runs import detached_copy, quiet
 from fedlightning.compat.system import file_name_of
 from fedlightning.contract import NEWCOMER, Stage
@@ -62,7 +61,7 @@ class Deployed:
         path: The file that was written, as the client's machine names it.
         is_shared: Whether it is the global model, so that nothing was written.
         reason: Why there is none; `None`: there is.
-        content: What the file holds (:func:`~fedlightning.codec.plain.packed`), where that was to be brought.
+        content: What the file holds, where that was to be brought.
     """
 
     client: str
@@ -132,12 +131,12 @@ class Deploy(PlainTask):
         exporter_of(runner.blueprint).save(path, module, about, runner.blueprint.architecture_of(self.client))
         return Deployed(self.client, path=str(path), content=self._content(path, module) if self.bring else None), None
 
-    def _content(self, path: Path, module: LightningModule) -> Any:
+    def _content(self, path: Path, module: LightningModule) -> dict[str, Any]:
         """Return what is in the checkpoint, without the description of a module that the server can write itself."""
-        content = read_tensors(path)
+        content: dict[str, Any] = read_tensors(path)
         if is_ours(module):
             content["fedlightning"].pop("module", None)
-        return packed(content)
+        return content
 
     def module(self, runner: LocalRunner, record: ClientRecord) -> LightningModule:
         """Return the module."""
@@ -394,11 +393,8 @@ class Brought:
         """Write a client's checkpoint; return the answer without it. One that is the global model is not written."""
         if answer.reason is not None:
             return answer
-        try:
-            content, reason = unpacked(answer.content), None
-        except ValueError as error:
-            content, reason = None, f"its site sends no checkpoint of it: {error}"
-        reason = reason or self._fault(answer.client, content)
+        content = answer.content
+        reason = self._fault(answer.client, content)
         if reason is not None or content is None:
             return Deployed(answer.client, reason=reason)
         if self._whole is not None and _alike(content, self._whole):

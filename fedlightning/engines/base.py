@@ -28,12 +28,12 @@ from fedlightning.client.record import ClientRecord
 from fedlightning.client.requests import Evaluate
 from fedlightning.client.runtime import LocalRunner
 from fedlightning.client.visit import carry_out
-from fedlightning.codec.plain import decode, encode
+from fedlightning.codec.tree import file_of, load
 from fedlightning.contract import POOLED
 from fedlightning.contract.messages import Message, Update
 from fedlightning.engines.attempts import Attempts
 from fedlightning.scores.rows import not_scored
-from fedlightning.storage.files import read_tensors, save_tensors, writing
+from fedlightning.storage.files import writing
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class ClientStore:
         if client in self._records:
             self._records.move_to_end(client)
         elif client in self._files:
-            self._hold(client, ClientRecord(**decode(read_tensors(self._files[client]))))
+            self._hold(client, ClientRecord(**load(self._files[client])))
         return self._records.get(client, ClientRecord())
 
     def note(self, client: str) -> Note:
@@ -145,9 +145,9 @@ class ClientStore:
     def _write(self, client: str, record: ClientRecord) -> Path:
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="fedlightning-clients-")
-        path = Path(self._folder.name) / f"{list(self._clients).index(client)}.pt"
+        path = Path(self._folder.name) / f"{list(self._clients).index(client)}.safetensors"
         with writing(path):
-            save_tensors(encode(vars(record), f"client '{client}'"), path)
+            file_of(vars(record), f"client '{client}'").write(path)
         return path
 
 

@@ -6,10 +6,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedlightning.storage.files import read_tensors, write_atomically
+from fedlightning.codec.tree import file_of, load
 from fedlightning.tensors import State
 
-FILE = "privacy_release.ckpt"
+FILE = "privacy_release.safetensors"
 """File in the run's folder."""
 
 
@@ -30,7 +30,8 @@ class Release:
 
 def store(folder: Path, release: Release) -> None:
     """Write a release to a run's folder, in the place of that of the round before, and wait until it is on the disk."""
-    write_atomically(folder / FILE, {"name": release.name, "state": dict(release.state), "clip": release.clip})
+    content = {"name": release.name, "state": dict(release.state), "clip": release.clip}
+    file_of(content, "the release").save(folder / FILE)
 
 
 def stored(folder: Path | None, names: Collection[str], round: int) -> Release:
@@ -39,7 +40,7 @@ def stored(folder: Path | None, names: Collection[str], round: int) -> Release:
     Raises:
         ValueError: If it is not there.
     """
-    content = {} if folder is None or not (folder / FILE).exists() else read_tensors(folder / FILE)
+    content = {} if folder is None or not (folder / FILE).exists() else load(folder / FILE)
     if content.get("name") not in names:
         raise ValueError(
             f"Round {round + 1} was released before, by this run or a copy of it, and comes out differently now: a client "

@@ -29,8 +29,8 @@ def fault_of_manifest(manifest: Any) -> str | None:
 
     Example:
         >>> empty = {"clients": {}, "packs": {}, "sha256": {}, "extra": {}, "check": ""}
-        >>> fault_of_manifest({"version": 1, "rounds_done": 1, "server": "../x.pt", **empty})
-        ": it names the file '../x.pt', which is not in its folder"
+        >>> fault_of_manifest({"version": 1, "rounds_done": 1, "server": "../x.safetensors", **empty})
+        ": it names the file '../x.safetensors', which is not in its folder"
     """
     if not isinstance(manifest, dict) or not manifest.keys() >= MANIFEST_FIELDS:
         return ""
@@ -71,7 +71,7 @@ def is_file_name(name: Any) -> bool:
     """Return True for the name of a file in a folder, on any system: no path.
 
     Example:
-        >>> [is_file_name(name) for name in ("server-000001.pt", "a/b", "..", "C:x", "/etc/passwd")]
+        >>> [is_file_name(name) for name in ("server-000001.safetensors", "a/b", "..", "C:x", "/etc/passwd")]
         [True, False, False, False, False]
     """
     return (

@@ -17,19 +17,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedlightning.codec.plain import NotPlainError, decode, encode
-from fedlightning.contract.messages import tree_bytes
+from fedlightning.codec.tree import FileWriter, NotPlainError, file_of
+from fedlightning.codec.tree import load as load_values
 from fedlightning.errors import DamagedStateError
 from fedlightning.resume.manifest import CHECK, fault_of_extra, fault_of_manifest, heads_of, shortened, sum_of, whole
 from fedlightning.storage.files import (
     UnreadableError,
     is_writer,
     read_json,
-    read_tensors,
     readable_json,
     sha256,
     sync_folder,
-    write_atomically,
     write_text_atomically,
     writing,
 )
@@ -38,11 +36,11 @@ from fedlightning.tensors import State
 MANIFEST = "manifest.json"
 BEFORE = "manifest-before.json"
 """The manifest of the state before the newest one."""
-TEMPLATE = "template.pt"
-VERSION = 2
-"""Version of the format: plain trees, which cannot run code, and the manifest that names them."""
+TEMPLATE = "template.safetensors"
+VERSION = 3
+"""Version of the format: values and tensors, which cannot run code, and the manifest that names them."""
 PACK = 2**28
-"""Bytes of records in one file, at most (but one record at least): what is held in memory while it is written."""
+"""Bytes of records after which another file is begun: what is held in memory while it is written."""
 
 
 LONG = 10_000
@@ -66,23 +64,23 @@ def save(
         old = _read_manifest(folder / MANIFEST)
         sums: dict[str, str] = dict(old["sha256"]) if old else {}
         if old is None:
-            write_atomically(folder / TEMPLATE, encode(template(), "the module"))
+            file_of(template(), "the module").save(folder / TEMPLATE)
             sums[TEMPLATE] = sha256(folder / TEMPLATE)
         files: dict[str, str] = dict(old["clients"]) if old else {}
         sizes: dict[str, int] = dict(old["packs"]) if old else {}
         # no file that a manifest names is ever rewritten
         stamp = f"{rounds_done:06d}" + ("-final" if extra.get("final") else "")
-        for number, pack in enumerate(_packs(sorted({*changed, *_scattered(files, sizes)}), record_of)):
-            name = f"records-{stamp}-{number}.pt"
-            write_atomically(folder / name, pack)
-            files |= dict.fromkeys(pack, name)
-            sizes[name] = len(pack)
+        for number, (clients, pack) in enumerate(_packs(sorted({*changed, *_scattered(files, sizes)}), record_of)):
+            name = f"records-{stamp}-{number}.safetensors"
+            pack.save(folder / name)
+            files |= dict.fromkeys(clients, name)
+            sizes[name] = len(clients)
             sums[name] = sha256(folder / name)
         extra = shortened(extra, folder, old["extra"] if old else None)
         elsewhere = [*extra.get(ELSEWHERE, {}).values(), *heads_of(extra)]
         sums |= {name: sha256(folder / name) for name in elsewhere if name not in sums}
-        server_file = f"server-{stamp}.pt"
-        write_atomically(folder / server_file, encode(dict(server), "the server"))
+        server_file = f"server-{stamp}.safetensors"
+        file_of(server, "the server").save(folder / server_file)
         sums[server_file] = sha256(folder / server_file)
         used = {TEMPLATE, server_file, *files.values(), *elsewhere}
         manifest = {
@@ -103,7 +101,7 @@ def save(
         for path in folder.iterdir():
             if path.name not in keep and not path.is_dir():
                 path.unlink()
-            elif path.suffix == ".pt" and path.stat().st_mode & 0o077:  # of an earlier version
+            elif path.suffix == ".safetensors" and path.stat().st_mode & 0o077:  # somebody has opened it to others
                 path.chmod(0o600)
 
 
@@ -125,20 +123,18 @@ def set_aside(folder: Path, lasting: Mapping[str, Any]) -> dict[str, Any]:
 
 def _packs(
     clients: Iterable[str], record_of: Callable[[str], Mapping[str, Any]]
-) -> Iterator[dict[str, dict[str, Any]]]:
+) -> Iterator[tuple[list[str], FileWriter]]:
     """Yield the clients' records in files of bounded size: a file each would cost a thousand clients a thousand syncs."""
-    pack: dict[str, dict[str, Any]] = {}
-    size = 0
+    names: list[str] = []
+    pack = FileWriter()
     for client in clients:
-        record = encode(dict(record_of(client)), f"client '{client}'")
-        more = tree_bytes(record)
-        if pack and size + more > PACK:
-            yield pack
-            pack, size = {}, 0
-        pack[client] = record
-        size += more
-    if pack:
-        yield pack
+        pack.add(client, dict(record_of(client)), f"client '{client}'")
+        names.append(client)
+        if pack.num_bytes > PACK:
+            yield names, pack
+            names, pack = [], FileWriter()
+    if names:
+        yield names, pack
 
 
 def _scattered(files: Mapping[str, str], sizes: Mapping[str, int]) -> list[str]:
@@ -174,31 +170,22 @@ class SavedState:
 
     def server(self) -> dict[str, Any]:
         """Read the server's state."""
-        return self._mapping(self.server_file)
+        return _load(self.folder / self.server_file)
 
     def template(self) -> State:
         """Read the state of the user's module as the run began."""
-        state: State = self._mapping(TEMPLATE)
-        return state
+        return _load(self.folder / TEMPLATE)
 
     def records(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Read the clients' records, one file after another, as their fields."""
         found: dict[str, dict[str, Any]] = {}
         for name in dict.fromkeys(self.files.values()):
-            pack = self._mapping(name)
+            pack = _load(self.folder / name)
             found |= {client: pack[client] for client in pack if self.files.get(client) == name}
         for client, name in self.files.items():
             if not isinstance(found.get(client), dict):
                 raise DamagedStateError(f"The state in {self.folder} is damaged: {name} has no record of '{client}'.")
             yield client, found.pop(client)
-
-    def _mapping(self, name: str) -> dict[str, Any]:
-        found = _load(self.folder / name)
-        if not isinstance(found, dict):
-            raise DamagedStateError(
-                f"The state in {self.folder} is damaged: {name} holds a {type(found).__name__}, not named values."
-            )
-        return found
 
 
 def load(folder: Path, max_rounds: int = 0) -> SavedState:
@@ -325,9 +312,9 @@ def _read_manifest(path: Path) -> dict[str, Any] | None:
     return read_json(path) if path.exists() else None
 
 
-def _load(path: Path) -> Any:
+def _load(path: Path) -> dict[str, Any]:
     try:
-        return decode(read_tensors(path))
+        return load_values(path)
     except (UnreadableError, NotPlainError) as error:
         raise DamagedStateError(
             f"The state in {path.parent} is damaged: {path.name} cannot be read: {error}. Put it back from a copy."

@@ -39,7 +39,7 @@ from fedlightning.sites.connections import SENTENCE
 from fedlightning.sites.runs import is_run
 from fedlightning.sites.status import printable
 from fedlightning.sites.task_window import MOST
-from fedlightning.wire.container import check_of
+from fedlightning.wire.objects import check_of
 
 FIXED = (
     *("fedlightning.sites", "fedlightning.wire", "fedlightning.contract.messages"),

@@ -22,7 +22,7 @@ from fedlightning.client.client_errors import client_failure, noting
 from fedlightning.client.data_summary import Description
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.runtime import LocalRunner
-from fedlightning.codec.plain import decode, encode
+from fedlightning.codec.tree import file_of, load
 from fedlightning.compat.system import file_name_of
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.public_only import public_facts
@@ -44,10 +44,8 @@ from fedlightning.sites.task_bounds import GREETED, Here, fault, kind_of, out_of
 from fedlightning.storage.files import (
     UnreadableError,
     read_json,
-    read_tensors,
     readable_json,
     sync_folder,
-    write_atomically,
     write_text_atomically,
     writing,
 )
@@ -96,7 +94,7 @@ class Records:
             return record
         path = self._path(run, client, version)
         try:
-            content = decode(read_tensors(path))
+            content = load(path)
             kept_under = content.pop(TERMS, "")
             found = ClientRecord(**content)
         except FileNotFoundError:
@@ -126,14 +124,14 @@ class Records:
             )
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, encode({**vars(record), TERMS: terms}, f"client '{client}'"))
+        file_of({**vars(record), TERMS: terms}, f"client '{client}'").save(path)
         sync_folder(path.parent)
         self._last[run, client, terms] = version, record
         return version
 
     def versions(self, run: str, client: str) -> list[str]:
         """Return the versions of a client's record that are here."""
-        return sorted(path.stem for path in self._path(run, client, "x").parent.glob("*.pt"))
+        return sorted(path.stem for path in self._path(run, client, "x").parent.glob("*.safetensors"))
 
     def forget(self, run: str, client: str, keep: Collection[str]) -> None:
         """Remove all versions of a client's record but some."""
@@ -146,7 +144,7 @@ class Records:
             raise UnknownVersionError(
                 f"{run!r:.60} and {version!r:.60} are no names of a run and a version of a record"
             )
-        return self.folder / run / f"client-{file_name_of(client)}" / f"{version}.pt"
+        return self.folder / run / f"client-{file_name_of(client)}" / f"{version}.safetensors"
 
 
 TASKS = (Visit, ScoreClient, ScoreModel, Deploy, PreflightTask, StepTrial)

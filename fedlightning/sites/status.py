@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from fedlightning.errors import warn
 from fedlightning.storage.files import UnreadableError, UnwritableError, read_json, readable_json, write_text_atomically
-from fedlightning.wire.container import check_of
+from fedlightning.wire.objects import check_of
 
 FILE = "status.json"
 EVERY = 1.0

@@ -1,6 +1,6 @@
 """What a task for a site may say: for each field of each message a rule, by the site's own configuration.
 
-The wire has checked types already (:mod:`fedlightning.wire.tree`). A server that holds every key may still ask for more
+The wire has checked types already (:mod:`fedlightning.wire.objects`). A server that holds every key may still ask for more
 than the configuration gives, so nothing here is taken from the request that is judged. Tests walk all fields: one without a
 rule is red.
 

@@ -21,7 +21,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from io import BufferedWriter
+from io import BufferedWriter, BytesIO
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -133,15 +133,6 @@ def of_first_rank(value: Any) -> Any:
     return value
 
 
-def write_atomically(path: Path, value: Any) -> None:
-    """Write a value with `torch.save` so that the file is complete on the disk, or not there.
-
-    It is a secret: states and records of clients hold whatever callbacks keep, secrets of noise among it.
-    """
-    with replacing(path, secret=True) as temporary:
-        save_tensors(value, temporary, lasting=True)
-
-
 def write_secret(path: Path, content: bytes) -> None:
     """Write a file that only this user reads, and wait until it and its name are on the disk."""
     with replacing(path, secret=True) as temporary, temporary.open("wb") as file:
@@ -151,7 +142,7 @@ def write_secret(path: Path, content: bytes) -> None:
     sync_folder(path.parent)
 
 
-def save_tensors(value: Any, path: Path, lasting: bool = False) -> None:
+def save_tensors(value: Any, path: Path) -> None:
     """Write a value with `torch.save`; what the disk refuses is an OSError, as for any other file.
 
     `torch.save` turns the error of a full disk into a RuntimeError about positions in an archive.
@@ -164,9 +155,6 @@ def save_tensors(value: Any, path: Path, lasting: bool = False) -> None:
             torch.save(value, cast(IO[bytes], watched))  # all that it asks of a file is write
         except RuntimeError as error:
             raise (watched.refused or error) from error
-        if lasting:
-            file.flush()
-            sync(file.fileno())
 
 
 class _Watched:
@@ -321,11 +309,11 @@ def check_seal(path: Path) -> None:
         raise UnreadableError(f"its entry {broken!r:.60} is damaged")
 
 
-def read_tensors(path: Path) -> Any:
-    """Read what :func:`write_atomically` wrote."""
+def read_tensors(path: Path | BytesIO) -> Any:
+    """Read what :func:`save_tensors` wrote."""
     import torch
 
-    size = path.stat().st_size
+    size = path.stat().st_size if isinstance(path, Path) else len(path.getbuffer())
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
@@ -333,6 +321,8 @@ def read_tensors(path: Path) -> Any:
             raise UnreadableError("it is packed, which such a file never is")
         if sum(entry.file_size for entry in entries) > size:
             raise UnreadableError("it claims to hold more than it is long")
+        if isinstance(path, BytesIO):
+            path.seek(0)
         return torch.load(path, map_location="cpu", weights_only=True)
     except UnreadableError:
         raise

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedlightning.wire.container import VERSION, Limits, WireError, pack, unpack
-from fedlightning.wire.tree import KINDS, Objects, TreeReader, TreeWriter
+from fedlightning.codec.container import VERSION, Limits, layout, unpack
+from fedlightning.codec.tree import NotPlainError
+from fedlightning.storage.files import UnreadableError
+from fedlightning.wire.objects import KINDS, MessageReader, MessageWriter, WireError
 
 __all__ = ["KINDS", "VERSION", "Limits", "WireError", "read", "write"]
 
@@ -24,14 +26,21 @@ def write(value: Any) -> bytes:
         {'weights': (tensor([1., 1.]), None), 3: inf}
         >>> write({"loss": print})
         Traceback (most recent call last):
-        fedlightning.wire.container.WireError: A message cannot hold a builtins.builtin_function_or_method (at ['loss'])...
+        fedlightning.wire.objects.WireError: A message cannot hold a builtin_function_or_method (at ['loss'])...
     """
-    writer = TreeWriter(Objects())
-    return pack(writer.text(value), writer.tensors)
+    writer = MessageWriter()
+    try:
+        text = writer.text(writer.node(value))
+    except NotPlainError as error:
+        raise WireError(str(error)) from None
+    return b"".join(layout(text, writer.tensors))
 
 
 def read(data: bytes | bytearray | memoryview, limits: Limits | None = None) -> Any:
     """Return the value of a message. Its tensors are copies: they do not hold on to `data`."""
     limits = limits or Limits()
-    text, tensors = unpack(data, limits)
-    return TreeReader(Objects(), tensors, limits).value(text)
+    try:
+        text, tensors = unpack(data, limits)
+        return MessageReader(tensors, limits).value(text)
+    except (NotPlainError, UnreadableError) as error:
+        raise WireError(f"A message was refused: {str(error).rstrip('.')}.") from None

@@ -11,10 +11,10 @@ import json
 from typing import Any
 
 import pytest
-import torch
 
 from fedlightning.callbacks import GlobalCheckpoint, LayerDiagnostics, LocalCheckpoint
 from fedlightning.catalogue import ALGORITHMS, create
+from fedlightning.codec.tree import load
 from tests.callbacks.public import public_data
 from tests.conformance.case import Kept, collect, missing
 from tests.helpers import NormNet, federate, toy_data
@@ -75,9 +75,7 @@ def test_a_saved_state_is_made_of(tmp_path):
     assert (
         set(manifest["extra"]) == {"seconds", "final", "history", "lasting", "failures", "explosions", "norms"} | marks
     )
-    server, client = (
-        torch.load(last / name, weights_only=False) for name in (manifest["server"], manifest["clients"]["0"])
-    )
+    server, client = (load(last / name) for name in (manifest["server"], manifest["clients"]["0"]))
     client = client["0"]  # one file holds the records of several clients
     costs = {"bytes_up", "bytes_down", "steps", "time"}
     assert set(server) == {"models", "state", "checkpoints", "model_architectures", "loop"} | costs

@@ -24,8 +24,7 @@ from torch import nn
 
 import fedlightning
 from fedlightning.codec.allowed import look_up, path_of
-from fedlightning.codec.modules import from_tree, to_tree
-from fedlightning.codec.plain import TAG
+from fedlightning.codec.modules import ObjectWriter, from_tree
 from fedlightning.deployment.checkpoints import Exporter
 from fedlightning.models import MLP, Classifier
 
@@ -91,24 +90,53 @@ def watched(*readable: str | Path) -> Iterator[list[str]]:
         found.extend(_seen)
 
 
-def object_of(path: str, state: Any, mixins: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the tree of an object."""
-    return {TAG: "object", "class": path, "mixins": list(mixins), "value": None, "state": state}
+class Forged:
+    """An entry of a file that a writer would not make.
+
+    Args:
+        kind: Its kind.
+        content: What is written as the values that they are.
+        before: What is written as it is, before these.
+    """
+
+    def __init__(self, kind: str, *content: Any, before: tuple[Any, ...] = ()) -> None:
+        self.kind, self.content, self.before = kind, content, before
 
 
-def name_of(path: str) -> dict[str, Any]:
-    """Return the tree of a class or function that is called."""
-    return {TAG: "name", "value": path}
+class Forger(ObjectWriter):
+    """Writes such entries beside honest ones."""
+
+    def _other(self, value: Any) -> Any:
+        if not isinstance(value, Forged):
+            return super()._other(value)
+        nodes = [*value.before, *(self._tree(entry) for entry in value.content)]
+        return {value.kind: nodes[0] if len(nodes) == 1 else nodes}
 
 
-def partial_of(path: str, *args: Any, **keywords: Any) -> dict[str, Any]:
-    """Return the tree of a partial."""
-    return {TAG: "partial", "value": [name_of(path), list(args), keywords]}
+def forged(value: Any) -> dict[str, Any]:
+    """Return what a file holds that brings a value."""
+    writer = Forger("it")
+    return {"tree": writer.text(writer.node(value)), "tensors": writer.tensors}
+
+
+def object_of(path: str, state: Any, mixins: tuple[str, ...] = ()) -> Forged:
+    """Return the entry of an object."""
+    return Forged("object", state, before=(path, list(mixins)))
+
+
+def name_of(path: str) -> Forged:
+    """Return the entry of a class or function that is called."""
+    return Forged("name", path)
+
+
+def partial_of(path: str, *args: Any, **keywords: Any) -> Forged:
+    """Return the entry of a partial."""
+    return Forged("partial", [name_of(path), list(args), keywords])
 
 
 def own_state() -> dict[str, Any]:
     """Return the attributes of a plain module."""
-    return dict(to_tree(nn.Identity(), "it")["state"])
+    return dict(vars(nn.Identity()))
 
 
 WRITER = "fedlightning.storage.files:write_text_atomically"
@@ -116,40 +144,35 @@ WRITER = "fedlightning.storage.files:write_text_atomically"
 
 def pools(victim: Path) -> dict[str, Any]:
     """Return values that an attribute might lead somewhere with."""
-    leaf = {TAG: "path", "value": str(victim)}
     return {
         "text": str(victim),
-        "path": leaf,
+        "path": victim,
         "tensor": torch.zeros(2, 4),
         "number": 1,
         "function": name_of("torch.nn.functional:relu"),
         "class": name_of("torch.nn.modules.linear:Linear"),
         "module": object_of("torch.nn.modules.linear:Identity", own_state()),
-        "partial": partial_of("torch.nn.functional:relu", leaf),
+        "partial": partial_of("torch.nn.functional:relu", victim),
         "mapping": {"a": str(victim), "forward": name_of("torch.nn.functional:relu")},
     }
 
 
 def evil(victim: Path) -> dict[str, Any]:
     """Return values that no file may bring."""
-    leaf, relu, plain = (
-        {TAG: "path", "value": str(victim)},
-        name_of("torch.nn.functional:relu"),
-        "torch.nn.modules.linear:Identity",
-    )
+    relu, plain = name_of("torch.nn.functional:relu"), "torch.nn.modules.linear:Identity"
     return {
-        "writer": partial_of(WRITER, leaf, "evil"),
+        "writer": partial_of(WRITER, victim, "evil"),
         "mkdir": partial_of("os:mkdir", str(victim)),
         "load": name_of("fedlightning:load"),
         "timm": partial_of("fedlightning.models.bridges:TimmNet", "hf-hub:a/b", 2, pretrained=True),
         "hooks": object_of(plain, own_state() | {"_forward_hooks": {0: relu}}),
         "call": object_of(plain, own_state() | {"_compiled_call_impl": relu}),
         "method": object_of(plain, own_state() | {"train": relu}),
-        "partial of a module": {TAG: "partial", "value": [object_of(plain, own_state()), [], {}]},
+        "partial of a module": Forged("partial", [object_of(plain, own_state()), [], {}]),
         "compiled": object_of(
             "torch._dynamo.eval_frame:OptimizedModule",
             own_state() | {"_orig_mod": object_of("torch.nn.modules.linear:Identity", own_state())}
-            | {"dynamo_ctx": partial_of(WRITER, leaf, "evil")},
+            | {"dynamo_ctx": partial_of(WRITER, victim, "evil")},
         ),
     }  # fmt: skip
 
@@ -183,16 +206,15 @@ class Maker:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "gadget.ckpt"
         self.victim = folder / "victim"
-        Exporter(lambda architecture: Classifier(MLP(4, [3], 2), num_classes=2)).save(
-            self.path, Classifier(MLP(4, [3], 2), num_classes=2), {}
-        )
+        self._module = Classifier(MLP(4, [3], 2), num_classes=2)
+        Exporter(lambda architecture: Classifier(MLP(4, [3], 2), num_classes=2)).save(self.path, self._module, {})
         self._content = torch.load(self.path, weights_only=True)
 
     def write(self, net: Any, **more: Any) -> Path:
         """Write a file whose classifier has `net` as its network, and more attributes."""
-        tree = dict(self._content["fedlightning"]["module"])
-        modules = {**tree["state"]["_modules"], "net": net}
-        tree["state"] = {**tree["state"], "_modules": modules, **more}
+        state = dict(self._module.__reduce_ex__(2)[2])  # type: ignore[call-overload]
+        state |= {"_modules": {**state["_modules"], "net": net}, **more}
+        tree = forged(object_of(path_of(Classifier), state))
         torch.save(self._content | {"fedlightning": {**self._content["fedlightning"], "wrapped": tree}}, self.path)
         return self.path
 
@@ -234,7 +256,7 @@ def refused(net: Any, **more: Any) -> tuple[bool, list[str]]:
     """Try a tree that will not open without a file around it, which takes a hundredth of the time."""
     opened = False
     with watched() as done, contextlib.suppress(ValueError):
-        from_tree(net)
+        from_tree(forged(net))
         opened = True
     return opened, done
 

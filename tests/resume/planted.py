@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from fedlightning.callbacks import SCAFFOLD, LocalCheckpoint
+from fedlightning.codec.container import layout
+from fedlightning.codec.tree import Writer, load
 from fedlightning.resume.manifest import sum_of
 from fedlightning.storage.files import sha256
 from tests.helpers import Toy, make_trainer, toy_data
@@ -96,9 +98,16 @@ def sign(last: Path, **changes: Any) -> None:
 
 
 def rewrite(path: Path, change: Any) -> None:
-    """Change the content of a file of tensors."""
+    """Change the content of an exported checkpoint."""
     content = torch.load(path, weights_only=True)
     torch.save(change(content), path)
+
+
+def rewrite_values(path: Path, change: Any) -> None:
+    """Change the values in a file of a state; what is no dict then is written all the same."""
+    writer = Writer("it")
+    text = writer.text(writer.node(change(load(path))))
+    path.write_bytes(b"".join(layout(text, writer.tensors)))
 
 
 def repack(path: Path, compression: int) -> None:

@@ -72,7 +72,7 @@ def changed(path):
 
 
 DAMAGES = {"cut off": cut_off, "changed": changed, "missing": lambda path: path.unlink()}
-NEWEST = [MANIFEST, "server-000003.pt", "records-000003-0.pt"]
+NEWEST = [MANIFEST, "server-000003.safetensors", "records-000003-0.safetensors"]
 
 
 def copy_of(interrupted, tmp_path):
@@ -102,8 +102,8 @@ def test_a_manifest_that_is_none_gives_way_too(interrupted, tmp_path):
 
 def test_what_both_states_need_cannot_be_damaged_silently(interrupted, tmp_path):
     root, last = copy_of(interrupted, tmp_path)
-    changed(last / "template.pt")
-    with pytest.raises(DamagedStateError, match=r"template\.pt is not the file that was written"):
+    changed(last / "template.safetensors")
+    with pytest.raises(DamagedStateError, match=r"template\.safetensors is not the file that was written"):
         go_on(root)
 
 
@@ -125,7 +125,7 @@ def test_records_are_rewritten_before_the_disk_holds_three_of_each(tmp_path):
     trainer = make(tmp_path, rounds=12)
     trainer.fit(toy(), datamodule=toy_data())
     last = trainer.run.last
-    assert len(list(last.glob("records-*.pt"))) <= 4
+    assert len(list(last.glob("records-*.safetensors"))) <= 4
     assert not list(last.glob("*.tmp"))
 
 

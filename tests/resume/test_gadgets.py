@@ -14,14 +14,25 @@ from torch import nn
 
 import fedlightning
 from fedlightning.codec.allowed import HOOKS, UntrustedError, forbidden, path_of
-from fedlightning.codec.modules import from_tree, to_tree
+from fedlightning.codec.modules import from_tree
 from fedlightning.deployment.checkpoints import Exporter
 from fedlightning.models import MLP, Classifier, TimmNet
 from fedlightning.storage.files import UnreadableError
 from fedlightning.tensors import equal, module_state
 from tests.helpers import Toy, mostly_slow
 from tests.resume import gadgets
-from tests.resume.gadgets import Maker, evil, name_of, names_in, object_of, own_state, partial_of, pools, watched
+from tests.resume.gadgets import (
+    Maker,
+    evil,
+    forged,
+    name_of,
+    names_in,
+    object_of,
+    own_state,
+    partial_of,
+    pools,
+    watched,
+)
 
 
 @pytest.fixture
@@ -31,9 +42,9 @@ def maker(tmp_path):
 
 def test_the_watch_sees_what_a_gadget_does(tmp_path):
     victim = tmp_path / "victim"
-    tree = partial_of(gadgets.WRITER, {gadgets.TAG: "path", "value": str(victim)}, "evil")
+    tree = partial_of(gadgets.WRITER, victim, "evil")
     with watched() as done:
-        from_tree(tree, trust=True)()
+        from_tree(forged(tree), trust=True)()
     assert victim.exists()
     assert any(line.startswith("open") and "victim" in line for line in done)
 
@@ -70,8 +81,9 @@ def test_attributes_that_are_none_are_refused(maker, state):
 
 
 def test_a_module_that_holds_itself_is_refused(maker):
-    net = object_of("torch.nn.modules.container:Sequential", own_state())
-    net["state"]["_modules"] = {"0": net}
+    state = own_state()
+    net = object_of("torch.nn.modules.container:Sequential", state)
+    state["_modules"] = {"0": net}
     with pytest.raises(UnreadableError, match="no whole module"):
         fedlightning.load(maker.write(net))
 
@@ -83,9 +95,8 @@ def test_no_name_in_a_file_becomes_code(maker, monkeypatch):
     relu = object_of("torch.nn.modules.activation:ReLU", own_state() | {"inplace": False})
     traced = object_of("torch.nn.modules.container:Sequential", own_state() | {"_modules": {layer: relu}})
     activation = partial_of("timm.models._features_fx:GraphExtractNet", traced, ["input"])
-    encoder = to_tree(nn.TransformerEncoderLayer(4, 1, 4, batch_first=True), "it")
-    encoder["state"]["activation"] = activation
-    path = maker.write(encoder)
+    encoder = vars(nn.TransformerEncoderLayer(4, 1, 4, batch_first=True)) | {"activation": activation}
+    path = maker.write(object_of(path_of(nn.TransformerEncoderLayer), encoder))
     with pytest.raises(UntrustedError, match="GraphExtractNet, which may do more than compute"):
         fedlightning.load(path)(torch.zeros(2, 3, 4))
     assert not maker.victim.exists()

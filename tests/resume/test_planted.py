@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import zipfile
+from signal import SIGTERM
 
 import pytest
 import torch
@@ -16,23 +17,22 @@ import fedlightning
 
 # isort: split
 from fedlightning.cli import main
-from fedlightning.codec.allowed import UntrustedError
-from fedlightning.codec.modules import to_tree
-from fedlightning.codec.plain import TAG
+from fedlightning.codec.allowed import UntrustedError, path_of
 from fedlightning.deployment.checkpoints import Exporter
 from fedlightning.errors import DamagedStateError
 from fedlightning.storage.files import UnreadableError
 from tests.helpers import Toy
-from tests.resume.planted import PLANTS, as_archive, evaluate, make_run, repack, resume, rewrite, sign
+from tests.resume.gadgets import forged, object_of, partial_of
+from tests.resume.planted import PLANTS, as_archive, evaluate, make_run, repack, resume, rewrite, rewrite_values, sign
 
 SENTENCES = (
     ValueError,
     FileNotFoundError,
 )  # UnreadableError, UntrustedError, DamagedStateError and DamagedMetricsError are
 KINDS = {
-    "template": "checkpoints/last/template.pt",
-    "server": "checkpoints/last/server-000002.pt",
-    "records": "checkpoints/last/records-000002-0.pt",
+    "template": "checkpoints/last/template.safetensors",
+    "server": "checkpoints/last/server-000002.safetensors",
+    "records": "checkpoints/last/records-000002-0.safetensors",
     "manifest": "checkpoints/last/manifest.json",
     "global checkpoint": "checkpoints/global.ckpt",
     "client checkpoint": "checkpoints/clients/1.ckpt",
@@ -103,12 +103,12 @@ def test_a_planted_pickle_does_not_run(run, flag, kind, plant, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["template.pt", "server-000002.pt", "records-000002-0.pt"])
+@pytest.mark.parametrize("name", ["template.safetensors", "server-000002.safetensors", "records-000002-0.safetensors"])
 def test_a_state_that_names_code_is_refused_in_a_sentence(run, flag, name):
     last = run / "checkpoints" / "last"
     as_archive(last / name, flag)
     sign(last)
-    with pytest.raises(DamagedStateError, match=rf"{name} cannot be read: it names posix.mkdir, which may be code"):
+    with pytest.raises(DamagedStateError, match=rf"{name} cannot be read: its header claims .* bytes"):
         resume(run.parents[1])
 
 
@@ -119,17 +119,20 @@ CONTENT = {
     "other types": lambda content: dict.fromkeys(content, 3.5),
     "other types inside": lambda content: {name: {"a": 1} for name in content},
     "more names": lambda content: content | {"more": 1},
-    "unknown kinds": lambda content: {name: {TAG: "object", "class": "os:system"} for name in content},
+    "of code": lambda content: dict.fromkeys(content, SIGTERM),
 }
 
 
-@pytest.mark.parametrize("name", ["template.pt", "server-000002.pt", "records-000002-0.pt"])
+@pytest.mark.parametrize("name", ["template.safetensors", "server-000002.safetensors", "records-000002-0.safetensors"])
 @pytest.mark.parametrize("content", CONTENT)
 def test_other_content_in_a_valid_file_is_refused_in_a_sentence(run, name, content):
     last = run / "checkpoints" / "last"
-    rewrite(last / name, CONTENT[content])
+    rewrite_values(last / name, CONTENT[content])
     sign(last)
-    harmless = {("template.pt", "no names"), ("records-000002-0.pt", "more names")}  # nothing is taken from them
+    harmless = {
+        ("template.safetensors", "no names"),
+        ("records-000002-0.safetensors", "more names"),
+    }  # nothing is taken from them
     if (name, content) in harmless:
         resume(run.parents[1])
         return
@@ -139,7 +142,7 @@ def test_other_content_in_a_valid_file_is_refused_in_a_sentence(run, name, conte
         resume(run.parents[1])
 
 
-@pytest.mark.parametrize("file", ["../../../metrics.csv", "/etc/passwd", "a/b.pt", "..", "", 3, None, ["x"]])
+@pytest.mark.parametrize("file", ["../../../metrics.csv", "/etc/passwd", "a/b.safetensors", "..", "", 3, None, ["x"]])
 def test_a_manifest_names_files_of_its_folder_only(run, file):
     last = run / "checkpoints" / "last"
     for changes in ({"server": file}, {"clients": {"0": file}}):
@@ -152,7 +155,7 @@ def test_a_manifest_names_files_of_its_folder_only(run, file):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"version": "3"}, {"rounds_done": -1}, {"rounds_done": 1.5}, {"clients": []}, {"extra": 3}, {"packs": {"a.pt": -1}},
+    [{"version": "3"}, {"rounds_done": -1}, {"rounds_done": 1.5}, {"clients": []}, {"extra": 3}, {"packs": {"a": -1}},
      {"extra": {"metrics": 3}}, {"extra": {"history": [3]}}, {"extra": {"lasting": []}}, {"extra": {"seconds": "x"}}],
     ids=str,
 )  # fmt: skip
@@ -168,12 +171,20 @@ def test_a_state_of_another_version_is_named(run):
         resume(run.parents[1])
 
 
-def test_packed_files_are_refused(run):
-    last = run / "checkpoints" / "last"
-    repack(last / "server-000002.pt", zipfile.ZIP_DEFLATED)
-    sign(last)
-    with pytest.raises(DamagedStateError, match="it is packed, which such a file never is"):
+def test_a_state_of_the_format_before_is_named(run):
+    """It is not translated: nothing with it was released."""
+    sign(run / "checkpoints" / "last", version=2)
+    with pytest.raises(
+        ValueError, match=r"written by another version of FedLightning \(format 2, this one reads 3\). Resume"
+    ):
         resume(run.parents[1])
+
+
+def test_packed_files_are_refused(run):
+    """An archive that was packed could hold more than the memory does."""
+    repack(run / "checkpoints" / "global.ckpt", zipfile.ZIP_DEFLATED)
+    with pytest.raises(UnreadableError, match="it is packed, which such a file never is"):
+        fedlightning.load(run / "checkpoints" / "global.ckpt")
 
 
 class Wrapper(Toy):
@@ -195,9 +206,8 @@ def exported(tmp_path, change):
 
 def evil_tree(path):
     """A partial of a function where a module holds its activation: called as soon as the module is used."""
-    tree = to_tree(Wrapper(), "it")
-    tree["state"]["activation"] = {TAG: "partial", "value": [{TAG: "name", "value": "os:mkdir"}, [path], {}]}
-    return tree
+    state = Wrapper().__reduce_ex__(2)[2] | {"activation": partial_of("os:mkdir", path)}
+    return forged(object_of(path_of(Wrapper), state))
 
 
 def test_a_tree_that_names_a_function_needs_trust(tmp_path):
@@ -233,7 +243,7 @@ def test_a_pickled_module_is_not_opened_even_with_trust(tmp_path):
 
     pickled = torch.frombuffer(bytearray(pickle.dumps(Wrapper())), dtype=torch.uint8)
     path = exported(tmp_path, lambda own: own | {"wrapped": pickled})
-    with pytest.raises(UnreadableError, match="it holds a Tensor, not a LightningModule"):
+    with pytest.raises(UnreadableError, match="it holds a Tensor in the place of a module's text"):
         fedlightning.load(path, trust=True)
 
 

@@ -31,6 +31,7 @@ from fedlightning.callbacks import (
     LocalAdaptation,
     LocalCheckpoint,
 )
+from fedlightning.codec.tree import FileWriter
 from fedlightning.options import Evaluation
 from fedlightning.resume import state_files as persistence
 from fedlightning.resume.resumable import find_last
@@ -266,20 +267,21 @@ def test_interrupted_twice_and_by_the_folder(tmp_path):
     assert len(list((tmp_path / "fedavg_keep").iterdir())) == 1
 
 
-@pytest.mark.parametrize("failing", ["write_text_atomically", "write_atomically"])
-def test_killed_while_saving(tmp_path, monkeypatch, failing):
+@pytest.mark.parametrize("owner, failing", [(persistence, "write_text_atomically"), (FileWriter, "save")])
+def test_killed_while_saving(tmp_path, monkeypatch, owner, failing):
     """Files of the new round may lie there; the manifest still names the old ones."""
     trainer, module, data = trainer_of("fedavg_keep", tmp_path)
-    original, calls = getattr(persistence, failing), []
+    original, calls = getattr(owner, failing), []
 
-    def dies(path, value):
+    def dies(*given):
+        path = next(value for value in given if isinstance(value, Path))
         calls.append(path)
         if len(calls) == (5 if failing == "write_text_atomically" else 6):  # of the third round
             path.with_name(path.name + ".tmp").write_bytes(b"half")
             raise KeyboardInterrupt
-        original(path, value)
+        original(*given)
 
-    monkeypatch.setattr(persistence, failing, dies)
+    monkeypatch.setattr(owner, failing, dies)
     with pytest.raises(KeyboardInterrupt):
         trainer.fit(module, datamodule=data)
     monkeypatch.undo()
@@ -336,7 +338,12 @@ def test_the_saved_state_holds_what_changed_once(tmp_path):
     named = {m[key] for m in (manifest, before) for key in ("server",)} | {
         name for m in (manifest, before) for name in m["clients"].values()
     }
-    assert {path.name for path in last.iterdir()} == {"manifest.json", "manifest-before.json", "template.pt", *named}
+    assert {path.name for path in last.iterdir()} == {
+        "manifest.json",
+        "manifest-before.json",
+        "template.safetensors",
+        *named,
+    }
     for client in took_part:
         assert f"-{trainer.store.get(client).last_round + 1:06d}" in manifest["clients"][client]
 

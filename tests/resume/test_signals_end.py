@@ -17,6 +17,7 @@ from fedlightning import FederatedCallback
 from fedlightning.algorithm import Facts
 from fedlightning.callbacks import SCAFFOLD, LocalAdaptation
 from fedlightning.cli import main
+from fedlightning.codec.tree import FileWriter
 from fedlightning.options import FailurePolicy, Processes
 from fedlightning.resume import state_files as persistence
 from fedlightning.resume import stop_requests as signals
@@ -154,8 +155,8 @@ def test_before_round_1(tmp_path, whole):
 
 
 def test_while_a_state_is_saved(tmp_path, whole, monkeypatch):
-    for place in ("write_atomically", "sync_folder"):
-        original, calls = getattr(persistence, place), []
+    for owner, place in ((FileWriter, "save"), (persistence, "sync_folder")):
+        original, calls = getattr(owner, place), []
 
         def interrupted(*given, original=original, calls=calls):
             calls.append(given)
@@ -164,7 +165,7 @@ def test_while_a_state_is_saved(tmp_path, whole, monkeypatch):
                 send("SIGTERM")
 
         with monkeypatch.context() as patch:
-            patch.setattr(persistence, place, interrupted)
+            patch.setattr(owner, place, interrupted)
             ended(tmp_path / place)
         again = run(tmp_path / place)
         same(again.server.model, whole.server.model)

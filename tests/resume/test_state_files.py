@@ -7,10 +7,11 @@ import json
 import pytest
 import torch
 
+from fedlightning.codec.tree import load as load_values
 from fedlightning.resume import manifest as long_lists
 from fedlightning.resume.manifest import sum_of
 from fedlightning.resume.state_files import BEFORE, MANIFEST, load, save
-from fedlightning.storage.files import read_tensors, sha256
+from fedlightning.storage.files import sha256
 
 
 def test_records_whose_neighbours_have_moved_on_are_written_again(tmp_path):
@@ -23,7 +24,7 @@ def test_records_whose_neighbours_have_moved_on_are_written_again(tmp_path):
         found[round] = json.loads((tmp_path / MANIFEST).read_text())["clients"]
     assert found[2]["d"].startswith("records-000001-")
     assert found[3] == {"a": found[3]["a"], "b": found[2]["b"], "c": found[2]["c"], "d": found[3]["a"]}
-    assert read_tensors(tmp_path / found[4]["d"])["d"] == {"id": "d"}
+    assert load_values(tmp_path / found[4]["d"])["d"] == {"id": "d"}
     known = {
         name for file in (MANIFEST, BEFORE) for name in json.loads((tmp_path / file).read_text())["clients"].values()
     }

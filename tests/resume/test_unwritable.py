@@ -15,6 +15,7 @@ from fedlightning import FederatedTrainer
 
 # isort: split
 from fedlightning.cli import main
+from fedlightning.codec.tree import file_of
 from fedlightning.config.errors import explain
 from fedlightning.resume.lock import LOCK
 from fedlightning.run.folder import RunFolder
@@ -193,15 +194,18 @@ def test_a_version_is_one_folder(tmp_path, version):
 
 
 def test_a_disk_that_takes_half_a_file_is_named(tmp_path):
-    """By the system's own limit: `torch.save` makes an error about positions in an archive of the one of a full disk."""
+    """By the system's own limit: `torch.save` makes an error about positions in an archive of the one of a full disk.
+
+    A state is written piece by piece.
+    """
 
     def work() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-        path = tmp_path / "state.pt"
-        for write in (files.write_atomically, lambda path, value: files.save_tensors(value, path)):
+        path, values = tmp_path / "state.pt", {"a": torch.zeros(3), "w": torch.zeros(20_000)}
+        for write in (file_of(values, "it").save, lambda path: files.save_tensors(values, path)):
             try:
                 with files.writing(path):
-                    write(path, {"a": torch.zeros(3), "w": torch.zeros(20_000)})
+                    write(path)
             except UnwritableError as error:
                 print(error)
 

@@ -153,9 +153,9 @@ def test_a_site_behind_a_proxy(machines):
 def same_models(one: Path, other: Path) -> bool:
     import torch
 
-    from fedlightning.storage.files import read_tensors
+    from fedlightning.codec.tree import load
 
-    states = [read_tensors(sorted(folder.glob("server-*.pt"))[-1])["models"]["global"] for folder in (one, other)]
+    states = [load(sorted(folder.glob("server-*.safetensors"))[-1])["models"]["global"] for folder in (one, other)]
     return all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
