@@ -126,6 +126,7 @@ from fedlightning.callbacks.stopping import FederatedEarlyStopping as FederatedE
 from fedlightning.callbacks.stragglers import Stragglers as Stragglers
 from fedlightning.callbacks.swift import SWIFT as SWIFT
 from fedlightning.callbacks.tiff import TIFF as TIFF
+from fedlightning.callbacks.token_weighting import TokenWeighting as TokenWeighting
 
 __all__: list[str]
 

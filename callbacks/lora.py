@@ -35,7 +35,8 @@ class FedIT(LowRank):
     (``pip install peft``).
 
     Args:
-        r: Rank. Default 16 (the authors' code).
+        r: Rank. Default 16 (the authors' code). ``None``: the adapters that are there, as in a ``PeftModel``; all that trains
+            in the module travels, of whatever kind, and the other arguments say nothing.
         alpha: Scale; a layer's change counts ``alpha / r``. Default 16 (the authors' code).
         dropout: Dropout on the adapters' input. Default 0.05 (the authors' code).
         target_modules: Paths of ``nn.Linear`` layers, or ends of paths (the authors: ``["q_proj"]`` of LLaMA). ``None``
@@ -56,7 +57,7 @@ class FedIT(LowRank):
 
     def __init__(
         self,
-        r: Rank = 16,
+        r: Rank | None = 16,
         alpha: PositiveFloat = 16,
         dropout: ShareBelowOne = 0.05,
         target_modules: list[str] | None = None,
@@ -67,7 +68,7 @@ class FedIT(LowRank):
         self.r = r
         self.alpha = alpha
 
-    def size(self) -> tuple[int, float]:
+    def size(self) -> tuple[int | None, float]:
         """Return rank and alpha."""
         return self.r, self.alpha
 

@@ -76,8 +76,8 @@ class LowRank(ServerModels):
         self.head = head
         self.weighting = weighting
 
-    def size(self) -> tuple[int, float]:
-        """Return rank and alpha of the adapters that every module is built with."""
+    def size(self) -> tuple[int | None, float]:
+        """Return rank and alpha of the adapters that every module is built with; `None`: of those that are there."""
         raise NotImplementedError
 
     def refuse_empty(self, **given: Any) -> None:

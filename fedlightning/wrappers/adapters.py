@@ -72,14 +72,17 @@ class AdapterMixin(AddedParametersMixin):
 def add_adapters(
     module: LightningModule,
     *,
-    r: int,
+    r: int | None,
     alpha: float,
     dropout: float,
     target_modules: Sequence[str] | None,
     head: Iterable[str],
     train_a: bool,
 ) -> LightningModule:
-    """Freeze `module` and give its linear layers adapters, in place.
+    """Freeze `module` and give its linear layers adapters, in place; without `r`, use those that peft has put there.
+
+    Raises:
+        ValueError: If there are adapters although `r` is given, or none although it is not, or those cannot be averaged.
 
     Example:
         >>> from fedlightning.models import MLP, Classifier
@@ -91,6 +94,14 @@ def add_adapters(
         ['net.fc1.lora_A.default.weight', 'net.fc1.lora_B.default.weight', 'net.fc2.bias']
     """
     peft = _peft()
+    if r is None:
+        return _adopt_adapters(module, peft, train_a)
+    present = next((path for path, child in module.named_modules() if isinstance(child, _tuned(peft))), None)
+    if present is not None:
+        raise ValueError(
+            f"'{present}' of {type(module).__name__} has adapters of peft already, beside which others would train. Use them "
+            "by FedIT(r=None), FFALoRA(r=None), RoLoRA(r=None) or FedSALoRA(r=None), or give the model without them."
+        )
     tied = tied_names(module)
     trained = {other for name in head for other in tied.get(name, {name})}
     paths = find_linear(module, target_modules, trained)
@@ -104,6 +115,46 @@ def add_adapters(
         adapted: Any = peft.inject_adapter_in_model(config, holder, ADAPTER).layer
         adapted.lora_A.requires_grad_(train_a)
         _put(module, layer, adapted)
+    return _with_mixin(module, paths, trained)
+
+
+def _tuned(peft: ModuleType) -> Any:
+    return peft.tuners.tuners_utils.BaseTunerLayer
+
+
+def _adopt_adapters(module: LightningModule, peft: ModuleType, train_a: bool) -> LightningModule:
+    """Let adapters that peft has put into a module travel, with everything else that trains there."""
+    name = type(module).__name__
+    tied, paths = tied_names(module), []
+    trained = [key for key, parameter in module.named_parameters() if parameter.requires_grad]
+    frozen = any(not parameter.requires_grad for parameter in module.parameters())
+    if not trained or not frozen:
+        raise ValueError(f"{name} has no adapters: {'everything' if trained else 'nothing'} trains in it. Give r.")
+    for path, layer in module.named_modules():
+        if not isinstance(layer, _tuned(peft)):
+            continue
+        names = [adapter for part in layer.adapter_layer_names for adapter in getattr(layer, part)]
+        if hasattr(layer, "lora_E"):
+            raise ValueError(f"'{path}' of {name} is adapted by AdaLoRA, whose ranks change in training. Use LoRA.")
+        if set(names) - {ADAPTER}:
+            raise ValueError(
+                f"'{path}' of {name} has the adapters {sorted(set(names))}. Give one, with the name '{ADAPTER}'."
+            )
+        weight = f"{path}.base_layer.weight"
+        if weight in tied:
+            raise ValueError(
+                f"'{weight}' of {name} is tied to '{min(tied[weight] - {weight})}', and an adapter of one of the two unties "
+                "them. Untie them first, or adapt other layers."
+            )
+        if ADAPTER in getattr(layer, "lora_A", ()):
+            paths.append(path)
+            cast(Any, layer).lora_A.requires_grad_(train_a)
+    factors = {f"{path}.lora_{factor}.{ADAPTER}.weight" for path in paths for factor in "AB"}
+    rest = {other for key in trained if key not in factors for other in tied.get(key, {key})}
+    return _with_mixin(module, paths, rest)
+
+
+def _with_mixin(module: LightningModule, paths: Sequence[str], trained: set[str]) -> LightningModule:
     module = mix(module, AdapterMixin)
     wrapped = cast(AdapterMixin, module)
     wrapped.adapted_paths = tuple(paths)
