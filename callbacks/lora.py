@@ -109,11 +109,11 @@ class RoLoRA(FedIT):
         ['A', 'B', 'A']
     """
 
-    facts = Facts(
-        changes={Change.PARTS},
-        needs=[Need("lets one factor rest in a round", ("server_step", "on_reduced", Change.VALUES), "use FFALoRA")],
-        asynchronous=False,
-    )
+    @property
+    def facts(self) -> Facts:
+        """One factor stays as it is in a round, for whoever would move it."""
+        rests = Need("lets one factor rest in a round", ("server_step", "on_reduced", Change.VALUES), "use FFALoRA")
+        return super().facts.extend(changes={Change.PARTS}, needs=[rests], asynchronous=False)
 
     def resting_factor(self, round: int) -> str:
         """Return which factor rests in a round, from 0."""

@@ -22,6 +22,7 @@ from fedlightning.algorithm import (
     Newcomers,
     Server,
     ServerModels,
+    Setup,
     State,
     SubModels,
     Update,
@@ -47,6 +48,19 @@ Rank = Annotated[int, Range("[1, inf)", strict=True)]
 """The rank of adapters."""
 
 
+class AdaptersLearn(requires.Requirement):
+    """Every second factor that is to train gets a gradient: a first factor's is zero in the first step, in any case."""
+
+    usual = (
+        "The loss does not reach it: adapt other layers (target_modules), or, with gradient checkpointing, let it be "
+        "non-reentrant (use_reentrant=False)."
+    )
+
+    def fault(self, owner: Any, setup: Setup) -> str:
+        lost = [name for name in setup.first_step().without_gradient if ".lora_B." in name]
+        return f"trains '{lost[0]}', which got no gradient from the first batch" if lost else ""
+
+
 class LowRank(ServerModels):
     """Base of methods in which the network is frozen, and low-rank adapters beside its linear layers train and travel.
 
@@ -63,6 +77,11 @@ class LowRank(ServerModels):
     """
 
     train_a: bool = True
+
+    @property
+    def facts(self) -> Facts:
+        """Adapters have to learn."""
+        return super().facts.extend(requires=[AdaptersLearn()])
 
     def __init__(
         self,
@@ -145,7 +164,7 @@ class ClientRanks(LowRank, SubModels):
     def facts(self) -> Facts:
         """Ranks that are dealt in turn must stay when clients join."""
         tables = requires.ForEveryClient(of=tuple(self.options_by_client()))
-        return Facts(requires=[tables], newcomers=Newcomers(join=self._join))
+        return super().facts.extend(requires=[tables], newcomers=Newcomers(join=self._join))
 
     @property
     def largest(self) -> int:

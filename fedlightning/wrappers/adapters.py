@@ -5,8 +5,10 @@ The layers themselves are those of the `peft` library, inserted at exact paths.
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
@@ -219,6 +221,55 @@ def adapted_layers(module: nn.Module) -> dict[str, Adapted]:
         every = [tuple(sorted(tied.get(name, {name}))) for name in names]
         layers[path] = Adapted(names[0], names[1], names[2], every[0], every[1], every[2])
     return layers
+
+
+def save_peft(module: nn.Module, folder: str | Path, base: nn.Module) -> None:
+    """Write the adapters of a module as a folder that `peft.PeftModel.from_pretrained(base, folder)` opens.
+
+    What trains in full beside them is there as `modules_to_save`.
+
+    Args:
+        module: A module with adapters, such as `trainer.module()` gives, whose network is its attribute `model`.
+        folder: The folder.
+        base: The network without adapters, as it was before the federation.
+
+    Raises:
+        ValueError: If the module has no LoRA adapters, or its frozen network is not `base`, as after FLoRA and FedExLoRA.
+    """
+    peft, layers = _peft(), adapted_layers(module)
+    network: Any = module.model
+    if hasattr(network, "peft_config"):
+        network.save_pretrained(folder)
+        return
+    if not layers:
+        raise ValueError(f"{type(module).__name__} has no LoRA adapters to write. Train it with FedIT or its like.")
+    wrapped, state, prefix = cast(Any, module), module.state_dict(), "model."
+    heads = sorted({name.removeprefix(prefix).rpartition(".")[0] for name in wrapped.trained_names})
+    for name, value in base.state_dict().items():
+        path, _, entry = name.rpartition(".")
+        own = state[f"{prefix}{path}.base_layer.{entry}" if f"{prefix}{path}" in layers else f"{prefix}{name}"]
+        if path not in heads and not torch.equal(own, value):
+            raise ValueError(
+                f"'{name}' of the federated model is not that of base: the adapters belong to another network. FLoRA and "
+                "FedExLoRA change the network; write their model whole, by fedlightning.wrappers.unmix(module)."
+            )
+    layer = cast(Any, module.get_submodule(next(iter(layers))))
+    config = peft.LoraConfig(
+        r=layer.r[ADAPTER],
+        lora_alpha=layer.scaling[ADAPTER] * layer.r[ADAPTER],
+        target_modules=[path.removeprefix(prefix) for path in layers],
+        modules_to_save=heads or None,
+        base_model_name_or_path=getattr(getattr(base, "config", None), "_name_or_path", None),
+        inference_mode=True,
+    )
+    fresh = peft.PeftModel(copy.deepcopy(base), config)
+    names = {
+        f"{prefix}{path}.lora_{factor}.weight" for path in (p.removeprefix(prefix) for p in layers) for factor in "AB"
+    }
+    entries = {name.replace(f".{ADAPTER}.", "."): value for name, value in state.items()}
+    entries = {name: value for name, value in entries.items() if name in names or name in wrapped.trained_names}
+    peft.set_peft_model_state_dict(fresh, {f"base_model.{name}": value for name, value in entries.items()})
+    fresh.save_pretrained(folder)
 
 
 def resize_adapters(module: nn.Module, rank: int, scale: float) -> None:

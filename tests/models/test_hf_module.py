@@ -9,11 +9,25 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import fedlightning
 from fedlightning.callbacks import FedAvg, FedExLoRA, FedIT, FFALoRA, FLoRA, RoLoRA, TokenWeighting
 from fedlightning.datamodules import ByteTokenizer, TextDataModule
+from fedlightning.deployment import checkpoints
 from fedlightning.models import HFModule
 from fedlightning.tensors import module_state
-from tests.helpers import Toy, close, differs, federate, global_state, plain_fit, same, spied, toy_data
+from fedlightning.wrappers.adapters import save_peft
+from tests.helpers import (
+    Toy,
+    close,
+    differs,
+    federate,
+    global_state,
+    make_trainer,
+    plain_fit,
+    same,
+    spied,
+    toy_data,
+)
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -263,3 +277,92 @@ def test_a_collator_of_transformers_makes_the_batches():
         TextDataModule({"a": ([{"words": "x"}],)}, tokenizer)
     with pytest.raises(ValueError, match="Client 'b' has no training text"):
         TextDataModule({"a": (rows,), "b": ([], rows)}, tokenizer)
+
+
+# -- the frozen network is kept once -----------------------------------------------------------------------------------
+def exported(tmp_path, method=None, **options):
+    module = HFModule(llama(), lr=1e-2)
+    method = method or FedIT(r=2, target_modules=["q_proj", "v_proj"], head="model.lm_head")
+    return module, federate(module, texts(), [method], tmp_path, max_rounds=2, name="a", save_state=1, **options)
+
+
+def test_records_and_saved_states_hold_no_frozen_network(tmp_path):
+    module, trainer = exported(tmp_path)
+    frozen = {name for name, kind in trainer.server.kinds.items() if kind == "frozen"}
+    assert len(frozen) > 15 and not any(frozen & trainer.store.get(client).personal.keys() for client in "abc")
+    base = trainer.server.blueprint.base("")
+    assert all(trainer.server.model[name].data_ptr() == base[name].data_ptr() for name in frozen)  # one memory
+    for name in ("server-000002.pt", "records-000002-0.pt"):
+        file = trainer.run.path / "checkpoints/last" / name
+        assert not file.exists() or file.stat().st_size < 120_000  # the head and adapters of a network of 460,000 bytes
+    resumed = make_trainer(
+        tmp_path,
+        [FedIT(r=2, target_modules=["q_proj", "v_proj"], head="model.lm_head")],
+        max_rounds=3,
+        name="a",
+        save_state=1,
+    )
+    resumed.fit(HFModule(llama(), lr=1e-2), datamodule=texts(), resume="last")
+    method = FedIT(r=2, target_modules=["q_proj", "v_proj"], head="model.lm_head")
+    same(global_state(resumed), global_state(federate(module, texts(), [method], max_rounds=3)))
+
+
+def test_a_changed_frozen_entry_is_kept_by_its_client():
+    """FLoRA merges into the network: what it has changed is no base any more."""
+    trainer = federate(HFModule(llama(), lr=1e-2), texts(), [FLoRA(r=2, target_modules=["q_proj"])], max_rounds=2)
+    kept = set(trainer.store.get("a").personal)
+    assert {name for name in kept if name.endswith("base_layer.weight")} == {
+        f"model.model.layers.{number}.self_attn.q_proj.base_layer.weight" for number in (0, 1)
+    }
+
+
+def test_checkpoints_name_their_frozen_network_by_its_hash(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "LEAST", 1000)
+    _, trainer = exported(tmp_path)
+    folder = trainer.run.path / "checkpoints"
+    (base,) = folder.rglob("base-*.pt")
+    assert (folder / "global.ckpt").stat().st_size < base.stat().st_size
+    opened = fedlightning.load(folder / "global.ckpt", trust=["transformers"])
+    same(module_state(opened), module_state(trainer.module()))
+    state = module_state(trainer.module())
+    same(state, module_state(trainer.module()))  # what was written has its network still
+    base.rename(tmp_path / "elsewhere.pt")
+    with pytest.raises(ValueError, match=r"is in base-.*\.pt, which is neither beside it nor"):
+        fedlightning.load(folder / "global.ckpt", trust=["transformers"])
+    same(module_state(fedlightning.load(folder / "global.ckpt", HFModule(llama()), trust=["transformers"])), state)
+    other = HFModule(llama())
+    with torch.no_grad():
+        next(other.parameters())[0, 0] += 1.0
+    with pytest.raises(ValueError, match="its adapters would mean nothing there"):
+        fedlightning.load(folder / "global.ckpt", other, trust=["transformers"])
+
+
+def test_peft_opens_what_is_written(tmp_path):
+    _, trainer = exported(None)
+    federated = trainer.module().eval()
+    save_peft(federated, tmp_path, llama())
+    opened = peft.PeftModel.from_pretrained(llama(), tmp_path).eval()
+    tokens = torch.arange(20).view(2, 10)
+    torch.testing.assert_close(opened(tokens).logits, federated.model(tokens).logits)
+    assert differs({"x": opened(tokens).logits}, {"x": llama().eval()(tokens).logits})
+    merged = federate(
+        HFModule(llama(), lr=1e-2), texts(), [FLoRA(r=2, target_modules=["q_proj"])], max_rounds=1
+    ).module()
+    with pytest.raises(ValueError, match="FLoRA and FedExLoRA change the network"):
+        save_peft(merged, tmp_path, llama())
+
+
+class HalfUsed(Toy):
+    """A branch that the loss does not reach."""
+
+    def make(self, hidden, dropout):
+        return torch.nn.ModuleList([torch.nn.Linear(6, 3), torch.nn.Linear(6, 3)])
+
+    def forward(self, x):
+        return self.net[0](x) + self.net[1](x).detach()
+
+
+def test_adapters_without_a_gradient_are_found_before_round_1():
+    with pytest.raises(ValueError, match=r"FedIT trains 'net.1.lora_B.default.weight', which got no gradient"):
+        federate(HalfUsed(), toy_data(), [FedIT(r=2)], sanity_check=True)
+    assert federate(HalfUsed(), toy_data(), [FedIT(r=2, target_modules=["net.0"])], sanity_check=True, max_rounds=1)
