@@ -1,18 +1,12 @@
 """FedLightning: federate the LightningModule you already have."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedlightning.compat.torchvision import repair_torchvision_when_imported
 
 repair_torchvision_when_imported()
 
 __version__ = "0.1.0"
-
-if TYPE_CHECKING:
-    from fedlightning.contract import FederatedCallback
-    from fedlightning.deployment.checkpoints import load
-    from fedlightning.project import FederatedCLI
-    from fedlightning.trainer import FederatedTrainer
 
 _LAZY = {
     "FederatedCLI": "fedlightning.project",

@@ -336,6 +336,10 @@ class FitterChoice:
         self._explain(reason)
         self._fitters = [self.last]
 
+    def adopt(self, reason: str | None) -> None:
+        """Take over why another process, or the run before this one, did not train by the first fitter."""
+        self.reason = self.reason or reason
+
     @property
     def used(self) -> str:
         """Fitter that trained, with the reason if it was not the first one; for the run's summary."""

@@ -236,6 +236,7 @@ class WorkersEngine(Engine):
         if reply.error is not None:
             raise reply.error
         assert entry is not None
+        self.runner.loop.adopt(reply.loop)
         settled = entry.attempt.settle(reply.answer, reply.record)
         entry.worker = None
         if settled is None:

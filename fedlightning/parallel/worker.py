@@ -10,7 +10,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
@@ -45,12 +45,15 @@ class Caught:
 
 @dataclass(frozen=True)
 class Reply:
-    """A worker's reply: the task's answer and the client's new record, or the exception that the task raised."""
+    """A worker's reply: the task's answer and the client's new record, or the exception that the task raised; and why the
+    worker does not train by the first fitter.
+    """
 
     answer: Any = None
     record: Any = None
     error: BaseException | None = None
     caught: tuple[Caught, ...] = ()
+    loop: str | None = None
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,8 @@ def answered(
     """Carry out a task and lay its reply out in `outbox`; return the header that belongs to it."""
     reply = _do(runner, given)
     try:
-        return pack(Reply(reply.answer, reply.record, reply.error, tuple(caught)), outbox, packer=packer)
+        reply = replace(reply, caught=tuple(caught), loop=runner.loop.reason)
+        return pack(reply, outbox, packer=packer)
     except Exception as error:
         text = f"What a task answered cannot be pickled ({error}). Keep tensors and plain values in states and extras."
         return pack(Reply(error=TypeError(text)), outbox)

@@ -446,9 +446,8 @@ class SitesEngine(Engine):
         if reason is not None:
             self._give_up(entry, reason, lasts=False)
             return
-        loop = self.runner.loop
-        if loop.reason is None and isinstance(content.get("loop"), str):
-            loop.reason = printable(content["loop"])
+        if isinstance(content.get("loop"), str):
+            self.runner.loop.adopt(printable(content["loop"]))
         settled = self._settle(entry, answer, None if version is None else (version, note))
         if settled is None:
             entry.since = None

@@ -101,6 +101,13 @@ class Holding(Toy):
         self.function = lambda x: x
 
 
+class ReadsTrainer(Toy):
+    """Reads a part of the Trainer that the fast loop does not have, so that Lightning's own trains it."""
+
+    def on_train_epoch_end(self) -> None:
+        self.batches = self.trainer.fit_loop.total_batch_idx
+
+
 @dataclass
 class Work:
     """A task that waits and tells what it saw."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import multiprocessing
 import os
 import signal
@@ -46,7 +47,7 @@ from fedlightning.testing.toys import ToyData
 from fedlightning.testing.toys import federate as federate_toy
 from fedlightning.trainer import FederatedTrainer
 from tests.conformance.case import collect
-from tests.engines.users import Holding, Interrupt, Noise, Trouble, TwoVisits, Unsendable, Work
+from tests.engines.users import Holding, Interrupt, Noise, ReadsTrainer, Trouble, TwoVisits, Unsendable, Work
 from tests.helpers import NormNet, PiecesStyle, Toy, make_trainer, same, toy_data
 
 REPOSITORY = Path(__file__).parents[2]
@@ -306,6 +307,15 @@ class Hidden(FedAvg):
     def __init__(self) -> None:
         super().__init__()
         self.function = lambda x: x
+
+
+def test_the_summary_says_who_trained_in_the_workers(tmp_path: Path) -> None:
+    said = []
+    for place, engine in (("here", "sequential"), ("there", Processes(workers=1))):
+        trainer = make_trainer(tmp_path / place, [FedAvg()], engine=engine, max_rounds=1)
+        trainer.fit(ReadsTrainer(), datamodule=toy_data((8, 6)))
+        said.append(json.loads((trainer.run.path / "summary.json").read_text())["local_loop"])
+    assert said[0] == said[1] and said[0].startswith("trainer (trainer.fit_loop is used")
 
 
 @pytest.mark.parametrize(
