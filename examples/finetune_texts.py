@@ -15,6 +15,7 @@ from typing import Any
 from fedlightning import FederatedTrainer  # before lightning
 
 # isort: split
+import peft
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
 
@@ -67,7 +68,7 @@ def main() -> None:
     for name, methods in {
         "FedIT": [FedIT(**adapters)],
         "FedSALoRA": [FedSALoRA(**adapters)],
-        "Local": [FedIT(**adapters), Local()],
+        "Local": [Local()],
     }.items():
         torch.manual_seed(0)
         if given.model:
@@ -76,6 +77,9 @@ def main() -> None:
             sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
             config = BertConfig(vocab_size=258, pad_token_id=257, num_labels=count, **sizes)
             model = BertForSequenceClassification(config)
+        if name == "Local":  # nothing travels, so that no method has to know which part would
+            config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=targets, modules_to_save=["classifier"])
+            model = peft.get_peft_model(model, config)
         trainer = FederatedTrainer(
             max_rounds=given.rounds,
             local_steps=10,
