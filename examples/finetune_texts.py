@@ -87,7 +87,7 @@ def main() -> None:
             default_root_dir=given.out,
             enable_progress_bar=False,
         )
-        trainer.fit(HFModule(model, lr=5e-4 if given.model else 5e-3), data)
+        trainer.fit(HFModule(model, lr=5e-4 if given.model else 2e-2), data)
         scores = [
             row.value
             for row in trainer.rows

@@ -208,7 +208,8 @@ class HFModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer of what trains, with its schedule."""
-        options, trained = self.hparams, [entry for entry in self.parameters() if entry.requires_grad]
+        options: Any = self.hparams
+        trained = [entry for entry in self.parameters() if entry.requires_grad]
         parts = ([entry for entry in trained if (entry.ndim > 1) is matrices] for matrices in (True, False))
         groups = [
             {"params": part, "weight_decay": decay}
