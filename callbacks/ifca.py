@@ -144,6 +144,8 @@ class IFCA(Clusters):
         weights = [server.callbacks.weight(server, update) for update in sent]
         for update, weight in zip(sent, weights, strict=True):
             key, gradient = centre(update.extras[self.key]["cluster"]), update.extras[self.key]["gradient"]
+            tied = server.architecture(key).tied  # a gradient has one of the names, the model has all
+            gradient = {alias: value for name, value in gradient.items() for alias in tied.get(name, {name})}
             server.models[key] = add(server.models[key], gradient, alpha=-self.server_lr * weight / sum(weights))
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:

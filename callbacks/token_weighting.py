@@ -22,7 +22,7 @@ class TokenWeighting(FederatedCallback):
         >>> callbacks = [FedIT(r=8), TokenWeighting()]
     """
 
-    def weighting(self, server: Server, update: Update) -> float:  # type: ignore[override]
+    def weighting(self, server: Server, update: Update) -> float:
         """Return the tokens that a client has trained on."""
         return float(update.extras.get(self.key, {}).get("tokens", 0))
 

@@ -97,7 +97,7 @@ class TextDataModule(LoaderDataModule):
         empty = next((client for client in clients if str(client) not in splits[0]), None)
         if empty is not None:
             raise ValueError(f"Client '{empty}' has no training text. Leave it out, or give it rows.")
-        super().__init__(*splits)
+        super().__init__(splits[0], splits[1], splits[2])
 
     def _loader(self, rows: list[dict[str, Any]], client: str, shuffle: bool) -> DataLoader[Any]:
         sampler = AddressedSampler(len(rows), client, shuffle=shuffle)

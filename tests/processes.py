@@ -15,6 +15,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def fork(work: Callable[[], Any]) -> int:
     if pid:
         return pid
     code = 1
+    forkserver._forkserver._forkserver_pid = None  # of another test: whom the parent started, a fork cannot wait for
     try:
         try:
             code = int(work() or 0)

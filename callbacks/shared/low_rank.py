@@ -202,8 +202,8 @@ class ClientRanks(LowRank, SubModels):
 
     def on_build(self, client: Client, message: Message) -> None:
         """Cut the adapters to the client's rank."""
-        own, (r, alpha) = message.extras[self.key], self.size()
-        resize_adapters(client.module, own["rank"], own.get("scale", alpha / r))
+        own, (_, alpha) = message.extras[self.key], self.size()
+        resize_adapters(client.module, own["rank"], own.get("scale", alpha / self.largest))
 
 
 class MergedStacks(LowRank):
@@ -282,7 +282,8 @@ class MergedStacks(LowRank):
             server: The server.
             changes: By path, `B` and `A`.
         """
-        kept, new, stacks = server.state[self.key], {}, {}
+        kept, stacks = server.state[self.key], {}
+        new: State = {}
         for path, layer in adapted_layers(server.module).items():
             b, a = changes[path]
             weight = server.model[layer.base]

@@ -264,6 +264,8 @@ class Blueprint:
         made = self._making(architecture)
         if made.reference is None:
             made.reference = self.build("server", architecture)
+            if made.is_plain:  # the same numbers need no memory of their own
+                made.reference.load_state_dict(made.entries, assign=True)
         return made.reference
 
     def base(self, architecture: str) -> State:

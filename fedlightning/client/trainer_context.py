@@ -118,8 +118,8 @@ class VisitCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.first_epoch = trainer.current_epoch
-        self._before = [(p, p.detach().clone()) for p in pl_module.parameters() if p.requires_grad]
         self._names = {id(p): name for name, p in pl_module.named_parameters(remove_duplicate=False)}
+        self._before = [(p, self._values(p)) for p in pl_module.parameters() if p.requires_grad]
         scaler = self.client.record.lightning.get(self.phase, {}).get("precision")
         if scaler and self.settings.optimizer_state == "reset":  # under "keep" Lightning itself restored it
             trainer.precision_plugin.load_state_dict(scaler)
@@ -128,6 +128,13 @@ class VisitCallback(Callback):
             if self.correctors and getattr(trainer.precision_plugin, "scaler", None) is not None:
                 self._refuse_fused(optimizer)
             self._handles.append(optimizer.register_step_post_hook(partial(self._stepped, index)))
+
+    def _values(self, parameter: Tensor) -> Tensor:
+        """Return a parameter's values: those that were sent, without a copy, where it still has them."""
+        sent = self.client.received.get(self._names[id(parameter)])
+        if sent is not None and sent.device == parameter.device and torch.equal(sent, parameter):
+            return sent
+        return parameter.detach().clone()
 
     def _refuse_fused(self, optimizer: Optimizer) -> None:
         """Raise ValueError if a fused optimizer would hide the unscaled gradients from the correctors."""

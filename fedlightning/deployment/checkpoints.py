@@ -348,6 +348,7 @@ def _put_base(loaded: LightningModule, path: Path, base: Any, module: LightningM
         raise UnreadableError("it does not say which frozen network it belongs to")
     names, name = base["names"], base_file(base["hash"])
     file = next((folder / name for folder in (path.parent, path.parent.parent) if (folder / name).is_file()), None)
+    values: Any
     if module is not None:
         plain = module_state(module)
         values = {entry: plain.get(str(entry).replace(".base_layer.", ".")) for entry in names}

@@ -37,6 +37,7 @@ class SequentialEngine(Engine):
             if after is not None and task.client is not None:
                 self.store.put(task.client, after)
             yield answer
+            del answer, settled  # not kept while the next client trains
 
     def close(self) -> None:
         """End the watch."""

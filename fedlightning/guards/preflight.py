@@ -41,7 +41,11 @@ class Preflight(Part):
     """Asks before round 1 what cannot work."""
 
     def check(self, federation: Federation) -> None:
-        PreflightQuestions(federation).ask()
+        questions = PreflightQuestions(federation)
+        questions.ask()
+        vars(
+            questions
+        ).clear()  # modules and optimizers go now: what callbacks were asked with still refers to the questions
 
 
 class PreflightQuestions:

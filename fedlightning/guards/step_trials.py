@@ -35,7 +35,7 @@ from fedlightning.client.record import ClientRecord
 from fedlightning.client.requests import Fit
 from fedlightning.client.runtime import LocalRunner
 from fedlightning.client.trainer_context import UnseenStepsError, VisitCallback, refuse_unseen
-from fedlightning.compat.lightning_runs import quiet
+from fedlightning.compat.lightning_runs import detached, quiet
 from fedlightning.contract import Change, FederatedCallback, FirstStep, Phase
 from fedlightning.contract.messages import Message
 from fedlightning.datamodules.sampling import gives_batches, kept
@@ -301,6 +301,8 @@ class StepTrial(PlainTask):
                 after = _buffers(module)
                 done.refusal = _other_shapes(module, names, before, after)
                 done.changed = [name for name, value in after.items() if not _is_same(value, before.get(name))]
+                visitor.scratch.clear()  # it ends in a cycle with its trainer, and is as large as a model
+                detached(module)
                 raise
             else:
                 return

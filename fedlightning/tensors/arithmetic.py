@@ -67,7 +67,7 @@ class WeightedMean:
                 continue
             value = value.detach()
             if name not in self._like:
-                self._like[name] = value
+                self._like[name] = _first(value)
                 self._totals[name] = weight
                 self._identical[name] = True
                 if value.is_floating_point():
@@ -85,7 +85,7 @@ class WeightedMean:
             if name in self._sums:
                 if self._identical[name] and value.dtype in (torch.float64, torch.complex128):
                     self._identical[name] = torch.equal(first, value)
-                self._sums[name].add_(value if value.device == first.device else value.to(first.device), alpha=weight)
+                self._sums[name].add_(value.to(self._sums[name].device), alpha=weight)
 
     def _added_at_once(self, state: Mapping[str, Tensor], weight: float) -> Mapping[str, Tensor]:
         """Add the entries that are adjacent in memory, as their sums are, in one operation. Return those entries."""
@@ -99,7 +99,8 @@ class WeightedMean:
             self._whole = whole.to(torch.float64, copy=True).mul_(weight)
             sums = self._whole.split([value.numel() for value in values])
             self._sums = {name: own.view(part[name].shape) for name, own in zip(part, sums, strict=True)}
-            self._like, self._shapes = dict(part), {name: value.shape for name, value in part.items()}
+            self._like = {name: _first(value) for name, value in part.items()}
+            self._shapes = {name: value.shape for name, value in part.items()}
             self._totals, self._identical = dict.fromkeys(part, weight), dict.fromkeys(part, True)
             return part
         if self._whole is None or self._whole.device != whole.device or dtype != next(iter(self._like.values())).dtype:
@@ -124,6 +125,11 @@ class WeightedMean:
             else:
                 mean[name] = (self._sums[name] / self._totals[name]).to(first.dtype)
         return mean
+
+
+def _first(value: Tensor) -> Tensor:
+    """Return what a mean keeps of the first of its values: the value where it may be the mean, else its shape and dtype."""
+    return value.to("meta") if value.dtype in NARROW else value
 
 
 def has_mean(entry: Tensor) -> bool:

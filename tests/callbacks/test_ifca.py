@@ -201,6 +201,25 @@ def test_option_1_bears_a_client_without_a_batch():
     assert sent == {"0": {"cluster", "gradient"}, "1": {"cluster"}, "2": {"cluster", "gradient"}}
 
 
+class Tied(Toy):
+    """Two names of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__("sgd", hidden=6)
+        self.again = nn.Linear(6, 6)
+        self.again.weight = self.net[0].weight = nn.Parameter(torch.eye(6))
+
+    def logits(self, x):
+        return super().logits(self.again(x))
+
+
+def test_option_1_moves_a_tied_tensor_under_both_of_its_names():
+    trainer = federate(Tied(), toy_data(), [IFCA(2, option=1)], max_rounds=2)
+    for model in trainer.server.models.values():
+        assert torch.equal(model["again.weight"], model["net.0.weight"])
+    assert differs(trainer.server.models["global"], module_state(Tied()))
+
+
 def test_option_1_touches_parameters_only():
     module = NormNet("sgd")
     trainer = federate(module, toy_data(), [IFCA(2, option=1)], max_rounds=2)

@@ -25,6 +25,7 @@ from fedlightning import FederatedTrainer
 from fedlightning.callbacks import GlobalCheckpoint, LocalCheckpoint, RandomK, TopK
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.engines.attempts import FederationError
+from fedlightning.parallel.pool import UnpicklableError
 from fedlightning.tensors import as_reals, module_state
 from fedlightning.testing.runs import StopAfter, Stopped, deployed, server_of
 from fedlightning.testing.toys import FEATURES, WIDTH, ToyData, ToyModule
@@ -262,9 +263,8 @@ class Scene:
                 trainer = make_trainer(root, [*self.make_callbacks(), *others], **self.arguments())
                 trainer.fit(self.make_module(), datamodule=self.make_data(), resume=resume)
             except (ValueError, FederationError) as error:
-                if not any(words in str(error) for words in MAY_FAIL) and not (
-                    is_sentence(error) and before_round_1(error)
-                ):
+                is_refusal = is_sentence(error) and (before_round_1(error) or isinstance(error, UnpicklableError))
+                if not is_refusal and not any(words in str(error) for words in MAY_FAIL):
                     raise
                 raise Refused(str(error)) from error
         trainer.said = [str(warning.message) for warning in caught]
