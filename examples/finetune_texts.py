@@ -45,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model")
     parser.add_argument("--texts")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--max-length", type=int, default=64)
     parser.add_argument("--out", default="runs/finetune_texts")
     given = parser.parse_args()

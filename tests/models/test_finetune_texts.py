@@ -27,4 +27,7 @@ def test_adapters_learn_what_is_in_the_texts(words, tmp_path):
     rows = {
         line.split()[0]: float(line.split()[2].rstrip(",")) for line in done.stdout.splitlines() if " accuracy " in line
     }
-    assert rows.keys() == {"FedIT", "FedSALoRA", "Local"} and min(rows.values()) > 0.69  # the larger class of mails
+    assert rows.keys() == {"FedIT", "FedSALoRA", "Local"}
+    assert rows["FedIT"] > (
+        0.69 if words else 0.9
+    )  # a guess of the larger class: 0.69 of the mails, 0.87 of made-up texts
