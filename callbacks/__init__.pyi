@@ -41,6 +41,7 @@ from fedlightning.callbacks.feddf import FedDF as FedDF
 from fedlightning.callbacks.feddyn import FedDyn as FedDyn
 from fedlightning.callbacks.federateddropout import FederatedDropout as FederatedDropout
 from fedlightning.callbacks.fedet import FedET as FedET
+from fedlightning.callbacks.fedexlora import FedExLoRA as FedExLoRA
 from fedlightning.callbacks.fedexp import FedExP as FedExP
 from fedlightning.callbacks.fedfomo import FedFomo as FedFomo
 from fedlightning.callbacks.fedgh import FedGH as FedGH
@@ -71,6 +72,7 @@ from fedlightning.callbacks.fesem import FeSEM as FeSEM
 from fedlightning.callbacks.fesem_ma import FeSEMMA as FeSEMMA
 from fedlightning.callbacks.fjord import FjORD as FjORD
 from fedlightning.callbacks.flde import FLDE as FLDE
+from fedlightning.callbacks.flexlora import FlexLoRA as FlexLoRA
 from fedlightning.callbacks.fliu import FLIU as FLIU
 from fedlightning.callbacks.flora import FLoRA as FLoRA
 from fedlightning.callbacks.fltrust import FLTrust as FLTrust
@@ -87,7 +89,9 @@ from fedlightning.callbacks.l2gd import L2GD as L2GD
 from fedlightning.callbacks.ldsgd import LDSGD as LDSGD
 from fedlightning.callbacks.local_adaptation import LocalAdaptation as LocalAdaptation
 from fedlightning.callbacks.lora import FedIT as FedIT
+from fedlightning.callbacks.lora import FedSALoRA as FedSALoRA
 from fedlightning.callbacks.lora import FFALoRA as FFALoRA
+from fedlightning.callbacks.lora import RoLoRA as RoLoRA
 from fedlightning.callbacks.mapper import MAPPER as MAPPER
 from fedlightning.callbacks.maxfl import MaxFL as MaxFL
 from fedlightning.callbacks.moon import MOON as MOON
@@ -122,6 +126,7 @@ from fedlightning.callbacks.stopping import FederatedEarlyStopping as FederatedE
 from fedlightning.callbacks.stragglers import Stragglers as Stragglers
 from fedlightning.callbacks.swift import SWIFT as SWIFT
 from fedlightning.callbacks.tiff import TIFF as TIFF
+from fedlightning.callbacks.token_weighting import TokenWeighting as TokenWeighting
 
 __all__: list[str]
 

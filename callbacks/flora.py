@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import nn
 
 from fedlightning.algorithm import (
     Change,
@@ -24,10 +23,15 @@ from fedlightning.algorithm import (
     Wire,
     requires,
 )
-from fedlightning.callbacks.shared.low_rank import ClientRanks, Rank
+from fedlightning.callbacks.shared.low_rank import (
+    ClientRanks,
+    MergedStacks,
+    Rank,
+    mean_of_rest,
+    refuse_other_rank,
+)
 from fedlightning.ranges import PositiveFloat, ShareBelowOne
-from fedlightning.tensors import WeightedMean
-from fedlightning.wrappers.adapters import adapted_layers, untie_adapted
+from fedlightning.wrappers.adapters import adapted_layers
 
 NEW_ADAPTERS = Need(
     "merges the adapters into the network after every round and begins with new ones",
@@ -36,7 +40,7 @@ NEW_ADAPTERS = Need(
 )
 
 
-class FLoRA(ClientRanks):
+class FLoRA(MergedStacks, ClientRanks):
     r"""Low-rank adapters of differing ranks whose sum of products is exact: they are stacked and merged in every round.
 
     Wang, Shen, He, Sun, Wang, Lyu, Li, "FLoRA: federated fine-tuning large language models with heterogeneous low-rank
@@ -80,7 +84,7 @@ class FLoRA(ClientRanks):
     def facts(self) -> Facts:
         """The adapters become a part of the network after every round, and new ones begin."""
         fresh = requires.FreshOptimizers("begins every visit with new adapters")
-        changes = {Change.PRIVATE, Change.SMALLER, Change.ONE_WAY}
+        changes = {Change.SMALLER, Change.ONE_WAY}
         return super().facts.extend(changes=changes, needs=[NEW_ADAPTERS], requires=[fresh])
 
     def __init__(
@@ -109,129 +113,42 @@ class FLoRA(ClientRanks):
         """Return ranks and alphas."""
         return {**super().options_by_client(), "alpha": self.alpha}
 
-    def wrap_module(self, module: LightningModule, owner: str) -> LightningModule:
-        """Add adapters; a weight that an adapted layer shares with another one becomes its own, since it will change."""
-        return untie_adapted(super().wrap_module(module, owner))
-
     # -- before round 1 ------------------------------------------------------------------------------------------------
     def wire(self, module: Any) -> Wire:
-        """Declare rank, scale, the stacks and how many rows of them are of which round."""
-        down: dict[str, Any] = {"rank": "scalar", "scale": "scalar", "version": "scalar", "sizes": (-1,)}
-        shapes = {name: parameter.shape for name, parameter in module.named_parameters(remove_duplicate=False)}
-        for path, layer in adapted_layers(module).items():
-            outputs, inputs = shapes[layer.base]
-            down |= {f"{path}.A": (-1, inputs), f"{path}.B": (outputs, -1)}
-        return Wire(down=down)
+        """Declare the scale beside rank and stacks."""
+        return Wire(down={**super().wire(module).down, "scale": "scalar"})
 
     # -- a round -------------------------------------------------------------------------------------------------------
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send what the client lacks of the merged network, and no adapters."""
         super().on_broadcast(server, job, message)
-        kept = server.state.get(self.key, {})
-        version = kept.get("version", 0)
-        own = message.extras[self.key]
-        own.update(scale=self.scale_of(server, job.client), version=version)
-        missed = version - kept.get("has", {}).get(job.client, 0)
-        whole = job.work == 0 or bool(job.tag)  # scores and other visits: no client's record counts on them
-        for path, layer in adapted_layers(server.module).items():
+        message.extras[self.key]["scale"] = self.scale_of(server, job.client)
+        for layer in adapted_layers(server.module).values():
             for name in (*layer.every_a, *layer.every_b):
                 message.state.pop(name, None)
-            stacks = kept.get("stacks", {}).get(path, [])
-            if whole or missed > len(stacks):
-                message.state[layer.base] = server.model[layer.base]
-            elif missed:
-                last = stacks[-missed:]
-                own["sizes"] = torch.tensor([len(stack["A"]) for stack in last])
-                own[f"{path}.A"] = torch.cat([stack["A"] for stack in last])
-                own[f"{path}.B"] = torch.cat([stack["B"] for stack in last], dim=1)
 
     def on_receive(self, client: Client, message: Message) -> None:
         """Merge the stacks that came into the network, and make the adapters new."""
-        own = message.extras[self.key]
-        sizes = own["sizes"].tolist() if "sizes" in own else []
-        have, first = client.state.get(self.key, {}).get("version", 0), own["version"] - len(sizes)
-        if sizes and have != first:
-            raise ValueError(
-                f"{self.key}: the record of client '{client.id}' has {have} merges, and what came continues from {first}. It "
-                "is not the record that the server knows; give the client back that one, or start the run anew."
-            )
+        super().on_receive(client, message)
         now = client.entries
         fresh: State = {}
         for path, layer in adapted_layers(client.module).items():
-            if f"{path}.A" in own:
-                stacks = zip(own[f"{path}.A"].split(sizes), own[f"{path}.B"].split(sizes, dim=1), strict=True)
-                weight = now[layer.base]
-                for a, b in stacks:  # one after another, as the server did: rounding is the same
-                    weight = merged(weight, a, b)
-                message.state[layer.base] = weight
             fresh[layer.b] = torch.zeros_like(now[layer.b])
             if message.work != 0:
                 draw = client.rng(f"adapter {path}")
                 fresh[layer.a] = nn.init.kaiming_uniform_(torch.empty_like(now[layer.a]), math.sqrt(5), generator=draw)
         message.state |= fresh
         client.received |= fresh  # what terms in the gradient, as FedProx's, pull to
-        client.state[self.key] = {"version": own["version"]}
 
     def check_update(self, server: Server, message: Message, update: Update) -> None:
         """Refuse factors of another rank than the client's."""
-        rank = self.rank_of(server, update.client)
-        for path, layer in adapted_layers(server.module).items():
-            if layer.a in update.state and (len(update.state[layer.a]), update.state[layer.b].shape[1]) != (rank, rank):
-                raise ValueError(f"the factors of '{path}' do not have the rank {rank}")
-
-    def on_update(self, server: Server, update: Update) -> None:
-        """Note what the client has."""
-        kept = server.state.get(self.key, {"version": 0, "stacks": {}, "has": {}})
-        server.state[self.key] = {**kept, "has": {**kept["has"], update.client: kept["version"]}}
+        refuse_other_rank(server, update, self.rank_of(server, update.client))
 
     def reduce(self, server: Server, updates: list[Update]) -> State:
-        """Return the merged network and the mean head; keep the stacks that are smaller than their layer."""
-        layers, kept = adapted_layers(server.module), server.state[self.key]
-        weights = {update.client: server.weight(update) for update in updates}
-        trained = [update for update in updates if weights[update.client] > 0]
-        if not trained:
-            return {}
-        total = sum(weights.values())
-        factors = {name for layer in layers.values() for name in (*layer.every_a, *layer.every_b)}
-        mean = WeightedMean()
-        for update in trained:
-            head = {name: value for name, value in update.state.items() if name not in factors}
-            mean.add(head, weights[update.client])
-        new, stacks = mean.result(), {}
-        for path, layer in layers.items():
-            shares = [weights[one.client] / total * self.scale_of(server, one.client) for one in trained]
-            a = torch.cat([share * one.state[layer.a] for share, one in zip(shares, trained, strict=True)])
-            b = torch.cat([one.state[layer.b] for one in trained], dim=1)
-            weight = server.model[layer.base]
-            new |= dict.fromkeys(layer.every_base, merged(weight, a, b))
-            stacks[path] = _newest([*kept["stacks"].get(path, []), {"A": a, "B": b}], weight.numel())
-        server.state[self.key] = {**kept, "version": kept["version"] + 1, "stacks": stacks}
-        return new
-
-    def on_round_end(self, server: Server) -> None:
-        """Forget what clients have before visits after the last round change it: the next messages are whole."""
-        last = server.round + 1 >= server.rounds and self.key in server.state
-        if last and any(callback.claims("final_jobs") for callback in server.callbacks):
-            server.state[self.key] = {**server.state[self.key], "stacks": {}, "has": {}}
-
-
-def merged(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Return `W + B A`, worked out in float64.
-
-    Example:
-        >>> merged(torch.zeros(2, 2), torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.eye(2))
-        tensor([[1., 0.],
-                [0., 2.]])
-    """
-    return (weight.double() + b.double() @ a.double()).to(weight.dtype)
-
-
-def _newest(stacks: list[dict[str, Tensor]], limit: int) -> list[dict[str, Tensor]]:
-    """Return the newest stacks, as many as are together smaller than `limit` numbers."""
-    kept: list[dict[str, Tensor]] = []
-    for stack in reversed(stacks):
-        limit -= stack["A"].numel() + stack["B"].numel()
-        if limit <= 0:
-            break
-        kept.insert(0, stack)
-    return kept
+        """Return the merged network and the mean head."""
+        counting, new = mean_of_rest(server, updates)
+        changes = {}
+        for path, layer in adapted_layers(server.module).items() if counting else ():
+            a = torch.cat([share * self.scale_of(server, one.client) * one.state[layer.a] for one, share in counting])
+            changes[path] = torch.cat([one.state[layer.b] for one, _ in counting], dim=1), a
+        return new | self.merge(server, changes) if counting else {}

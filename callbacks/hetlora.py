@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -23,7 +23,7 @@ from fedlightning.algorithm import (
     facts,
     requires,
 )
-from fedlightning.callbacks.shared.low_rank import ClientRanks, Rank
+from fedlightning.callbacks.shared.low_rank import ClientRanks, Rank, truncated
 from fedlightning.ranges import NonNegativeFloat, PositiveFloat, Range, ShareBelowOne
 from fedlightning.tensors import WeightedMean
 from fedlightning.wrappers.adapters import adapted_layers
@@ -141,7 +141,7 @@ class HetLoRA(ClientRanks):
         super().on_broadcast(server, job, message)
         rank = message.extras[self.key]["rank"]
         rank = server.state.get(self.key, {}).get("ranks", {}).get(job.client, rank)
-        message.state = self._truncated(message.state, adapted_layers(server.module).values(), rank)
+        message.state = truncated(message.state, adapted_layers(server.module).values(), rank)
 
     def on_receive(self, client: Client, message: Message) -> None:
         """Pad the adapters with zeros to the rank that the client began with."""
@@ -188,7 +188,7 @@ class HetLoRA(ClientRanks):
         rank = own["rank"]
         if client.contributed and float(self._tail(own, client.entries)) < own["norm"]:
             rank = self.pruned(rank)
-        update.state = self._truncated(update.state, own["layers"], rank)
+        update.state = truncated(update.state, own["layers"], rank)
 
     def check_update(self, server: Server, message: Message, update: Update) -> None:
         """Refuse factors that do not fit each other."""
@@ -214,15 +214,6 @@ class HetLoRA(ClientRanks):
         for update, weight in zip(updates, weights, strict=True):
             mean.add({name: padded(value, server.model[name]) for name, value in update.state.items()}, weight)
         return mean.result()
-
-    def _truncated(self, state: State, layers: Iterable[Any], rank: int) -> State:
-        """Return a state with the first `rank` rows of every `A` and columns of every `B` in it."""
-        cut: State = {}
-        for layer in layers:
-            if layer.a in state:
-                cut |= {name: state[name][:rank].clone() for name in layer.every_a}
-                cut |= {name: state[name][:, :rank].clone() for name in layer.every_b}
-        return {**state, **cut}
 
 
 def padded(value: Tensor, like: Tensor) -> Tensor:

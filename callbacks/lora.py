@@ -1,10 +1,18 @@
-"""Federated fine-tuning by low-rank adapters: FedIT and FFA-LoRA."""
+"""Federated fine-tuning by low-rank adapters: FedIT, and its variants that train or share one factor.
+
+They are FFA-LoRA, RoLoRA and FedSA-LoRA.
+"""
 
 from __future__ import annotations
 
-from fedlightning.algorithm import WeightingName
+from collections.abc import Iterable
+
+from torch import nn
+
+from fedlightning.algorithm import Change, Client, Facts, Need, Phase, Server, Update, WeightingName
 from fedlightning.callbacks.shared.low_rank import LowRank, Rank
 from fedlightning.ranges import PositiveFloat, ShareBelowOne
+from fedlightning.wrappers.adapters import adapted_layers
 
 
 class FedIT(LowRank):
@@ -27,7 +35,8 @@ class FedIT(LowRank):
     (``pip install peft``).
 
     Args:
-        r: Rank. Default 16 (the authors' code).
+        r: Rank. Default 16 (the authors' code). ``None``: the adapters that are there, as in a ``PeftModel``; all that trains
+            in the module travels, of whatever kind, and the other arguments say nothing.
         alpha: Scale; a layer's change counts ``alpha / r``. Default 16 (the authors' code).
         dropout: Dropout on the adapters' input. Default 0.05 (the authors' code).
         target_modules: Paths of ``nn.Linear`` layers, or ends of paths (the authors: ``["q_proj"]`` of LLaMA). ``None``
@@ -48,7 +57,7 @@ class FedIT(LowRank):
 
     def __init__(
         self,
-        r: Rank = 16,
+        r: Rank | None = 16,
         alpha: PositiveFloat = 16,
         dropout: ShareBelowOne = 0.05,
         target_modules: list[str] | None = None,
@@ -59,7 +68,7 @@ class FedIT(LowRank):
         self.r = r
         self.alpha = alpha
 
-    def size(self) -> tuple[int, float]:
+    def size(self) -> tuple[int | None, float]:
         """Return rank and alpha."""
         return self.r, self.alpha
 
@@ -81,3 +90,65 @@ class FFALoRA(FedIT):
     """
 
     train_a = False
+
+
+class RoLoRA(FedIT):
+    """FedIT in which the two factors take turns: in a round one trains and travels up, and the other one rests.
+
+    Chen, Guo, Ju, Dalal, Zhu, Khisti, "Robust federated finetuning of LLMs via alternating optimization of LoRA", NeurIPS
+    2025.
+
+    `B` trains in the first round, since it begins at zero, where `A` has no gradient; `A` in the second, and so on. The
+    factor that rests is one for all, so that the mean is exact: `mean(B_i) A = mean(B_i A)`. Down go both factors (a client
+    may have missed rounds), up goes the one that trains, half of FedIT's. The head trains in every round. What is kept and
+    deployed, the arguments, their defaults and errors are those of :class:`FedIT`.
+
+    Example:
+        >>> from fedlightning.callbacks import RoLoRA
+        >>> [RoLoRA().resting_factor(round) for round in (0, 1, 2)]
+        ['A', 'B', 'A']
+    """
+
+    @property
+    def facts(self) -> Facts:
+        """One factor stays as it is in a round, for whoever would move it."""
+        rests = Need("lets one factor rest in a round", ("server_step", "on_reduced", Change.VALUES), "use FFALoRA")
+        return super().facts.extend(changes={Change.PARTS}, needs=[rests], asynchronous=False)
+
+    def resting_factor(self, round: int) -> str:
+        """Return which factor rests in a round, from 0."""
+        return "AB"[round % 2]
+
+    def _resting_names(self, module: nn.Module, round: int) -> set[str]:
+        every = f"every_{self.resting_factor(round).lower()}"
+        return {name for layer in adapted_layers(module).values() for name in getattr(layer, every)}
+
+    def local_phases(self, client: Client) -> Iterable[Phase]:
+        """Train everything but the factor that rests."""
+        resting = self._resting_names(client.module, client.round)
+        return [Phase(train=tuple(name for name in client.entries if name not in resting))]
+
+    def on_send(self, client: Client, update: Update) -> None:
+        """Leave the factor that rests out: the server has it."""
+        resting = self._resting_names(client.module, client.round)
+        update.state = {name: value for name, value in update.state.items() if name not in resting}
+
+
+class FedSALoRA(FedIT):
+    """FedIT in which only `A` is shared: `B` and the head train too, and stay with their client.
+
+    Guo, Zeng, Wang, Fan, Wang, Qu, "Selective aggregation for low-rank adaptation in federated learning", ICLR 2025.
+
+    `A = sum_i p_i A_i` is what clients have in common, `B_i` is what is their own. Down and up: `A`. State: `B_i` and the
+    head at each client. Deployed: the network with `B_i A`; there is no global model, and a client that never trained has
+    `B = 0`. Arguments and errors are those of :class:`FedIT`; the authors have `r=8`, `alpha=16`.
+
+    Example:
+        >>> from fedlightning.callbacks import FedSALoRA
+        >>> FedSALoRA(r=8, alpha=16, head="net.fc").size()
+        (8, 16)
+    """
+
+    def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
+        """Return the names of the first factors."""
+        return [name for layer in adapted_layers(module).values() for name in layer.every_a]

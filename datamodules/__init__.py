@@ -14,7 +14,7 @@ In order of importance:
   `Camelyon16DataModule` (slides), `PTBXLDataModule` (ECG), `IXITinyDataModule` (brains in three dimensions).
 * Your own files: `TabularFederatedDataModule` (CSV), `SurvivalTableDataModule` (with times of events),
   `TextTableDataModule` (texts),
-  `ImageFolderDataModule` (a folder for each client) and `HuggingFaceDataModule`.
+  `ImageFolderDataModule` (a folder for each client) and `HuggingFaceDataModule`. `TextDataModule`: texts for transformers.
 * LEAF's users as clients: `LEAFFEMNISTDataModule`, `ShakespeareDataModule`, `LEAFSent140DataModule`, `LEAFCelebADataModule`,
   `LEAFSyntheticDataModule` and their base `LEAFDataModule`.
 * `MixtureDataModule`: clients with shares of two or more groups of classes or orientations.
@@ -89,6 +89,7 @@ from fedlightning.datamodules.survival_table import SurvivalTableDataModule
 from fedlightning.datamodules.synthetic import GivenDataModule, SyntheticDataModule, SyntheticDevicesDataModule
 from fedlightning.datamodules.tabular import TabularFederatedDataModule, TextTableDataModule
 from fedlightning.datamodules.tcga_brca import TCGABRCADataModule
+from fedlightning.datamodules.texts import ByteTokenizer, TextDataModule
 from fedlightning.datamodules.tiny_imagenet import TinyImageNetDataModule
 from fedlightning.datamodules.utd_mhad import UTDMHADDataModule
 from fedlightning.datamodules.views import ArrayDataset, IndexView
@@ -98,6 +99,7 @@ __all__ = [
     "AddressedSampler",
     "ArrayDataset",
     "ArrayFederatedDataModule",
+    "ByteTokenizer",
     "CIFAR100DataModule",
     "CIFAR10DataModule",
     "Camelyon16DataModule",
@@ -155,6 +157,7 @@ __all__ = [
     "SyntheticDevicesDataModule",
     "TCGABRCADataModule",
     "TabularFederatedDataModule",
+    "TextDataModule",
     "TextTableDataModule",
     "TinyImageNetDataModule",
     "UCIHARDataModule",

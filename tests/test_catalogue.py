@@ -41,6 +41,7 @@ NOT_ALGORITHMS = {
     "PoissonSampling",
     "PrivateLR",
     "Stragglers",
+    "TokenWeighting",
     "TrimmedMean",
 }
 

@@ -324,6 +324,7 @@ NEEDED = {
     "TextTableDataModule": lambda: {"path": "table.csv", "target": "y", "text": "note", "client": "who"},
     "TabularFederatedDataModule": lambda: {"path": "table.csv", "target": "y", "client": "who"},
     "AddressedSampler": lambda: {"size": 4, "client": "a"},
+    "TextDataModule": lambda: {"clients": {"a": ([{"input_ids": [1, 2]}],)}},
 }
 
 

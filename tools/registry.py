@@ -34,6 +34,7 @@ OTHERS = (
     "PrivateLR",
     "LocalCheckpoint",
     "PoissonSampling",
+    "TokenWeighting",
     "Stragglers",
     "GradientVariance",
     "HessianTrace",

@@ -1,14 +1,20 @@
-"""Bases of methods that train low-rank adapters: of one rank (`LowRank`), or of a rank for each client (`ClientRanks`)."""
+"""Bases of methods that train low-rank adapters.
+
+They are of one rank (`LowRank`), or of a rank for each client (`ClientRanks`); the server may merge something into the
+network after every round (`MergedStacks`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
+import torch
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 
 from fedlightning.algorithm import (
+    Change,
     Client,
     Facts,
     Job,
@@ -16,6 +22,8 @@ from fedlightning.algorithm import (
     Newcomers,
     Server,
     ServerModels,
+    Setup,
+    State,
     SubModels,
     Update,
     WeightingName,
@@ -25,11 +33,32 @@ from fedlightning.algorithm import (
 from fedlightning.callbacks.shared.dealt import dealt_to, refuse_new_deal
 from fedlightning.layers import as_names, expand
 from fedlightning.ranges import Range
+from fedlightning.tensors import WeightedMean
 from fedlightning.wrappers import DualByHeadMixin
-from fedlightning.wrappers.adapters import adapter_names, add_adapters, resize_adapters
+from fedlightning.wrappers.adapters import (
+    Adapted,
+    adapted_layers,
+    adapter_names,
+    add_adapters,
+    resize_adapters,
+    untie_adapted,
+)
 
 Rank = Annotated[int, Range("[1, inf)", strict=True)]
 """The rank of adapters."""
+
+
+class AdaptersLearn(requires.Requirement):
+    """Every second factor that is to train gets a gradient: a first factor's is zero in the first step, in any case."""
+
+    usual = (
+        "The loss does not reach it: adapt other layers (target_modules), or, with gradient checkpointing, let it be "
+        "non-reentrant (use_reentrant=False)."
+    )
+
+    def fault(self, owner: Any, setup: Setup) -> str:
+        lost = [name for name in setup.first_step().without_gradient if ".lora_B." in name]
+        return f"trains '{lost[0]}', which got no gradient from the first batch" if lost else ""
 
 
 class LowRank(ServerModels):
@@ -49,6 +78,11 @@ class LowRank(ServerModels):
 
     train_a: bool = True
 
+    @property
+    def facts(self) -> Facts:
+        """Adapters have to learn."""
+        return super().facts.extend(requires=[AdaptersLearn()])
+
     def __init__(
         self,
         dropout: float,
@@ -61,8 +95,8 @@ class LowRank(ServerModels):
         self.head = head
         self.weighting = weighting
 
-    def size(self) -> tuple[int, float]:
-        """Return rank and alpha of the adapters that every module is built with."""
+    def size(self) -> tuple[int | None, float]:
+        """Return rank and alpha of the adapters that every module is built with; `None`: of those that are there."""
         raise NotImplementedError
 
     def refuse_empty(self, **given: Any) -> None:
@@ -130,7 +164,7 @@ class ClientRanks(LowRank, SubModels):
     def facts(self) -> Facts:
         """Ranks that are dealt in turn must stay when clients join."""
         tables = requires.ForEveryClient(of=tuple(self.options_by_client()))
-        return Facts(requires=[tables], newcomers=Newcomers(join=self._join))
+        return super().facts.extend(requires=[tables], newcomers=Newcomers(join=self._join))
 
     @property
     def largest(self) -> int:
@@ -168,8 +202,123 @@ class ClientRanks(LowRank, SubModels):
 
     def on_build(self, client: Client, message: Message) -> None:
         """Cut the adapters to the client's rank."""
-        own, (r, alpha) = message.extras[self.key], self.size()
-        resize_adapters(client.module, own["rank"], own.get("scale", alpha / r))
+        own, (_, alpha) = message.extras[self.key], self.size()
+        resize_adapters(client.module, own["rank"], own.get("scale", alpha / self.largest))
+
+
+class MergedStacks(LowRank):
+    """Base of methods whose server merges a low-rank change into the network after every round: `W <- W + B A`.
+
+    A client gets the changes of the rounds that it has missed, as stacks, or the merged `W`, whichever is smaller. Both give
+    it the server's very bits. A subclass gives its :meth:`reduce` and calls :meth:`merge` there.
+    """
+
+    @property
+    def facts(self) -> Facts:
+        """Messages hold entries of the network, which never leave a client."""
+        return super().facts.extend(changes={Change.PRIVATE})
+
+    def wrap_module(self, module: LightningModule, owner: str) -> LightningModule:
+        """Add adapters; a weight that an adapted layer shares with another one becomes its own, since it will change."""
+        return untie_adapted(super().wrap_module(module, owner))
+
+    def wire(self, module: Any) -> Wire:
+        """Declare the stacks and how many rows of them are of which round."""
+        down: dict[str, Any] = {**super().wire(module).down, "version": "scalar", "sizes": (-1,)}
+        shapes = {name: parameter.shape for name, parameter in module.named_parameters(remove_duplicate=False)}
+        for path, layer in adapted_layers(module).items():
+            outputs, inputs = shapes[layer.base]
+            down |= {f"{path}.A": (-1, inputs), f"{path}.B": (outputs, -1)}
+        return Wire(down=down)
+
+    def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
+        """Send what the client lacks of the merged network."""
+        super().on_broadcast(server, job, message)
+        kept = server.state.get(self.key, {})
+        version = kept.get("version", 0)
+        own = message.extras.setdefault(self.key, {})
+        own["version"] = version
+        missed = version - kept.get("has", {}).get(job.client, 0)
+        whole = job.work == 0 or bool(job.tag)  # scores and other visits: no client's record counts on them
+        for path, layer in adapted_layers(server.module).items():
+            stacks = kept.get("stacks", {}).get(path, [])
+            if whole or missed > len(stacks):
+                message.state[layer.base] = server.model[layer.base]
+            elif missed:
+                last = stacks[-missed:]
+                own["sizes"] = torch.tensor([len(stack["A"]) for stack in last])
+                own[f"{path}.A"] = torch.cat([stack["A"] for stack in last])
+                own[f"{path}.B"] = torch.cat([stack["B"] for stack in last], dim=1)
+
+    def on_receive(self, client: Client, message: Message) -> None:
+        """Merge the stacks that came into the network."""
+        own = message.extras[self.key]
+        sizes = own["sizes"].tolist() if "sizes" in own else []
+        have, first = client.state.get(self.key, {}).get("version", 0), own["version"] - len(sizes)
+        if sizes and have != first:
+            raise ValueError(
+                f"{self.key}: the record of client '{client.id}' has {have} merges, and what came continues from {first}. It "
+                "is not the record that the server knows; give the client back that one, or start the run anew."
+            )
+        now = client.entries
+        for path, layer in adapted_layers(client.module).items():
+            if f"{path}.A" in own:
+                stacks = zip(own[f"{path}.A"].split(sizes), own[f"{path}.B"].split(sizes, dim=1), strict=True)
+                weight = now[layer.base]
+                for a, b in stacks:  # one after another, as the server did: rounding is the same
+                    weight = merged(weight, a, b)
+                message.state[layer.base] = weight
+        client.state[self.key] = {"version": own["version"]}
+
+    def on_update(self, server: Server, update: Update) -> None:
+        """Note what the client has."""
+        kept = server.state.get(self.key, {"version": 0, "stacks": {}, "has": {}})
+        server.state[self.key] = {**kept, "has": {**kept["has"], update.client: kept["version"]}}
+
+    def merge(self, server: Server, changes: Mapping[str, tuple[Tensor, Tensor]]) -> State:
+        """Return the network with a change `B A` of each adapted layer; keep the stacks that are smaller than their layer.
+
+        Args:
+            server: The server.
+            changes: By path, `B` and `A`.
+        """
+        kept, stacks = server.state[self.key], {}
+        new: State = {}
+        for path, layer in adapted_layers(server.module).items():
+            b, a = changes[path]
+            weight = server.model[layer.base]
+            new |= dict.fromkeys(layer.every_base, merged(weight, a, b))
+            stacks[path] = _newest([*kept["stacks"].get(path, []), {"A": a, "B": b}], weight.numel())
+        server.state[self.key] = {**kept, "version": kept["version"] + 1, "stacks": stacks}
+        return new
+
+    def on_round_end(self, server: Server) -> None:
+        """Forget what clients have before visits after the last round change it: the next messages are whole."""
+        last = server.round + 1 >= server.rounds and self.key in server.state
+        if last and any(callback.claims("final_jobs") for callback in server.callbacks):
+            server.state[self.key] = {**server.state[self.key], "stacks": {}, "has": {}}
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Return `W + B A`, worked out in float64.
+
+    Example:
+        >>> merged(torch.zeros(2, 2), torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.eye(2))
+        tensor([[1., 0.],
+                [0., 2.]])
+    """
+    return (weight.double() + b.double() @ a.double()).to(weight.dtype)
+
+
+def _newest(stacks: list[dict[str, Tensor]], limit: int) -> list[dict[str, Tensor]]:
+    """Return the newest stacks, as many as are together smaller than `limit` numbers."""
+    kept: list[dict[str, Tensor]] = []
+    for stack in reversed(stacks):
+        limit -= stack["A"].numel() + stack["B"].numel()
+        if limit <= 0:
+            break
+        kept.insert(0, stack)
+    return kept
 
 
 def _values(option: Any) -> list[Any]:
@@ -177,3 +326,58 @@ def _values(option: Any) -> list[Any]:
     if isinstance(option, Mapping):
         return list(option.values())
     return list(option) if isinstance(option, Sequence) else [option]
+
+
+def truncated(state: State, layers: Iterable[Adapted], rank: int) -> State:
+    """Return a state with the first `rank` rows of every `A` and columns of every `B` in it."""
+    cut: State = {}
+    for layer in layers:
+        if layer.a in state:
+            cut |= {name: state[name][:rank].clone() for name in layer.every_a}
+            cut |= {name: state[name][:, :rank].clone() for name in layer.every_b}
+    return {**state, **cut}
+
+
+def refuse_other_rank(server: Server, update: Update, rank: int) -> None:
+    """Refuse factors of another rank than a client's.
+
+    Raises:
+        ValueError: Naming the layer.
+    """
+    for path, layer in adapted_layers(server.module).items():
+        if layer.a in update.state and (len(update.state[layer.a]), update.state[layer.b].shape[1]) != (rank, rank):
+            raise ValueError(f"the factors of '{path}' do not have the rank {rank}")
+
+
+def mean_of_rest(server: Server, updates: list[Update]) -> tuple[list[tuple[Update, float]], State]:
+    """Return the updates that count, each with its share, and the mean of their entries that are no factors."""
+    layers = adapted_layers(server.module).values()
+    factors = {name for layer in layers for name in (*layer.every_a, *layer.every_b)}
+    weights = [server.weight(update) for update in updates]
+    counting, mean = [], WeightedMean()
+    for update, weight in zip(updates, weights, strict=True):
+        if weight > 0:
+            counting.append((update, weight / sum(weights)))
+            mean.add({name: value for name, value in update.state.items() if name not in factors}, weight)
+    return counting, mean.result() if counting else {}
+
+
+def singular_factors(b: Tensor, a: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Return the factors of the best approximation of `B A` of a rank, without `B A` itself, in float64.
+
+    Both hold the root of each singular value, largest first; none that is zero up to rounding is there, so that there may be
+    fewer than `rank`. The largest entry of each row of the second one is positive.
+
+    Example:
+        >>> b, a = singular_factors(torch.eye(2), torch.tensor([[0.0, 4.0], [1.0, 0.0]]), rank=1)
+        >>> b.tolist(), a.tolist()
+        ([[2.0], [0.0]], [[0.0, 2.0]])
+    """
+    of_b, core_b = torch.linalg.qr(b.double())
+    of_a, core_a = torch.linalg.qr(a.double().T)
+    u, values, v = torch.linalg.svd(core_b @ core_a.T, full_matrices=False)
+    left, right = of_b @ u, v @ of_a.T
+    largest = right.gather(1, right.abs().argmax(1, keepdim=True)).sign().T
+    kept = min(rank, int((values > values.max() * torch.finfo(a.dtype).eps * max(len(b), a.shape[1])).sum()))
+    roots = values[:kept].sqrt()
+    return (left * largest)[:, :kept] * roots, (right * largest.T)[:kept] * roots[:, None]

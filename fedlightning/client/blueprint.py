@@ -26,7 +26,7 @@ from fedlightning.contract import CallbackList, FederatedCallback
 from fedlightning.errors import ConfigurationError
 from fedlightning.models.client_models import ClientModels
 from fedlightning.seeding import isolated
-from fedlightning.tensors import State, module_state
+from fedlightning.tensors import State, entry_kinds, module_state
 from fedlightning.tensors.modules import keeps_vectors
 
 
@@ -124,6 +124,11 @@ BUILDERS = ("wrap_module", "on_build", "on_receive")
 """Events in which callbacks take part in building a client's module."""
 
 
+def _is_same(value: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same bits, on whatever device."""
+    return value.dtype == other.dtype and torch.equal(value.detach().to(other.device), other)
+
+
 class _Made:
     """How copies of one template are made.
 
@@ -142,6 +147,7 @@ class _Made:
         self.is_plain = self.is_plain and not keeps_vectors(module_state(template))
         self.entries = module_state(template)
         self.reference: LightningModule | None = None
+        self.base: State | None = None
 
 
 @dataclass
@@ -261,6 +267,19 @@ class Blueprint:
             if made.is_plain:  # the same numbers need no memory of their own
                 made.reference.load_state_dict(made.entries, assign=True)
         return made.reference
+
+    def base(self, architecture: str) -> State:
+        """Return the frozen parameters of an architecture as every module is built with them."""
+        module, made = self.reference(architecture), self._making(architecture)
+        if made.base is None:
+            frozen = [name for name, kind in entry_kinds(module).items() if kind == "frozen"]
+            made.base = module_state(module, frozen)
+        return made.base
+
+    def without_base(self, state: State, architecture: str) -> State:
+        """Return a state without the frozen parameters that are as every module is built: nobody has to keep these."""
+        base = self.base(architecture)
+        return {name: value for name, value in state.items() if not (name in base and _is_same(value, base[name]))}
 
     def _wrapped(self, module: LightningModule, callback: FederatedCallback, owner: str) -> LightningModule:
         """Let a callback wrap a module; name those that had wrapped it before if that fails."""

@@ -154,7 +154,7 @@ def visit_steps(runner: LocalRunner, message: Message, record: ClientRecord, eva
             if message.work != 0:
                 yield from _train(runner, client, loader)
             _note_work(client, update)
-            kept = _take_apart(client, update, before)
+            kept = _take_apart(runner, client, update, before)
             _send(runner, client, update)
             if message.work != 0:
                 client.record.personal = kept
@@ -222,18 +222,20 @@ def _note_work(client: Client, update: Update) -> None:
     update.metrics, update.logs = client.metrics, client.logs
 
 
-def _take_apart(client: Client, update: Update, before: State) -> State:
+def _take_apart(runner: LocalRunner, client: Client, update: Update, before: State) -> State:
     """Put the entries that the server asked for into the update; return those that stay with the client.
 
-    An entry that is sent stays as well, unless the message had brought it: what the client alone has is never lost.
+    An entry that is sent stays as well, unless the message had brought it: what the client alone has is never lost. A frozen
+    parameter that is as every module is built does not: the next module has it.
     """
     message, state = client.message, client.entries
     sent = {name: state[name] for name in message.returns}
     if message.work == 0 or not client.is_unbuilt:  # what an unbuilt client has trained is its own already
         sent = pack(sent)
     stays = client.record.personal.keys() - client.received.keys()
-    kept = pack({name: value for name, value in state.items() if name not in sent or name in stays})
-    state = {name: sent[name] if name in sent else kept[name] for name in state}
+    kept = {name: value for name, value in state.items() if name not in sent or name in stays}
+    kept = pack(runner.blueprint.without_base(kept, runner.blueprint.architecture_of(client.id)))
+    state = {name: sent[name] if name in sent else kept.get(name, value) for name, value in state.items()}
     bad = first_nonfinite(state)
     bad = bad and _first_diverged(client.module, state, before)
     if bad is not None:

@@ -131,12 +131,14 @@ class FirstStep(NamedTuple):
         clips: Hook in which the module changes its gradients after the backward pass; empty: there is none.
         logged: Metrics that the module logs in validation; `None` if that is not known.
         is_scored: Whether models are scored on validation data during the run.
+        without_gradient: Names of parameters that are to train and got no gradient in the first batch.
     """
 
     optimizers: tuple[Any, ...] = ()
     clips: str = ""
     logged: tuple[str, ...] | None = None
     is_scored: bool = True
+    without_gradient: tuple[str, ...] = ()
 
 
 @dataclass

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from fedlightning.codec.values import slow_keys
 from fedlightning.compat.lightning_runs import configure, detached_copy, quiet
 from fedlightning.errors import ConfigurationError
 from fedlightning.storage.files import UnreadableError, check_seal, read_tensors, replacing, save_tensors, seal
-from fedlightning.tensors import load_state, module_state
+from fedlightning.tensors import State, load_state, module_state, state_digest
 
 
 def warm_started(module: LightningModule, path: str | Path | None) -> LightningModule:
@@ -149,12 +149,18 @@ class Exporter:
     ``load_from_checkpoint`` says so, in the list of names that do not fit. So is a module with
     hyper-parameters that are no plain values, which the file must not hold: a file with code in it is a file that runs code.
 
+    Frozen parameters of a wrapped module that are as every module was built (`base_of`) are not in its file: they lie once
+    in `base-HASH.pt` beside the global model, and :func:`load` puts both together.
+
     Args:
         template_of: Gives the user's module of an architecture, unwrapped.
+        base_of: Gives the frozen parameters of an architecture's wrapped modules.
     """
 
-    def __init__(self, template_of: Callable[[str], LightningModule]) -> None:
-        self._template_of = template_of
+    def __init__(
+        self, template_of: Callable[[str], LightningModule], base_of: Callable[[str], State] = lambda architecture: {}
+    ) -> None:
+        self._template_of, self._base_of = template_of, base_of
         self._known: dict[str, tuple[type[LightningModule], dict[str, torch.Size]]] = {}
         self._writer = _Writer()
         with quiet():
@@ -183,16 +189,43 @@ class Exporter:
         own = {"class": f"{kind.__module__}:{kind.__qualname__}", **extra}
         shapes = {name: value.shape for name, value in module_state(module).items()}
         self._writer.own = own
-        if type(module) is not kind or shapes != known:
-            self._write_down("wrapped", module, f"{path.name} holds the weights of a wrapped {kind.__name__}")
-        else:
-            describe(own, module)
-        with replacing(path) as temporary:
-            self._write(temporary, module)
-            if self._writer.left_out and not own.keys() & {"wrapped", "module"}:
-                left = ", ".join(self._writer.left_out)
-                self._write_down("module", module, f"{path.name} is without {left}, which are no plain values")
+        is_wrapped = type(module) is not kind or shapes != known
+        with self._without_base(path, module, self._base_of(architecture) if is_wrapped else {}):
+            if is_wrapped:
+                self._write_down("wrapped", module, f"{path.name} holds the weights of a wrapped {kind.__name__}")
+            else:
+                describe(own, module)
+            with replacing(path) as temporary:
                 self._write(temporary, module)
+                if self._writer.left_out and not own.keys() & {"wrapped", "module"}:
+                    left = ", ".join(self._writer.left_out)
+                    self._write_down("module", module, f"{path.name} is without {left}, which are no plain values")
+                    self._write(temporary, module)
+
+    @contextmanager
+    def _without_base(self, path: Path, module: LightningModule, base: State) -> Iterator[None]:
+        """Within the block, parameters of a module that are in a file of their own are empty."""
+        state, parameters = module_state(module), dict(module.named_parameters(remove_duplicate=False))
+        base = {name: value for name, value in base.items() if name in state and torch.equal(state[name].cpu(), value)}
+        if sum(value.nbytes for value in base.values()) < LEAST:
+            yield
+            return
+        name = state_digest(base)
+        self._writer.own["base"] = {"hash": name, "names": list(base)}
+        folder = path.parent.parent if path.parent.name == "clients" else path.parent
+        file = folder / base_file(name)
+        if not file.exists():
+            with replacing(file) as temporary:
+                save_tensors(base, temporary)
+                seal(temporary)
+        values = {entry: parameters[entry].data for entry in base}
+        try:
+            for entry, value in values.items():
+                parameters[entry].data = value.new_empty(0)
+            yield
+        finally:
+            for entry, value in values.items():
+                parameters[entry].data = value
 
     def _write(self, temporary: Path, module: LightningModule) -> None:
         temporary.unlink(missing_ok=True)  # a link that a killed run left would be written through
@@ -213,6 +246,15 @@ class Exporter:
                 UserWarning,
                 stacklevel=3,
             )
+
+
+LEAST = 2**20
+"""Bytes from which a frozen network has a file of its own."""
+
+
+def base_file(name: str) -> str:
+    """Return the name of the file of a frozen network, by its hash."""
+    return f"base-{name[:16]}.pt"
 
 
 def describe(own: dict[str, Any], module: LightningModule) -> None:
@@ -248,7 +290,8 @@ def load(
     Args:
         path: `checkpoints/global.ckpt` or `checkpoints/clients/<id>.ckpt`.
         module: An instance to load into, where the class cannot be made from the saved hyper-parameters. Its
-            `configure_model` is called.
+            `configure_model` is called. For a file of adapters whose `base-HASH.pt` is not beside it: the module with that
+            frozen network, without adapters.
         trust: Packages and modules that may be imported and whose classes and functions may be named and called, as in
             `["my_package"]`; or True: whatever the file names.
         hparams: Hyper-parameters that override the saved ones, as in `load_from_checkpoint`. The class has to be trusted.
@@ -282,6 +325,8 @@ def _opened(path: Path, module: LightningModule | None, trust: Trust, hparams: d
     wrapped = own.get("wrapped")
     if wrapped is not None:
         loaded = from_tree(wrapped, trust)
+        if isinstance(loaded, LightningModule) and "base" in own:
+            _put_base(loaded, path, own["base"], module)
     elif module is not None:
         loaded = _filled(module, checkpoint)
     elif "module" in own and not hparams:
@@ -294,6 +339,39 @@ def _opened(path: Path, module: LightningModule | None, trust: Trust, hparams: d
         return loaded.eval()
     except (RecursionError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise UnreadableError(f"what it holds is no whole module ({error})") from None
+
+
+def _put_base(loaded: LightningModule, path: Path, base: Any, module: LightningModule | None) -> None:
+    """Put the frozen network of a wrapped module into it: of its file, or of an unwrapped module."""
+    parameters = dict(loaded.named_parameters(remove_duplicate=False))
+    if not isinstance(base, dict) or not isinstance(base.get("hash"), str) or not isinstance(base.get("names"), list):
+        raise UnreadableError("it does not say which frozen network it belongs to")
+    names, name = base["names"], base_file(base["hash"])
+    file = next((folder / name for folder in (path.parent, path.parent.parent) if (folder / name).is_file()), None)
+    values: Any
+    if module is not None:
+        plain = module_state(module)
+        values = {entry: plain.get(str(entry).replace(".base_layer.", ".")) for entry in names}
+    elif file is not None:
+        check_seal(file)
+        values = read_tensors(file)
+    else:
+        raise UnreadableError(
+            f"the frozen network that it belongs to is in {name}, which is neither beside it nor in the folder above. Put it "
+            "there, or pass the module with that network as module"
+        )
+    if not isinstance(values, dict) or not all(isinstance(values.get(entry), Tensor) for entry in names):
+        raise UnreadableError(f"the frozen network has not the entries that it needs, such as '{names[0]}'")
+    values = {entry: values[entry] for entry in names}
+    if state_digest(values) != base["hash"]:
+        raise UnreadableError(
+            f"it belongs to the frozen network with the hash {base['hash'][:16]}, and this one has "
+            f"{state_digest(values)[:16]}: its adapters would mean nothing there"
+        )
+    for entry, value in values.items():
+        if entry not in parameters:
+            raise UnreadableError(f"it has no '{entry}', which its frozen network has")
+        parameters[entry].data = value.detach().clone()
 
 
 def _filled(module: LightningModule, checkpoint: dict[str, Any]) -> LightningModule:

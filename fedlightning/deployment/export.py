@@ -229,7 +229,7 @@ def no_checkpoint(client: str, reason: str) -> str:
 
 def exporter_of(blueprint: Blueprint) -> Exporter:
     """Return the exporter of a blueprint: one in a process, since a Trainer takes longer to make than a small file."""
-    found: Exporter = blueprint.tools.setdefault("exporter", None) or Exporter(blueprint.template_of)
+    found: Exporter = blueprint.tools.setdefault("exporter", None) or Exporter(blueprint.template_of, blueprint.base)
     blueprint.tools["exporter"] = found
     return found
 

@@ -97,16 +97,20 @@ class FirstStepProbe(Callback):
         optimizers: Optimizers of the fit.
         sparse: Name of a parameter whose gradient is sparse; empty: there is none.
         clips: Hook in which the module changes its gradients; empty: in none.
+        without_gradient: Names of parameters that are to train and that no optimizer's step had a gradient for.
     """
 
     def __init__(self) -> None:
         self.optimizers: list[Optimizer] = []
+        self.without_gradient: tuple[str, ...] = ()
+        self._with_gradient: set[str] = set()
         self.sparse = self.clips = ""
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Note gradients that are sparse."""
         sparse = (n for n, p in pl_module.named_parameters() if p.grad is not None and p.grad.layout != torch.strided)
         self.sparse = self.sparse or next(sparse, "")
+        self._with_gradient |= {name for name, entry in pl_module.named_parameters() if entry.grad is not None}
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Note the optimizers, and end the fit."""
@@ -118,6 +122,10 @@ class FirstStepProbe(Callback):
         kind = user_class(pl_module)
         hooks = ("configure_gradient_clipping", "on_before_optimizer_step", "on_after_backward")
         self.clips = next((hook for hook in hooks if getattr(kind, hook) is not getattr(LightningModule, hook)), "")
+        trained = [name for name, entry in pl_module.named_parameters() if entry.requires_grad]
+        self.without_gradient = tuple(
+            name for name in trained if self._with_gradient and name not in self._with_gradient
+        )
         raise FirstStepReached(self)
 
 
@@ -442,7 +450,9 @@ class StepTrials:
         logged = [trial.names for trial in trials if trial.refusal is None]
         names = tuple(dict.fromkeys(name for one in logged for name in one))  # one client may lack what another has
         seen = self._probe
-        step = FirstStep(tuple(seen.optimizers), seen.clips, names if logged else None, "val" in self.splits)
+        step = FirstStep(
+            tuple(seen.optimizers), seen.clips, names if logged else None, "val" in self.splits, seen.without_gradient
+        )
         self._first_steps[architecture] = step
         return step
 

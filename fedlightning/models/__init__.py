@@ -11,12 +11,16 @@ In order of importance:
 * `ClientModels`: a LightningModule of its own for each client.
 * `MultimodalNet`: an encoder for each modality and a fusion, for samples that may lack some.
 * `ClassificationMetrics`, `RegressionMetrics` and `SurvivalMetrics`: their scores over a whole split.
+* `HFModule`: any model of transformers, or a `PeftModel`.
+* `GivenAdapters`: clients whose adapters are known beforehand, to check aggregations.
 * `recipes`: how checkpoints record a network.
 """
 
 from fedlightning.models.bridges import MonaiUNet, TimmNet, timm_model
 from fedlightning.models.classifier import Classifier
 from fedlightning.models.client_models import ClientModels
+from fedlightning.models.given_adapters import GivenAdapters
+from fedlightning.models.hf_module import HFModule
 from fedlightning.models.metrics import ClassificationMetrics
 from fedlightning.models.multimodal import MultimodalNet
 from fedlightning.models.networks import MLP, CifarCNN, DeepMIL, DigitsCNN, GivenLinear, MnistCNN, head_name
@@ -38,7 +42,9 @@ __all__ = [
     "DiceMetrics",
     "DigitsCNN",
     "FendaNet",
+    "GivenAdapters",
     "GivenLinear",
+    "HFModule",
     "LogisticRegression",
     "MnistCNN",
     "MonaiUNet",

@@ -91,7 +91,7 @@ def restore_state(
             )
         own = server.models.main if architecture is None else server.models.architectures[architecture]
         shapes = {name: tuple(value.shape) for name, value in state.items()}
-        now = {name: tuple(shape) for name, shape in own.shapes.items()}
+        now = {name: tuple(shape) for name, shape in own.shapes.items() if name in state or own.kinds[name] != "frozen"}
         if shapes != now:
             differing = sorted(set(shapes.items()) ^ set(now.items()))[0][0]
             raise ValueError(

@@ -175,7 +175,9 @@ class ModelStore(dict[str, State]):
         self.float_buffers = float_buffers
         self.architectures: dict[str, Architecture] = architectures_of(blueprint)
         self.main = self.architectures[blueprint.architecture_of("server")]
-        self[GLOBAL] = clone(module_state(self.main.module))
+        base = blueprint.base(self.main.name)  # one memory for all: entries are replaced, never edited
+        own = clone({name: value for name, value in module_state(self.main.module).items() if name not in base})
+        self[GLOBAL] = {name: own.get(name, value) for name, value in module_state(self.main.module).items()}
         self.architecture_names: dict[str, str] = {}
         self.combining = GLOBAL
         self.usual_names: dict[str, tuple[str, ...]] = {}

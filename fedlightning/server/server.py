@@ -141,7 +141,10 @@ class Server:
     def state_dict(self) -> dict[str, Any]:
         """Return what a saved state holds of the server."""
         return {
-            "models": dict(self.models),
+            "models": {
+                name: self.blueprint.without_base(model, self.architecture(name).name)
+                for name, model in self.models.items()
+            },
             "model_architectures": self.models.architecture_names,
             "state": self.state,
             "checkpoints": self.checkpoints,
@@ -152,9 +155,13 @@ class Server:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back what :meth:`state_dict` returned."""
+        """Put back what :meth:`state_dict` returned; frozen parameters that it lacks are as modules are built."""
         self.models.clear()
-        self.models.update(state["models"])
+        self.models.architecture_names = state["model_architectures"]
+        for name, model in state["models"].items():
+            architecture = self.architecture(name)
+            entries = self.blueprint.base(architecture.name) | model
+            self.models[name] = {entry: entries[entry] for entry in architecture.shapes}
         self.models.architecture_names = state["model_architectures"]
         self.state, self.checkpoints = state["state"], state["checkpoints"]
         self.costs.bytes_up, self.costs.bytes_down = state["bytes_up"], state["bytes_down"]

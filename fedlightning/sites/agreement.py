@@ -28,7 +28,7 @@ from fedlightning.client.runtime import LocalRunner
 from fedlightning.contract.families import Protection
 from fedlightning.resume.config_changes import differences, of_blueprint
 from fedlightning.storage.files import plain, read_json, readable_json, write_secret, write_text_atomically, writing
-from fedlightning.tensors import State
+from fedlightning.tensors import state_digest
 
 How = Literal["as it is", "keyed", "with public data", "never"]
 LEAVES: Mapping[str, How] = {
@@ -211,14 +211,3 @@ def versions() -> dict[str, str]:
 def digest(*parts: Any) -> str:
     """Return a hash of plain values."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def state_digest(state: State) -> str:
-    """Return a hash of named tensors."""
-    found = hashlib.sha256()
-    for name, value in state.items():
-        found.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        if flat.numel():
-            found.update(flat.view(torch.uint8).numpy().data)
-    return found.hexdigest()

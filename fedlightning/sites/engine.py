@@ -23,7 +23,7 @@ from fedlightning.engines.attempts import WITHOUT, at_site
 from fedlightning.engines.base import Engine, Note, Task
 from fedlightning.errors import ConfigurationError
 from fedlightning.sites import code_hashes as code
-from fedlightning.sites.agreement import agreement, digest, state_digest
+from fedlightning.sites.agreement import agreement, digest
 from fedlightning.sites.connections import PING, Connections, Reply
 from fedlightning.sites.link import Link
 from fedlightning.sites.message_checks import check_shares, fault, in_lines, is_note, is_version
@@ -32,7 +32,7 @@ from fedlightning.sites.site_log import SiteStore
 from fedlightning.sites.status import printable, stamped
 from fedlightning.sites.task_bounds import in_words
 from fedlightning.sites.task_window import BUDGET, Entry, Window
-from fedlightning.tensors import module_state
+from fedlightning.tensors import module_state, state_digest
 
 
 class DataElsewhere(WithoutClients):

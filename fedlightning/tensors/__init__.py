@@ -26,7 +26,15 @@ from fedlightning.tensors.arithmetic import (
     zeros_like,
 )
 from fedlightning.tensors.memory import pack, side_by_side
-from fedlightning.tensors.modules import EntryKind, State, entry_kinds, load_state, module_state, tied_names
+from fedlightning.tensors.modules import (
+    EntryKind,
+    State,
+    entry_kinds,
+    load_state,
+    module_state,
+    state_digest,
+    tied_names,
+)
 
 __all__ = [
     "EntryKind",
@@ -50,6 +58,7 @@ __all__ = [
     "pack",
     "select",
     "side_by_side",
+    "state_digest",
     "subtract",
     "tied_names",
     "ties",

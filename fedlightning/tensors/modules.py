@@ -9,6 +9,7 @@ belong to another one. Both kinds are worked out anew; vectors that came as one 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 
@@ -181,6 +182,17 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
             own[name].copy_(value)
     if keeps_vectors(state):
         settle(module, own)
+
+
+def state_digest(state: State) -> str:
+    """Return a hash of named tensors: of names, shapes, dtypes and bits."""
+    found = hashlib.sha256()
+    for name, value in state.items():
+        found.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        if flat.numel():
+            found.update(flat.view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def optimizers_in(value: Any) -> list[Optimizer]:

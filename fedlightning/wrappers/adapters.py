@@ -5,8 +5,10 @@ The layers themselves are those of the `peft` library, inserted at exact paths.
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
@@ -72,14 +74,17 @@ class AdapterMixin(AddedParametersMixin):
 def add_adapters(
     module: LightningModule,
     *,
-    r: int,
+    r: int | None,
     alpha: float,
     dropout: float,
     target_modules: Sequence[str] | None,
     head: Iterable[str],
     train_a: bool,
 ) -> LightningModule:
-    """Freeze `module` and give its linear layers adapters, in place.
+    """Freeze `module` and give its linear layers adapters, in place; without `r`, use those that peft has put there.
+
+    Raises:
+        ValueError: If there are adapters although `r` is given, or none although it is not, or those cannot be averaged.
 
     Example:
         >>> from fedlightning.models import MLP, Classifier
@@ -91,6 +96,14 @@ def add_adapters(
         ['net.fc1.lora_A.default.weight', 'net.fc1.lora_B.default.weight', 'net.fc2.bias']
     """
     peft = _peft()
+    if r is None:
+        return _adopt_adapters(module, peft, train_a)
+    present = next((path for path, child in module.named_modules() if isinstance(child, _tuned(peft))), None)
+    if present is not None:
+        raise ValueError(
+            f"'{present}' of {type(module).__name__} has adapters of peft already, beside which others would train. Use them "
+            "by FedIT(r=None), FFALoRA(r=None), RoLoRA(r=None) or FedSALoRA(r=None), or give the model without them."
+        )
     tied = tied_names(module)
     trained = {other for name in head for other in tied.get(name, {name})}
     paths = find_linear(module, target_modules, trained)
@@ -104,6 +117,46 @@ def add_adapters(
         adapted: Any = peft.inject_adapter_in_model(config, holder, ADAPTER).layer
         adapted.lora_A.requires_grad_(train_a)
         _put(module, layer, adapted)
+    return _with_mixin(module, paths, trained)
+
+
+def _tuned(peft: ModuleType) -> Any:
+    return peft.tuners.tuners_utils.BaseTunerLayer
+
+
+def _adopt_adapters(module: LightningModule, peft: ModuleType, train_a: bool) -> LightningModule:
+    """Let adapters that peft has put into a module travel, with everything else that trains there."""
+    name = type(module).__name__
+    tied, paths = tied_names(module), []
+    trained = [key for key, parameter in module.named_parameters() if parameter.requires_grad]
+    frozen = any(not parameter.requires_grad for parameter in module.parameters())
+    if not trained or not frozen:
+        raise ValueError(f"{name} has no adapters: {'everything' if trained else 'nothing'} trains in it. Give r.")
+    for path, layer in module.named_modules():
+        if not isinstance(layer, _tuned(peft)):
+            continue
+        names = [adapter for part in layer.adapter_layer_names for adapter in getattr(layer, part)]
+        if hasattr(layer, "lora_E"):
+            raise ValueError(f"'{path}' of {name} is adapted by AdaLoRA, whose ranks change in training. Use LoRA.")
+        if set(names) - {ADAPTER}:
+            raise ValueError(
+                f"'{path}' of {name} has the adapters {sorted(set(names))}. Give one, with the name '{ADAPTER}'."
+            )
+        weight = f"{path}.base_layer.weight"
+        if weight in tied:
+            raise ValueError(
+                f"'{weight}' of {name} is tied to '{min(tied[weight] - {weight})}', and an adapter of one of the two unties "
+                "them. Untie them first, or adapt other layers."
+            )
+        if ADAPTER in getattr(layer, "lora_A", ()):
+            paths.append(path)
+            cast(Any, layer).lora_A.requires_grad_(train_a)
+    factors = {f"{path}.lora_{factor}.{ADAPTER}.weight" for path in paths for factor in "AB"}
+    rest = {other for key in trained if key not in factors for other in tied.get(key, {key})}
+    return _with_mixin(module, paths, rest)
+
+
+def _with_mixin(module: LightningModule, paths: Sequence[str], trained: set[str]) -> LightningModule:
     module = mix(module, AdapterMixin)
     wrapped = cast(AdapterMixin, module)
     wrapped.adapted_paths = tuple(paths)
@@ -168,6 +221,55 @@ def adapted_layers(module: nn.Module) -> dict[str, Adapted]:
         every = [tuple(sorted(tied.get(name, {name}))) for name in names]
         layers[path] = Adapted(names[0], names[1], names[2], every[0], every[1], every[2])
     return layers
+
+
+def save_peft(module: nn.Module, folder: str | Path, base: nn.Module) -> None:
+    """Write the adapters of a module as a folder that `peft.PeftModel.from_pretrained(base, folder)` opens.
+
+    What trains in full beside them is there as `modules_to_save`.
+
+    Args:
+        module: A module with adapters, such as `trainer.module()` gives, whose network is its attribute `model`.
+        folder: The folder.
+        base: The network without adapters, as it was before the federation.
+
+    Raises:
+        ValueError: If the module has no LoRA adapters, or its frozen network is not `base`, as after FLoRA and FedExLoRA.
+    """
+    peft, layers = _peft(), adapted_layers(module)
+    network: Any = module.model
+    if hasattr(network, "peft_config"):
+        network.save_pretrained(folder)
+        return
+    if not layers:
+        raise ValueError(f"{type(module).__name__} has no LoRA adapters to write. Train it with FedIT or its like.")
+    wrapped, state, prefix = cast(Any, module), module.state_dict(), "model."
+    heads = sorted({name.removeprefix(prefix).rpartition(".")[0] for name in wrapped.trained_names})
+    for name, value in base.state_dict().items():
+        path, _, entry = name.rpartition(".")
+        own = state[f"{prefix}{path}.base_layer.{entry}" if f"{prefix}{path}" in layers else f"{prefix}{name}"]
+        if path not in heads and not torch.equal(own, value):
+            raise ValueError(
+                f"'{name}' of the federated model is not that of base: the adapters belong to another network. FLoRA and "
+                "FedExLoRA change the network; write their model whole, by fedlightning.wrappers.unmix(module)."
+            )
+    layer = cast(Any, module.get_submodule(next(iter(layers))))
+    config = peft.LoraConfig(
+        r=layer.r[ADAPTER],
+        lora_alpha=layer.scaling[ADAPTER] * layer.r[ADAPTER],
+        target_modules=[path.removeprefix(prefix) for path in layers],
+        modules_to_save=heads or None,
+        base_model_name_or_path=getattr(getattr(base, "config", None), "_name_or_path", None),
+        inference_mode=True,
+    )
+    fresh = peft.PeftModel(copy.deepcopy(base), config)
+    names = {
+        f"{prefix}{path}.lora_{factor}.weight" for path in (p.removeprefix(prefix) for p in layers) for factor in "AB"
+    }
+    entries = {name.replace(f".{ADAPTER}.", "."): value for name, value in state.items()}
+    entries = {name: value for name, value in entries.items() if name in names or name in wrapped.trained_names}
+    peft.set_peft_model_state_dict(fresh, {f"base_model.{name}": value for name, value in entries.items()})
+    fresh.save_pretrained(folder)
 
 
 def resize_adapters(module: nn.Module, rank: int, scale: float) -> None:

@@ -1,0 +1,164 @@
+"""Texts for transformers: tokenized rows of each client, padded into dict batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from fedlightning.datamodules.loaders import LoaderDataModule
+from fedlightning.datamodules.sampling import AddressedSampler
+from fedlightning.ranges import PositiveInt, checked
+
+IGNORED = -100
+"""Label of a token that is no target, as in transformers."""
+
+
+class ByteTokenizer:
+    """Bytes as tokens: a tokenizer that needs no files, for tests and small language models. Vocabulary: 258.
+
+    Example:
+        >>> tokenizer = ByteTokenizer()
+        >>> tokenizer("Hi")["input_ids"], tokenizer.decode([72, 105, 256])
+        ([72, 105], 'Hi')
+    """
+
+    eos_token_id, pad_token_id, vocab_size = 256, 257, 258
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        """Return the bytes of a text as `input_ids`."""
+        return {"input_ids": list(text.encode())}
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return bytes(token for token in map(int, tokens) if token < 256).decode(errors="replace")
+
+
+class TextDataModule(LoaderDataModule):
+    """Each client's texts as dict batches for transformers: `input_ids`, `attention_mask`, `labels`.
+
+    A row is a dict, of a list or of a `datasets.Dataset`. It has `input_ids` already (and `labels`), or texts for the
+    tokenizer:
+
+    * `text` and `label`: a class of each text; `label` is a whole number.
+    * `text` alone: a language model's; every token is a target. With `packing` the texts follow each other, with an end of
+      text between, and are cut into rows of `max_length` tokens.
+    * `prompt` and `response`: the tokens of the response, and the end after them, are the only targets. They are tokenized
+      apart, so that no template is searched for in tokens.
+
+    Rows are cut to `max_length` and padded to the longest of their batch, by their length and not by a token: where a
+    tokenizer pads with its end of text, the true end stays a target.
+
+    Args:
+        clients: By client id, the rows for training, validation and testing; later ones may be missing.
+        tokenizer: Called with a text, it returns `input_ids`; with `eos_token_id`, and perhaps `pad_token_id`. One for all
+            clients: they have one model.
+        batch_size: Number of rows in a batch.
+        max_length: Tokens of a row at most.
+        packing: Whether a language model's texts are packed.
+        collator: Makes a batch of a list of tokenized rows, as those of transformers do. `None`: as above.
+
+    Raises:
+        ValueError: If a row has none of these columns, or nothing is left of a client's training texts.
+
+    Example:
+        >>> from fedlightning.datamodules.texts import ByteTokenizer, TextDataModule
+        >>> rows = [{"prompt": "1+1=", "response": "2"}, {"prompt": "2+2=", "response": "4"}]
+        >>> data = TextDataModule({"a": (rows, rows), "b": (rows,)}, ByteTokenizer(), batch_size=2)
+        >>> next(iter(data.client_dataloader("a", "val")))["labels"][0].tolist()
+        [-100, -100, -100, -100, 50, 256]
+    """
+
+    @checked
+    def __init__(
+        self,
+        clients: Mapping[str, Sequence[Any]],
+        tokenizer: Any = None,
+        batch_size: PositiveInt = 16,
+        max_length: PositiveInt = 512,
+        packing: bool = False,
+        collator: Callable[[list[dict[str, Any]]], Mapping[str, Tensor]] | None = None,
+    ) -> None:
+        pad = getattr(tokenizer, "pad_token_id", None)
+        self.collator = collator or partial(
+            pad_rows, pad=(getattr(tokenizer, "eos_token_id", 0) or 0) if pad is None else pad
+        )
+        self.tokenizer, self.batch_size, self.max_length, self.packing = tokenizer, batch_size, max_length, packing
+        splits: list[dict[str, DataLoader[Any]]] = [{}, {}, {}]
+        for client, given in clients.items():
+            for split, rows, loaders in zip(("train", "val", "test"), given, splits, strict=False):
+                if tokenized := self._tokenized(rows, str(client), split):
+                    loaders[str(client)] = self._loader(tokenized, str(client), split == "train")
+        empty = next((client for client in clients if str(client) not in splits[0]), None)
+        if empty is not None:
+            raise ValueError(f"Client '{empty}' has no training text. Leave it out, or give it rows.")
+        super().__init__(splits[0], splits[1], splits[2])
+
+    def _loader(self, rows: list[dict[str, Any]], client: str, shuffle: bool) -> DataLoader[Any]:
+        sampler = AddressedSampler(len(rows), client, shuffle=shuffle)
+        return DataLoader(
+            rows,  # type: ignore[arg-type]
+            self.batch_size,
+            sampler=sampler,
+            generator=sampler.generator,
+            collate_fn=self.collator,
+        )
+
+    def _tokenized(self, rows: Any, client: str, split: str) -> list[dict[str, Any]]:
+        found = [self._row(row, f"Row {number} of client '{client}' ({split})") for number, row in enumerate(rows)]
+        if not self.packing:
+            return [{name: cut(value, self.max_length) for name, value in row.items()} for row in found]
+        tokens, size = list(chain.from_iterable(row["input_ids"] for row in found)), self.max_length
+        return [{"input_ids": tokens[i : i + size]} for i in range(0, len(tokens) - len(tokens) % size, size)]
+
+    def _row(self, row: Mapping[str, Any], place: str) -> dict[str, Any]:
+        if "input_ids" in row:
+            return dict(row)
+        if self.tokenizer is None or not ("text" in row or {"prompt", "response"} <= set(row)):
+            way = (
+                "give a tokenizer"
+                if self.tokenizer is None
+                else "name them text, text and label, or prompt and response"
+            )
+            raise ValueError(f"{place} has the columns {sorted(row)} and no input_ids: {way}.")
+        end = [self.tokenizer.eos_token_id]
+        if "prompt" in row:
+            prompt = list(self.tokenizer(row["prompt"])["input_ids"])
+            response = [*self.tokenizer(row["response"], add_special_tokens=False)["input_ids"], *end]
+            return {"input_ids": prompt + response, "labels": [IGNORED] * len(prompt) + response}
+        tokens = list(self.tokenizer(row["text"])["input_ids"])
+        return {"input_ids": tokens, "labels": row["label"]} if "label" in row else {"input_ids": tokens + end}
+
+
+def cut(value: Any, length: int) -> Any:
+    """Return a list of tokens cut to a length; anything else as it is."""
+    return value[:length] if isinstance(value, list) else value
+
+
+def pad_rows(rows: list[dict[str, Any]], pad: int) -> dict[str, Tensor]:
+    """Return a batch of rows of tokens; rows without labels are their own targets.
+
+    Example:
+        >>> batch = pad_rows([{"input_ids": [5, 6]}, {"input_ids": [7]}], pad=6)
+        >>> batch["labels"].tolist(), batch["attention_mask"].tolist()
+        ([[5, 6], [7, -100]], [[1, 1], [1, 0]])
+    """
+    length = max(len(row["input_ids"]) for row in rows)
+
+    def padded(values: list[list[int]], filling: int) -> Tensor:
+        return torch.tensor([[*value, *[filling] * (length - len(value))] for value in values])
+
+    tokens = [list(row["input_ids"]) for row in rows]
+    labels = [row.get("labels", row["input_ids"]) for row in rows]
+    return {
+        "input_ids": padded(tokens, pad),
+        "attention_mask": padded([[1] * len(row) for row in tokens], 0),
+        "labels": torch.tensor(labels)
+        if isinstance(labels[0], int)
+        else padded([list(row) for row in labels], IGNORED),
+    }

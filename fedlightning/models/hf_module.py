@@ -1,0 +1,240 @@
+"""Any model of Hugging Face's transformers as a LightningModule: the loss is the model's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from fedlightning.models.metrics import ClassificationMetrics
+from fedlightning.ranges import NonNegativeFloat, PositiveFloat, Range, check_arguments
+
+Pair = tuple[float, float]
+IGNORED = -100
+"""Label of a token that is no target, as in transformers."""
+HERE = {"learning_rate": "lr", "weight_decay": "weight_decay", "adam_epsilon": "eps", "warmup_steps": "warmup"}
+"""Fields of `transformers.TrainingArguments` and the arguments of `HFModule` that mean the same."""
+ELSEWHERE = {
+    "num_train_epochs": "FederatedTrainer(local_epochs=...) and max_rounds",
+    "max_steps": "FederatedTrainer(local_steps=...) and max_rounds",
+    "gradient_accumulation_steps": "FederatedTrainer(accumulate_grad_batches=...), which means batches, not tokens",
+    "max_grad_norm": "FederatedTrainer(gradient_clip_val=...)",
+    "bf16": 'FederatedTrainer(precision="bf16-mixed")',
+    "fp16": 'FederatedTrainer(precision="16-mixed")',
+    "seed": "FederatedTrainer(seed=...)",
+    "per_device_train_batch_size": "the data module's batch_size",
+    "per_device_eval_batch_size": "the data module's batch_size",
+}
+"""Fields whose counterpart is not the module's."""
+
+
+class TokenMetrics(Metric):
+    """Loss, perplexity and accuracy over all target tokens of a split: sums over tokens, divided once.
+
+    Example:
+        >>> import torch
+        >>> metrics = TokenMetrics()
+        >>> metrics.update(torch.zeros(1, 3, 4), torch.tensor([[0, 1, -100]]), torch.tensor(math.log(4.0)))
+        >>> {name: round(value.item(), 3) for name, value in metrics.compute().items()}
+        {'loss': 1.386, 'perplexity': 4.0, 'accuracy': 0.5}
+    """
+
+    full_state_update = False
+    sums: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("sums", torch.zeros(3, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, logits: Tensor, target: Tensor, loss: Tensor) -> None:
+        """Add a batch: logits `(..., classes)`, targets `(...)`, and the mean loss over its target tokens."""
+        counted = target != IGNORED
+        tokens, hits = counted.sum(), ((logits.argmax(-1) == target) & counted).sum()
+        if tokens:  # the mean over no tokens is NaN
+            self.sums += torch.stack([loss.detach().double() * tokens, hits.double(), tokens.double()])
+
+    def compute(self) -> dict[str, Tensor]:
+        """Return the scores; NaN without any target."""
+        loss, accuracy = (self.sums[:2] / self.sums[2]).float()
+        return {"loss": loss, "perplexity": loss.exp(), "accuracy": accuracy}
+
+
+class HFModule(LightningModule):
+    """A LightningModule around a transformers model with a loss: `AutoModelFor...` of any kind, or a `PeftModel` as it is.
+
+    Batches are dicts with `labels`, as `TextDataModule` and the collators of transformers make them. With one label a
+    sample the scores are those of `ClassificationMetrics`; with a label a token, `loss`, `perplexity` and `accuracy` are over
+    all target tokens of a split, never means of batches' means. The optimizer holds what trains (`requires_grad`).
+
+    A schedule has one horizon, the Trainer's steps. In a federation that is the whole run with `optimizer_state="keep"`; with
+    `"reset"` it is one visit, and begins anew in the next.
+
+    Args:
+        model: The model. Called with a batch, it returns `loss` and `logits`.
+        lr: Learning rate. Default 5e-5, as `transformers.Trainer`.
+        optimizer: `"adamw"` (default) or `"sgd"` without momentum.
+        weight_decay: Weight decay of matrices; biases and norms have none.
+        betas: Of AdamW.
+        eps: Of AdamW.
+        schedule: `"constant"` (default), `"linear"` or `"cosine"` to zero.
+        warmup: Steps in which the learning rate grows from zero; below 1, their share of all.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM  # doctest: +SKIP
+        >>> config = LlamaConfig(vocab_size=258, hidden_size=64, num_hidden_layers=2)  # doctest: +SKIP
+        >>> module = HFModule(LlamaForCausalLM(config), lr=1e-3)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: PositiveFloat = 5e-5,
+        optimizer: Literal["adamw", "sgd"] = "adamw",
+        weight_decay: NonNegativeFloat = 0.0,
+        betas: Annotated[Pair, "of AdamW"] = (0.9, 0.999),
+        eps: PositiveFloat = 1e-8,
+        schedule: Literal["constant", "linear", "cosine"] = "constant",
+        warmup: Annotated[float, Range("[0, inf)", "Below 1 it is a share of all steps.")] = 0.0,
+    ) -> None:
+        super().__init__()
+        check_arguments(self, HFModule.__init__, locals())
+        self.save_hyperparameters(ignore=["model"])
+        self.model = model
+        config: Any = model.config
+        generates = getattr(getattr(model, "get_base_model", lambda: model)(), "can_generate", bool)()
+        self.shifts = bool(generates and not config.is_encoder_decoder)  # a causal model's logits are of the next token
+        self.val_metrics, self.test_metrics = (
+            nn.ModuleDict({"classes": ClassificationMetrics(max(2, config.num_labels)), "tokens": TokenMetrics()})
+            for _ in range(2)
+        )
+
+    @classmethod
+    def from_trainer(cls, model: nn.Module, args: Any) -> HFModule:
+        """Return a module with what `transformers.TrainingArguments` say; a warning names what is to be said elsewhere.
+
+        Raises:
+            ValueError: If the optimizer or the schedule has no counterpart.
+        """
+        given = {to: getattr(args, name) for name, to in HERE.items()}
+        words = {
+            name: str(getattr(getattr(args, name), "value", getattr(args, name)))
+            for name in ("optim", "lr_scheduler_type")
+        }
+        kind, schedule = words["optim"].partition("_")[0], words["lr_scheduler_type"].removesuffix("_with_warmup")
+        if kind not in ("adamw", "sgd") or "bit" in words["optim"] or schedule not in ("constant", "linear", "cosine"):
+            raise ValueError(
+                f"HFModule has no counterpart of {words}. Use adamw or sgd, and constant, linear or cosine."
+            )
+        if words["lr_scheduler_type"] == "constant":
+            given["warmup"] = 0.0  # which transformers ignores there
+        if args.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        read = {*HERE, *words, "adam_beta1", "adam_beta2", "gradient_checkpointing", "output_dir"}
+        other = []
+        for field in dataclasses.fields(args):
+            value, default = getattr(args, field.name), field.default
+            default = field.default_factory() if field.default_factory is not dataclasses.MISSING else default
+            important = field.name in ("num_train_epochs", "max_grad_norm", "per_device_train_batch_size")
+            if field.init and field.name not in read and (important or value != default) and value is not None:
+                other.append(f"{field.name}={value!r} ({ELSEWHERE.get(field.name, 'no counterpart')})")
+        if other:
+            warnings.warn(f"Not read by HFModule: {'; '.join(other)}.", UserWarning, stacklevel=2)
+        betas = (args.adam_beta1, args.adam_beta2)
+        return cls(model, optimizer=kind, schedule=schedule, betas=betas, **given)  # type: ignore[arg-type]
+
+    def forward(self, **batch: Any) -> Any:
+        """Return the model's outputs."""
+        return self.model(**batch)
+
+    def targets(self, batch: Mapping[str, Any]) -> Tensor:
+        """Return the labels that the loss is of: `(batch,)` classes, or `(batch, length)` tokens."""
+        labels: Tensor = batch["labels"]
+        return labels[:, 1:] if self.shifts and labels.ndim > 1 else labels
+
+    def count_tokens(self, batch: Mapping[str, Any]) -> int:
+        """Return the number of targets in a batch."""
+        return int((self.targets(batch) != IGNORED).sum())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the model's loss."""
+        loss: Tensor = self(**batch).loss
+        self.log(
+            "train_loss", loss, on_step=False, on_epoch=True, prog_bar=True, batch_size=self.count_tokens(batch) or 1
+        )
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Add a batch to the `val_` scores."""
+        self._score(self.val_metrics, batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Add a batch to the `test_` scores."""
+        self._score(self.test_metrics, batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the logits."""
+        logits: Tensor = self(**batch).logits
+        return logits
+
+    def _score(self, metrics: Any, batch: Any) -> None:
+        output, target = self(**batch), self.targets(batch)
+        if target.is_floating_point():
+            raise ValueError(
+                "HFModule scores classes and tokens, and the labels are fractions. Override validation_step."
+            )
+        logits = output.logits[:, :-1] if self.shifts and target.ndim > 1 else output.logits
+        metrics["classes" if target.ndim == 1 else "tokens"].update(logits, target, output.loss)
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_scores("val", self.val_metrics)
+
+    def on_test_epoch_end(self) -> None:
+        self._log_scores("test", self.test_metrics)
+
+    def _log_scores(self, stage: str, metrics: Any) -> None:
+        for metric in metrics.values():
+            if metric.update_called:
+                self.log_dict({f"{stage}_{name}": value for name, value in metric.compute().items()})
+                metric.reset()
+
+    def configure_optimizers(self) -> Any:
+        """Return the optimizer of what trains, with its schedule."""
+        options: Any = self.hparams
+        trained = [entry for entry in self.parameters() if entry.requires_grad]
+        parts = ([entry for entry in trained if (entry.ndim > 1) is matrices] for matrices in (True, False))
+        groups = [
+            {"params": part, "weight_decay": decay}
+            for part, decay in zip(parts, (options.weight_decay, 0.0), strict=True)
+            if part
+        ]
+        adamw = options.optimizer == "adamw"
+        more = {"betas": tuple(options.betas), "eps": options.eps} if adamw else {}
+        optimizer = (torch.optim.AdamW if adamw else torch.optim.SGD)(groups, lr=options.lr, **more)
+        if options.schedule == "constant" and not options.warmup:
+            return optimizer
+        total = float(self.trainer.estimated_stepping_batches)
+        warm = options.warmup if options.warmup >= 1 else options.warmup * total
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(_factor, options.schedule, warm, total))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _factor(schedule: str, warmup: float, total: float, step: int) -> float:
+    """Return the factor on the learning rate of a step, as the schedules of transformers have it.
+
+    Example:
+        >>> [_factor("linear", 2, 6, step) for step in range(7)]
+        [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+    if step < warmup:
+        return step / max(1.0, warmup)
+    done = min(1.0, (step - warmup) / max(1.0, total - warmup))
+    return {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[schedule]
