@@ -265,7 +265,10 @@ class Blueprint:
         if made.reference is None:
             made.reference = self.build("server", architecture)
             if made.is_plain:  # the same numbers need no memory of their own
-                made.reference.load_state_dict(made.entries, assign=True)
+                own = {**dict(made.reference.named_parameters()), **dict(made.reference.named_buffers())}
+                with torch.no_grad():
+                    for name, value in made.entries.items():
+                        own[name].set_(value)
         return made.reference
 
     def base(self, architecture: str) -> State:

@@ -131,6 +131,7 @@ class FastTrainer:
             "_collector": None,
             "lightning_module": None,
             "model": None,
+            "datamodule": None,
             "optimizers": [],
         }
         self.__dict__.update(gone, lr_scheduler_configs=[])

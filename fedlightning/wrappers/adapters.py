@@ -259,7 +259,7 @@ def save_peft(module: nn.Module, folder: str | Path, base: nn.Module) -> None:
         lora_alpha=layer.scaling[ADAPTER] * layer.r[ADAPTER],
         target_modules=[path.removeprefix(prefix) for path in layers],
         modules_to_save=heads or None,
-        base_model_name_or_path=getattr(getattr(base, "config", None), "_name_or_path", None),
+        base_model_name_or_path=getattr(getattr(base, "config", None), "name_or_path", None),
         inference_mode=True,
     )
     fresh = peft.PeftModel(copy.deepcopy(base), config)
