@@ -266,9 +266,8 @@ class Blueprint:
             made.reference = self.build("server", architecture)
             if made.is_plain:  # the same numbers need no memory of their own
                 own = {**dict(made.reference.named_parameters()), **dict(made.reference.named_buffers())}
-                with torch.no_grad():
-                    for name, value in made.entries.items():
-                        own[name].set_(value)
+                for name, value in made.entries.items():
+                    own[name].data = value
         return made.reference
 
     def base(self, architecture: str) -> State:

@@ -36,7 +36,8 @@ OBJECTS["SEQUENCE"] = torch.optim.lr_scheduler.SequentialLR(
 )
 AFFIXES = {
     "_batch_", "_bias", "_ci95", "_cumulative", "_dataloaders", "_high", "_low", "_per_parameter", "_range", "_ratio",
-    "_radius", "_rho", "_with_warmup", "_step_context", "_arguments_together", "_replaced_arguments", "_strategy", "_a", "_orig",
+    "_radius", "_rho", "_with_warmup", "_step_context", "_arguments_together", "_replaced_arguments", "_strategy",
+    "_a", "_orig",
 }  # fmt: skip
 """Strings that are our own names, or parts of them."""
 PUBLIC = {"_exit", "_missing_", "_fields", "_codecs", "_reconstruct", "_frombuffer", "_class_path", "_instantiator"}
