@@ -309,6 +309,10 @@ def check_seal(path: Path) -> None:
         raise UnreadableError(f"its entry {broken!r:.60} is damaged")
 
 
+DIRECTORY = 0x10
+"""Bit of a zip entry's attributes that makes it a folder."""
+
+
 def read_tensors(path: Path | BytesIO) -> Any:
     """Read what :func:`save_tensors` wrote."""
     import torch
@@ -319,6 +323,8 @@ def read_tensors(path: Path | BytesIO) -> Any:
             entries = archive.infolist()
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
             raise UnreadableError("it is packed, which such a file never is")
+        if any(entry.external_attr & DIRECTORY for entry in entries):  # torch reads none, and leaves memory as it was
+            raise UnreadableError("it marks an entry as a folder, which such a file has none of")
         if sum(entry.file_size for entry in entries) > size:
             raise UnreadableError("it claims to hold more than it is long")
         if isinstance(path, BytesIO):

@@ -343,3 +343,15 @@ def test_the_checksum_does_not_hide_a_change(run, tmp_path):
     sign(last)
     with pytest.raises(DamagedStateError, match=r"server-000002\.safetensors cannot be read"):
         persistence.load(last).server()
+
+
+def test_an_entry_that_is_marked_as_a_folder_is_refused(tmp_path):
+    """Torch reads nothing of it, and gives what the memory held before."""
+    path = tmp_path / "marked.pt"
+    torch.save({"a": torch.arange(12.0)}, path)
+    content = bytearray(path.read_bytes())
+    place = content.rindex(b"PK\x01\x02", 0, content.rindex(b"marked/data/0"))  # its entry in the directory at the end
+    content[place + 38] |= 0x10
+    path.write_bytes(content)
+    with pytest.raises(UnreadableError, match="marks an entry as a folder"):
+        read_tensors(path)
