@@ -129,7 +129,7 @@ def test_the_overview_and_a_report_that_fails(study, monkeypatch, capsys):
         == ("best_local", "local", "test", "test_accuracy")
     ]
     line = next(line for line in shown.splitlines() if line.strip().startswith("good"))
-    assert f"{sum(row['mean'] for row in rows) / 2:.4f} ±" in line
+    assert f" {sum(row['mean'] for row in rows) / 2:.4f} " in line
     assert next(line for line in shown.splitlines() if line.strip().startswith("bad")).split()[1:] == ["-"] * 6 + [
         "0",
         "of",

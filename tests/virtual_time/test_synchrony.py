@@ -14,6 +14,7 @@ RUN = {
     "FML",
     "FedAsync",
     "FedAvg",
+    "FedSALoRA",
     "FedAvgM",
     "FedAdam",
     "FedYogi",
