@@ -324,9 +324,9 @@ def file_of(values: Mapping[str, Any], owner: str) -> FileWriter:
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "state"
-        >>> file_of({"best": np.float32(0.5), "scores": [1, {2.5}]}, "the server").save(path)
+        >>> file_of({"best": 0.5, "scores": [1, {2.5}]}, "the server").save(path)
         >>> load(path)
-        {'best': np.float32(0.5), 'scores': [1, {2.5}]}
+        {'best': 0.5, 'scores': [1, {2.5}]}
     """
     writer = FileWriter()
     for name, value in values.items():
