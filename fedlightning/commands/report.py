@@ -158,9 +158,10 @@ def show_overview(runs: Sequence[Path], metric: str | None, checkpoint: str, scr
     )
     print_whole(screen, table)
     central = study.data.baselines.get("central")
+    means = "by sources of variance" if study.data.grid_size else "t"
     not_asked = f" ({central}, which moves all data, is not asked)" if central else ""
     screen.print(
-        "own data: each client's model on its own test data, ± 95 % (t) over seeds; worst: client; all data: on "
+        f"own data: each client's model on its own test data, ± 95 % ({means}) over seeds; worst: client; all data: on "
         f"everybody's; global: the server's model; to the best: paired over seeds{escape(not_asked)}; MB: up and down, all "
         "clients.",
         highlight=False,

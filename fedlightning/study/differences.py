@@ -8,7 +8,7 @@ from typing import Any
 
 from fedlightning.study.baselines import test_share
 from fedlightning.study.data import StudyData, Table
-from fedlightning.study.measures import mean_of
+from fedlightning.study.measures import bounded, bounds, mean_of
 from fedlightning.study.runs import Run
 from fedlightning.study.scores import per_client
 from fedlightning.study.significance import crossed_difference, holm, paired_difference, resampled_difference, wilcoxon
@@ -60,11 +60,13 @@ def difference(study: StudyData, method: str, reference: str) -> dict[str, Any]:
         found, p = resampled_difference(x, y, share, study.confidence)
     else:
         found, p = paired_difference(x, y, study.confidence, study.interval)
-    line |= {"mean": found.centre, "test": found.method, "p_clients": _over_clients(study, method, reference)}
+    low, high = bounds(study.metric, [*x, *y])
+    line |= bounded(found, (low - high, high - low), len(x)).columns()
+    line |= {"test": found.method, "p_clients": _over_clients(study, method, reference)}
     line["per_seed"] = {str(seed): one - other for seed, one, other in zip(a, x, y, strict=True)}
     line["better"] = found.centre > 0 if study.higher_is_better else found.centre < 0
     if len(x) > 1:
-        line |= {"ci95": [found.low, found.high], "ci95_radius": found.radius, "p": p}
+        line["p"] = p
         line["p_wilcoxon"] = None if study.grid_size else wilcoxon(x, y)  # it takes independent runs
     return line
 

@@ -12,7 +12,7 @@ from fedlightning.scores.metrics import ERRORS, SHARES, bare, choose_metric, hig
 from fedlightning.study.columns import LOCAL, PERSONAL
 from fedlightning.study.fairness import Spread, spread
 from fedlightning.study.runs import DEPLOYED, Run
-from fedlightning.study.significance import crossed_difference, mean_interval, widened
+from fedlightning.study.significance import Interval, crossed_difference, mean_interval, widened
 
 Address = tuple[str, str, str, str, str, str]
 """Model, stage, checkpoint, data, split and metric (without its split) of a row of `summary.json`."""
@@ -221,9 +221,13 @@ def estimate(
         found = widened(mean_interval(known, confidence), test_share)
     else:
         found = mean_interval(known, confidence, interval)
-    low, high = bounds(metric, known)
-    ends = [max(found.low, low), min(found.high, high)]
-    return Estimate(found.centre, ends if len(known) > 1 else None, len(known), ends != [found.low, found.high])
+    return bounded(found, bounds(metric, known), len(known))
+
+
+def bounded(found: Interval, limits: tuple[float, float], n: int) -> Estimate:
+    """Return an interval of `n` values that ends where what it is of does; one value has none."""
+    ends = [max(found.low, limits[0]), min(found.high, limits[1])]
+    return Estimate(found.centre, ends if n > 1 else None, n, ends != [found.low, found.high])
 
 
 def bounds(metric: str | None, values: Sequence[float]) -> tuple[float, float]:
