@@ -13,8 +13,11 @@ from scipy import stats
 import fedlightning  # noqa: F401  before lightning
 
 # isort: split
+from fedlightning.scores.metrics import summarise
+from fedlightning.scores.rows import Row
 from fedlightning.study.comparison import Comparison
 from fedlightning.study.export import write_comparison
+from fedlightning.study.runs import Run
 from fedlightning.study.significance import mean_interval
 from fedlightning.study.study import Study
 from tests.study.folders import CLIENTS, METHODS, ROUNDS, TEST_SIZES, deployed, raw, write_study
@@ -413,3 +416,14 @@ def test_a_comparison_says_what_is_wrong(study, capsys):
             found.add(run.name, run.summary | {"data": data})
     found.print()
     assert "fliu, seed 0, was tested on other data than" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_difference_of_shares_is_at_most_one():
+    def run(method, seed, accuracy):
+        row = Row(5, "L1", "personal", "latest", "local", "test", "a", "test_accuracy", accuracy, 10)
+        return Run(method, seed, None, {"num_samples": {"a": 10}, "results": summarise([row])})
+
+    runs = [run("local", 0, 0.1), run("local", 1, 0.9), run("apfl", 0, 0.9), run("apfl", 1, 0.2)]
+    (row,) = Study(runs).differences("local")
+    assert mean_interval([0.8, -0.7]).high > 1  # which no difference of accuracies is
+    assert row["ci95"] == [-1.0, 1.0] and row["ci95_radius"] is None and row["mean"] == pytest.approx(0.05)
