@@ -265,16 +265,9 @@ def on_device(source: Any, index: int, part: Tensor, device: torch.device) -> Te
 
 
 def check_each(owner: Any, count: int, **arrays: Any) -> None:
-    """Refuse labels or groups of samples that are no array of whole numbers, one for each sample.
-
-    Args:
-        owner: The data module.
-        count: Number of samples.
-        **arrays: The arrays by what they are; `None`: there is none.
+    """Refuse labels or groups (by name; `None`: there are none) that are not an array of one whole number for each sample.
 
     Example:
-        >>> import numpy as np
-        >>> from fedlightning.datamodules.indexed import check_each
         >>> check_each("Mine", 2, labels=np.array([0, 1]), groups=None)
     """
     for name, values in arrays.items():
