@@ -47,7 +47,7 @@ class TextDataModule(LoaderDataModule):
 
     * `text` and `label`: a class of each text; `label` is a whole number.
     * `text` alone: a language model's; every token is a target. With `packing` the texts follow each other, with an end of
-      text between, and are cut into rows of `max_length` tokens.
+      text between, and are cut into rows of `max_length` tokens; the last is what is left.
     * `prompt` and `response`: the tokens of the response, and the end after them, are the only targets. They are tokenized
       apart, so that no template is searched for in tokens.
 
@@ -64,7 +64,7 @@ class TextDataModule(LoaderDataModule):
         collator: Makes a batch of a list of tokenized rows, as those of transformers do. `None`: as above.
 
     Raises:
-        ValueError: If a row has none of these columns, or nothing is left of a client's training texts.
+        ValueError: If a row has none of these columns, packed rows have labels, or a client has no training text.
 
     Example:
         >>> from fedlightning.datamodules.texts import ByteTokenizer, TextDataModule
@@ -113,8 +113,14 @@ class TextDataModule(LoaderDataModule):
         found = [self._row(row, f"Row {number} of client '{client}' ({split})") for number, row in enumerate(rows)]
         if not self.packing:
             return [{name: cut(value, self.max_length) for name, value in row.items()} for row in found]
+        if any("labels" in row for row in found):
+            raise ValueError(
+                f"Client '{client}' ({split}) has rows with labels or responses, and packing=True makes every token a "
+                "target. Leave packing out, or give rows of text alone."
+            )
         tokens, size = list(chain.from_iterable(row["input_ids"] for row in found)), self.max_length
-        return [{"input_ids": tokens[i : i + size]} for i in range(0, len(tokens) - len(tokens) % size, size)]
+        packed = [tokens[start : start + size] for start in range(0, len(tokens), size)]
+        return [{"input_ids": row} for row in packed if len(row) > 1]  # one token alone predicts nothing
 
     def _row(self, row: Mapping[str, Any], place: str) -> dict[str, Any]:
         if "input_ids" in row:

@@ -261,11 +261,15 @@ def test_only_the_response_and_its_end_are_targets():
 
 
 def test_packed_texts_are_cut_into_rows_of_one_length():
-    rows = [{"text": "abc"}, {"text": "defgh"}, {"text": "ij"}]
-    data = TextDataModule({"a": (rows, rows)}, ByteTokenizer(), 8, max_length=4, packing=True)
-    (batch,) = data.client_dataloader("a", "val")
-    assert batch["input_ids"].tolist() == [[97, 98, 99, 256], [*b"defg"], [104, 256, 105, 106]]
-    assert torch.equal(batch["input_ids"], batch["labels"])
+    rows = [{"text": "abc"}, {"text": "defgh"}, {"text": "ijk"}]
+    data = TextDataModule({"a": (rows, rows[:2])}, ByteTokenizer(), 8, max_length=4, packing=True)
+    (batch,) = data.client_dataloader("a", "train")
+    packed = [[97, 98, 99, 256], [*b"defg"], [104, 256, 105, 106], [107, 256, 257, 257]]
+    assert sorted(batch["input_ids"].tolist()) == sorted(packed)
+    whole = batch["attention_mask"] == 1
+    assert torch.equal(batch["input_ids"][whole], batch["labels"][whole]) and batch["labels"][~whole].eq(-100).all()
+    with pytest.raises(ValueError, match="packing=True makes every token a target"):
+        TextDataModule({"a": ([{"prompt": "1+1=", "response": "2"}],)}, ByteTokenizer(), packing=True)
 
 
 def test_a_collator_of_transformers_makes_the_batches():
