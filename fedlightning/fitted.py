@@ -70,6 +70,7 @@ class FittedFederation:
     def score(self, split: str, checkpoint: str) -> list[dict[str, Any]]:
         """Score models on a split; see `FederatedTrainer.test`."""
         federation, run = self.federation, self._run
+        federation.server.blueprint.refuse_changed()
         with nullcontext() if run is None else only_writer(run.path), federation.engine.at_work():
             rows = federation.evaluate(split, checkpoint)
             federation.summarise(self.options.arguments)
@@ -80,6 +81,7 @@ class FittedFederation:
     ) -> list[dict[str, Any]]:
         """Let new clients join; see `FederatedTrainer.onboard`."""
         federation, folder, epochs = self.federation, self._run, to_python(epochs)
+        federation.server.blueprint.refuse_changed()
         if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 0:
             raise ConfigurationError(f"epochs={epochs!r} must be a whole number; 0 scores the new clients only.")
         own = federation.engine.runner.described
@@ -131,6 +133,7 @@ class FittedFederation:
             arguments.check_prediction_data(dataloaders, client)
             module = self.module(client, checkpoint)
             return predictions(module, dataloaders, given, self.options.ordinary_callbacks)
+        federation.server.blueprint.refuse_changed()
         model = deployed(federation.server, federation.engine, client, checkpoint)
         deploy, model_of_server = (model, None) if isinstance(model, Deploy) else (None, model)
         whole = None if model_of_server is None else ServerModel(model_of_server, federation.server.blueprint)
@@ -148,6 +151,7 @@ class FittedFederation:
     def module(self, client: str | int | None, checkpoint: str = "latest") -> LightningModule:
         """Return a copy of the global model (`client=None`) or of the model that `client` deploys."""
         federation = self.federation
+        federation.server.blueprint.refuse_changed()
         return deployed_module(federation.server, federation.engine, _named(client), checkpoint)
 
     def save_checkpoint(self, path: str | Path, client: str | int | None, checkpoint: str) -> None:

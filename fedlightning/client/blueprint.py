@@ -26,7 +26,7 @@ from fedlightning.contract import CallbackList, FederatedCallback
 from fedlightning.errors import ConfigurationError
 from fedlightning.models.client_models import ClientModels
 from fedlightning.seeding import isolated
-from fedlightning.tensors import State, entry_kinds, module_state
+from fedlightning.tensors import State, entry_kinds, module_state, select, state_digest
 from fedlightning.tensors.modules import keeps_vectors
 
 
@@ -137,6 +137,9 @@ class _Made:
         is_wrapped: Whether a client's module is more than a copy of it.
         is_plain: Whether it is a copy, and no callback takes part in building it.
         entries: The template's entries.
+        reference: The server's module, once it was asked for.
+        base: Frozen parameters, as every module is built with them.
+        began_with: Hash of those of the template's parameters that are, or become, frozen ones.
     """
 
     def __init__(self, template: LightningModule, blueprint: Blueprint) -> None:
@@ -148,6 +151,7 @@ class _Made:
         self.entries = module_state(template)
         self.reference: LightningModule | None = None
         self.base: State | None = None
+        self.began_with = ""
 
 
 @dataclass
@@ -276,7 +280,30 @@ class Blueprint:
         if made.base is None:
             frozen = [name for name, kind in entry_kinds(module).items() if kind == "frozen"]
             made.base = module_state(module, frozen)
+            made.began_with = self._frozen_now(made)
         return made.base
+
+    def _frozen_now(self, made: _Made) -> str:
+        """Return a hash of the template's parameters that are the base; of a wrapped module's any may be."""
+        template = made.copier.module
+        names = {name for name, _ in template.named_parameters(remove_duplicate=False)}
+        if not made.base:
+            return ""
+        return state_digest(select(module_state(template), names if made.is_wrapped else names & made.base.keys()))
+
+    def refuse_changed(self) -> None:
+        """Refuse a template whose frozen parameters are others than at first: states are kept without them.
+
+        Raises:
+            ConfigurationError: If its user has trained or edited it since.
+        """
+        for made in self._made.values():
+            if made.base is not None and made.began_with != self._frozen_now(made):
+                raise ConfigurationError(
+                    f"The parameters of {type(made.copier.module).__name__} have changed since the federation was given it, "
+                    "and what is frozen in the models of its clients is taken from there. Train or edit a copy of it "
+                    "(copy.deepcopy), or give a trainer the unchanged module and call restore."
+                )
 
     def without_base(self, state: State, architecture: str) -> State:
         """Return a state without the frozen parameters that are as every module is built: nobody has to keep these."""

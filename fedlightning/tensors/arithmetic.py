@@ -20,6 +20,8 @@ from fedlightning.tensors.modules import State
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes narrower than float64, the dtype of the sums."""
+WIDE = (torch.float64, torch.complex128)
+"""Dtypes of the sums."""
 
 
 class WeightedMean:
@@ -83,9 +85,10 @@ class WeightedMean:
                 )
             self._totals[name] += weight
             if name in self._sums:
-                if self._identical[name] and value.dtype in (torch.float64, torch.complex128):
-                    self._identical[name] = torch.equal(first, value)
-                self._sums[name].add_(value.to(self._sums[name].device), alpha=weight)
+                value = value.to(self._sums[name].device)
+                if self._identical[name] and first.dtype in WIDE:
+                    self._identical[name] = value.dtype == first.dtype and torch.equal(first, value)
+                self._sums[name].add_(value, alpha=weight)
 
     def _added_at_once(self, state: Mapping[str, Tensor], weight: float) -> Mapping[str, Tensor]:
         """Add the entries that are adjacent in memory, as their sums are, in one operation. Return those entries."""
@@ -120,7 +123,7 @@ class WeightedMean:
         """Return the mean, each entry in its own dtype; an empty state if nothing was added."""
         mean: State = {}
         for name, first in self._like.items():
-            if name not in self._sums or (first.dtype in (torch.float64, torch.complex128) and self._identical[name]):
+            if name not in self._sums or (first.dtype in WIDE and self._identical[name]):
                 mean[name] = first.clone()  # n * w / n can round in float64: identical values stay as they are
             else:
                 mean[name] = (self._sums[name] / self._totals[name]).to(first.dtype)

@@ -97,3 +97,11 @@ def test_one_accumulator_whatever_the_number_of_states():
         mean.add(state(float(value)), 1)
         sizes.append(sum(len(part) for part in (mean._sums, mean._like)))
     assert sizes == [2] * 5
+
+
+@pytest.mark.parametrize("wide", [torch.float64, torch.complex128])
+def test_a_narrower_value_counts_where_the_first_is_wide(wide):
+    mean = WeightedMean()
+    mean.add({"w": torch.tensor([1.0], dtype=wide)}, 1)
+    mean.add({"w": torch.tensor([3.0])}, 1)
+    assert torch.equal(mean.result()["w"], torch.tensor([2.0], dtype=wide))
