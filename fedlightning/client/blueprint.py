@@ -26,7 +26,7 @@ from fedlightning.contract import CallbackList, FederatedCallback
 from fedlightning.errors import ConfigurationError
 from fedlightning.models.client_models import ClientModels
 from fedlightning.seeding import isolated
-from fedlightning.tensors import State, entry_kinds, module_state
+from fedlightning.tensors import State, entry_kinds, module_state, state_digest
 from fedlightning.tensors.modules import keeps_vectors
 
 
@@ -137,6 +137,7 @@ class _Made:
         is_wrapped: Whether a client's module is more than a copy of it.
         is_plain: Whether it is a copy, and no callback takes part in building it.
         entries: The template's entries.
+        seen: The base's tensors, each with torch's count of its edits.
     """
 
     def __init__(self, template: LightningModule, blueprint: Blueprint) -> None:
@@ -148,6 +149,8 @@ class _Made:
         self.entries = module_state(template)
         self.reference: LightningModule | None = None
         self.base: State | None = None
+        self.base_hash: str | None = None
+        self.seen: list[tuple[Tensor, int]] = []
 
 
 @dataclass
@@ -264,19 +267,35 @@ class Blueprint:
         made = self._making(architecture)
         if made.reference is None:
             made.reference = self.build("server", architecture)
-            if made.is_plain:  # the same numbers need no memory of their own
+            if made.is_plain:  # the same numbers need no memory of their own; frozen ones are the server's model too
                 own = {**dict(made.reference.named_parameters()), **dict(made.reference.named_buffers())}
+                kinds = entry_kinds(made.reference)
                 for name, value in made.entries.items():
-                    own[name].data = value
+                    if kinds[name] != "frozen":
+                        own[name].data = value
         return made.reference
 
     def base(self, architecture: str) -> State:
-        """Return the frozen parameters of an architecture as every module is built with them."""
-        module, made = self.reference(architecture), self._making(architecture)
+        """Return the frozen parameters of an architecture as every module is built with them.
+
+        The server's model shares their memory: one that somebody has edited there in place is no base any more.
+        """
+        made = self._making(architecture)
+        if made.base is not None and any(value._version != version for value, version in made.seen):
+            made.base = made.base_hash = made.reference = None
         if made.base is None:
+            module = self.reference(architecture)
             frozen = [name for name, kind in entry_kinds(module).items() if kind == "frozen"]
             made.base = module_state(module, frozen)
+            made.seen = [(value, value._version) for value in made.base.values()]
         return made.base
+
+    def base_hash(self, architecture: str) -> str:
+        """Return the hash of :meth:`base`, by which a state knows the frozen parameters that it does not hold."""
+        base, made = self.base(architecture), self._making(architecture)
+        if made.base_hash is None:
+            made.base_hash = state_digest(base)
+        return made.base_hash
 
     def without_base(self, state: State, architecture: str) -> State:
         """Return a state without the frozen parameters that are as every module is built: nobody has to keep these."""
