@@ -93,7 +93,8 @@ class FedExLoRA(MergedStacks):
             right = [(one.state[layer.a] - last) * (self.alpha / self.r) for one, _ in others]
             factors = torch.cat([b[:, :0], *left], dim=1), torch.cat([last[:0], *right])
             if self.residual_rank is not None and others:
-                cut = singular_factors(*factors, self.residual_rank)
-                factors = cut[0].to(b.dtype), cut[1].to(last.dtype)
+                cut, rank = singular_factors(*factors, self.residual_rank), self.residual_rank
+                factors = b.new_zeros(len(b), rank), last.new_zeros(rank, last.shape[1])  # a message tells one size
+                factors[0][:, : len(cut[1])], factors[1][: len(cut[1])] = cut
             changes[path] = factors
         return new | self.merge(server, changes) if counting else {}

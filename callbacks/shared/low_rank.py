@@ -365,8 +365,9 @@ def mean_of_rest(server: Server, updates: list[Update]) -> tuple[list[tuple[Upda
 def singular_factors(b: Tensor, a: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return the factors of the best approximation of `B A` of a rank, without `B A` itself, in float64.
 
-    Both hold the root of each singular value, largest first; none that is zero up to rounding is there, so that there may be
-    fewer than `rank`. The largest entry of each row of the second one is positive.
+    Both hold the root of each singular value, largest first; none that is zero up to rounding in float32 is there, so that
+    there may be fewer than `rank`. (A shorter type's rounding, times a layer's width, would be more than all of them.) The
+    largest entry of each row of the second one is positive.
 
     Example:
         >>> b, a = singular_factors(torch.eye(2), torch.tensor([[0.0, 4.0], [1.0, 0.0]]), rank=1)
@@ -378,6 +379,7 @@ def singular_factors(b: Tensor, a: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     u, values, v = torch.linalg.svd(core_b @ core_a.T, full_matrices=False)
     left, right = of_b @ u, v @ of_a.T
     largest = right.gather(1, right.abs().argmax(1, keepdim=True)).sign().T
-    kept = min(rank, int((values > values.max() * torch.finfo(a.dtype).eps * max(len(b), a.shape[1])).sum()))
+    rounding = min(torch.finfo(dtype).eps for dtype in (a.dtype, torch.float32)) * max(len(b), a.shape[1])
+    kept = min(rank, int((values > values.max() * rounding).sum()))
     roots = values[:kept].sqrt()
     return (left * largest)[:, :kept] * roots, (right * largest.T)[:kept] * roots[:, None]

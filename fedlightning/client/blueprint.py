@@ -140,6 +140,7 @@ class _Made:
         reference: The server's module, once it was asked for.
         base: Frozen parameters, as every module is built with them.
         began_with: Hash of those of the template's parameters that are, or become, frozen ones.
+        seen: The base's tensors, each with torch's count of its edits.
     """
 
     def __init__(self, template: LightningModule, blueprint: Blueprint) -> None:
@@ -152,6 +153,8 @@ class _Made:
         self.reference: LightningModule | None = None
         self.base: State | None = None
         self.began_with = ""
+        self.base_hash: str | None = None
+        self.seen: list[tuple[Tensor, int]] = []
 
 
 @dataclass
@@ -268,19 +271,28 @@ class Blueprint:
         made = self._making(architecture)
         if made.reference is None:
             made.reference = self.build("server", architecture)
-            if made.is_plain:  # the same numbers need no memory of their own
+            if made.is_plain:  # the same numbers need no memory of their own; frozen ones are the server's model too
                 own = {**dict(made.reference.named_parameters()), **dict(made.reference.named_buffers())}
+                kinds = entry_kinds(made.reference)
                 for name, value in made.entries.items():
-                    own[name].data = value
+                    if kinds[name] != "frozen":
+                        own[name].data = value
         return made.reference
 
     def base(self, architecture: str) -> State:
-        """Return the frozen parameters of an architecture as every module is built with them."""
-        module, made = self.reference(architecture), self._making(architecture)
+        """Return the frozen parameters of an architecture as every module is built with them.
+
+        The server's model shares their memory: one that somebody has edited there in place is no base any more.
+        """
+        made = self._making(architecture)
+        if made.base is not None and any(value._version != version for value, version in made.seen):
+            made.base = made.base_hash = made.reference = None
         if made.base is None:
+            module = self.reference(architecture)
             frozen = [name for name, kind in entry_kinds(module).items() if kind == "frozen"]
             made.base = module_state(module, frozen)
             made.began_with = self._frozen_now(made)
+            made.seen = [(value, value._version) for value in made.base.values()]
         return made.base
 
     def _frozen_now(self, made: _Made) -> str:
@@ -304,6 +316,13 @@ class Blueprint:
                     "and what is frozen in the models of its clients is taken from there. Train or edit a copy of it "
                     "(copy.deepcopy), or give a trainer the unchanged module and call restore."
                 )
+
+    def base_hash(self, architecture: str) -> str:
+        """Return the hash of :meth:`base`, by which a state knows the frozen parameters that it does not hold."""
+        base, made = self.base(architecture), self._making(architecture)
+        if made.base_hash is None:
+            made.base_hash = state_digest(base)
+        return made.base_hash
 
     def without_base(self, state: State, architecture: str) -> State:
         """Return a state without the frozen parameters that are as every module is built: nobody has to keep these."""

@@ -83,6 +83,14 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
             "torch.save(module.state_dict(), path)."
         ) from error
     state = content.get("state_dict", content) if isinstance(content, Mapping) else None
+    own = content.get("fedlightning") if isinstance(content, Mapping) else None
+    if (
+        isinstance(state, Mapping) and isinstance(own, Mapping) and "base" in own
+    ):  # an export without its frozen network
+        try:
+            state = {**state, **_base_values(Path(path), own["base"])}
+        except UnreadableError as error:
+            raise ConfigurationError(f"init_from={str(path)!r} cannot be begun with: {error}.") from error
     if not isinstance(state, Mapping) or not state or not all(isinstance(value, Tensor) for value in state.values()):
         raise ConfigurationError(
             f"init_from={str(path)!r} holds neither a Lightning checkpoint nor a state_dict. Save one with "
@@ -328,6 +336,8 @@ def _opened(path: Path, module: LightningModule | None, trust: Trust, hparams: d
         if isinstance(loaded, LightningModule) and "base" in own:
             _put_base(loaded, path, own["base"], module)
     elif module is not None:
+        if "base" in own:
+            checkpoint["state_dict"] |= _base_values(path, own["base"], otherwise=module)
         loaded = _filled(module, checkpoint)
     elif "module" in own and not hparams:
         loaded = from_tree(own["module"], trust)
@@ -344,14 +354,29 @@ def _opened(path: Path, module: LightningModule | None, trust: Trust, hparams: d
 def _put_base(loaded: LightningModule, path: Path, base: Any, module: LightningModule | None) -> None:
     """Put the frozen network of a wrapped module into it: of its file, or of an unwrapped module."""
     parameters = dict(loaded.named_parameters(remove_duplicate=False))
-    if not isinstance(base, dict) or not isinstance(base.get("hash"), str) or not isinstance(base.get("names"), list):
+    for entry, value in _base_values(path, base, module).items():
+        if entry not in parameters:
+            raise UnreadableError(f"it has no '{entry}', which its frozen network has")
+        parameters[entry].data = value.detach().clone()
+
+
+def _base_values(
+    path: Path, base: Any, module: LightningModule | None = None, otherwise: LightningModule | None = None
+) -> State:
+    """Return the frozen network of an export: of a module, or of its file, or `otherwise` of another module."""
+    if (
+        not isinstance(base, Mapping)
+        or not isinstance(base.get("hash"), str)
+        or not isinstance(base.get("names"), list)
+    ):
         raise UnreadableError("it does not say which frozen network it belongs to")
     names, name = base["names"], base_file(base["hash"])
     file = next((folder / name for folder in (path.parent, path.parent.parent) if (folder / name).is_file()), None)
+    module = otherwise if module is None and file is None else module
     values: Any
     if module is not None:
         plain = module_state(module)
-        values = {entry: plain.get(str(entry).replace(".base_layer.", ".")) for entry in names}
+        values = {entry: plain.get(entry, plain.get(str(entry).replace(".base_layer.", "."))) for entry in names}
     elif file is not None:
         check_seal(file)
         values = read_tensors(file)
@@ -368,10 +393,7 @@ def _put_base(loaded: LightningModule, path: Path, base: Any, module: LightningM
             f"it belongs to the frozen network with the hash {base['hash'][:16]}, and this one has "
             f"{state_digest(values)[:16]}: its adapters would mean nothing there"
         )
-    for entry, value in values.items():
-        if entry not in parameters:
-            raise UnreadableError(f"it has no '{entry}', which its frozen network has")
-        parameters[entry].data = value.detach().clone()
+    return values
 
 
 def _filled(module: LightningModule, checkpoint: dict[str, Any]) -> LightningModule:

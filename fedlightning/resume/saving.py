@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 LOOP = "loop"
 """Entry of what the loop keeps from round to round."""
 SERVER_TYPES: dict[str, Any] = {
-    **dict.fromkeys(("models", "state", "checkpoints", "model_architectures", LOOP), dict),
+    **dict.fromkeys(("models", "state", "checkpoints", "model_architectures", "frozen", LOOP), dict),
     **dict.fromkeys(("bytes_up", "bytes_down", "steps"), int),
     "time": float,
 }
@@ -78,7 +78,7 @@ def restore_state(
 ) -> tuple[int, dict[str, Any], dict[str, Any]]:
     """Put back what :func:`save_state` wrote."""
     saved = state_files.load(folder, server.max_rounds if go_on else 0)
-    found = saved.server()
+    found = {"frozen": {}} | saved.server()  # a state of before these hashes has none
     _check(saved, "the server's state", found, SERVER_TYPES)
     for model, state in found["models"].items():
         if not _is_state(state):
@@ -118,11 +118,25 @@ def restore_state(
     load_state(template, began)
     server.blueprint.template = template
     server.models.rebuild(server.blueprint)
+    _check_frozen(folder, server, found["frozen"])
     server.load_state_dict(found)
     for client, record in saved.records():
         _check(saved, f"the record of client '{client}'", record, RECORD_TYPES)
         store.put(client, ClientRecord(**record), changed=False)
     return saved.rounds_done, saved.extra, found[LOOP]
+
+
+def _check_frozen(folder: Path, server: Server, hashes: Mapping[str, Any]) -> None:
+    """Refuse a state whose frozen parameters, which it does not hold, are not those that modules are built with now."""
+    for architecture in server.models.architectures:
+        now, then = server.blueprint.base_hash(architecture), hashes.get(architecture)
+        if then not in (None, now):
+            of = f" of architecture '{architecture}'" if architecture else ""
+            raise ValueError(
+                f"The state in {folder} belongs to frozen parameters{of} with the hash {str(then)[:16]}, and those that are "
+                f"built now have {now[:16]}: what was trained beside the others would mean nothing. What configure_model or "
+                "a callback's wrap_module makes must be as it was when the run was started."
+            )
 
 
 def check_extra(folder: Path, extra: dict[str, Any], parts: Sequence[str]) -> None:
@@ -148,7 +162,7 @@ def _fits(name: str, value: Any, kind: Any) -> bool:
         return _is_state(value)
     if name == LOOP:
         return all(isinstance(key, str) for key in value)
-    if name == "model_architectures":
+    if name in ("model_architectures", "frozen"):
         return isinstance(value, dict) and all(isinstance(word, str) for pair in value.items() for word in pair)
     return kind is not dict or all(isinstance(key, str) and isinstance(entry, dict) for key, entry in value.items())
 

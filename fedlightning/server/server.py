@@ -146,6 +146,7 @@ class Server:
                 for name, model in self.models.items()
             },
             "model_architectures": self.models.architecture_names,
+            "frozen": {name: self.blueprint.base_hash(name) for name in self.models.architectures},
             "state": self.state,
             "checkpoints": self.checkpoints,
             "bytes_up": self.costs.bytes_up,

@@ -204,6 +204,29 @@ def test_the_residual_of_fedex_has_the_rank_of_all_clients_but_one():
     assert np.linalg.matrix_rank(global_state(trainer)[W].numpy()) == 4
 
 
+class Unlike(Toy):
+    """Two layers whose residuals differ in rank: one has no input but a bias."""
+
+    def __init__(self):
+        super().__init__(hidden=64)
+        self.still = nn.Linear(64, 64)
+
+    def forward(self, x):
+        hidden = self.net[1](self.net[0](x))
+        return self.net[3](hidden + self.still(hidden * 0))
+
+
+def test_a_cut_residual_has_one_size_in_all_layers():
+    """Layers with and without a residual were stacks of several sizes, and messages tell one."""
+    method = FedExLoRA(r=1, dropout=0.0, residual_rank=1, target_modules=["net.0", "still"])
+    data = toy_data({"0": 16, "1": 16, "2": 16})
+    trainer = federate(Unlike(), data, [method], max_rounds=4, participation=2, local_epochs=2)
+    for client in "012":
+        own, name = module_state(trainer.module(client)), "net.0.base_layer.weight"
+        assert torch.equal(own[name], global_state(trainer)[name])
+        assert torch.equal(own["still.base_layer.weight"], trainer.server.blueprint.base("")["still.base_layer.weight"])
+
+
 # -- FlexLoRA ----------------------------------------------------------------------------------------------------------
 def test_flexlora_of_one_client_keeps_the_product():
     """(b)."""
@@ -254,6 +277,21 @@ def test_singular_factors_are_those_of_the_product():
         left, right = singular_factors(b, a, rank)
         np.testing.assert_allclose(left @ right, best((b @ a).numpy(), rank), atol=1e-12)
         np.testing.assert_allclose(left.T @ left, right @ right.T, atol=1e-12)  # balanced
+
+
+def test_short_numbers_keep_all_their_components():
+    """What bfloat16 rounds, times a layer's width, is more than the largest singular value: adapters were zero."""
+    draw = torch.Generator().manual_seed(3)
+    b, a = (torch.randn(shape, generator=draw).bfloat16() for shape in ((512, 3), (3, 256)))
+    left, right = singular_factors(b, a, 3)
+    np.testing.assert_allclose(left @ right, b.double() @ a.double(), atol=1e-12)
+    options = {"r": 2, "dropout": 0.0}
+    trainer, spy = spied(Toy(hidden=256), toy_data(), [FlexLoRA(**options)], max_rounds=1, precision="bf16-true")
+    b, a = (f"net.0.lora_{factor}.default.weight" for factor in "BA")
+    shares = zip(spy.of_round(0).values(), (24 / 80, 40 / 80, 16 / 80), strict=True)
+    mean = sum(share * (one.state[b].double() @ one.state[a].double()).numpy() for one, share in shares)
+    found = (global_state(trainer)[b].double() @ global_state(trainer)[a].double()).numpy()
+    assert np.linalg.norm(found - best(mean, 2)) < 0.02 * np.linalg.norm(mean)
 
 
 # -- RoLoRA ------------------------------------------------------------------------------------------------------------

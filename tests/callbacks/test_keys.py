@@ -78,7 +78,7 @@ def test_a_saved_state_is_made_of(tmp_path):
     server, client = (load(last / name) for name in (manifest["server"], manifest["clients"]["0"]))
     client = client["0"]  # one file holds the records of several clients
     costs = {"bytes_up", "bytes_down", "steps", "time"}
-    assert set(server) == {"models", "state", "checkpoints", "model_architectures", "loop"} | costs
+    assert set(server) == {"models", "state", "checkpoints", "model_architectures", "frozen", "loop"} | costs
     visit = {"num_samples", "contributed", "steps", "lr_sum", "visits", "last_round"}
     assert set(client) == {"personal", "state", "checkpoints", "lightning"} | visit
     selected = ["model", "name", "round", "score", "stage"]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import nn
 
 from fedlightning import FederatedCallback
 from fedlightning.algorithm import Facts
@@ -24,6 +25,7 @@ from fedlightning.callbacks import (
     FedAdam,
     FedAvg,
     FedBN,
+    FedIT,
     FedPer,
     FedProx,
     GlobalCheckpoint,
@@ -36,7 +38,7 @@ from fedlightning.options import Evaluation
 from fedlightning.resume import state_files as persistence
 from fedlightning.resume.resumable import find_last
 from fedlightning.tensors import module_state
-from tests.helpers import NormNet, Toy, make_trainer, same, toy_data
+from tests.helpers import NormNet, Toy, federate, global_state, make_trainer, same, toy_data
 from tests.processes import forked
 
 ROUNDS, STOPPED_IN = 4, 2
@@ -439,3 +441,69 @@ def test_the_last_of_several_runs_is_resumed(tmp_path):
     interrupted(tmp_path)
     second = interrupted(tmp_path).parent / "version_1"
     assert find_last(tmp_path, "fedavg_keep") == second
+
+
+class FrozenInside(Toy):
+    """Has a frozen layer that `configure_model` makes, as one that reads a pretrained file: the template does not hold it."""
+
+    value = 1.0
+
+    def configure_model(self):
+        if not hasattr(self, "back"):
+            self.back = nn.Linear(6, 6)
+            nn.init.constant_(self.back.weight, self.value)
+            self.back.requires_grad_(False)
+
+    def forward(self, x):
+        return self.net(self.back(x) * 0.1)
+
+
+def test_a_state_knows_the_frozen_parameters_that_it_does_not_hold(tmp_path, monkeypatch):
+    """Nobody keeps what every module is built with: with others the run went on and said nothing."""
+    options = {"name": "a", "save_state": 1}
+    federate(FrozenInside(), toy_data(), [FedAvg()], tmp_path, max_rounds=1, **options)
+    monkeypatch.setattr(FrozenInside, "value", 2.0)
+    with pytest.raises(ValueError, match="belongs to frozen parameters with the hash"):
+        federate(FrozenInside(), toy_data(), [FedAvg()], tmp_path, max_rounds=2, resume="last", **options)
+    monkeypatch.setattr(FrozenInside, "value", 1.0)
+    resumed = federate(FrozenInside(), toy_data(), [FedAvg()], tmp_path, max_rounds=2, resume="last", **options)
+    assert global_state(resumed)["back.weight"].mean() == 1.0
+
+
+class EditsFrozen(FederatedCallback):
+    """Writes into a frozen entry of the server's model in place, after round 1."""
+
+    def on_round_end(self, server):
+        if server.round == 0:
+            server.model["net.0.base_layer.weight"].add_(1.0)
+
+
+def test_a_frozen_entry_that_was_edited_in_place_is_saved(tmp_path):
+    """It shares its memory with what modules are built with, which then counts as another's and is worked out anew."""
+    pytest.importorskip("peft")
+    module, options = Toy(), {"name": "a", "save_state": 1}
+    federate(module, toy_data(), [FedIT(r=2), EditsFrozen()], tmp_path, max_rounds=1, **options)
+    resumed = federate(
+        module, toy_data(), [FedIT(r=2), EditsFrozen()], tmp_path, max_rounds=2, resume="last", **options
+    )
+    whole = federate(module, toy_data(), [FedIT(r=2), EditsFrozen()], max_rounds=2)
+    same(global_state(resumed), global_state(whole))
+    assert torch.equal(global_state(whole)["net.0.base_layer.weight"], module_state(module)["net.0.weight"] + 1.0)
+    assert torch.equal(whole.server.blueprint.base("")["net.0.base_layer.weight"], module_state(module)["net.0.weight"])
+
+
+class EditsAtStart(FederatedCallback):
+    """Writes into a frozen entry of the server's model in place, before round 1."""
+
+    def on_federation_start(self, server):
+        server.model["net.0.weight"].add_(1.0)
+
+
+def test_an_edit_of_the_servers_model_does_not_reach_the_users_module():
+    module = Toy()
+    module.net[0].weight.requires_grad_(False)
+    before = module.net[0].weight.clone()
+    trainer = federate(module, toy_data(), [FedAvg(), EditsAtStart()], max_rounds=1)
+    assert torch.equal(module.net[0].weight, before) and torch.equal(
+        global_state(trainer)["net.0.weight"], before + 1.0
+    )
