@@ -26,6 +26,7 @@ class Frozen(Toy):
 @pytest.mark.parametrize("method", [FedIT(r=2), FedPer(personal=["back"])])
 def test_models_are_not_built_around_frozen_parameters_that_were_changed(method, tmp_path):
     module = Frozen()
+    weights = copy.deepcopy(module.state_dict())
     trainer = federate(module, toy_data(), [method], tmp_path)
     before = copy.deepcopy(trainer.client("0").module.state_dict())
     with torch.no_grad():
@@ -33,9 +34,7 @@ def test_models_are_not_built_around_frozen_parameters_that_were_changed(method,
     for ask in (trainer.test, lambda: trainer.client("0"), lambda: trainer.onboard(toy_data())):
         with pytest.raises(ValueError, match="parameters of Frozen have changed since"):
             ask()
-    with torch.no_grad():
-        module.back.weight.sub_(1.0)
-    module.back.weight.data = before.get("back.weight", before.get("back.base_layer.weight")).clone()
+    module.load_state_dict(weights)
     same(trainer.client("0").module.state_dict(), before)
 
 
