@@ -10,12 +10,14 @@ import torch
 from torch.nn import functional as F
 
 import fedlightning
-from fedlightning.callbacks import Ditto, FedAvg, FedExLoRA, FedIT, FFALoRA, FLoRA, RoLoRA, TokenWeighting
+from fedlightning.callbacks import Ditto, FedAvg, FedExLoRA, FedIT, FedSALoRA, FFALoRA, FLoRA, RoLoRA, TokenWeighting
 from fedlightning.commands.card import card
 from fedlightning.datamodules import ByteTokenizer, TextDataModule
 from fedlightning.deployment import checkpoints
+from fedlightning.deployment.export import Brought, Deployed
 from fedlightning.experiments.reproduce import measures
 from fedlightning.models import HFModule
+from fedlightning.storage.files import read_tensors
 from fedlightning.study.runs import load_run
 from fedlightning.tensors import module_state
 from fedlightning.wrappers.adapters import save_peft
@@ -357,6 +359,18 @@ def test_checkpoints_name_their_frozen_network_by_its_hash(tmp_path, monkeypatch
         next(other.parameters())[0, 0] += 1.0
     with pytest.raises(ValueError, match="its adapters would mean nothing there"):
         fedlightning.load(folder / "global.ckpt", other, trust=["transformers"])
+
+
+def test_a_model_that_a_site_sends_finds_its_frozen_network(tmp_path, monkeypatch):
+    """A site writes the network beside its own file; where there is no global model nobody wrote it here."""
+    monkeypatch.setattr(checkpoints, "LEAST", 1000)
+    method = FedSALoRA(r=2, target_modules=["q_proj"])
+    _, trainer = exported(tmp_path, method)
+    file = trainer.run.path / "checkpoints/clients/a.ckpt"
+    (tmp_path / "here/clients").mkdir(parents=True)
+    answer = Brought(trainer.server, tmp_path / "here").keep(Deployed("a", content=read_tensors(file)))
+    opened = fedlightning.load(answer.path, trust=["transformers"])
+    same(module_state(opened), module_state(trainer.module("a")))
 
 
 def test_an_export_of_adapters_that_were_there_opens_and_is_begun_with(tmp_path, monkeypatch):
