@@ -39,7 +39,9 @@ class TokenWeighting(FederatedCallback):
             )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Count a batch's tokens."""
+        """Count a batch's tokens, where what is trained is what the mean is of: not a client's own model."""
+        if not self.client.phase.federated:
+            return
         tokens: int = pl_module.count_tokens(batch)  # type: ignore[operator]
         self.client.scratch[self.key] = self.client.scratch.get(self.key, 0) + tokens
 

@@ -68,7 +68,8 @@ def card(words: Sequence[str]) -> int:
     out.mkdir(parents=True, exist_ok=True)
     (out / "README.md").write_text(card_of(run, options.metric, options.license), encoding="utf-8")
     files = [out / "README.md"]
-    wanted = [Path("config.yaml"), GLOBAL]
+    frozen = sorted(folder.glob("checkpoints/base-*.pt"))  # a network that the models need and do not hold
+    wanted = [Path("config.yaml"), GLOBAL, *(path.relative_to(folder) for path in frozen)]
     if options.clients:
         wanted += [path.relative_to(folder) for path in sorted(folder.glob("checkpoints/clients/*.ckpt"))]
     for path in wanted:

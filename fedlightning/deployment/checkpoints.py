@@ -220,12 +220,7 @@ class Exporter:
             return
         name = state_digest(base)
         self._writer.own["base"] = {"hash": name, "names": list(base)}
-        folder = path.parent.parent if path.parent.name == "clients" else path.parent
-        file = folder / base_file(name)
-        if not file.exists():
-            with replacing(file) as temporary:
-                save_tensors(base, temporary)
-                seal(temporary)
+        write_base(path.parent.parent if path.parent.name == "clients" else path.parent, name, base)
         values = {entry: parameters[entry].data for entry in base}
         try:
             for entry, value in values.items():
@@ -263,6 +258,15 @@ LEAST = 2**20
 def base_file(name: str) -> str:
     """Return the name of the file of a frozen network, by its hash."""
     return f"base-{name[:16]}.pt"
+
+
+def write_base(folder: Path, name: str, base: State) -> None:
+    """Write a frozen network with a hash, unless it is there."""
+    file = folder / base_file(name)
+    if not file.exists():
+        with replacing(file) as temporary:
+            save_tensors(base, temporary)
+            seal(temporary)
 
 
 def describe(own: dict[str, Any], module: LightningModule) -> None:

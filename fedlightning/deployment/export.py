@@ -48,7 +48,7 @@ from fedlightning.storage.files import (
     write_text_atomically,
     writing,
 )
-from fedlightning.tensors import equal, load_state, module_state
+from fedlightning.tensors import equal, load_state, module_state, state_digest
 
 
 @dataclass(frozen=True)
@@ -404,10 +404,22 @@ class Brought:
         with writing(path):
             temporary.unlink(missing_ok=True)
             self._describe(answer.client, content)
+            self._put_base(answer.client, content)
             save_tensors(content, temporary)
             seal(temporary)
             os.replace(temporary, path)
         return Deployed(answer.client, path=str(path))
+
+    def _put_base(self, client: str, content: dict[str, Any]) -> None:
+        """Write the frozen network that a model belongs to, which its site does not send: here it is built alike."""
+        told = content[OWN].get("base")
+        names = told.get("names") if isinstance(told, dict) else None
+        if not isinstance(told, dict) or not isinstance(names, list):
+            return
+        built = self._server.blueprint.base(self._server.architecture_of(client).name)
+        base = {name: built[name] for name in names if isinstance(name, str) and name in built}
+        if told.get("hash") == state_digest(base):  # else who opens the file is told what is missing
+            checkpoints.write_base(self._folder, told["hash"], base)
 
     def _describe(self, client: str, content: dict[str, Any]) -> None:
         """Write the module down from this side's template, where the file needs no other."""

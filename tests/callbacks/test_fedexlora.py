@@ -106,6 +106,15 @@ def test_one_round_against_numpy():
     assert errors[3] == pytest.approx(np.sqrt((np.linalg.svd(mean)[1][2:] ** 2).sum()), abs=1e-12)  # Eckart-Young
 
 
+@pytest.mark.parametrize("kind", [FedExLoRA, FLoRA])
+def test_a_residual_counts_with_the_scale_of_the_adapters(kind):
+    """(a): W + s B A is s times the mean of products, for another s than 1."""
+    b, a = drawn()
+    mean = sum(p * x @ y for p, x, y in zip(SHARES, b, a, strict=True))
+    state = global_state(aggregated(kind(r=2, alpha=3, dropout=0.0)))
+    np.testing.assert_allclose(deployed(state, 1.5), 1.5 * mean, atol=1e-12)
+
+
 @pytest.mark.parametrize("method", [FFALoRA(**EXACT), RoLoRA(**EXACT)])
 def test_a_common_first_factor_is_exact(method):
     trainer = aggregated(method, common=True)

@@ -10,10 +10,15 @@ import torch
 from torch.nn import functional as F
 
 import fedlightning
-from fedlightning.callbacks import FedAvg, FedExLoRA, FedIT, FFALoRA, FLoRA, RoLoRA, TokenWeighting
+from fedlightning.callbacks import Ditto, FedAvg, FedExLoRA, FedIT, FedSALoRA, FFALoRA, FLoRA, RoLoRA, TokenWeighting
+from fedlightning.commands.card import card
 from fedlightning.datamodules import ByteTokenizer, TextDataModule
 from fedlightning.deployment import checkpoints
+from fedlightning.deployment.export import Brought, Deployed
+from fedlightning.experiments.reproduce import measures
 from fedlightning.models import HFModule
+from fedlightning.storage.files import read_tensors
+from fedlightning.study.runs import load_run
 from fedlightning.tensors import module_state
 from fedlightning.wrappers.adapters import save_peft
 from tests.helpers import (
@@ -283,6 +288,15 @@ def test_a_collator_of_transformers_makes_the_batches():
         TextDataModule({"a": (rows,), "b": ([], rows)}, tokenizer)
 
 
+def test_tokens_of_a_clients_own_model_do_not_count():
+    """Ditto's personal model trains in the same visit, here for two steps or epochs."""
+    method = Ditto(work=2)
+    _, spy = spied(HFModule(llama(), lr=1e-3), texts(), [method, TokenWeighting()], max_rounds=1)
+    for update in spy.updates:
+        tokens = sum(min(len(text), 23) for text in TEXTS[update.client])
+        assert update.extras["TokenWeighting"]["tokens"] == tokens
+
+
 # -- the frozen network is kept once -----------------------------------------------------------------------------------
 def exported(tmp_path, method=None, **options):
     module = HFModule(llama(), lr=1e-2)
@@ -327,6 +341,14 @@ def test_checkpoints_name_their_frozen_network_by_its_hash(tmp_path, monkeypatch
     _, trainer = exported(tmp_path)
     folder = trainer.run.path / "checkpoints"
     (base,) = folder.rglob("base-*.pt")
+    whole = sum(value.numel() for value in module_state(trainer.module()).values())
+    assert measures.model_size(load_run(trainer.run.path)).number == whole
+    (trainer.run.path / "config.yaml").write_text("{}")  # a run of a script has none
+    assert card([str(trainer.run.path), "--out", str(tmp_path / "card")]) == 0
+    same(
+        module_state(fedlightning.load(tmp_path / "card/checkpoints/global.ckpt", trust=["transformers"])),
+        module_state(trainer.module()),
+    )
     assert (folder / "global.ckpt").stat().st_size < base.stat().st_size
     opened = fedlightning.load(folder / "global.ckpt", trust=["transformers"])
     same(module_state(opened), module_state(trainer.module()))
@@ -341,6 +363,18 @@ def test_checkpoints_name_their_frozen_network_by_its_hash(tmp_path, monkeypatch
         next(other.parameters())[0, 0] += 1.0
     with pytest.raises(ValueError, match="its adapters would mean nothing there"):
         fedlightning.load(folder / "global.ckpt", other, trust=["transformers"])
+
+
+def test_a_model_that_a_site_sends_finds_its_frozen_network(tmp_path, monkeypatch):
+    """A site writes the network beside its own file; where there is no global model nobody wrote it here."""
+    monkeypatch.setattr(checkpoints, "LEAST", 1000)
+    method = FedSALoRA(r=2, target_modules=["q_proj"])
+    _, trainer = exported(tmp_path, method)
+    file = trainer.run.path / "checkpoints/clients/a.ckpt"
+    (tmp_path / "here/clients").mkdir(parents=True)
+    answer = Brought(trainer.server, tmp_path / "here").keep(Deployed("a", content=read_tensors(file)))
+    opened = fedlightning.load(answer.path, trust=["transformers"])
+    same(module_state(opened), module_state(trainer.module("a")))
 
 
 def test_an_export_of_adapters_that_were_there_opens_and_is_begun_with(tmp_path, monkeypatch):

@@ -342,12 +342,12 @@ def _over(clients: Mapping[str, float], over: str, metric: str, weighted: float)
 
 
 def _state(run: Run, client: str | None) -> Mapping[str, Any]:
-    import torch
+    """Return the entries of an exported model, those of its frozen network among them."""
+    from fedlightning.deployment.checkpoints import read_state
 
     assert run.path is not None
     name = "global.ckpt" if client is None else f"clients/{file_name_of(client)}.ckpt"
     path = run.path / "checkpoints" / name
     if not path.exists():
         raise NoValueError(f"no model {name} in its checkpoints")
-    state: Mapping[str, Any] = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
-    return state
+    return read_state(path)
