@@ -163,7 +163,9 @@ class FedGroup(Clusters):
     def _cold_start(self, server: Server) -> Generator[list[Job], list[Update], None]:
         self._names(server)
         pool = [client for client in server.clients if server.num_samples[client]] or list(server.clients)
-        order = torch.randperm(len(pool), generator=server.rng(COLD_START))[: self.alpha * self.num_clusters]
+        order = torch.randperm(len(pool), generator=server.rng(COLD_START, "participation"))[
+            : self.alpha * self.num_clusters
+        ]
         answers = yield from self._pretrained(server, [pool[place] for place in sorted(order.tolist())])
         if not answers:
             return  # nobody took a step: the next round tries again

@@ -205,7 +205,7 @@ class Harmony(Clusters):
     def _drawn(server: Server, several: list[str]) -> list[str]:
         """Return as many clients with several modalities as take part in a round."""
         count = min(len(server.participants()), len(several))
-        places = torch.randperm(len(several), generator=server.rng("nodes of stage 2"))[:count]
+        places = torch.randperm(len(several), generator=server.rng("nodes of stage 2", "participation"))[:count]
         return [several[place] for place in sorted(places.tolist())]
 
     def reduce(self, server: Server, updates: list[Update]) -> State:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from fedlightning import FederatedCallback
-from fedlightning.callbacks import IFCA, FedAvg, PoissonSampling
+from fedlightning.callbacks import IFCA, FedAvg, FedGroup, Harmony, PoissonSampling
 from fedlightning.commands.run import Commands
 from fedlightning.options import Seeds
+from fedlightning.seeding import generator
 from tests.helpers import Toy, global_state, make_trainer, toy_data
 
 MODEL = ["--model=Classifier", "--model.net=MLP", "--model.net.in_features=64", "--model.net.hidden=[4]"]
@@ -55,6 +58,26 @@ def test_the_participation_seed_changes_only_who_takes_part(method, tmp_path):
     assert plain[0] == same[0] and equal(plain[2], same[2])
     assert other[0] != plain[0] and equal(other[1], plain[1])
     assert order[0] == other[0] and not equal(order[2], other[2])
+
+
+def test_the_participation_seed_chooses_who_trains_before_the_first_round(tmp_path):
+    seen = [
+        federate(tmp_path / str(run), Seeds(run, participation=participation), FedGroup(num_clusters=1, alpha=2))[0]
+        for run, participation in ((1, 2), (5, 2), (1, 3))
+    ]
+    assert seen[0] == seen[1] and seen[0][:2] != seen[2][:2]
+
+
+def test_the_participation_seed_chooses_who_takes_part_in_harmonys_second_stage():
+    several = [str(number) for number in range(20)]
+
+    def drawn(seeds):
+        server = SimpleNamespace(participants=lambda: several[:5])
+        server.rng = lambda purpose, source="run": generator(seeds.of(source), 0, "server", purpose)
+        return Harmony._drawn(server, several)
+
+    assert drawn(Seeds(1, participation=2)) == drawn(Seeds(5, participation=2)) == drawn(Seeds(2))
+    assert drawn(Seeds(1, participation=2)) != drawn(Seeds(1))
 
 
 def test_everybody_alike_takes_part_whatever_that_seed_is(tmp_path):
