@@ -529,5 +529,5 @@ class OwnFrozen(FederatedCallback):
 
 def test_a_frozen_entry_that_becomes_the_servers_is_kept_where_the_client_is_built_with_another():
     method = OwnFrozen()
-    federate(Toy(), toy_data(), [FedAvg(), method], max_rounds=2)
+    federate(Toy(), toy_data(), [FedPer(personal=["back"]), method], max_rounds=2)
     assert method.seen == [6.0] * 6
