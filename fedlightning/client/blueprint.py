@@ -8,7 +8,7 @@ What attaches to the client side of a federation from outside: :class:`ClientPar
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -324,10 +324,20 @@ class Blueprint:
             made.base_hash = state_digest(base)
         return made.base_hash
 
-    def without_base(self, state: State, architecture: str) -> State:
-        """Return a state without the frozen parameters that are as every module is built: nobody has to keep these."""
+    def without_base(self, state: State, architecture: str, but: Collection[str] = ()) -> State:
+        """Return a state without the frozen parameters that are as every module is built, `but` some: nobody keeps these."""
         base = self.base(architecture)
-        return {name: value for name, value in state.items() if not (name in base and _is_same(value, base[name]))}
+        return {
+            name: value
+            for name, value in state.items()
+            if name in but or not (name in base and _is_same(value, base[name]))
+        }
+
+    def unlike_base(self, module: LightningModule, architecture: str) -> frozenset[str]:
+        """Return the frozen parameters of a new module that callbacks have made other ones for its owner."""
+        base = self.base(architecture)
+        own = module_state(module, base) if base else {}
+        return frozenset(name for name, value in own.items() if not _is_same(value, base[name]))
 
     def _wrapped(self, module: LightningModule, callback: FederatedCallback, owner: str) -> LightningModule:
         """Let a callback wrap a module; name those that had wrapped it before if that fails."""

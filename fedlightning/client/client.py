@@ -46,6 +46,7 @@ class Client:
         message: The message from the server.
         record: What the client keeps (see :class:`~fedlightning.client.record.ClientRecord`).
         received: Model entries as the server sent them, before any callback merged them.
+        built_otherwise: Frozen parameters with which callbacks have built this client's module, and not everybody's.
         evaluating: Whether the visit only evaluates. Then nothing that is written to :attr:`state` is kept.
         metrics: Values that the module logged in training.
         logs: What was logged in training, if the client's logs are kept.
@@ -73,6 +74,7 @@ class Client:
         self.record = record
         self.evaluating = False
         self.received: State = {}
+        self.built_otherwise: frozenset[str] = frozenset()
         self.work = VisitWork()
         self.metrics: dict[str, float] = {}
         self.logs: list[ClientLog] = []

@@ -67,6 +67,9 @@ def open_client(
     try:
         if entries is None:
             runner.callbacks.event("on_build", client, client.message)
+            client.built_otherwise = runner.blueprint.unlike_base(
+                client.module, runner.blueprint.architecture_of(client.id)
+            )
             if client.record.personal:
                 load_state(client.module, client.record.personal)
             runner.callbacks.event("on_receive", client, client.message)
@@ -226,7 +229,7 @@ def _take_apart(runner: LocalRunner, client: Client, update: Update, before: Sta
     """Put the entries that the server asked for into the update; return those that stay with the client.
 
     An entry that is sent stays as well, unless the message had brought it: what the client alone has is never lost. A frozen
-    parameter that is as every module is built does not: the next module has it.
+    parameter that is as every module is built does not, if the client's next one is too: that has it.
     """
     message, state = client.message, client.entries
     sent = {name: state[name] for name in message.returns}
@@ -234,7 +237,8 @@ def _take_apart(runner: LocalRunner, client: Client, update: Update, before: Sta
         sent = pack(sent)
     stays = client.record.personal.keys() - client.received.keys()
     kept = {name: value for name, value in state.items() if name not in sent or name in stays}
-    kept = pack(runner.blueprint.without_base(kept, runner.blueprint.architecture_of(client.id)))
+    architecture = runner.blueprint.architecture_of(client.id)
+    kept = pack(runner.blueprint.without_base(kept, architecture, but=client.built_otherwise))
     state = {name: sent[name] if name in sent else kept.get(name, value) for name, value in state.items()}
     bad = first_nonfinite(state)
     bad = bad and _first_diverged(client.module, state, before)

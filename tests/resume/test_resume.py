@@ -507,3 +507,27 @@ def test_an_edit_of_the_servers_model_does_not_reach_the_users_module():
     assert torch.equal(module.net[0].weight, before) and torch.equal(
         global_state(trainer)["net.0.weight"], before + 1.0
     )
+
+
+class OwnFrozen(FederatedCallback):
+    """Gives every client a frozen layer of its own, which takes the server's values in round 1."""
+
+    def __init__(self):
+        self.seen = []
+
+    def wrap_module(self, module, owner):
+        module.back = nn.Linear(6, 6)
+        nn.init.constant_(module.back.weight, float(len(owner)))
+        module.back.requires_grad_(False)
+        return module
+
+    def on_visit_start(self, client):
+        if client.round == 0:
+            nn.init.constant_(client.module.back.weight, float(len("server")))
+        self.seen.append(float(client.module.back.weight.mean()))
+
+
+def test_a_frozen_entry_that_becomes_the_servers_is_kept_where_the_client_is_built_with_another():
+    method = OwnFrozen()
+    federate(Toy(), toy_data(), [FedPer(personal=["back"]), method], max_rounds=2)
+    assert method.seen == [6.0] * 6
