@@ -61,7 +61,7 @@ class PartitionCommand(CommandLine):
                 "\nTV: total variation between a client's labels and all labels, 0 equal to 1 disjoint; mean "
                 f"{report.mean_total_variation:.3f}."
             )
-            if len(report.classes) == 2 and report.classes != ["0", "1"]:
+            if len(report.classes) == 2 and report.classes not in (["0", "1"], ["censored", "event"]):
                 told += (
                     f"\nThe event of calibration and decision curves is the second class, '{report.classes[1]}'; a table's "
                     "`classes` gives them another order."
