@@ -22,6 +22,7 @@ from fedlightning.cli import main
 from fedlightning.commands.folders import find_run
 from fedlightning.commands.run import Commands, _as_table
 from fedlightning.config.errors import REPLACED, InputError, explain, parse_sentence, suggestion
+from fedlightning.scores.metrics import choose_metric
 from fedlightning.scores.table import client_table, important_metrics, print_results, results_table
 
 QUICKSTART = str(Path(__file__).parents[1] / "configs/quickstart.yaml")
@@ -474,6 +475,12 @@ def test_tables_fit_their_terminal(width: int) -> None:
     shown = console.export_text()
     assert "…" not in shown
     assert max(map(len, shown.splitlines())) <= width
+
+
+def test_the_table_of_clients_is_of_the_metric_that_runs_are_compared_by() -> None:
+    for names, first in ((("loss", "mse", "rmse"), "rmse"), (("loss", "c_index"), "c_index"), (("loss", "acc"), "acc")):
+        found = [{"metric": f"test_{name}", "split": "test"} for name in names]
+        assert important_metrics(found)[0] == first == choose_metric([list(names)])
 
 
 def test_important_metrics_come_first() -> None:

@@ -20,8 +20,11 @@ LOWER_IS_BETTER = (
 
 ACCURACY = ("accuracy", "acc")
 """Names of the share of right answers; every metric of that name is counted as one."""
-DEFAULTS = (*ACCURACY, "rmse", "c_index", "dice", "iou", "auroc", "f1", "loss")
-"""Metrics that runs are compared by if nobody says, the first that all of them have."""
+DEFAULTS = (
+    *(*ACCURACY, "balanced_accuracy", "f1_macro", "auroc"),
+    *("rmse", "c_index", "dice", "iou", "f1", "loss"),
+)
+"""Metrics in the order of importance. Runs are compared by the first that all of them have, if nobody says."""
 
 SHARES = (
     "accuracy",
