@@ -22,7 +22,7 @@ ACCURACY = ("accuracy", "acc")
 """Names of the share of right answers; every metric of that name is counted as one."""
 DEFAULTS = (
     *(*ACCURACY, "balanced_accuracy", "f1_macro", "auroc"),
-    *("rmse", "c_index", "dice", "iou", "f1", "loss"),
+    *("rmse", "mae", "c_index", "dice", "iou", "f1", "loss"),
 )
 """Metrics in the order of importance. Runs are compared by the first that all of them have, if nobody says."""
 

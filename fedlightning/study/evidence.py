@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from fedlightning.errors import listed
+from fedlightning.errors import count_of, listed
 from fedlightning.scores.metrics import ACCURACY, metric_label
 from fedlightning.study.columns import LOCAL
 from fedlightning.study.curves import round_means
@@ -92,13 +92,20 @@ def above_reference(study: StudyData, method: str) -> bool | None:
 
     `None` where that cannot be said.
     """
-    level = reference(study)
-    scores = {} if level is None else {s: one.mean for s, one in study.deployed(method).items() if s in level.by_seed}
-    if level is None or not scores or None in scores.values():
+    gains = _over_constant(study, method)
+    if not gains:
         return None
-    sign = 1.0 if study.higher_is_better else -1.0
-    found = study.estimate([sign * (mean - level.by_seed[s]) for s, mean in scores.items() if mean is not None])
+    found = study.estimate(gains)
     return found.mean is not None and (found.ci95 or [found.mean])[0] > 0
+
+
+def _over_constant(study: StudyData, method: str) -> list[float]:
+    """Return how much better than the constant answer a method is at each seed; nothing where that is not known of all."""
+    level, sign = reference(study), 1.0 if study.higher_is_better else -1.0
+    scores = {} if level is None else {s: one.mean for s, one in study.deployed(method).items() if s in level.by_seed}
+    if level is None or None in scores.values():
+        return []
+    return [sign * (mean - level.by_seed[s]) for s, mean in scores.items() if mean is not None]
 
 
 def no_better_than_constant(study: StudyData) -> str | None:
@@ -106,9 +113,10 @@ def no_better_than_constant(study: StudyData) -> str | None:
     found = [above_reference(study, method) for method in study.methods]
     if any(found) or all(one is None for one in found):
         return None
+    way_out = _more_seeds(study, study.methods) or " Train longer, or tune the learning rate first."
     return (
         f"No method is clearly better than {_constant(study)}: what was learnt, if anything, does not show, and the order of "
-        "the methods means nothing. Train longer, or tune the learning rate first."
+        f"the methods means nothing.{way_out}"
     )
 
 
@@ -119,7 +127,17 @@ def some_no_better_than_constant(study: StudyData) -> str | None:
     if not names or not any(found.values()):
         return None
     verb = "is" if len(names) == 1 else "are"
-    return f"{listed(names, most=len(names))} {verb} not clearly better than {_constant(study)}."
+    return f"{listed(names, most=len(names))} {verb} not clearly better than {_constant(study)}.{_more_seeds(study, names)}"
+
+
+def _more_seeds(study: StudyData, methods: Sequence[str]) -> str:
+    """Return who is above a constant answer at each seed, so that more seeds may tell; nothing if nobody is."""
+    above = [method for method in methods if min(_over_constant(study, method), default=0) > 0]
+    if not above:
+        return ""
+    verb = "is" if len(above) == 1 else "are"
+    seeds = count_of(study.seeds, "seed")
+    return f" {listed(above, most=len(above))} {verb} better at each seed, but intervals of {seeds} are wide: run more."
 
 
 def _constant(study: StudyData) -> str:
