@@ -22,7 +22,7 @@ from fedlightning.config.parsing import CommandLine
 from fedlightning.config.short_forms import CLASS_PATHS, engine_of
 from fedlightning.datamodules import FederatedDataModule, NaturalPartitioner, Partitioned
 from fedlightning.datamodules.public_only import PublicDataModule
-from fedlightning.errors import warn
+from fedlightning.errors import listed, warn
 from fedlightning.options import Flower, Sequential
 from fedlightning.ranges import PositiveInt
 from fedlightning.resume.lock import only_writer
@@ -219,6 +219,13 @@ class Serve(Commands):
         """
         if evaluate and self.trainer.arguments["init_from"] is None:
             raise InputError("there is no model to evaluate: give trainer.init_from.")
+        callbacks = self.trainer.options.callbacks
+        training = [callback.key for callback in callbacks if callback not in callbacks.protecting]
+        if evaluate and training:
+            raise InputError(
+                f"evaluate=true trains nothing, and trainer.callbacks has {listed(training)}. Take them out of the file, "
+                "here and at the sites, which compare theirs with it."
+            )
         if sites < 1:
             raise InputError(f"sites={sites} must be at least 1.")
         if not 0 < max_share <= 1:

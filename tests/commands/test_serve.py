@@ -49,6 +49,10 @@ def no_flower(monkeypatch, tmp_path):
         (("serve", "--config", CONFIG, "--sites=0"), "sites=0 must be at least 1"),
         (("serve", "--config", CONFIG, "--sites=2", "--trainer.engine=processes"), "clients at sites train there"),
         (("serve", "--config", CONFIG, "--sites=2", "--insecure=true"), "trainer.failures.timeout is not set"),
+        (
+            (*SERVE, "--evaluate=true", "--trainer.init_from=m.ckpt"),
+            "trains nothing, and trainer.callbacks has LocalCheckpoint, GlobalCheckpoint. Take them out of the file",
+        ),
         ((*SERVE, "--port=0"), "port=0 must be from 1 to 65535"),
         ((*SERVE, "--host=203.0.113.1"), "host='203.0.113.1' is no address of this machine"),
         ((*SERVE, "--port={free}"), "pip install flwr==1.41.0"),
@@ -76,6 +80,7 @@ def no_flower(monkeypatch, tmp_path):
             "sites",
             "engine",
             "timeout",
+            "evaluate with methods",
             "port 0",
             "host elsewhere",
             "flower",
