@@ -90,6 +90,12 @@ class AtSite(CommandLine):
         data = federated_data(one_client(self.datamodule, name), None, None, None)
         data.prepare_data()
         data.setup("fit")  # now: data that are not there are said before anybody waits for this site
+        if data.named_by_file:
+            options = ", ".join(f"{option}: {value}" for option, value in data.named_by_file.items())
+            raise InputError(
+                f"this site's file alone decides {options}. Another site's may have other words, which would mean something "
+                "else to the network: give these options in the data section of every site."
+            )
         known = here = list(data.client_ids)
         if clients is not None:
             here = [str(client) for client in clients]

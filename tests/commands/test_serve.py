@@ -115,6 +115,26 @@ def test_data_that_are_not_at_the_site_are_said_before_it_waits_for_a_server(tmp
     assert "processed.cleveland.data not found in" in error
 
 
+def test_words_that_a_sites_file_alone_has_are_named_before_it_waits_for_a_server(tmp_path, capsys):
+    """With other words elsewhere a network's input would mean one thing at one site and another at the next."""
+    rows = [f"{40 + i},{('no', 'yes', 'once')[i % 3]},{i % 2}" for i in range(40)]
+    (tmp_path / "a.csv").write_text("\n".join(["age,smoker,ill", *rows]))
+    options = {"path": str(tmp_path / "a.csv"), "target": "ill", "partitioner": {"class_path": "IIDPartitioner"}}
+    options["partitioner"]["init_args"] = {"num_clients": 1}
+    words = ["site", "--config", "configs/sites/run.yaml", "--config", str(tmp_path / "d.yaml"), "--superlink=x:1"]
+    words += ["--name=a", "--insecure=true", f"--folder={tmp_path}"]
+    for named, sentence in (
+        (
+            {},
+            "alone decides classes: ['0', '1'], categories: {'smoker': ['no', 'once', 'yes']}. Another site's may have",
+        ),
+        ({"classes": ["0", "1"], "categories": {"smoker": ["no", "once", "yes"]}}, "pip install flwr"),
+    ):
+        data = {"class_path": "TabularFederatedDataModule", "init_args": options | named}
+        (tmp_path / "d.yaml").write_text(yaml.safe_dump({"data": data}))
+        assert sentence in " ".join(said(capsys, *words).split())
+
+
 def test_a_site_knows_its_clients_before_flower_is_asked(tmp_path, monkeypatch):
     (tmp_path / "processed.cleveland.data").write_text("\n".join([ROW + ",0", ROW + ",1"] * 20))
     told = []
