@@ -103,7 +103,7 @@ def parser() -> Parser:
     report.add_argument(
         "--metric",
         help="metric to compare, on test data; default: accuracy where the runs have it (AUROC or balanced accuracy where "
-        "one class is much more common), else rmse, else loss",
+        "one class is much more common), else rmse, mae, c_index, dice, iou, f1 or loss",
     )
     report.add_argument(
         "--checkpoint",

@@ -224,7 +224,7 @@ class Commands(CommandLine):
     ) -> None:
         """Write the predictions of a client's model on its test data, or of the global model on all clients' test data.
 
-        Into a table if `out` ends with .csv: a line a sample, in the order of the test data.
+        Into a table if --out ends with .csv: a line a sample, in the order of the test data.
         """
         import torch
 
