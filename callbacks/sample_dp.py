@@ -21,11 +21,9 @@ from torch.utils.data import DataLoader
 from fedlightning.algorithm import (
     Change,
     Client,
-    Cover,
     Extra,
     Facts,
     Need,
-    Outgoing,
     Promise,
     Protection,
     Server,
@@ -41,16 +39,7 @@ from fedlightning.callbacks import sample_dp_checks as checks
 from fedlightning.callbacks.sample_dp_checks import added, count, patients_of
 from fedlightning.callbacks.shared.ledger import Ledger, Steps, forgotten
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches, poisson_loader
-from fedlightning.callbacks.shared.private_options import (
-    NO_SELECTION,
-    UNCOUNTED,
-    Accountant,
-    Clip,
-    Delta,
-    NoiseMultiplier,
-    Private,
-    Scores,
-)
+from fedlightning.callbacks.shared.private_options import Accountant, Clip, Delta, NoiseMultiplier, Private, Scores
 from fedlightning.callbacks.shared.record_gradients import Began, RecordGradients, all_of
 from fedlightning.callbacks.shared.secret_noise import MAKER, digest_of, with_noise
 from fedlightning.callbacks.shared.spending import merged, write_told
@@ -203,6 +192,7 @@ class SampleDP(TrainingData, Private):
 
     rank = -1000  # others see private gradients only
     covers_training = True
+    noised = ("entries", "models", "means")
 
     def __init__(
         self,
@@ -233,16 +223,9 @@ class SampleDP(TrainingData, Private):
 
     @property
     def facts(self) -> Facts:
-        """It covers what training learns, wherever updates arrive, and lets no selection by scores beside it."""
-        needs = [COVERED, NO_SELECTION]
+        """It covers what training learns, wherever updates arrive."""
         steady = requires.SteadyData("plans its noise by the records that a client has in every round")
-        return super().facts.extend(
-            needs=needs, requires=[steady], asynchronous=True, beside_sums=True, no_statistics=UNCOUNTED
-        )
-
-    def covers(self, item: Outgoing) -> Cover:
-        """The model gets noise; logged values are withheld, and scores unless `scores` says otherwise."""
-        return self.cover_of(item, ("entries", "models", "means"))
+        return super().facts.extend(needs=[COVERED], requires=[steady], asynchronous=True, beside_sums=True)
 
     @property
     def promises(self) -> Sequence[Promise]:
@@ -265,13 +248,10 @@ class SampleDP(TrainingData, Private):
 
     def check_runs(self, runs: Sequence[tuple[Protection, int]]) -> None:
         """Refuse several runs that each solve for the noise with which they spend all of one ledger's `epsilon`."""
-        solved = [
-            one
-            for one, _ in runs
-            if isinstance(one, SampleDP) and one.ledger == self.ledger and not one.noise_multiplier
-        ]
-        if self.ledger is not None and self.epsilon is not None and len(solved) > 1:
-            self.refuse_beyond(math.inf, len(solved))
+        alike = (one for one, _ in runs if isinstance(one, SampleDP) and one.ledger == self.ledger)
+        solved = sum(not one.noise_multiplier for one in alike)
+        if self.ledger is not None and self.epsilon is not None and solved > 1:
+            self.refuse_beyond(math.inf, solved)
 
     def on_federation_start(self, server: Server) -> None:
         """Refuse sites without a ledger, which a server could make forget what they have spent."""
@@ -282,9 +262,8 @@ class SampleDP(TrainingData, Private):
         """Refuse them: a round that was cut off is done again with the batches that it drew, and is counted once."""
         if self.noise_seed is None:
             raise ValueError(
-                f"{self.key} cannot go on with another configuration ({changes[0]}): a round that was cut off after updates "
-                "had left would release other updates of the same batches, and count them once. Resume the run as it was "
-                "started, or start a new one; a ledger adds up what both spend."
+                f"{self.key} cannot go on with another configuration ({changes[0]}): a round that was cut off would release "
+                "other updates of the same batches, and count them once. Resume the run as it was, or start a new one."
             )
 
     def on_round_start(self, server: Server) -> None:
@@ -351,9 +330,7 @@ class SampleDP(TrainingData, Private):
         """Take note of how many records there are in the batch."""
         if self._fit is not None:
             self._fit.begin()
-            # In a federation those of round 1 were tried before it.
-            if self._client is None or trainer.current_epoch > 0:
-                self._fit.try_batch(batch, self.key)
+            self._fit.try_batch(batch, self.key)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Put the private gradient in the place of the gradient."""
@@ -374,18 +351,19 @@ class SampleDP(TrainingData, Private):
             return
         self._ended = fit
         fit.refuse_moved()
-        fit.refuse_other_memory()
         steps = fit.counted
-        self._entry.note([steps])  # what was planned, and is there until now, may be more
+        history = self._history if client is None else client.state[self.key]["history"]
+        # What was planned, and is there until now, may be more.
+        self._release(self._entry, history, steps, fit.released)
         if client is not None:
             count(client, self.key, steps)
             return
         self._history = added(self._history, steps)
         if self.noise_seed is None:
+            taken = sum(one[-1] for one in self._history)
             warn(
                 f"SampleDP: epsilon={self.epsilon_of(self._history):.4g} at delta={self.delta:g} for each record, after "
-                f"{sum(one[-1] for one in self._history)} steps (noise_multiplier={fit.noise_multiplier:.4g}). Scores and "
-                "logs are not covered."
+                f"{taken} steps (noise_multiplier={fit.noise_multiplier:.4g}). Scores and logs are not covered."
             )
 
     def check_fit(self, client: Client) -> None:
@@ -462,6 +440,20 @@ class SampleDP(TrainingData, Private):
                 )
         return room
 
+    def _release(self, file: Ledger, history: Steps, steps: Sequence[float], name: str) -> None:
+        """Write down what is about to leave; other bits than a visit has released before are counted beside those.
+
+        Raises:
+            ValueError: If there is no room.
+        """
+        with file.held([steps], name) as others:
+            again = [one for other, taken in file.releases.items() if other != name for one in taken]
+            if again and not self.fits([*self._before(history, others), *again, steps]):
+                raise ValueError(
+                    "SampleDP: a visit that is done again comes out differently, and both would exceed epsilon="
+                    f"{self.epsilon:g}. Start a new run, with data and hardware that give the same numbers again."
+                )
+
     def protect(self, client: Client, update: Update) -> None:
         """Send what is not trained back as it came; say what was spent, and whether there is room for another such visit."""
         for name, kind in entry_kinds(client.module).items():
@@ -484,6 +476,7 @@ class SampleDP(TrainingData, Private):
         client.withhold_data("")
         exact = sums_by_class(vectors(), classes, self.means_clip)
         client.withhold_data(self.key)
+        self._release(file, kept["history"], (self.means_noise, 1.0, 1), digest_of("means", exact)[:24])
         count(client, self.key, (self.means_noise, 1.0, 1))
         client.covered_means = released_means(exact, self.means_clip, self.means_noise, kept["secret"], address)
         return client.covered_means
@@ -503,27 +496,17 @@ class SampleDP(TrainingData, Private):
         """Write down what every client has spent, and end the run before one exceeds its budget."""
         kept = server.state[self.key]
         if server.run_dir is not None and kept["epsilon"]:
-            private = self.noise_seed is None
-            told = {
-                "private": private,
-                "epsilon": max(kept["epsilon"].values()) if private else None,
-                "unit": f"{self.unit} of a client",
-                "epsilon_by_client": dict(kept["epsilon"]) if private else {},
-                **self.items_told(server),
-                "also": [one.promise for one in server.callbacks if isinstance(one, SumCodec) and one.promise],
-                "delta": self.delta,
-                "rounds": server.round + 1,
-                "clip": self.clip,
-                "accountant": self.accountant,
-            }
-            write_told(server.run_dir, told)
+            spent = dict(kept["epsilon"])
+            told = self.told(server, f"{self.unit} of a client", max(spent.values()), epsilon_by_client=spent)
+            also = [one.promise for one in server.callbacks if isinstance(one, SumCodec) and one.promise]
+            write_told(server.run_dir, told | {"also": also})
         if kept["over"] and server.stopped is None:
             server.stop(self, f"client '{kept['over'][0]}' would exceed epsilon={self.epsilon:g} in another visit")
 
     def on_federation_end(self, server: Server) -> None:
         """Say what was spent."""
         kept = server.state.get(self.key)
-        if kept is not None and kept["epsilon"] and self.noise_seed is None:
+        if kept is not None and kept["epsilon"]:
             most = max(kept["epsilon"], key=kept["epsilon"].get)
             self.say_spent(
                 server,

@@ -72,8 +72,7 @@ def refuse_unfit(setup: Setup, clip: float, bits: int, least: int) -> None:
         if f"{name}.num_batches_tracked" in travelling and getattr(layer, "momentum", 0) is None:
             raise ValueError(
                 f"'{name}' averages over all batches that it has counted (momentum=None), and SecureAggregation leaves "
-                "integer buffers as they are. Give it a momentum, or keep such entries with the clients: "
-                "float_buffers='local'."
+                "integer buffers as they are. Give it a momentum, or take float_buffers='local'."
             )
 
 
@@ -278,13 +277,12 @@ class SecureAggregation(SumCodec):
 
     def _weights(self, server: Server, answers: Iterable[Update]) -> dict[str, float]:
         """Return the weights of the clients that have samples."""
-        name = next((one.weighting for one in server.callbacks if one.weighting is not None), "samples")
         weights = {}
-        for answer in answers:
-            if answer.error is None and answer.num_samples == 0:
+        for answer in (answer for answer in answers if answer.error is None):
+            if answer.num_samples:
+                weights[answer.client] = server.callbacks.weight(server, answer)
+            else:
                 server.note_failure(answer.client, f"client '{answer.client}' has no training samples")
-            elif answer.error is None:
-                weights[answer.client] = WEIGHTINGS[str(name)](answer.num_samples)
         return weights
 
     def _needed(self, server: Server, asked: Sequence[str]) -> int:
@@ -300,8 +298,7 @@ class SecureAggregation(SumCodec):
             why = next((f"; {answer.error.rstrip('.')}" for answer in answers if answer.error), "")
             raise ValueError(
                 f"Round {server.round + 1}: {len(there)} of {len(asked)} clients {what}, and SecureAggregation(threshold="
-                f"{self.threshold:.3g}) opens no sum of fewer than {needed}{why}. The state of the rounds before is intact, "
-                "and resume goes on from there."
+                f"{self.threshold:.3g}) opens no sum of fewer than {needed}{why}. Resume goes on from the round before."
             )
 
     def _entries(self, server: Server) -> list[str]:
@@ -337,8 +334,10 @@ class SecureAggregation(SumCodec):
             raise ValueError("it holds entries in the clear beside SecureAggregation")
         sent, came = update.extras.get(self.key, {}), message.extras.get(self.key, {})
         if message.tag in (SHARES, OPEN):
-            asked = set(came["there"]) if message.tag == OPEN else set(came["keys"]) - {message.client}
-            found = sent[message.tag]
+            found, asked = (
+                sent[message.tag],
+                set(came["there"]) if message.tag == OPEN else {*came["keys"]} - {message.client},
+            )
             if set(found) != asked or any(one.dtype != torch.uint8 or one.dim() != 1 for one in found.values()):
                 raise ValueError(f"its shares are not bytes for each of {len(asked)} clients")
         if message.tag == KEYS and (sent[KEYS].dtype != torch.uint8 or len(sent[KEYS]) != masking.ADVERTISED):
