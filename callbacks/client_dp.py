@@ -36,7 +36,7 @@ from fedlightning.callbacks.shared.private_options import Accountant, Clip, Delt
 from fedlightning.callbacks.shared.secret_noise import digest_of, normal, uniform, with_noise
 from fedlightning.callbacks.shared.single_updates import refuse_other_ways
 from fedlightning.callbacks.shared.spending import KNOWN, releases_in, write_spending
-from fedlightning.callbacks.shared.sum_noise import PLACE, SharesNoise, SumNoise
+from fedlightning.callbacks.shared.sum_noise import PLACE, SumNoise
 from fedlightning.privacy.release import Release, store, stored
 from fedlightning.ranges import PositiveFloat, PositiveInt, PositiveShare, Range, idle_with, needs
 from fedlightning.tensors import as_reals, entry_kinds, narrow, widen
@@ -156,7 +156,7 @@ OF_UPDATES = (*OF_OPTIONS, "check_update", "denominator")
 """Methods that work on single updates or their mean, which SecureAggregation makes."""
 
 
-class ClientDP(ClientSelection, Private, SharesNoise):
+class ClientDP(ClientSelection, Private):
     r"""Differential privacy of clients: nobody can tell from the models whether a client took part (DP-FedAvg).
 
     McMahan, Ramage, Talwar, Zhang, "Learning differentially private recurrent language models", ICLR 2018 (arXiv:1710.06963).
@@ -239,11 +239,9 @@ class ClientDP(ClientSelection, Private, SharesNoise):
     )
     @needs("where", "shares", "that many shares of clients together are the noise of the mean. Give both, or neither.")
     @idle_with(
-        ("rate", "quantile"),
-        "where",
-        "masked",
-        "a sum shows by its noise how many took part, and nobody covers a count. Leave it out, or take where='server'.",
+        "rate", "where", "masked", "a sum shows by its noise how many took part. Leave it out, or take 'server'."
     )
+    @idle_with("quantile", "where", "masked", "nobody covers a count there. Leave it out, or take where='server'.")
     @idle_with("accountant", "where", "masked", "its noise is bounded by Rényi divergences. Take accountant='rdp'.")
     def __init__(
         self,
@@ -263,17 +261,13 @@ class ClientDP(ClientSelection, Private, SharesNoise):
     ) -> None:
         super().__init__(delta, noise_multiplier, epsilon, clip, accountant, ledger, noise_seed, scores)
         self.rate, self.quantile, self.clip_lr, self.where, self.shares = rate, quantile, clip_lr, where, shares
+        self.in_sum = shares or 0
 
     @property
     def facts(self) -> Facts:
         """It bounds one mean of synchronous rounds."""
         needs = [checks.OF_A_SUM if self.in_sum else checks.BOUNDED]
         return super().facts.extend(changes={Change.ABSENCE}, needs=needs, asynchronous=False)
-
-    @property
-    def in_sum(self) -> int:
-        """Shares of noise that a masked sum takes; 0 where the noise is no part of one."""
-        return self.shares or 0
 
     def claims(self, name: str) -> bool:
         """Return True if this callback has such a method, and needs it with its options."""

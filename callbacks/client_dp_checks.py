@@ -13,18 +13,12 @@ from fedlightning.callbacks.shared.fixed_point import FixedPoint
 from fedlightning.callbacks.shared.sum_noise import LEAST_STD, SumNoise
 from fedlightning.tensors import as_reals, tied_names
 
-BOUNDED = Need(
-    "adds noise to one mean of changes whose lengths it bounds",
-    (
-        *("reduce", "on_reduced", "denominator", "plan_round", "on_broadcast", "model_of"),
-        *(Change.VALUES, "encode", "neighbours", "global_module", "on_build"),
-    ),
-)
+WHAT = "adds noise to one mean of changes whose lengths it bounds"
 OF_A_SUM = Need(
-    BOUNDED.what,
-    tuple(one for one in BOUNDED.without if one not in ("reduce", "plan_round", "on_broadcast", "encode")),
+    WHAT, ("on_reduced", "denominator", "model_of", Change.VALUES, "neighbours", "global_module", "on_build")
 )
-"""The same but for what SecureAggregation itself does; it refuses others that do."""
+"""Where SecureAggregation makes the mean, which itself does the rest, and refuses others that do."""
+BOUNDED = Need(WHAT, ("reduce", *OF_A_SUM.without, "plan_round", "on_broadcast", "encode"))
 
 
 def refuse_other_options(kept: Sequence[Any], given: Sequence[Any]) -> None:
@@ -101,7 +95,7 @@ def refuse_other_sum(setup: Setup, noise: SumNoise | None) -> None:
     for other in setup.callbacks:
         if other is not secure and other.claims("on_broadcast"):
             raise ValueError(
-                f"ClientDP {BOUNDED.what}, and {other.key} {facts.describe_change('on_broadcast')}. Remove one of the two."
+                f"ClientDP {WHAT}, and {other.key} {facts.describe_change('on_broadcast')}. Remove one of the two."
             )
     count = sum(setup.data.num_samples[client] > 0 for client in setup.run.clients)
     if noise.shares > secure.survivors(count):

@@ -126,6 +126,8 @@ def released_means(exact: dict[str, Tensor], clip: float, noise: float, secret: 
     return {label: clip * noisy["sums"][label] / noisy["counts"][label] for label in there}
 
 
+SOME_VISITS = 0.2
+"""Share of visits in whose first epoch a batch is tried: of one batch, a trial costs more than the visit."""
 COVERED = Need(
     "covers with noise what a client learns from the batches of its training, and nothing else",
     (Change.READS, Change.MIXES, "on_build", "training_batches"),
@@ -330,7 +332,8 @@ class SampleDP(TrainingData, Private):
         """Take note of how many records there are in the batch."""
         if self._fit is not None:
             self._fit.begin()
-            self._fit.try_batch(batch, self.key)
+            rarely = self._client is not None and trainer.current_epoch == 0  # round 1 was tried before it
+            self._fit.try_batch(batch, self.key, SOME_VISITS if rarely else 1.0)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Put the private gradient in the place of the gradient."""

@@ -35,9 +35,10 @@ from fedlightning.algorithm import (
 )
 from fedlightning.callbacks.shared import masking, masks
 from fedlightning.callbacks.shared.fixed_point import SIGNED, FixedPoint, from_wire, to_wire
+from fedlightning.callbacks.shared.private_options import Private
 from fedlightning.callbacks.shared.secret_noise import digest_of
 from fedlightning.callbacks.shared.single_updates import refuse_other_ways
-from fedlightning.callbacks.shared.sum_noise import PLACE, SharesNoise, SumNoise
+from fedlightning.callbacks.shared.sum_noise import PLACE, SumNoise
 from fedlightning.ranges import PositiveFloat, Range
 from fedlightning.tensors import add_row, as_reals, has_mean, widen
 from fedlightning.tensors.memory import PIECE
@@ -83,8 +84,8 @@ KEYS, SHARES, OPEN = "keys", "shares", "open"
 ONE_SUM = Need(
     "opens one sum of changes of the model that everybody was sent",
     (
-        *("reduce", "denominator", "plan_round", Change.PARTS, Change.SMALLER, "on_build", "model_of"),
-        *("neighbours", "encode"),
+        *("reduce", "denominator", "plan_round", Change.PARTS, Change.SMALLER, "on_build"),
+        *("model_of", "neighbours", "encode"),
     ),
 )
 
@@ -287,7 +288,7 @@ class SecureAggregation(SumCodec):
 
     def _needed(self, server: Server, asked: Sequence[str]) -> int:
         """Return how many have to stay: the threshold, or as many as the noise of the sum takes."""
-        shares = (one.in_sum for one in server.callbacks if isinstance(one, SharesNoise))
+        shares = (one.in_sum for one in server.callbacks if isinstance(one, Private))
         return max(self.survivors(len(asked)), *shares, 0)
 
     def _refuse_few(

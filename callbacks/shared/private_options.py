@@ -40,6 +40,8 @@ class Private(Protection):
         ValueError: If neither `noise_multiplier` nor `epsilon` is given.
     """
 
+    in_sum: int = 0
+    """Shares of noise that a masked sum takes; 0: the noise is no part of one."""
     noised: Sequence[str] = ("entries",)
     """Kinds of items that get noise."""
     scored: Sequence[str] = ("scores",)

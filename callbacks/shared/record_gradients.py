@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -159,21 +158,21 @@ class RecordGradients:
         self._hooks.set_grad_sample_to_none()
         self.refuse_moved()
 
-    def try_batch(self, batch: Any, owner: str) -> None:
-        """Try records of one random batch of each epoch: a step may begin to mix them later, or where they are many.
+    def try_batch(self, batch: Any, owner: str, share: float) -> None:
+        """Try records of one random batch of an epoch: a step may begin to mix them later, or where they are many.
 
         Args:
             batch: The batch whose step begins.
             owner: Who asks.
+            share: Probability with which an epoch has such a batch.
 
         Raises:
             ValueError: If it mixes them.
         """
         epoch, place = self._place
-        first = uniform(self._secret, f"{self._address}|tried in epoch {epoch}", 1)[0] * min(
-            self.sampler.batches, self.room
-        )
-        if self._tried == epoch or place <= first or self.size < 2:
+        coins = uniform(self._secret, f"{self._address}|tried in epoch {epoch}", 2)
+        first = coins[0] * min(self.sampler.batches, self.room)
+        if self._tried == epoch or place <= first or self.size < 2 or coins[1] > share:
             return
         self._tried = epoch
         self.close()  # a module with hooks cannot be copied
@@ -462,22 +461,28 @@ def refuse_mixed_records(
         tried.trainer = trainer
     trainable = [parameter for parameter in tried.parameters() if parameter.requires_grad]
     before = held_by(tried)
-    with torch.enable_grad(), probes.probing(tried, Precision(), 0, "records"), _in_words(module):
-        hooks = hooks_on(tried)
-        most = min(count, most if alone is None else len(alone))
-        together = _gradients(tried, hooks, trainable, batch, count, most)
-        refuse_other_parts(tried, trainable, [_samples_of(hooks, parameter, count) for parameter in trainable])
-        refuse_changed(tried, before)
-        for place in range(most):
-            one_record = apply_to_collection(batch, Tensor, _cut, place, count) if alone is None else alone[place]
-            single = _gradients(tried, hooks, trainable, one_record, 1, 1)
-            scale = max(float(one.norm()) for one in single)
-            if any(float((a[place] - b[0]).norm()) > CLOSE * scale for a, b in zip(together, single, strict=True)):
-                raise ValueError(
-                    f"{owner} clips the gradient of each record, and {type(module).__name__}.training_step gives a record "
-                    "another gradient in a batch than alone. Its loss must be the mean over records, in the first dimension, "
-                    "of what each gives by itself; collate_fn must not mix them, nor pad them so that the loss sees it."
-                )
+    try:
+        with torch.enable_grad(), probes.probing(tried, Precision(), 0, "records"):
+            hooks = hooks_on(tried)
+            most = min(count, most if alone is None else len(alone))
+            together = _gradients(tried, hooks, trainable, batch, count, most)
+            refuse_other_parts(tried, trainable, [_samples_of(hooks, parameter, count) for parameter in trainable])
+            refuse_changed(tried, before)
+            for place in range(most):
+                one_record = apply_to_collection(batch, Tensor, _cut, place, count) if alone is None else alone[place]
+                single = _gradients(tried, hooks, trainable, one_record, 1, 1)
+                scale = max(float(one.norm()) for one in single)
+                if any(float((a[place] - b[0]).norm()) > CLOSE * scale for a, b in zip(together, single, strict=True)):
+                    raise ValueError(
+                        f"{owner} clips the gradient of each record, and {type(module).__name__}.training_step gives one "
+                        "another gradient in a batch than alone. Its loss must be the mean over records, in the first "
+                        "dimension, of what each gives by itself; collate_fn must not mix them, nor pad what the loss sees."
+                    )
+    except (AttributeError, RuntimeError, NotImplementedError, TypeError) as error:
+        raise ValueError(
+            f"Opacus cannot take the gradients of single records of {type(module).__name__} apart: {error} Parameters have "
+            "to be in layers of torch.nn, each called in the step; one that a wrapper changes stands in an nn.Sequential."
+        ) from error
 
 
 def _moved_a_little(module: LightningModule) -> LightningModule:
@@ -495,18 +500,6 @@ def _moved_a_little(module: LightningModule) -> LightningModule:
                 numbers = as_reals(parameter)
                 numbers.add_(0.01 * torch.randn(numbers.shape, generator=draw).to(numbers))
     return made
-
-
-@contextmanager
-def _in_words(module: LightningModule) -> Iterator[None]:
-    """Turn what Opacus raises over layers that it cannot take apart into a sentence."""
-    try:
-        yield
-    except (AttributeError, RuntimeError, NotImplementedError, TypeError) as error:
-        raise ValueError(
-            f"Opacus cannot take the gradients of single records of {type(module).__name__} apart: {error} Parameters have "
-            "to be in layers of torch.nn, each called in the step; one that a wrapper changes stands in an nn.Sequential."
-        ) from error
 
 
 def _gradients(

@@ -246,7 +246,7 @@ def test_the_clip_that_a_refusal_names_is_enough():
     [
         ({"accountant": "prv"}, "Take accountant='rdp'"),
         ({"rate": 0.5}, "rate=0.5 with where='masked': a sum shows"),
-        ({"quantile": 0.5}, "quantile=0.5 with where='masked': a sum shows"),
+        ({"quantile": 0.5}, "quantile=0.5 with where='masked': nobody covers"),
         ({"shares": None}, "where='masked' without shares"),
     ],
 )

@@ -16,7 +16,7 @@ pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install o
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from fedlightning.algorithm import Change, Facts, FederatedCallback
-from fedlightning.callbacks import ClientDP, FedAvg, FedLP
+from fedlightning.callbacks import ClientDP, FedAvg, FedLP, sample_dp
 from fedlightning.engines.attempts import FederationError
 from fedlightning.tensors import equal
 from tests.callbacks.test_sample_dp import SIZES, Plain, dp, module, plain_trainer, records
@@ -418,8 +418,9 @@ class MeansOverTokens(Toy):
         return (weights * F.cross_entropy(self(batch[0]), batch[1], reduction="none")).sum() / weights.sum()
 
 
-def test_a_batch_of_each_visit_is_tried_where_a_visit_is_one_epoch():
+def test_batches_are_tried_where_a_visit_is_one_epoch(monkeypatch):
     """One record of one client mixes: neither the first batch nor the first records have it."""
+    monkeypatch.setattr(sample_dp, "SOME_VISITS", 1.0)
     data = toy_data({"0": 16, "1": 32})
     data.tensors["1"]["train"][0][20, 0] = 99.0
     with pytest.warns(UserWarning, match="client '1' failed.* another gradient in a batch than alone"):
