@@ -322,7 +322,8 @@ class SampleDP(TrainingData, Private):
         rate = self._sampler.rate
         goes_on = self.noise_multiplier is None and history  # with the noise that was solved for
         noise = float(history[-1][0]) if goes_on else self.noise_for(rate, planned * visits)
-        self._entry = self._file(client, f"{secret}|{address}", self._sampler.units)
+        whose = (None, None) if client is None else (client.id, client.folder)
+        self._entry = self._file(*whose, f"{secret}|{address}", self._sampler.units)
         room = self._enter(self._entry, history, (noise, rate), planned, all_of_them=not keeps)
         self._undo.append(checks.refuse_monitors(trainer, pl_module, client is not None))
         began, self._began = self._began, None
@@ -390,11 +391,12 @@ class SampleDP(TrainingData, Private):
             self._undo.pop()()
         return fit
 
-    def _file(self, client: Client | None, secret: str = "", units: int = 0) -> Ledger:
+    def _file(self, client: str | None, folder: str | Path | None, secret: str = "", units: int = 0) -> Ledger:
         """Return the file that counts visits: in the ledger, or else in the client's folder of the run, if it has one.
 
         Args:
             client: The client; `None`: a plain Trainer, of which one file has all.
+            folder: The client's folder.
             secret: As for :class:`Ledger`.
             units: The same.
 
@@ -402,8 +404,8 @@ class SampleDP(TrainingData, Private):
             ValueError: If the ledger counts these data by the other unit.
         """
         if self.ledger is None and client is not None:
-            return Ledger(None if client.folder is None else str(client.folder), "privacy", secret)
-        data, units = ("data", 0) if client is None else (client.id, units)
+            return Ledger(None if folder is None else str(folder), "privacy", secret)
+        data, units = ("data", 0) if client is None else (client, units)
         records, patients = (Ledger(self.ledger, f"{data}{of}", secret, units) for of in ("", " by patient"))
         own, other = (records, patients) if self.unit == "record" else (patients, records)
         if other.path is not None and other.path.exists():
@@ -465,7 +467,7 @@ class SampleDP(TrainingData, Private):
         kept = client.state.get(self.key, {})
         if not kept.get("history") or client.message.work == 0:
             return
-        with self._file(client).held(None) as every:
+        with self._file(client.id, client.folder).held(None) as every:
             before = self._before(kept["history"], every)
         spent, left = self.epsilon_of(before), self.fits([*before, *kept["visit"]])
         spent = min(spent, torch.finfo(torch.float32).max)  # no message holds infinity, which noise of almost 0 spends
@@ -474,7 +476,7 @@ class SampleDP(TrainingData, Private):
     def class_means(self, client: Client, update: Update, vectors: Vectors, classes: int) -> dict[int, Tensor]:
         """Return noisy means of the classes that are there, after writing down what they spend."""
         kept, address = client.state[self.key], f"{client.scratch[self.key]}|means"
-        file = self._file(client, f"{kept['secret']}|{address}")
+        file = self._file(client.id, client.folder, f"{kept['secret']}|{address}")
         self._enter(file, kept["history"], (self.means_noise, 1.0), 1, all_of_them=True)
         client.withhold_data("")
         exact = sums_by_class(vectors(), classes, self.means_clip)
@@ -497,19 +499,27 @@ class SampleDP(TrainingData, Private):
 
     def on_round_end(self, server: Server) -> None:
         """Write down what every client has spent, and end the run before one exceeds its budget."""
-        kept = server.state[self.key]
+        self._write(server, kept := server.state[self.key])
+        if kept["over"] and server.stopped is None:
+            server.stop(self, f"client '{kept['over'][0]}' would exceed epsilon={self.epsilon:g} in another visit")
+
+    def _write(self, server: Server, kept: Mapping[str, Any]) -> None:
         if server.run_dir is not None and kept["epsilon"]:
             spent = dict(kept["epsilon"])
             told = self.told(server, f"{self.unit} of a client", max(spent.values()), epsilon_by_client=spent)
             also = [one.promise for one in server.callbacks if isinstance(one, SumCodec) and one.promise]
             write_told(server.run_dir, told | {"also": also})
-        if kept["over"] and server.stopped is None:
-            server.stop(self, f"client '{kept['over'][0]}' would exceed epsilon={self.epsilon:g} in another visit")
 
     def on_federation_end(self, server: Server) -> None:
-        """Say what was spent."""
+        """Say what was spent, by visits too that were not taken in: late ones, and those under way at the end."""
         kept = server.state.get(self.key)
+        for client in () if kept is None or server.sites else server.clients:
+            file = self._file(client, server.blueprint.settings.folder_of(client))
+            if file.path is not None and file.path.exists():
+                with file.held(None) as every:
+                    kept["epsilon"][client] = max(self.epsilon_of(every), kept["epsilon"].get(client, 0.0))
         if kept is not None and kept["epsilon"]:
+            self._write(server, kept)
             most = max(kept["epsilon"], key=kept["epsilon"].get)
             self.say_spent(
                 server,

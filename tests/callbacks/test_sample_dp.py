@@ -29,6 +29,7 @@ from fedlightning.callbacks import (
     Ditto,
     FedAdam,
     FedALA,
+    FedAsync,
     FedAvg,
     FedPer,
     FedProx,
@@ -44,6 +45,7 @@ from fedlightning.contract.messages import Message
 from fedlightning.engines.attempts import FederationError
 from fedlightning.engines.base import Evaluate
 from fedlightning.errors import ConfigurationError
+from fedlightning.virtual_time import Asynchronous, FixedSpeed, VirtualClock
 from tests.conformance.case import collect
 from tests.helpers import NormNet, Toy, ToyData, federate, global_state, make_trainer, same, toy_data
 
@@ -390,6 +392,22 @@ def test_a_visit_that_is_done_again_and_comes_out_differently_counts_twice(tmp_p
     assert visits == [[1.0, 0.5, 2]] * (2 if kind is ToyData else 4)
     told = json.loads((trainer.run.path / "privacy.json").read_text())["epsilon_by_client"]
     assert told["0"] == pytest.approx(trainer.callbacks.callbacks[0].epsilon_of(visits), rel=1e-5)
+
+
+def test_visits_under_way_when_a_run_ends_are_told(tmp_path):
+    """Their updates have left the clients, whether the server waits for them or not."""
+    loop = Asynchronous(VirtualClock(FixedSpeed(1.0, slowdown={"2": 10})))
+    callback = dp(noise_seed=None, ledger=str(tmp_path / "ledger"))
+    trainer = make_trainer(tmp_path, [FedAsync(), callback], max_rounds=6, loop=loop, name="a")
+    trainer.fit(module(), datamodule=toy_data(SIZES))
+    files = {path.stem: json.loads(path.read_text())["runs"] for path in (tmp_path / "ledger").glob("*.json")}
+    assert "2" in files
+    spent = {
+        name: callback.epsilon_of([one for steps in runs.values() for one in steps]) for name, runs in files.items()
+    }
+    told = json.loads((trainer.run.path / "privacy.json").read_text())
+    assert told["epsilon_by_client"] == pytest.approx(spent, rel=1e-5)
+    assert told["epsilon"] == pytest.approx(max(spent.values()), rel=1e-5)
 
 
 def test_a_run_does_not_go_on_with_another_configuration(tmp_path):
