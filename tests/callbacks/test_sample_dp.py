@@ -364,10 +364,9 @@ class Cut(FederatedCallback):
 
     facts = Facts(takes_part=False)
 
-    def on_reduced(self, server, state):
+    def on_round_end(self, server):
         if server.round == 1:
             raise KeyboardInterrupt
-        return state
 
 
 @pytest.mark.parametrize("kind", [ToyData, Shaken])
