@@ -143,16 +143,9 @@ class Private(Protection):
     def told(self, server: Server, unit: str, epsilon: float, **others: Any) -> dict[str, Any]:
         """Return what `privacy.json` says after a round; numbers of a run with a fixed seed are none."""
         spent = {"epsilon": epsilon, **others}
-        return {
-            "private": self.noise_seed is None,
-            **(spent if self.noise_seed is None else dict.fromkeys(spent)),
-            "delta": self.delta,
-            "rounds": server.round + 1,
-            "accountant": self.accountant,
-            "unit": unit,
-            "clip": self.clip,
-            **self.items_told(server),
-        }
+        known = spent if self.noise_seed is None else dict.fromkeys(spent)
+        own = {name: getattr(self, name) for name in ("delta", "accountant", "clip")} | self.items_told(server)
+        return {"private": self.noise_seed is None, **known, "rounds": server.round + 1, "unit": unit, **own}
 
     def items_told(self, server: Server) -> dict[str, Any]:
         """Return by cover what leaves clients in a run, and what the model it begins with has spent, for `privacy.json`."""
