@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -322,8 +323,8 @@ class SampleDP(TrainingData, Private):
         rate = self._sampler.rate
         goes_on = self.noise_multiplier is None and history  # with the noise that was solved for
         noise = float(history[-1][0]) if goes_on else self.noise_for(rate, planned * visits)
-        whose = (None, None) if client is None else (client.id, client.folder)
-        self._entry = self._file(*whose, f"{secret}|{address}", self._sampler.units)
+        name, folder = (None, None) if client is None else (client.id, client.folder)
+        self._entry = self._file(name, folder, f"{secret}|{address}", self._sampler.units)
         room = self._enter(self._entry, history, (noise, rate), planned, all_of_them=not keeps)
         self._undo.append(checks.refuse_monitors(trainer, pl_module, client is not None))
         began, self._began = self._began, None
@@ -512,13 +513,18 @@ class SampleDP(TrainingData, Private):
 
     def on_federation_end(self, server: Server) -> None:
         """Say what was spent, by visits too that were not taken in: late ones, and those under way at the end."""
-        kept = server.state.get(self.key)
-        for client in () if kept is None or server.sites else server.clients:
+        if self.key not in server.state:
+            return
+        kept = server.state[self.key]
+        for client in () if server.sites else server.clients:
             file = self._file(client, server.blueprint.settings.folder_of(client))
             if file.path is not None and file.path.exists():
-                with file.held(None) as every:
+                with (
+                    suppress(ValueError),
+                    file.held(None) as every,
+                ):  # of a damaged file the client has told, and failed
                     kept["epsilon"][client] = max(self.epsilon_of(every), kept["epsilon"].get(client, 0.0))
-        if kept is not None and kept["epsilon"]:
+        if kept["epsilon"]:
             self._write(server, kept)
             most = max(kept["epsilon"], key=kept["epsilon"].get)
             self.say_spent(
