@@ -470,9 +470,12 @@ class SampleDP(TrainingData, Private):
             return
         with self._file(client.id, client.folder).held(None) as every:
             before = self._before(kept["history"], every)
-        spent, left = self.epsilon_of(before), self.fits([*before, *kept["visit"]])
-        spent = min(spent, torch.finfo(torch.float32).max)  # no message holds infinity, which noise of almost 0 spends
-        update.extras[self.key] = {"epsilon": torch.tensor(spent), "left": torch.tensor(int(left))}
+        left = self.fits([*before, *kept["visit"]])
+        update.extras[self.key] = {"epsilon": self._as_told(before), "left": torch.tensor(int(left))}
+
+    def _as_told(self, steps: Steps) -> Tensor:
+        """Return what steps spend as a message has it, which holds no infinity; noise of almost 0 spends that."""
+        return torch.tensor(min(self.epsilon_of(steps), torch.finfo(torch.float32).max))
 
     def class_means(self, client: Client, update: Update, vectors: Vectors, classes: int) -> dict[int, Tensor]:
         """Return noisy means of the classes that are there, after writing down what they spend."""
@@ -523,7 +526,7 @@ class SampleDP(TrainingData, Private):
                     suppress(ValueError),
                     file.held(None) as every,
                 ):  # of a damaged file the client has told, and failed
-                    kept["epsilon"][client] = max(self.epsilon_of(every), kept["epsilon"].get(client, 0.0))
+                    kept["epsilon"][client] = max(float(self._as_told(every)), kept["epsilon"].get(client, 0.0))
         if kept["epsilon"]:
             self._write(server, kept)
             most = max(kept["epsilon"], key=kept["epsilon"].get)
