@@ -15,9 +15,10 @@ from fedlightning.experiments.reproduce.results import (
     INCONCLUSIVE,
     Line,
     Verdict,
-    chance,
     expected_by_chance,
+    judge,
     row_of,
+    sentence_of_plan,
     times,
     verdict_counts,
 )
@@ -28,7 +29,7 @@ HEAD = """# Published tables, run again
 
 Made by `python -m tools.reproduce_page` from the verdicts that are recorded in `configs/reproduce/recorded`.
 Run any of them with `fedlightning reproduce NAME --data-root DIR`; [the rule of
-verdicts](../how-to/reproduce.md#verdicts) was fixed before. In brackets: 95 % interval over seeds (Student's t).
+verdicts](../how-to/reproduce.md#verdicts) was fixed before. In brackets: interval over seeds (Student's t).
 """
 
 
@@ -37,18 +38,27 @@ def page(tables: Sequence[Table]) -> str:
     records = {table.name: read_record(table.path) for table in tables}
     every = [line for record in records.values() for line in record.values()]
     expected = expected_by_chance(map(_line, every))
+    total = sum(len(table.cells) + len(table.orders) for table in tables)
+    never = total - sum(name in records[table.name] for table in tables for name in _names(table))
     parts = [
         HEAD,
-        f"All tables: {verdict_counts(line['verdict'] for line in every)}. {chance(expected)}\n",
+        f"All tables: {verdict_counts(line['verdict'] for line in every)}. {expected} Of {total} cells and orders {never} "
+        "were never run here.\n",
         _overview(tables, records),
     ]
     return "\n".join([*parts, *(_section(table, records[table.name]) for table in tables)])
 
 
+def _names(table: Table) -> list[str]:
+    return [line.name for line in (*table.cells, *table.orders)]
+
+
 def _overview(tables: Sequence[Table], records: Mapping[str, Mapping[str, Any]]) -> str:
     lines = ["| table | published in | sets: minutes on two cores | verdicts |", "|---|---|---|---|"]
     for table in tables:
-        told = verdict_counts(line["verdict"] for line in records[table.name].values()) or "not run yet"
+        words = [line["verdict"] for line in records[table.name].values()]
+        never = sum(name not in records[table.name] for name in _names(table))
+        told = verdict_counts([*words, *["never run"] * never])
         link = f"[{table.name}](#{table.name.replace('_', '-')})"
         lines.append(f"| {link} | {_cell(table.source.paper)} | {times(table)} | {told} |")
     return "\n".join(lines) + "\n"
@@ -76,6 +86,8 @@ def _section(table: Table, record: Mapping[str, Any]) -> str:
         parts.append("\n".join(["| order | difference | verdict |", "|---|--:|---|", *rows]) + "\n")
     if not record:
         parts.append("It has not been run here yet.\n")
+    parts += [] if table.exact or not record else [f"*Plan.* {sentence_of_plan(table)}\n"]
+    parts += [*_earlier_looks(record), *_other_tolerances(table, record)]
     parts += [f"*Why: {name}.* {text}\n" for name, text in _reasons(table, known, orders).items()]
     parts.append(f"*Can detect* {'; '.join(table.detects)}. *Cannot detect* {'; '.join(table.cannot_detect)}.\n")
     parts += [f"**{text}**\n" for text in moved_goals(table)]
@@ -97,8 +109,32 @@ def _reasons(table: Table, known: Sequence[tuple[Cell, Line]], orders: Sequence[
 def _line(recorded: Mapping[str, Any]) -> Line:
     """Return a recorded line as it was when it was judged."""
     word, why = recorded["verdict"], recorded["note"]
-    verdict = Verdict(word, recorded["mean"], recorded["low"], recorded["high"], why)
-    return Line(recorded["name"], verdict, published=recorded["published"], tolerance=recorded["tolerance"])
+    confidence = recorded.get("confidence", 0.95)
+    verdict = Verdict(word, recorded["mean"], recorded["low"], recorded["high"], why, confidence)
+    values, published = recorded["values"], recorded["published"]
+    return Line(recorded["name"], verdict, values, published=published, tolerance=recorded["tolerance"])
+
+
+def _other_tolerances(table: Table, record: Mapping[str, Any]) -> list[str]:
+    """Return sentences on the verdicts that the cells would have with other tolerances."""
+    sentences = []
+    for tolerance in table.tolerances:
+        words = [
+            judge(list(line["values"].values()), line["published"], tolerance, confidence=table.confidence).word
+            for line in record.values()
+            if line["published"] is not None and line["values"]
+        ]
+        sentences.append(f"With a tolerance of {tolerance:g} for all cells: {verdict_counts(words)}.\n")
+    return sentences
+
+
+def _earlier_looks(record: Mapping[str, Any]) -> list[str]:
+    """Return sentences on the verdicts of the looks before the last."""
+    words: dict[int, list[str]] = {}
+    for line in record.values():
+        for look in line.get("looks", ()):
+            words.setdefault(look["seeds"], []).append(look["verdict"])
+    return [f"The look at {seeds} seeds: {verdict_counts(words[seeds])}.\n" for seeds in sorted(words)]
 
 
 def _cells(line: Line) -> str:

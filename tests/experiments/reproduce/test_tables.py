@@ -58,6 +58,11 @@ def test_orders_are_pairs_and_reduced_runs_are_judged_by_them_alone(read):
     assert found.runs["other"].sets == ["gpu"]
 
 
+def test_looks_share_the_chance_to_err(read):
+    assert (read(seeds=4).looks, read(seeds=4).confidence) == ([4], 0.95)
+    assert read(seeds=4, looks=[2, 4]).confidence == pytest.approx(0.975)
+
+
 WRONG = {
     "misspelt key": ({"tittle": "x"}, "the table has the key 'tittle', which means nothing here. Did you mean title?"),
     "unknown run": (
@@ -90,6 +95,19 @@ WRONG = {
         {"measures": {"final": {"kind": "gaining_share", **FINAL, "against": "local"}}},
         "the measure 'final' (gaining_share) of the table names 'local' (against)",
     ),
+    "checkpoint": (
+        {"measures": {"final": {"metric": "accuracy", "checkpoint": "best"}}},
+        "has checkpoint: 'best'. Give 'deployed', 'latest', 'best_global' or 'best_local'.",
+    ),
+    "stage": (
+        {"measures": {"final": {"metric": "accuracy", "stage": "L3"}}},
+        "has stage: 'L3'. Give 'G', 'L1' or 'L2'.",
+    ),
+    "looks": (
+        {"seeds": 4, "looks": [2]},
+        "has looks: [2]. Give rising numbers of seeds, the last of them 4, the number of",
+    ),
+    "looks twice": ({"seeds": 4, "looks": [4, 4]}, "has looks: [4, 4]."),
     "no tolerance": ({"columns": {"accuracy": {"measure": "final"}}}, "cell 'FedAvg / accuracy' has no 'tolerance'"),
     "negative tolerance": (
         {"columns": {"accuracy": {"measure": "final", "tolerance": -1}}},
