@@ -270,6 +270,11 @@ def model_size(run: Run, *, client: str | None = None) -> Value:
     return Value(float(sum(values.numel() for values in _state(run, client).values())))
 
 
+def model_norm(run: Run, *, client: str | None = None) -> Value:
+    """Return the length of all numbers of an exported model, as one vector: a client's, or the server's."""
+    return Value(math.sqrt(sum(float(values.double().square().sum()) for values in _state(run, client).values())))
+
+
 # -- two runs ----------------------------------------------------------------------------------------------------------
 def difference(run: Run, *, of: Callable[[Run], Value], against: Run) -> Value:
     """Return a measure of this run minus that of another one."""
@@ -298,7 +303,7 @@ def epsilon(
 
 OF_TWO = (gaining_share, opt_outs, difference, ratio)
 """Kinds that read other runs, `against`: `gaining_share` one or more, the others one."""
-OF_ONE = (score, at_round, best_round, rounds_to, clients_below, logged, summary, entry, model_size)
+OF_ONE = (score, at_round, best_round, rounds_to, clients_below, logged, summary, entry, model_size, model_norm)
 KINDS: dict[str, Callable[..., Value]] = {kind.__name__: kind for kind in (*OF_ONE, *OF_TWO, epsilon)}
 """Name of a kind of measure -> its function."""
 SCORED = ("score", "at_round", "best_round", "rounds_to", "gaining_share", "opt_outs", "clients_below")
