@@ -14,7 +14,7 @@ from fedlightning.experiments.yaml_blocks import Block
 from fedlightning.ranges import Length
 from fedlightning.scores.metrics import bare, higher_is_better
 from fedlightning.scores.rows import Row
-from fedlightning.study.columns import GLOBAL, PERSONAL
+from fedlightning.study.columns import GLOBAL, LOCAL, PERSONAL
 from fedlightning.study.fairness import spread
 from fedlightning.study.measures import RunScores
 from fedlightning.study.runs import Run
@@ -26,6 +26,8 @@ Stage = Literal["G", "L1", "L2"]
 Model = Literal["personal", "global", "unseen"]
 Data = Literal["local", "pooled"]
 Split = Literal["val", "test"]
+CLIENT = "client:"
+"""Before the id of a client in the column `data` of scores of all models on its data."""
 OVER = ("mean", "weighted", "median", "worst", "best", "std", "variance", "tenth_percentile")
 """Statistics over clients; `client:NAME` is one client's own score."""
 
@@ -107,6 +109,26 @@ def score(
         return Value(math.nan)
     weighted = found.weighted_mean
     return Value(_over(found.defined, over, metric, math.nan if weighted is None else weighted))
+
+
+def offered(
+    run: Run, *, client: str, metric: str, checkpoint: Checkpoint = "deployed", stage: Stage | None = None
+) -> Value:
+    """Return the mean score over all clients' test data of the model of one client, offered to all (FENDA-FL, table 2).
+
+    The run needs `evaluation.test_data: [local, clients]`.
+    """
+    scores = RunScores(run)
+    others = sorted({row["data"] for row in run.results if str(row["data"]).startswith(CLIENT)})
+    places = [LOCAL, *(place for place in others if place != f"{CLIENT}{client}")]
+    rows = [scores.find(metric, "test", PERSONAL, checkpoint, stage, place) for place in places]
+    values = [None if row is None else row.defined.get(client) for row in rows]
+    if not others or None in values:
+        raise NoValueError(
+            f"no test scores '{metric}' of the model of client '{client}' on the data of all clients; "
+            "set trainer.evaluation.test_data: [local, clients]"
+        )
+    return Value(sum(map(float, values)) / len(values))  # type: ignore[arg-type]  # none is None
 
 
 def at_round(
@@ -303,10 +325,22 @@ def epsilon(
 
 OF_TWO = (gaining_share, opt_outs, difference, ratio)
 """Kinds that read other runs, `against`: `gaining_share` one or more, the others one."""
-OF_ONE = (score, at_round, best_round, rounds_to, clients_below, logged, summary, entry, model_size, model_norm)
+OF_ONE = (
+    score,
+    offered,
+    at_round,
+    best_round,
+    rounds_to,
+    clients_below,
+    logged,
+    summary,
+    entry,
+    model_size,
+    model_norm,
+)
 KINDS: dict[str, Callable[..., Value]] = {kind.__name__: kind for kind in (*OF_ONE, *OF_TWO, epsilon)}
 """Name of a kind of measure -> its function."""
-SCORED = ("score", "at_round", "best_round", "rounds_to", "gaining_share", "opt_outs", "clients_below")
+SCORED = ("score", "offered", "at_round", "best_round", "rounds_to", "gaining_share", "opt_outs", "clients_below")
 """Kinds that read a score of the test or validation data by its name."""
 LOWER = ("rounds_to", "model_size", "epsilon", "opt_outs", "clients_below")
 """Kinds of which the lower value is the better one."""

@@ -181,7 +181,8 @@ class Table:
         claim: What the table claims.
         setting: Setting of the paper.
         departures: Where ours differs.
-        detects: Faults that make a cell disagree.
+        detects: Faults that were planted, and turned a cell or an order.
+        aims_at: Faults that the table is meant to show; nobody planted them.
         cannot_detect: Faults that no cell would show.
         tuned_on_test: Whether the paper chose anything on test data.
         sets: Sets that the table belongs to.
@@ -212,6 +213,7 @@ class Table:
     orders: Sequence[Order]
     departures: Texts = field(default_factory=list)
     detects: Texts = field(default_factory=list)
+    aims_at: Texts = field(default_factory=list)
     cannot_detect: Texts = field(default_factory=list)
     tuned_on_test: bool = False
     sets: Texts = field(default_factory=list)
