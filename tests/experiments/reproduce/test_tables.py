@@ -10,7 +10,7 @@ import yaml
 from fedlightning.commands.configs import FOLDER
 from fedlightning.commands.reproduce import TABLES
 from fedlightning.config.errors import InputError
-from fedlightning.experiments.reproduce.tables import read_table
+from fedlightning.experiments.reproduce.tables import ALL, read_table
 from fedlightning.experiments.yaml_blocks import read_yaml
 from tests.experiments.reproduce.writing import table, write
 from tests.experiments.tiny import small
@@ -212,5 +212,7 @@ def test_the_table_of_the_how_to_can_be_read():
 @pytest.mark.parametrize("path", sorted(TABLES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_table_that_comes_with_the_package_can_be_read(path: Path):
     found = read_table(path, FOLDER)
-    assert (found.cells or found.orders) and found.detects and found.cannot_detect and found.claim
+    assert (found.cells or found.orders) and found.cannot_detect and found.claim
+    assert bool(found.detects) != bool(found.aims_at)  # faults that were planted, or that nobody planted yet
+    assert ALL in found.minutes  # what all of its runs take
     assert path.read_text().startswith("# ")
