@@ -139,7 +139,7 @@ def released_means(exact: dict[str, Tensor], clip: float, noise: float, secret: 
 
 COVERED = Need(
     "covers with noise what a client learns from the batches of its training, and nothing else",
-    (Change.READS, Change.MIXES, "on_build", "training_batches"),
+    (Change.READS, "not by_record", "on_build", "training_batches"),
 )
 Vectors = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 
