@@ -36,6 +36,7 @@ from fedlightning.ranges import (
     checked,
     described,
     exactly_one,
+    make_init,
     may_be_infinite,
     needs,
     number_in,
@@ -250,6 +251,36 @@ def test_a_dataclass_can_be_checked():
         Options(2)
 
 
+def test_arguments_that_are_declared_in_the_body_are_checked_as_those_of_a_constructor():
+    @at_most_one("share", "limit", why="both bound it. Leave one out.")
+    @make_init
+    class Options:
+        share: Share = 0.5
+        limit: Annotated[float, Range("(0, inf)")] | None = None
+
+        def __post_init__(self) -> None:
+            self.twice = 2 * self.share
+
+    assert Options(0.25).twice == 0.5 and Options() != Options() and hash(Options()) is not None
+    for options, fault in (({"share": 2}, r"share=2\. Use a number in \[0, 1\]"), ({"limit": 0}, "limit=0")):
+        with pytest.raises(ConfigurationError, match=f"Options got {fault}"):
+            Options(**options)
+    with pytest.raises(ConfigurationError, match="both bound it"):
+        Options(share=0.1, limit=1.0)
+    with pytest.raises(ConfigurationError, match=r"Options has no argument 'shares'\. Did you mean share\?"):
+        Options(shares=0.1)
+
+
+def test_what_a_base_declares_is_checked_where_its_words_are_unknown():
+    """HeteroFL's module does not import the annotation of its base's `weighting`: any value went through."""
+    with pytest.raises(
+        ConfigurationError, match=r"HeteroFL got weighting=-1\. Use 'samples', 'uniform' or 'log', or None"
+    ):
+        callbacks.HeteroFL(weighting=-1)
+    names = list(inspect.signature(callbacks.HeteroFL).parameters)
+    assert callbacks.HeteroFL().masked_loss and names[:3] == ["rates", "dynamic", "scaler"]
+
+
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
@@ -385,7 +416,7 @@ def test_every_declared_range_is_enforced(kind):
     needed = NEEDED.get(kind.__name__, dict)()
     if "num_clients" in parameters and "num_clients" not in needed:
         needed["num_clients"] = 2
-    for name, annotation in _annotations_of(kind).items():
+    for name, annotation in _annotations_of(kind.__mro__).items():
         if name not in parameters:
             continue
         refusal = rf"{kind.__name__} got {name}="
