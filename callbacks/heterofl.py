@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fedlightning.algorithm import WeightingName
 from fedlightning.callbacks.shared.partial_training import PartialTraining, Rates
 from fedlightning.ranges import make_init
 from fedlightning.wrappers.submodel import Units, first_units
@@ -55,8 +56,12 @@ class HeteroFL(PartialTraining):
     """
 
     rates: Rates = (1.0, 0.5, 0.25)
+    dynamic: bool = False
     scaler: bool = True
     masked_loss: bool = True
+    static_bn: bool = True
+    head: str | list[str] | None = None
+    weighting: WeightingName | None = "uniform"
 
     def units(self, rate: float, round: int, client: str, seed: int) -> Units:
         """Return the first `ceil(rate * width)` units of every layer, in every round and for every client."""

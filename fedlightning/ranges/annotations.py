@@ -396,8 +396,11 @@ def make_init(kind: Kind) -> Kind:
     """Make the `__init__` of a class out of the arguments that its body declares: kept under their names, and checked.
 
     A decorator for classes whose constructor would do nothing else. What it has to do beside goes into `__post_init__`, and
-    what is declared of several arguments, such as :func:`at_most_one`, above the decorator. Two objects are equal if they
-    are the same, and the representation is that of the class's base.
+    what is declared of several arguments, such as :func:`at_most_one`, above the decorator. Arguments of a base class are no
+    arguments here unless they are declared again.
+
+    It is the constructor of a dataclass, and nothing else is one's: equality and representation are those of the base, and
+    whoever looks for arguments (jsonargparse) finds a constructor, whose annotations are read in the class's own module.
 
     Example:
         >>> @make_init
@@ -411,10 +414,8 @@ def make_init(kind: Kind) -> Kind:
         fedlightning.errors.ConfigurationError: Noise got sigma=-1. Use a number in [0, inf).
     """
     dataclass(eq=False, repr=False, match_args=False)(kind)  # in place
-    own, init = inspect.get_annotations(kind), vars(kind)["__init__"]
-    for name, annotation in _annotations_of(kind.__mro__[1:], plain=True).items():
-        if name not in own:  # a text otherwise, with names that the class's own module need not know
-            init.__annotations__[name] = annotation
+    for name in ("__dataclass_fields__", "__dataclass_params__"):
+        delattr(kind, name)
     return check_on_creation(kind)
 
 
@@ -436,7 +437,7 @@ def check_arguments(owner: object, init: Callable[..., None], arguments: Mapping
         if name in arguments and not allows(annotation, arguments[name]):
             if arguments[name] is inspect.signature(init).parameters[name].default:  # as in `name: str = None`
                 continue
-            annotation = _annotations_of(type(owner).__mro__).get(name, annotation)  # a base may say more than its kind
+            annotation = _annotations_of(type(owner)).get(name, annotation)  # a base may say more than its kind
             finite = ["It must be finite."] if is_boundless(arguments[name]) else []
             raise ConfigurationError(
                 f"{type(owner).__name__} got {name}={shown(arguments[name])}. "
@@ -457,7 +458,7 @@ def counts_of(owner: object) -> list[tuple[str, str, int]]:
     """
     told = [
         (name, things, getattr(owner, name, None))
-        for name, annotation in _annotations_of(type(owner).__mro__).items()
+        for name, annotation in _annotations_of(type(owner)).items()
         for things in counted_in(annotation)
     ]
     parameters = inspect.signature(type(owner)).parameters
@@ -476,22 +477,22 @@ def ranges_of(kind: type) -> dict[str, str]:
         >>> ranges_of(FedProx)["mu"]
         'a number in [0, inf)'
     """
-    checked_ones = _annotations_of(kind.__mro__)
+    checked_ones = _annotations_of(kind)
     return {name: described(checked_ones[name]) for name in inspect.signature(kind).parameters if name in checked_ones}
 
 
 def may_be_infinite(kind: type, name: str) -> bool:
     """Return True if an argument of a class has a range that is closed at infinity."""
-    annotation = _annotations_of(kind.__mro__).get(name)
+    annotation = _annotations_of(kind).get(name)
     return annotation is not None and any(math.inf in found for found in ranges_in(annotation))
 
 
-def _annotations_of(kinds: Sequence[type], plain: bool = False) -> dict[str, Any]:
+def _annotations_of(kind: type) -> dict[str, Any]:
     """Return the annotations with something to check of a class and its bases, each argument's from where it is nearest."""
     found: dict[str, Any] = {}
-    for one in reversed(kinds):
+    for one in reversed(kind.__mro__):
         if "__init__" in vars(one):
-            found |= _annotations(inspect.unwrap(vars(one)["__init__"]), plain)
+            found |= _annotations(inspect.unwrap(vars(one)["__init__"]))
     return found
 
 
