@@ -3,7 +3,8 @@
 It also says how a module stands to the trainer that it is attached to (which one, on which device, what its steps are called
 with), and gives objects that are made from a configuration hyper-parameters of their own.
 
-LightningCLI hands the configuration of `model` (or `data`) to `save_hyperparameters` by a context variable, for whatever object calls it meanwhile. So it also reaches objects inside the one that the configuration describes: a data
+LightningCLI hands the configuration of `model` (or `data`) to `save_hyperparameters` by a context variable, for
+whatever object calls it meanwhile. So it also reaches objects inside the one that the configuration describes: a data
 module inside a wrapper, or a module that another one makes in its constructor, would silently take the values of the
 outer one.
 """
