@@ -1,8 +1,7 @@
 """What every model of a federation is built from: :class:`Blueprint`.
 
-Copies of a template by `copy.deepcopy`, and what every maker of copies offers: :class:`ModuleCopier`.
-
-What attaches to the client side of a federation from outside: :class:`ClientParts`.
+Models are copies of a template, by `copy.deepcopy` or another :class:`ModuleCopier`. :class:`ClientParts` is what attaches to
+the client side of a federation from outside.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 It is found where the data are (:func:`describe`), and it is all that the server ever gets to know of them. Where every client
 is a site of its own, the sites' descriptions are put together by :meth:`Description.merged`.
 
-The batches of a client side: how many samples they have, their addressed order, and the first ones for checks.
+The batches of a client side are looked at here, too: how many samples they have, their addressed order, the first for checks.
 """
 
 from __future__ import annotations

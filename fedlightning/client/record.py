@@ -1,6 +1,6 @@
 """The state of a client between visits: :class:`ClientRecord`.
 
-What a fit reports, and what a client's visit adds up of it: :class:`VisitWork`.
+:class:`VisitWork` is what a visit adds up of what its fits report.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ these to whoever runs it: :func:`carry_out`, or an engine that does them for sev
 
 The record that came in is never changed, so a visit that fails leaves the client as it was.
 
-A client that is open: built, with its merged model, and bound to every callback.
+:func:`open_client` gives a client that is open: built, with its merged model, and bound to every callback.
 """
 
 from __future__ import annotations

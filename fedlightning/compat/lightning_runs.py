@@ -1,8 +1,7 @@
 """Silence for the many short Lightning runs inside a federation: one place that knows what to mute.
 
-A module as the trainer sees it that it is attached to: which one, on which device, and what its steps are called with.
-
-The hyper-parameters of objects made from a configuration: each object's own.
+It also says how a module stands to the trainer that it is attached to (which one, on which device, what its steps are called
+with), and gives objects that are made from a configuration hyper-parameters of their own.
 
 LightningCLI hands the configuration of `model` (or `data`) to `save_hyperparameters` by a context variable, for
 whatever object calls it meanwhile. So it also reaches objects inside the one that the configuration describes: a data

@@ -1,7 +1,7 @@
 """The local loop `fast`: what `lightning.pytorch.Trainer.fit` does on one device, and nothing else.
 
 It calls the hooks of the module and of the callbacks in the Trainer's order with the same arguments, under the same
-precision plugin. So the result is the same bit for bit, at a fraction of the cost of a step. `refusals.py` says where
+precision plugin. So the result is the same bit for bit, at a fraction of the cost of a step. `eligibility.py` says where
 it does not apply. The order within a batch:
 
 fetch, to device > on_train_batch_start > training_step > on_before_zero_grad, zero_grad > on_before_backward > backward

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import fedlightning
-from fedlightning.callbacks import Ditto, FedAvg, FedExLoRA, FedIT, FedSALoRA, FFALoRA, FLoRA, RoLoRA, TokenWeighting
+from fedlightning.callbacks import FedAvg, FedExLoRA, FedIT, FedSALoRA, FFALoRA, FLoRA, RoLoRA
 from fedlightning.commands.card import card
 from fedlightning.datamodules import ByteTokenizer, TextDataModule
 from fedlightning.deployment import checkpoints
@@ -245,18 +245,7 @@ def test_ours_fit_into_a_model_of_transformers():
     assert len(moved) == 4 and all(set(update.state) == set(spy.messages[0].state) for update in spy.updates)
 
 
-# -- weights and data --------------------------------------------------------------------------------------------------
-def test_clients_are_weighed_by_their_tokens():
-    trainer, spy = spied(HFModule(llama(), lr=1e-2), texts(), [TokenWeighting()], max_rounds=1)
-    tokens = {client: sum(min(len(text), 23) for text in some) for client, some in TEXTS.items()}
-    assert {u.client: u.extras["TokenWeighting"]["tokens"] for u in spy.updates} == tokens
-    name = "model.lm_head.weight"
-    mean = sum(tokens[update.client] * update.state[name].double() for update in spy.updates) / sum(tokens.values())
-    close({name: global_state(trainer)[name]}, {name: mean.float()})
-    with pytest.raises(ValueError, match="TokenWeighting asks the module"):
-        federate(Toy(), toy_data(), [TokenWeighting()])
-
-
+# -- data --------------------------------------------------------------------------------------------------------------
 def test_only_the_response_and_its_end_are_targets():
     rows = [{"prompt": "2+2=", "response": "4"}, {"prompt": "long prompt: ", "response": "yes"}]
     batch = next(iter(TextDataModule({"a": (rows, rows)}, ByteTokenizer(), 2).client_dataloader("a", "val")))
@@ -287,15 +276,6 @@ def test_a_collator_of_transformers_makes_the_batches():
         TextDataModule({"a": ([{"words": "x"}],)}, tokenizer)
     with pytest.raises(ValueError, match="Client 'b' has no training text"):
         TextDataModule({"a": (rows,), "b": ([], rows)}, tokenizer)
-
-
-def test_tokens_of_a_clients_own_model_do_not_count():
-    """Ditto's personal model trains in the same visit, here for two steps or epochs."""
-    method = Ditto(work=2)
-    _, spy = spied(HFModule(llama(), lr=1e-3), texts(), [method, TokenWeighting()], max_rounds=1)
-    for update in spy.updates:
-        tokens = sum(min(len(text), 23) for text in TEXTS[update.client])
-        assert update.extras["TokenWeighting"]["tokens"] == tokens
 
 
 # -- the frozen network is kept once -----------------------------------------------------------------------------------
