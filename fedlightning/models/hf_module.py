@@ -191,7 +191,10 @@ class HFModule(LightningModule):
             raise ValueError(
                 "HFModule scores classes and tokens, and the labels are fractions. Override validation_step."
             )
-        logits = output.logits[:, :-1] if self.shifts and target.ndim > 1 else output.logits
+        logits = output.logits
+        if target.ndim > 1:
+            logits = logits[:, logits.shape[1] - batch["labels"].shape[1] :]  # soft prompts stand before the tokens
+            logits = logits[:, :-1] if self.shifts else logits
         metrics["classes" if target.ndim == 1 else "tokens"].update(logits, target, output.loss)
 
     def on_validation_epoch_end(self) -> None:

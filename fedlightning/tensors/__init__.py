@@ -17,6 +17,7 @@ from fedlightning.tensors.arithmetic import (
     first_nonfinite,
     has_mean,
     interpolate,
+    is_same,
     momentum_step,
     narrow,
     select,
@@ -25,7 +26,7 @@ from fedlightning.tensors.arithmetic import (
     widen,
     zeros_like,
 )
-from fedlightning.tensors.memory import pack, side_by_side
+from fedlightning.tensors.memory import copy_module, lazy_clone, pack, side_by_side
 from fedlightning.tensors.modules import (
     EntryKind,
     State,
@@ -44,6 +45,7 @@ __all__ = [
     "add_row",
     "as_reals",
     "clone",
+    "copy_module",
     "dense",
     "distance",
     "entry_kinds",
@@ -51,6 +53,8 @@ __all__ = [
     "first_nonfinite",
     "has_mean",
     "interpolate",
+    "is_same",
+    "lazy_clone",
     "load_state",
     "module_state",
     "momentum_step",

@@ -9,7 +9,6 @@ import contextlib
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from fedlightning.seeding import isolated, preserved
+from fedlightning.tensors import copy_module
 from fedlightning.wrappers import heads
 from fedlightning.wrappers.follow import SIMPLE
 from fedlightning.wrappers.fusion import Exchange, HeadReachedError, Stop
@@ -382,7 +382,7 @@ def make_twin(module: LightningModule, head: str, entry: str, *, fresh: bool, se
         >>> [name for name, _ in twin.named_parameters()]
         ['net.fc1.weight', 'net.fc1.bias']
     """
-    twin = unmix(deepcopy(module))
+    twin = unmix(copy_module(module))
     for name, child in list(twin.named_modules(remove_duplicate=False)):
         if name and isinstance(child, (Metric, MetricCollection)):
             heads.replace_everywhere(twin, child, NoMetric())
