@@ -33,7 +33,7 @@ from fedlightning.seeding import generator
 from fedlightning.study.runs import load_study, runs_below
 from fedlightning.study.study import Study
 
-CLIENTS, STEPS = 8, 10
+CLIENTS = 8
 MADE_UP = {
     "ham": ["see you at noon", "the notes are in the folder", "lunch on friday"],
     "spam": ["win money now", "free!!"],
@@ -114,6 +114,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--most", type=int, default=400, help="texts of a package")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=10, help="of a client in a round")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--lr", type=float)
     parser.add_argument("--max-length", type=int, default=64)
@@ -142,12 +143,12 @@ def main() -> None:
                 name=name,
                 seed=seed,
                 max_rounds=given.rounds,
-                local_steps=STEPS * (CLIENTS if name == "Central" else 1),  # as many steps in all
+                local_steps=given.steps * (CLIENTS if name == "Central" else 1),  # as many steps in all
                 callbacks=METHODS[name],
                 default_root_dir=given.out,
                 enable_progress_bar=False,
             )
-            trainer.fit(HFModule(model, lr=given.lr or (2e-3 if given.model else 2e-2)), data)
+            trainer.fit(HFModule(model, lr=given.lr or (1e-3 if given.model else 2e-2)), data)
             trainer.test()
     paths = runs_below(Path(given.out))
     for row in Study(load_study(paths), metric="accuracy").overview():

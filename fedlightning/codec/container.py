@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fedlightning.storage.files import UnreadableError
+from fedlightning.tensors import to_read
 
 VERSION = "2"
 """Version of the format. A reader takes this one only."""
@@ -76,7 +77,7 @@ def layout(text: str, tensors: Sequence[Tensor]) -> Iterator[bytes | memoryview]
     written += b" " * (-len(written) % 8)
     yield struct.pack("<Q", len(written)) + written
     for number in order:
-        yield _bytes_of(tensors[number].detach().to("cpu").contiguous())
+        yield _bytes_of(to_read(tensors[number].detach().to("cpu").contiguous()))
 
 
 def unpack(data: bytes | bytearray | memoryview, limits: Limits | None = None) -> tuple[str, list[Tensor]]:

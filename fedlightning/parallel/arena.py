@@ -19,6 +19,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from fedlightning.tensors import to_read
+
 ALIGNMENT = 64
 """Bytes. torch aligns its own CPU tensors so; kernels then take the same path on a mapped one."""
 
@@ -128,7 +130,7 @@ class Broadcast(Generic[Shared]):
         if self._seen.get(id(tensor)) is not tensor:
             self._seen[id(tensor)] = tensor
             return None
-        slot = self.arena.append(_bytes_of(tensor))
+        slot = self.arena.append(_bytes_of(to_read(tensor)))
         self._written[id(tensor)] = (tensor, slot)
         return slot
 
@@ -175,7 +177,7 @@ class Packing:
             return None
         if id(value) not in self._known:
             slot = None if self._broadcast is None else self._broadcast.slot(value)
-            place = ("own", self._arena.append(_bytes_of(value))) if slot is None else ("broadcast", slot)
+            place = ("own", self._arena.append(_bytes_of(to_read(value)))) if slot is None else ("broadcast", slot)
             self._known[id(value)] = (value, (*place, value.dtype, tuple(value.shape)))
         return self._known[id(value)][1]
 

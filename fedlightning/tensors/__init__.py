@@ -26,7 +26,7 @@ from fedlightning.tensors.arithmetic import (
     widen,
     zeros_like,
 )
-from fedlightning.tensors.memory import copy_module, lazy_clone, pack, side_by_side
+from fedlightning.tensors.memory import copy_module, lazy_clone, pack, side_by_side, to_read
 from fedlightning.tensors.modules import (
     EntryKind,
     State,
@@ -66,6 +66,7 @@ __all__ = [
     "subtract",
     "tied_names",
     "ties",
+    "to_read",
     "to_row",
     "widen",
     "zeros_like",

@@ -110,6 +110,16 @@ def _is_whole(tensor: Tensor) -> bool:
     return plain and tensor.is_contiguous() and LEAST_SHARED <= tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
+def to_read(tensor: Tensor) -> Tensor:
+    """Return a tensor whose bytes may be read by numpy, which asks for memory to write to: a lazy clone would become real.
+
+    Example:
+        >>> to_read(torch.arange(3)).numpy().tolist()
+        [0, 1, 2]
+    """
+    return tensor.clone() if _is_whole(tensor) else tensor
+
+
 def copy_module(module: Module) -> Module:
     """Return `copy.deepcopy(module)`, whose large parameters are lazy clones (:func:`lazy_clone`).
 
