@@ -21,12 +21,13 @@ from torch import Tensor, nn
 
 from fedlightning.client.evaluator import StepLosses, make_evaluator
 from fedlightning.client.requests import LocalSettings
+from fedlightning.compat.lazy_clones import copy_module
 from fedlightning.compat.lightning_runs import configure, detached
 from fedlightning.contract import CallbackList, FederatedCallback
 from fedlightning.errors import ConfigurationError
 from fedlightning.models.client_models import ClientModels
 from fedlightning.seeding import isolated
-from fedlightning.tensors import State, copy_module, entry_kinds, is_same, module_state, select, state_digest
+from fedlightning.tensors import State, entry_kinds, is_same, module_state, select, state_digest
 from fedlightning.tensors.modules import keeps_vectors
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedlightning.compat.lazy_clones import to_read
 from fedlightning.storage.files import UnreadableError
-from fedlightning.tensors import to_read
 
 VERSION = "2"
 """Version of the format. A reader takes this one only."""

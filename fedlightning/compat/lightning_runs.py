@@ -29,7 +29,7 @@ from lightning.pytorch.core.mixins.hparams_mixin import HyperparametersMixin, _g
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from fedlightning.tensors import copy_module
+from fedlightning.compat.lazy_clones import copy_module
 
 INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
 """What Lightning makes an object with when it reads the hyper-parameters back from a checkpoint."""

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from fedlightning.client.blueprint import deep_copy
-from fedlightning.tensors import lazy_clone
+from fedlightning.compat.lazy_clones import lazy_clone
 
 ATOMIC = (
     type, FunctionType, BuiltinFunctionType, CodeType, MethodDescriptorType, WrapperDescriptorType, property,

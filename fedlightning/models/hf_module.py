@@ -30,6 +30,10 @@ ELSEWHERE = {
     "bf16": 'FederatedTrainer(precision="bf16-mixed")',
     "fp16": 'FederatedTrainer(precision="16-mixed")',
     "seed": "FederatedTrainer(seed=...)",
+    "eval_strategy": "FederatedTrainer(evaluation=...)",
+    "save_strategy": "FederatedTrainer(save_state=...)",
+    "load_best_model_at_end": "the callbacks LocalCheckpoint and GlobalCheckpoint",
+    "use_cpu": 'FederatedTrainer(accelerator="cpu")',
     "per_device_train_batch_size": "the data module's batch_size",
     "per_device_eval_batch_size": "the data module's batch_size",
 }
@@ -139,13 +143,15 @@ class HFModule(LightningModule):
         if args.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
         read = {*HERE, *words, "adam_beta1", "adam_beta2", "gradient_checkpointing", "output_dir"}
-        other = []
+        other, plain = [], type(args)(output_dir=args.output_dir)  # what nobody has said
         for field in dataclasses.fields(args):
-            value, default = getattr(args, field.name), field.default
-            default = field.default_factory() if field.default_factory is not dataclasses.MISSING else default
+            value = getattr(args, field.name)
             important = field.name in ("num_train_epochs", "max_grad_norm", "per_device_train_batch_size")
-            if field.init and field.name not in read and (important or value != default) and value is not None:
-                other.append(f"{field.name}={value!r} ({ELSEWHERE.get(field.name, 'no counterpart')})")
+            changed = important or value != getattr(plain, field.name)
+            if field.init and field.name not in read and changed and value is not None:
+                other.append(
+                    f"{field.name}={getattr(value, 'value', value)!r} ({ELSEWHERE.get(field.name, 'no counterpart')})"
+                )
         if other:
             warnings.warn(f"Not read by HFModule: {'; '.join(other)}.", UserWarning, stacklevel=2)
         betas = (args.adam_beta1, args.adam_beta2)

@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from fedlightning.tensors import to_read
+from fedlightning.compat.lazy_clones import to_read
 
 ALIGNMENT = 64
 """Bytes. torch aligns its own CPU tensors so; kernels then take the same path on a mapped one."""

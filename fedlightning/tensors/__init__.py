@@ -26,7 +26,7 @@ from fedlightning.tensors.arithmetic import (
     widen,
     zeros_like,
 )
-from fedlightning.tensors.memory import copy_module, lazy_clone, pack, side_by_side, to_read
+from fedlightning.tensors.memory import pack, side_by_side
 from fedlightning.tensors.modules import (
     EntryKind,
     State,
@@ -45,7 +45,6 @@ __all__ = [
     "add_row",
     "as_reals",
     "clone",
-    "copy_module",
     "dense",
     "distance",
     "entry_kinds",
@@ -54,7 +53,6 @@ __all__ = [
     "has_mean",
     "interpolate",
     "is_same",
-    "lazy_clone",
     "load_state",
     "module_state",
     "momentum_step",
@@ -66,7 +64,6 @@ __all__ = [
     "subtract",
     "tied_names",
     "ties",
-    "to_read",
     "to_row",
     "widen",
     "zeros_like",

@@ -19,9 +19,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fedlightning.compat.lazy_clones import copy_module
 from fedlightning.compat.lightning_runs import detached_copy, takes_index
 from fedlightning.layers import ordered_layers
-from fedlightning.tensors import copy_module
 from fedlightning.wrappers.features import FeatureTap
 from fedlightning.wrappers.heads import find_submodule
 from fedlightning.wrappers.mixing import Mixin, mix, unmix, user_class

@@ -17,8 +17,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from fedlightning.compat.lazy_clones import copy_module
 from fedlightning.seeding import isolated, preserved
-from fedlightning.tensors import copy_module
 from fedlightning.wrappers import heads
 from fedlightning.wrappers.follow import SIMPLE
 from fedlightning.wrappers.fusion import Exchange, HeadReachedError, Stop

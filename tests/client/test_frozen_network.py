@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from fedlightning.callbacks import APFL, Ditto, FedExLoRA, FedIT, FedPer, FedSALoRA, FLoRA, LocalCheckpoint, pFedMe
+from fedlightning.compat.lazy_clones import copy_module, lazy_clone
 from fedlightning.options import Processes
-from fedlightning.tensors import copy_module, lazy_clone, module_state
+from fedlightning.tensors import module_state
 from tests.helpers import Toy, differs, federate, global_state, make_trainer, same, toy_data
 
 pytest.importorskip("peft")
