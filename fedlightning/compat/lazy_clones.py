@@ -30,7 +30,7 @@ def lazy_clone(tensor: Tensor) -> Tensor:
     if not _is_whole(tensor):
         return tensor.clone(memory_format=torch.contiguous_format)
     try:
-        copied: Tensor = torch._lazy_clone(tensor)  # type: ignore[attr-defined]
+        copied: Tensor = torch._lazy_clone(tensor)
     except RuntimeError:  # memory that torch has not made, as a worker's of its messages
         return tensor.clone()
     return copied

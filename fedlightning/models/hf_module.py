@@ -78,6 +78,19 @@ class HFModule(LightningModule):
     sample the scores are those of `ClassificationMetrics`; with a label a token, `loss`, `perplexity` and `accuracy` are over
     all target tokens of a split, never means of batches' means. The optimizer holds what trains (`requires_grad`).
 
+    A project with `transformers.Trainer` keeps its model, data sets, collator and `TrainingArguments`; what `compute_metrics`
+    worked out, a subclass logs in `validation_step`::
+
+        module = HFModule.from_trainer(model, args)  # warns of what is to be said elsewhere, and where
+        data = TextDataModule({"rome": (train_a, val_a), "oslo": (train_b, val_b)}, collator=collator, batch_size=16)
+        adapters = FedIT(r=8, target_modules=["query", "value"], head="model.classifier")
+        trainer = FederatedTrainer(max_rounds=10, local_epochs=1, callbacks=[adapters])
+        trainer.fit(module, data)
+        unmix(trainer.module()).model.save_pretrained("merged")  # as any model; save_peft writes the adapters alone
+
+    One data set is divided among clients as in `examples/finetune_texts.py`. A frozen network is in memory once, also in
+    bfloat16 or float16 (adapters are float32 then); layers of whole numbers (`torch.ao`) are refused.
+
     A schedule has one horizon, the Trainer's steps. In a federation that is the whole run with `optimizer_state="keep"`; with
     `"reset"` it is one visit, and begins anew in the next.
 

@@ -34,6 +34,7 @@ from fedlightning.datamodules import ByteTokenizer, TextDataModule
 from fedlightning.models import HFModule
 from fedlightning.options import Processes
 from fedlightning.tensors import module_state
+from fedlightning.wrappers import unmix
 from tests.helpers import Toy, close, differs, federate, global_state, make_trainer, same, spied, toy_data
 from tests.models.test_hf_module import bert, classes, llama, peft_llama, texts
 
@@ -170,6 +171,15 @@ def test_nothing_is_merged_into_a_short_base(method):
         run(method(r=2, target_modules=["query"]), made=module(torch.bfloat16))
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("methods", [[], [FedIT(r=2, target_modules=["classifier"])]], ids=["FedAvg", "FedIT"])
+def test_layers_of_whole_numbers_are_refused(methods):
+    made = module()
+    made.model.bert = torch.ao.quantization.quantize_dynamic(made.model.bert, {torch.nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(ValueError, match=r"query\S* of HFModule holds quantized weights"):
+        run(*methods, made=made)
+
+
 # -- kinds of adapters -------------------------------------------------------------------------------------------------
 def test_soft_prompts_travel_and_nothing_else():
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
@@ -210,6 +220,16 @@ class HalfReached(Toy):
 def test_vectors_without_a_gradient_are_found_before_round_1():
     with pytest.raises(ValueError, match=r"FedIT trains 'net.1.ia3_l.default', which got no gradient"):
         federate(HalfReached(), toy_data(), [FedIT(r=None)], sanity_check=True)
+
+
+def test_a_merged_model_is_one_of_transformers(tmp_path):
+    trainer = run(FedIT(**SIZES))
+    tokens = torch.arange(20).view(2, 10)
+    with torch.no_grad():
+        federated = trainer.module().eval().model(tokens).logits
+        unmix(trainer.module()).model.save_pretrained(tmp_path)
+        opened = transformers.BertForSequenceClassification.from_pretrained(tmp_path).eval()
+        torch.testing.assert_close(opened(tokens).logits, federated)
 
 
 # -- text ----------------------------------------------------------------------------------------------------------------
