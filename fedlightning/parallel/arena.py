@@ -60,7 +60,7 @@ class Arena:
     def __init__(self, descriptor: int | None = None, private: bool = False) -> None:
         self.descriptor = anonymous_file() if descriptor is None else descriptor
         self._access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
-        self._memory: memoryview = memoryview(b"")
+        self._memory: memoryview = memoryview(bytearray())  # nothing, and it may be written
         self.end = 0
 
     def append(self, data: memoryview) -> Slot:
