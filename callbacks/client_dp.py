@@ -29,34 +29,16 @@ from fedlightning.algorithm import (
     State,
     Update,
     Wire,
-    warn,
 )
-from fedlightning.callbacks.client_dp_checks import (
-    BOUNDED,
-    OF_A_SUM,
-    refuse_contradictions,
-    refuse_fixed_draws,
-    refuse_other_rounds,
-    refuse_other_sum,
-    refuse_uncovered,
-)
+from fedlightning.callbacks import client_dp_checks as checks
 from fedlightning.callbacks.shared.ledger import Ledger, Steps, forgotten
-from fedlightning.callbacks.shared.private_options import (
-    NO_SELECTION,
-    UNCOUNTED,
-    Accountant,
-    Clip,
-    Delta,
-    NoiseMultiplier,
-    Private,
-    Scores,
-)
+from fedlightning.callbacks.shared.private_options import Accountant, Clip, Delta, NoiseMultiplier, Private, Scores
 from fedlightning.callbacks.shared.secret_noise import digest_of, normal, uniform, with_noise
 from fedlightning.callbacks.shared.single_updates import refuse_other_ways
 from fedlightning.callbacks.shared.spending import KNOWN, releases_in, write_spending
-from fedlightning.callbacks.shared.sum_noise import PLACE, SharesNoise, SumNoise
+from fedlightning.callbacks.shared.sum_noise import PLACE, SumNoise
 from fedlightning.privacy.release import Release, store, stored
-from fedlightning.ranges import PositiveFloat, PositiveInt, PositiveShare, Range
+from fedlightning.ranges import PositiveFloat, PositiveInt, PositiveShare, Range, idle_with, needs
 from fedlightning.tensors import as_reals, entry_kinds, narrow, widen
 from fedlightning.tensors.memory import PIECE
 
@@ -76,9 +58,8 @@ def _pieces(value: Tensor) -> tuple[Tensor, ...]:
 
 def _norm(numbers: Tensor) -> float:
     """Return the length of numbers as a vector, added up in float64 but on Apple's GPUs."""
-    return float(
-        torch.linalg.vector_norm(numbers, dtype=torch.float32 if numbers.device.type == "mps" else torch.float64)
-    )
+    dtype = torch.float32 if numbers.device.type == "mps" else torch.float64
+    return float(torch.linalg.vector_norm(numbers, dtype=dtype))
 
 
 def _coarsest(entries: Iterable[Tensor]) -> float:
@@ -126,10 +107,8 @@ def refuse_longer(trainable: set[str], message: Message, update: Update, clip: f
     Raises:
         ValueError: With both lengths, or the name.
     """
-    same = (name for name in update.state if name not in trainable)
-    other = [
-        name for name in same if not torch.equal(update.state[name], message.state[name].to(update.state[name].dtype))
-    ]
+    fixed = {name: value for name, value in update.state.items() if name not in trainable}
+    other = [name for name, value in fixed.items() if not torch.equal(value, message.state[name].to(value.dtype))]
     norm = length_of_change([name for name in update.state if name in trainable], message.state, update.state)
     if other or norm > clip:
         length = f"its change has the length {norm:.4g}, more than clip={clip:g}"
@@ -177,7 +156,7 @@ OF_UPDATES = (*OF_OPTIONS, "check_update", "denominator")
 """Methods that work on single updates or their mean, which SecureAggregation makes."""
 
 
-class ClientDP(ClientSelection, Private, SharesNoise):
+class ClientDP(ClientSelection, Private):
     r"""Differential privacy of clients: nobody can tell from the models whether a client took part (DP-FedAvg).
 
     McMahan, Ramage, Talwar, Zhang, "Learning differentially private recurrent language models", ICLR 2018 (arXiv:1710.06963).
@@ -249,8 +228,21 @@ class ClientDP(ClientSelection, Private, SharesNoise):
 
     weighting = "uniform"
     hides_clients = True
+    scored = ("scores", "logged")
     rank = 1000  # adds noise to what everybody else has made of a mean
 
+    @needs(
+        "shares",
+        "where",
+        "they are of clients whose noise together is that of the mean. Leave them out.",
+        value="masked",
+    )
+    @needs("where", "shares", "that many shares of clients together are the noise of the mean. Give both, or neither.")
+    @idle_with(
+        "rate", "where", "masked", "a sum shows by its noise how many took part. Leave it out, or take 'server'."
+    )
+    @idle_with("quantile", "where", "masked", "nobody covers a count there. Leave it out, or take where='server'.")
+    @idle_with("accountant", "where", "masked", "its noise is bounded by Rényi divergences. Take accountant='rdp'.")
     def __init__(
         self,
         delta: Delta,
@@ -268,19 +260,14 @@ class ClientDP(ClientSelection, Private, SharesNoise):
         scores: Scores = "withheld",
     ) -> None:
         super().__init__(delta, noise_multiplier, epsilon, clip, accountant, ledger, noise_seed, scores)
-        refuse_contradictions(where, shares, rate, quantile, accountant)
         self.rate, self.quantile, self.clip_lr, self.where, self.shares = rate, quantile, clip_lr, where, shares
+        self.in_sum = shares or 0
 
     @property
     def facts(self) -> Facts:
-        """It bounds one mean of synchronous rounds, and lets no selection by scores beside it."""
-        needs = [OF_A_SUM if self.in_sum else BOUNDED, NO_SELECTION]
-        return super().facts.extend(changes={Change.ABSENCE}, needs=needs, asynchronous=False, no_statistics=UNCOUNTED)
-
-    @property
-    def in_sum(self) -> int:
-        """Shares of noise that a masked sum takes; 0 where the noise is no part of one."""
-        return self.shares or 0
+        """It bounds one mean of synchronous rounds."""
+        needs = [checks.OF_A_SUM if self.in_sum else checks.BOUNDED]
+        return super().facts.extend(changes={Change.ABSENCE}, needs=needs, asynchronous=False)
 
     def claims(self, name: str) -> bool:
         """Return True if this callback has such a method, and needs it with its options."""
@@ -295,10 +282,8 @@ class ClientDP(ClientSelection, Private, SharesNoise):
         return Wire(down={"clip": "scalar"}, up={"within": Extra("scalar", low=0, high=1, whole=True, due=("",))})
 
     def covers(self, item: Outgoing) -> Cover:
-        """The model and the count of its own get noise; scores and logged values are withheld unless `scores` says more."""
-        if item.kind == "logged":
-            return self.scores
-        return self.cover_of(item, ("entries", self.key))
+        """The count of its own gets noise, as the model does; scores and logged values leave if `scores` says so."""
+        return "noised" if item.owner == self.key else super().covers(item)
 
     @property
     def promises(self) -> Sequence[Promise]:
@@ -322,10 +307,10 @@ class ClientDP(ClientSelection, Private, SharesNoise):
             ValueError: With the leak and a way out.
         """
         super().check(setup)
-        refuse_fixed_draws(setup)
+        checks.refuse_fixed_draws(setup)
         refuse_other_ways(self, setup, "neither bounds nor covers with noise")
-        refuse_uncovered(setup)
-        refuse_other_sum(setup, self._in_sum(setup.run.max_rounds) if self.in_sum else None)
+        checks.refuse_uncovered(setup)
+        checks.refuse_other_sum(setup, self._in_sum(setup.run.max_rounds) if self.in_sum else None)
         self.warn_of_few(setup, len(setup.run.clients), "clients")
 
     def warn_of_few(self, setup: Setup, count: int, what: str) -> None:
@@ -357,7 +342,7 @@ class ClientDP(ClientSelection, Private, SharesNoise):
         """
         given = [self.noise_multiplier, self.rate, self.noise_seed]
         given += [] if self.quantile is None else [self.quantile]
-        given += [] if self.shares is None else [self.shares]
+        given += [] if self.shares is None else [self.shares, self.noise_for(self.rate, server.max_rounds)]
         if self.key not in server.state:
             if server.round > 0:
                 raise ValueError(
@@ -367,8 +352,7 @@ class ClientDP(ClientSelection, Private, SharesNoise):
             own = {"secret": self.new_secret(), "noise_multiplier": noise, "given": given}
             server.state[self.key] = own | {"clip": self.clip, "count": 0.0}
         kept = server.state[self.key]
-        solved = self.noise_for(self.rate, server.max_rounds) if self.in_sum else None
-        refuse_other_rounds(kept, given, solved, server.max_rounds)
+        checks.refuse_other_options(kept["given"], given)
         return kept if self.quantile is not None else kept | {"clip": self.clip}  # a resumed run may have another one
 
     def epsilon_after(self, rounds: int, noise_multiplier: float | None = None) -> float:
@@ -431,7 +415,7 @@ class ClientDP(ClientSelection, Private, SharesNoise):
         """Return the names of the releases of this round, also of what a copy of the run has made: one at most."""
         ledger = self._ledger(server)
         with ledger.held(None):
-            every = {row[-1] for row in releases_in(server.run_dir)} | ledger.releases
+            every = {*(row[-1] for row in releases_in(server.run_dir)), *ledger.releases}
         return {name for name in every if name.startswith(self._place(server))}
 
     def _place(self, server: Server) -> str:
@@ -498,7 +482,7 @@ class ClientDP(ClientSelection, Private, SharesNoise):
         A round that was released is not released again: where it comes out differently (a client failed, then or now), the
         stored one is what it was.
         """
-        own, expected = self._own(server), self.rate * len(server.clients)
+        own, expected = self._own(server), self.denominator(server)
         names = sorted(set(server.trainable) & {*server.shared_names(), *state})
         mean = {name: widen(state.get(name, server.model[name])) for name in names}
         digest = digest_of(f"{own['secret']}|{server.round}|{own['count']}|{own['clip']}", mean)
@@ -532,7 +516,7 @@ class ClientDP(ClientSelection, Private, SharesNoise):
         step, rows, ledger = self._step(server), releases_in(server.run_dir), self._ledger(server)
         written = {row[-1] for row in rows}
         with ledger.held([(*step, 1)], release) as others:
-            counted = ledger.releases  # those of a copy of this run, too
+            counted = set(ledger.releases)  # those of a copy of this run, too
             if ledger.path is not None and (written - {release} - counted or (server.round > 0 and not counted)):
                 raise forgotten(ledger.path)
             spent, known = self._spent(server, ledger, others)
@@ -543,20 +527,8 @@ class ClientDP(ClientSelection, Private, SharesNoise):
                 )
         if server.run_dir is None:
             return
-        private = self.noise_seed is None
-        told = {
-            "private": private,
-            "epsilon": spent if private else None,
-            KNOWN: known if private else None,
-            "delta": self.delta,
-            "rounds": server.round + 1,
-            "noise_multiplier": step[0],
-            "rate": self.rate,
-            "accountant": self.accountant,
-            "unit": "client",
-            "clip": float(self._own(server)["clip"]),
-            **self.items_told(server),
-        }
+        told = self.told(server, "client", spent, **{KNOWN: known})
+        told |= {"noise_multiplier": step[0], "rate": self.rate, "clip": float(self._own(server)["clip"])}
         write_spending(server.run_dir, told, rows, None if release in written else release)
 
     def on_federation_end(self, server: Server) -> None:
@@ -564,13 +536,9 @@ class ClientDP(ClientSelection, Private, SharesNoise):
         ledger = self._ledger(server)
         with ledger.held(None) as others:
             spent, known = self._spent(server, ledger, others)
-        if self.noise_seed is not None:
-            warn("ClientDP: this run is not private, because its noise came from a fixed seed.")
-        elif server.run_dir is not None:
-            noise = self._step(server)[0]
+        if server.run_dir is not None:
             self.say_spent(
                 server,
-                f"epsilon={spent:.4g} at delta={self.delta:g} for each client, against everybody who sees the models "
-                f"(noise_multiplier={noise:.4g}), and {known:.4g} against who knows who took part, as readers of this run's "
-                "folder do.",
+                f"epsilon={spent:.4g} at delta={self.delta:g} for each client, against everybody who sees the models, and "
+                f"{known:.4g} against who knows who took part, as readers of this run's folder do.",
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,65 +13,24 @@ from fedlightning.callbacks.shared.fixed_point import FixedPoint
 from fedlightning.callbacks.shared.sum_noise import LEAST_STD, SumNoise
 from fedlightning.tensors import as_reals, tied_names
 
-BOUNDED = Need(
-    "adds noise to one mean of changes whose lengths it bounds",
-    (
-        *("reduce", "on_reduced", "denominator", "plan_round", "on_broadcast", "model_of"),
-        *(Change.VALUES, "encode", "neighbours", "global_module", "on_build"),
-    ),
-)
+WHAT = "adds noise to one mean of changes whose lengths it bounds"
 OF_A_SUM = Need(
-    BOUNDED.what,
-    tuple(one for one in BOUNDED.without if one not in ("reduce", "plan_round", "on_broadcast", "encode")),
+    WHAT, ("on_reduced", "denominator", "model_of", Change.VALUES, "neighbours", "global_module", "on_build")
 )
-"""The same but for what SecureAggregation itself does; it refuses others that do."""
+"""Where SecureAggregation makes the mean, which itself does the rest, and refuses others that do."""
+BOUNDED = Need(WHAT, ("reduce", *OF_A_SUM.without, "plan_round", "on_broadcast", "encode"))
 
 
-def refuse_contradictions(where: str, shares: int | None, rate: float, quantile: float | None, accountant: str) -> None:
-    """Refuse options that contradict each other.
-
-    Raises:
-        ValueError: With the way out.
-    """
-    if (where == "masked") != (shares is not None):
-        raise ValueError(
-            f"ClientDP got where={where!r} and shares={shares}: shares is the number of clients whose noise together is that "
-            "of the mean, for where='masked' only."
-        )
-    if where == "masked" and (rate < 1.0 or quantile is not None):
-        raise ValueError(
-            "ClientDP(where='masked') shows how many took part, by how much noise there is, so that drawing them hides "
-            "nothing; and nobody covers a count for quantile. Leave out rate and quantile, or take where='server'."
-        )
-    if where == "masked" and accountant != "rdp":
-        raise ValueError(
-            f"ClientDP(where='masked', accountant={accountant!r}): its noise is bounded by Rényi divergences. "
-            "Take accountant='rdp'."
-        )
-
-
-def refuse_other_rounds(kept: Mapping[str, Any], given: Sequence[Any], solved: float | None, max_rounds: int) -> None:
+def refuse_other_options(kept: Sequence[Any], given: Sequence[Any]) -> None:
     """Refuse a resumed run whose noise is another one than that of the rounds before.
-
-    Args:
-        kept: What the run keeps from round to round.
-        given: The options of now.
-        solved: The noise multiplier that clients solve for, where they add the noise.
-        max_rounds: For how many rounds they solve.
 
     Raises:
         ValueError: With both.
     """
-    if kept["given"] != given:
+    if kept != given:
         raise ValueError(
-            "ClientDP accounts for all rounds by one noise_multiplier, rate and noise_seed (and quantile, shares): they "
-            f"were {kept['given']}, and are {given} now. Resume with those of before, or start a new run."
-        )
-    if solved is not None and solved != kept["noise_multiplier"]:
-        raise ValueError(
-            f"Clients of ClientDP(where='masked') add the noise, and solve for noise_multiplier={solved:.4g} with max_rounds="
-            f"{max_rounds}; the rounds of this run are accounted with {kept['noise_multiplier']:.4g}. Resume with the "
-            "max_rounds of before, or start a new run."
+            "ClientDP accounts for all rounds by one noise_multiplier, rate and noise_seed (quantile, shares, what clients "
+            f"solve for by max_rounds): they were {kept}, and are {given} now. Resume with those, or start anew."
         )
 
 
@@ -136,14 +95,13 @@ def refuse_other_sum(setup: Setup, noise: SumNoise | None) -> None:
     for other in setup.callbacks:
         if other is not secure and other.claims("on_broadcast"):
             raise ValueError(
-                f"ClientDP {BOUNDED.what}, and {other.key} {facts.describe_change('on_broadcast')}. Remove one of the two."
+                f"ClientDP {WHAT}, and {other.key} {facts.describe_change('on_broadcast')}. Remove one of the two."
             )
     count = sum(setup.data.num_samples[client] > 0 for client in setup.run.clients)
     if noise.shares > secure.survivors(count):
         raise ValueError(
             f"ClientDP(shares={noise.shares}): SecureAggregation(threshold={secure.threshold:.3g}) opens sums of "
-            f"{secure.survivors(count)} of {count} clients, which would have too little noise. Lower shares, or raise the "
-            "threshold."
+            f"{secure.survivors(count)} of {count} clients, with too little noise. Lower shares, or raise the threshold."
         )
     travelling = set(setup.shared_names())
     elements = sum(as_reals(value).numel() for name, value in setup.module.named_parameters() if name in travelling)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,11 +22,9 @@ from torch.utils.data import DataLoader
 from fedlightning.algorithm import (
     Change,
     Client,
-    Cover,
     Extra,
     Facts,
     Need,
-    Outgoing,
     Promise,
     Protection,
     Server,
@@ -41,16 +40,7 @@ from fedlightning.callbacks import sample_dp_checks as checks
 from fedlightning.callbacks.sample_dp_checks import added, count, patients_of
 from fedlightning.callbacks.shared.ledger import Ledger, Steps, forgotten
 from fedlightning.callbacks.shared.poisson_batches import PoissonBatches, poisson_loader
-from fedlightning.callbacks.shared.private_options import (
-    NO_SELECTION,
-    UNCOUNTED,
-    Accountant,
-    Clip,
-    Delta,
-    NoiseMultiplier,
-    Private,
-    Scores,
-)
+from fedlightning.callbacks.shared.private_options import Accountant, Clip, Delta, NoiseMultiplier, Private, Scores
 from fedlightning.callbacks.shared.record_gradients import Began, RecordGradients, all_of
 from fedlightning.callbacks.shared.secret_noise import MAKER, digest_of, with_noise
 from fedlightning.callbacks.shared.spending import merged, write_told
@@ -137,6 +127,8 @@ def released_means(exact: dict[str, Tensor], clip: float, noise: float, secret: 
     return {label: clip * noisy["sums"][label] / noisy["counts"][label] for label in there}
 
 
+SOME_VISITS = 0.2
+"""Share of visits in whose first epoch a batch is tried: of one batch, a trial costs more than the visit."""
 COVERED = Need(
     "covers with noise what a client learns from the batches of its training, and nothing else",
     (Change.READS, Change.MIXES, "on_build", "training_batches"),
@@ -203,6 +195,7 @@ class SampleDP(TrainingData, Private):
 
     rank = -1000  # others see private gradients only
     covers_training = True
+    noised = ("entries", "models", "means")
 
     def __init__(
         self,
@@ -233,16 +226,9 @@ class SampleDP(TrainingData, Private):
 
     @property
     def facts(self) -> Facts:
-        """It covers what training learns, wherever updates arrive, and lets no selection by scores beside it."""
-        needs = [COVERED, NO_SELECTION]
+        """It covers what training learns, wherever updates arrive."""
         steady = requires.SteadyData("plans its noise by the records that a client has in every round")
-        return super().facts.extend(
-            needs=needs, requires=[steady], asynchronous=True, beside_sums=True, no_statistics=UNCOUNTED
-        )
-
-    def covers(self, item: Outgoing) -> Cover:
-        """The model gets noise; logged values are withheld, and scores unless `scores` says otherwise."""
-        return self.cover_of(item, ("entries", "models", "means"))
+        return super().facts.extend(needs=[COVERED], requires=[steady], asynchronous=True, beside_sums=True)
 
     @property
     def promises(self) -> Sequence[Promise]:
@@ -265,13 +251,10 @@ class SampleDP(TrainingData, Private):
 
     def check_runs(self, runs: Sequence[tuple[Protection, int]]) -> None:
         """Refuse several runs that each solve for the noise with which they spend all of one ledger's `epsilon`."""
-        solved = [
-            one
-            for one, _ in runs
-            if isinstance(one, SampleDP) and one.ledger == self.ledger and not one.noise_multiplier
-        ]
-        if self.ledger is not None and self.epsilon is not None and len(solved) > 1:
-            self.refuse_beyond(math.inf, len(solved))
+        alike = (one for one, _ in runs if isinstance(one, SampleDP) and one.ledger == self.ledger)
+        solved = sum(not one.noise_multiplier for one in alike)
+        if self.ledger is not None and self.epsilon is not None and solved > 1:
+            self.refuse_beyond(math.inf, solved)
 
     def on_federation_start(self, server: Server) -> None:
         """Refuse sites without a ledger, which a server could make forget what they have spent."""
@@ -282,9 +265,8 @@ class SampleDP(TrainingData, Private):
         """Refuse them: a round that was cut off is done again with the batches that it drew, and is counted once."""
         if self.noise_seed is None:
             raise ValueError(
-                f"{self.key} cannot go on with another configuration ({changes[0]}): a round that was cut off after updates "
-                "had left would release other updates of the same batches, and count them once. Resume the run as it was "
-                "started, or start a new one; a ledger adds up what both spend."
+                f"{self.key} cannot go on with another configuration ({changes[0]}): a round that was cut off would release "
+                "other updates of the same batches, and count them once. Resume the run as it was, or start a new one."
             )
 
     def on_round_start(self, server: Server) -> None:
@@ -341,7 +323,8 @@ class SampleDP(TrainingData, Private):
         rate = self._sampler.rate
         goes_on = self.noise_multiplier is None and history  # with the noise that was solved for
         noise = float(history[-1][0]) if goes_on else self.noise_for(rate, planned * visits)
-        self._entry = self._file(client, f"{secret}|{address}", self._sampler.units)
+        name, folder = (None, None) if client is None else (client.id, client.folder)
+        self._entry = self._file(name, folder, f"{secret}|{address}", self._sampler.units)
         room = self._enter(self._entry, history, (noise, rate), planned, all_of_them=not keeps)
         self._undo.append(checks.refuse_monitors(trainer, pl_module, client is not None))
         began, self._began = self._began, None
@@ -351,9 +334,8 @@ class SampleDP(TrainingData, Private):
         """Take note of how many records there are in the batch."""
         if self._fit is not None:
             self._fit.begin()
-            # In a federation those of round 1 were tried before it.
-            if self._client is None or trainer.current_epoch > 0:
-                self._fit.try_batch(batch, self.key)
+            rarely = self._client is not None and trainer.current_epoch == 0  # round 1 was tried before it
+            self._fit.try_batch(batch, self.key, SOME_VISITS if rarely else 1.0)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Put the private gradient in the place of the gradient."""
@@ -374,18 +356,19 @@ class SampleDP(TrainingData, Private):
             return
         self._ended = fit
         fit.refuse_moved()
-        fit.refuse_other_memory()
         steps = fit.counted
-        self._entry.note([steps])  # what was planned, and is there until now, may be more
+        history = self._history if client is None else client.state[self.key]["history"]
+        # What was planned, and is there until now, may be more.
+        self._release(self._entry, history, steps, fit.released)
         if client is not None:
             count(client, self.key, steps)
             return
         self._history = added(self._history, steps)
         if self.noise_seed is None:
+            taken = sum(one[-1] for one in self._history)
             warn(
                 f"SampleDP: epsilon={self.epsilon_of(self._history):.4g} at delta={self.delta:g} for each record, after "
-                f"{sum(one[-1] for one in self._history)} steps (noise_multiplier={fit.noise_multiplier:.4g}). Scores and "
-                "logs are not covered."
+                f"{taken} steps (noise_multiplier={fit.noise_multiplier:.4g}). Scores and logs are not covered."
             )
 
     def check_fit(self, client: Client) -> None:
@@ -409,11 +392,12 @@ class SampleDP(TrainingData, Private):
             self._undo.pop()()
         return fit
 
-    def _file(self, client: Client | None, secret: str = "", units: int = 0) -> Ledger:
+    def _file(self, client: str | None, folder: str | Path | None, secret: str = "", units: int = 0) -> Ledger:
         """Return the file that counts visits: in the ledger, or else in the client's folder of the run, if it has one.
 
         Args:
             client: The client; `None`: a plain Trainer, of which one file has all.
+            folder: The client's folder.
             secret: As for :class:`Ledger`.
             units: The same.
 
@@ -421,8 +405,8 @@ class SampleDP(TrainingData, Private):
             ValueError: If the ledger counts these data by the other unit.
         """
         if self.ledger is None and client is not None:
-            return Ledger(None if client.folder is None else str(client.folder), "privacy", secret)
-        data, units = ("data", 0) if client is None else (client.id, units)
+            return Ledger(None if folder is None else str(folder), "privacy", secret)
+        data, units = ("data", 0) if client is None else (client, units)
         records, patients = (Ledger(self.ledger, f"{data}{of}", secret, units) for of in ("", " by patient"))
         own, other = (records, patients) if self.unit == "record" else (patients, records)
         if other.path is not None and other.path.exists():
@@ -462,6 +446,20 @@ class SampleDP(TrainingData, Private):
                 )
         return room
 
+    def _release(self, file: Ledger, history: Steps, steps: Sequence[float], name: str) -> None:
+        """Write down what is about to leave; other bits than a visit has released before are counted beside those.
+
+        Raises:
+            ValueError: If there is no room.
+        """
+        with file.held([steps], name) as others:
+            again = [one for other, taken in file.releases.items() if other != name for one in taken]
+            if again and not self.fits([*self._before(history, others), *again, steps]):
+                raise ValueError(
+                    "SampleDP: a visit that is done again comes out differently, and both would exceed epsilon="
+                    f"{self.epsilon:g}. Start a new run, with data and hardware that give the same numbers again."
+                )
+
     def protect(self, client: Client, update: Update) -> None:
         """Send what is not trained back as it came; say what was spent, and whether there is room for another such visit."""
         for name, kind in entry_kinds(client.module).items():
@@ -470,20 +468,24 @@ class SampleDP(TrainingData, Private):
         kept = client.state.get(self.key, {})
         if not kept.get("history") or client.message.work == 0:
             return
-        with self._file(client).held(None) as every:
+        with self._file(client.id, client.folder).held(None) as every:
             before = self._before(kept["history"], every)
-        spent, left = self.epsilon_of(before), self.fits([*before, *kept["visit"]])
-        spent = min(spent, torch.finfo(torch.float32).max)  # no message holds infinity, which noise of almost 0 spends
-        update.extras[self.key] = {"epsilon": torch.tensor(spent), "left": torch.tensor(int(left))}
+        left = self.fits([*before, *kept["visit"]])
+        update.extras[self.key] = {"epsilon": self._as_told(before), "left": torch.tensor(int(left))}
+
+    def _as_told(self, steps: Steps) -> Tensor:
+        """Return what steps spend as a message has it, which holds no infinity; noise of almost 0 spends that."""
+        return torch.tensor(min(self.epsilon_of(steps), torch.finfo(torch.float32).max))
 
     def class_means(self, client: Client, update: Update, vectors: Vectors, classes: int) -> dict[int, Tensor]:
         """Return noisy means of the classes that are there, after writing down what they spend."""
         kept, address = client.state[self.key], f"{client.scratch[self.key]}|means"
-        file = self._file(client, f"{kept['secret']}|{address}")
+        file = self._file(client.id, client.folder, f"{kept['secret']}|{address}")
         self._enter(file, kept["history"], (self.means_noise, 1.0), 1, all_of_them=True)
         client.withhold_data("")
         exact = sums_by_class(vectors(), classes, self.means_clip)
         client.withhold_data(self.key)
+        self._release(file, kept["history"], (self.means_noise, 1.0, 1), digest_of("means", exact)[:24])
         count(client, self.key, (self.means_noise, 1.0, 1))
         client.covered_means = released_means(exact, self.means_clip, self.means_noise, kept["secret"], address)
         return client.covered_means
@@ -501,29 +503,32 @@ class SampleDP(TrainingData, Private):
 
     def on_round_end(self, server: Server) -> None:
         """Write down what every client has spent, and end the run before one exceeds its budget."""
-        kept = server.state[self.key]
-        if server.run_dir is not None and kept["epsilon"]:
-            private = self.noise_seed is None
-            told = {
-                "private": private,
-                "epsilon": max(kept["epsilon"].values()) if private else None,
-                "unit": f"{self.unit} of a client",
-                "epsilon_by_client": dict(kept["epsilon"]) if private else {},
-                **self.items_told(server),
-                "also": [one.promise for one in server.callbacks if isinstance(one, SumCodec) and one.promise],
-                "delta": self.delta,
-                "rounds": server.round + 1,
-                "clip": self.clip,
-                "accountant": self.accountant,
-            }
-            write_told(server.run_dir, told)
+        self._write(server, kept := server.state[self.key])
         if kept["over"] and server.stopped is None:
             server.stop(self, f"client '{kept['over'][0]}' would exceed epsilon={self.epsilon:g} in another visit")
 
+    def _write(self, server: Server, kept: Mapping[str, Any]) -> None:
+        if server.run_dir is not None and kept["epsilon"]:
+            spent = dict(kept["epsilon"])
+            told = self.told(server, f"{self.unit} of a client", max(spent.values()), epsilon_by_client=spent)
+            also = [one.promise for one in server.callbacks if isinstance(one, SumCodec) and one.promise]
+            write_told(server.run_dir, told | {"also": also})
+
     def on_federation_end(self, server: Server) -> None:
-        """Say what was spent."""
-        kept = server.state.get(self.key)
-        if kept is not None and kept["epsilon"] and self.noise_seed is None:
+        """Say what was spent, by visits too that were not taken in: late ones, and those under way at the end."""
+        if self.key not in server.state:
+            return
+        kept = server.state[self.key]
+        for client in () if server.sites else server.clients:
+            file = self._file(client, server.blueprint.settings.folder_of(client))
+            if file.path is not None and file.path.exists():
+                with (
+                    suppress(ValueError),
+                    file.held(None) as every,
+                ):  # of a damaged file the client has told, and failed
+                    kept["epsilon"][client] = max(float(self._as_told(every)), kept["epsilon"].get(client, 0.0))
+        if kept["epsilon"]:
+            self._write(server, kept)
             most = max(kept["epsilon"], key=kept["epsilon"].get)
             self.say_spent(
                 server,

@@ -153,9 +153,8 @@ def refuse_finders(callbacks: Iterable[Callback]) -> None:
     for one in callbacks:
         if isinstance(one, LearningRateFinder | BatchSizeFinder):
             raise ValueError(
-                f"{type(one).__name__} takes steps on training data that SampleDP neither covers with noise nor counts, and "
-                "what it finds would tell of them. Choose the value on data that need no protection, and remove one of the "
-                "two."
+                f"{type(one).__name__} takes steps on training data that SampleDP neither covers with noise nor counts. "
+                "Choose the value on data that need no protection, and remove one of the two."
             )
 
 
@@ -247,8 +246,7 @@ def refuse_monitors(trainer: Any, module: LightningModule, drop: bool) -> Callab
         for monitor in found:
             raise ValueError(
                 f"A scheduler, EarlyStopping or ModelCheckpoint goes by '{monitor}', which training logs, and its numbers "
-                "have no noise: what comes of it would give them away. Let it go by a metric that only validation logs, or "
-                "leave it out."
+                "have no noise. Let it go by a metric that only validation logs, or leave it out."
             )
         if not (drop and trainer.training):
             log(name, *values, **options)
@@ -273,13 +271,11 @@ def refuse_trainer(module: LightningModule, argument: Any, optimizers: int) -> N
         raise ValueError(
             "SampleDP clips and covers every batch by itself: use accumulate_grad_batches=1 and larger batches."
         )
-    if argument("precision", "32") in ("bf16-true", "transformer-engine"):
+    precision = str(argument("precision", "32"))
+    if precision in ("bf16-true", "transformer-engine") or ("16" in precision and "bf16" not in precision):
         raise ValueError(
-            "SampleDP takes gradients of single records in float32: use precision='bf16-mixed' or '32-true'."
-        )
-    if "16" in str(argument("precision", "32")) and "bf16" not in str(argument("precision", "32")):
-        raise ValueError(
-            "SampleDP cannot clip gradients that a scaler has scaled: use precision='bf16-mixed' or '32-true'."
+            f"SampleDP clips gradients of single records in float32, unscaled, and got precision='{precision}'. Use "
+            "'bf16-mixed' or '32-true'."
         )
     if not module.automatic_optimization or optimizers > 1:
         raise ValueError(

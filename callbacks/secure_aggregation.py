@@ -35,9 +35,10 @@ from fedlightning.algorithm import (
 )
 from fedlightning.callbacks.shared import masking, masks
 from fedlightning.callbacks.shared.fixed_point import SIGNED, FixedPoint, from_wire, to_wire
+from fedlightning.callbacks.shared.private_options import Private
 from fedlightning.callbacks.shared.secret_noise import digest_of
 from fedlightning.callbacks.shared.single_updates import refuse_other_ways
-from fedlightning.callbacks.shared.sum_noise import PLACE, SharesNoise, SumNoise
+from fedlightning.callbacks.shared.sum_noise import PLACE, SumNoise
 from fedlightning.ranges import PositiveFloat, Range
 from fedlightning.tensors import add_row, as_reals, has_mean, widen
 from fedlightning.tensors.memory import PIECE
@@ -72,8 +73,7 @@ def refuse_unfit(setup: Setup, clip: float, bits: int, least: int) -> None:
         if f"{name}.num_batches_tracked" in travelling and getattr(layer, "momentum", 0) is None:
             raise ValueError(
                 f"'{name}' averages over all batches that it has counted (momentum=None), and SecureAggregation leaves "
-                "integer buffers as they are. Give it a momentum, or keep such entries with the clients: "
-                "float_buffers='local'."
+                "integer buffers as they are. Give it a momentum, or take float_buffers='local'."
             )
 
 
@@ -84,8 +84,8 @@ KEYS, SHARES, OPEN = "keys", "shares", "open"
 ONE_SUM = Need(
     "opens one sum of changes of the model that everybody was sent",
     (
-        *("reduce", "denominator", "plan_round", Change.PARTS, Change.SMALLER, "on_build", "model_of"),
-        *("neighbours", "encode"),
+        *("reduce", "denominator", "plan_round", Change.PARTS, Change.SMALLER, "on_build"),
+        *("model_of", "neighbours", "encode"),
     ),
 )
 
@@ -278,18 +278,17 @@ class SecureAggregation(SumCodec):
 
     def _weights(self, server: Server, answers: Iterable[Update]) -> dict[str, float]:
         """Return the weights of the clients that have samples."""
-        name = next((one.weighting for one in server.callbacks if one.weighting is not None), "samples")
         weights = {}
-        for answer in answers:
-            if answer.error is None and answer.num_samples == 0:
+        for answer in (answer for answer in answers if answer.error is None):
+            if answer.num_samples:
+                weights[answer.client] = server.callbacks.weight(server, answer)
+            else:
                 server.note_failure(answer.client, f"client '{answer.client}' has no training samples")
-            elif answer.error is None:
-                weights[answer.client] = WEIGHTINGS[str(name)](answer.num_samples)
         return weights
 
     def _needed(self, server: Server, asked: Sequence[str]) -> int:
         """Return how many have to stay: the threshold, or as many as the noise of the sum takes."""
-        shares = (one.in_sum for one in server.callbacks if isinstance(one, SharesNoise))
+        shares = (one.in_sum for one in server.callbacks if isinstance(one, Private))
         return max(self.survivors(len(asked)), *shares, 0)
 
     def _refuse_few(
@@ -300,8 +299,7 @@ class SecureAggregation(SumCodec):
             why = next((f"; {answer.error.rstrip('.')}" for answer in answers if answer.error), "")
             raise ValueError(
                 f"Round {server.round + 1}: {len(there)} of {len(asked)} clients {what}, and SecureAggregation(threshold="
-                f"{self.threshold:.3g}) opens no sum of fewer than {needed}{why}. The state of the rounds before is intact, "
-                "and resume goes on from there."
+                f"{self.threshold:.3g}) opens no sum of fewer than {needed}{why}. Resume goes on from the round before."
             )
 
     def _entries(self, server: Server) -> list[str]:
@@ -337,8 +335,10 @@ class SecureAggregation(SumCodec):
             raise ValueError("it holds entries in the clear beside SecureAggregation")
         sent, came = update.extras.get(self.key, {}), message.extras.get(self.key, {})
         if message.tag in (SHARES, OPEN):
-            asked = set(came["there"]) if message.tag == OPEN else set(came["keys"]) - {message.client}
-            found = sent[message.tag]
+            found, asked = (
+                sent[message.tag],
+                set(came["there"]) if message.tag == OPEN else {*came["keys"]} - {message.client},
+            )
             if set(found) != asked or any(one.dtype != torch.uint8 or one.dim() != 1 for one in found.values()):
                 raise ValueError(f"its shares are not bytes for each of {len(asked)} clients")
         if message.tag == KEYS and (sent[KEYS].dtype != torch.uint8 or len(sent[KEYS]) != masking.ADVERTISED):

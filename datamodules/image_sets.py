@@ -108,6 +108,12 @@ class ImageFederatedDataModule(ArrayFederatedDataModule):
         self.root, self.download, self.normalize = Path(root), download, normalize
 
     @property
+    def coupled_records(self) -> str:
+        if self.normalize != "pixel":
+            return ""
+        return 'normalize="pixel" scales each pixel by its mean and deviation in all images. Take normalize: true or false.'
+
+    @property
     def folders(self) -> list[Path]:
         """Folders that are searched for files, in this order; downloads go to the first, which is torchvision's."""
         return [self.root / self.name / "raw", self.root / self.name, self.root / "raw", self.root]

@@ -102,6 +102,12 @@ class TextDataModule(LoaderDataModule):
             raise ValueError(f"Client '{empty}' has no training text. Leave it out, or give it rows.")
         super().__init__(splits[0], splits[1], splits[2])
 
+    @property
+    def coupled_records(self) -> str:
+        if not self.packing:
+            return ""
+        return "packing=True cuts a client's texts as one, so that each moves all rows after it. Leave packing out."
+
     def _loader(self, rows: list[dict[str, Any]], client: str, shuffle: bool) -> DataLoader[Any]:
         sampler = AddressedSampler(len(rows), client, shuffle=shuffle)
         return DataLoader(

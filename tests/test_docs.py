@@ -52,7 +52,7 @@ RUNS = (
     "reference/wire_format",
 )
 """Pages whose code runs as it stands. That of others is parsed and its imports are tried: it needs runs or accounts."""
-GENERATED = ("methods.md", "results/reproduce.md", "results/league.md")
+GENERATED = ("methods.md", "results/reproduce.md", "results/league.md", "results/sources.md")
 """Pages that tools write."""
 NO_NAMES = {"fedlightning.callbacks.FedCM", "fedlightning.algorithms"}
 """What is no name of the package: the guide's example, and the group of entry points."""

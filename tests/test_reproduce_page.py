@@ -6,10 +6,11 @@ import json
 
 from fedlightning.commands.configs import FOLDER
 from fedlightning.commands.reproduce import find_tables
+from fedlightning.experiments.reproduce.record import read_record
 from fedlightning.experiments.reproduce.tables import read_table
 from tests.experiments.reproduce.writing import table, write
 from tests.experiments.tiny import small
-from tools.reproduce_page import PAGE, page
+from tools.reproduce_page import PAGE, SOURCES, STATES, page, read_items, sources_page
 
 
 def test_the_page_is_current():
@@ -50,3 +51,16 @@ def test_an_order_that_disagrees_has_the_reason_of_the_table(tmp_path):
     recorded.parent.mkdir()
     recorded.write_text(json.dumps({"format": 1, "lines": [line]}))
     assert "*Why: table.* Because." in page([found])
+
+
+def test_the_page_of_sources_is_of_the_tables_and_records_that_are_here():
+    tables = find_tables([])
+    rows = [row for source in read_items().values() for row in source]
+    for row in rows:
+        assert set(row) <= {"item", "what", "state", "tables", "configs", "page", "why"} and row["state"] in STATES
+        assert all((FOLDER / path).is_file() for path in row.get("configs", []))
+        assert {*row.get("tables", [])} <= {table.name for table in tables}
+        assert row.get("why") or row.get("tables") or row.get("configs") or row["state"] == "nothing", row["item"]
+        if row["state"] in ("exact", "smaller") and "tables" in row:
+            assert all(read_record(table.path) for table in tables if table.name in row["tables"]), row["item"]
+    assert SOURCES.read_text() == sources_page(tables), "Write it again: python -m tools.reproduce_page"

@@ -28,7 +28,7 @@ class Ledger:
         units: Records, or patients, of the data, where another number of them is other data; 0: whatever they are.
 
     Attributes:
-        releases: Names of this run's releases, as the file had them when it was last held.
+        releases: By name, the steps of this run's releases, as the file had them when it was last held.
 
     Example:
         >>> with Ledger(None, "hospital", "a secret").held([(1.0, 0.1, 5)]) as others:
@@ -38,7 +38,7 @@ class Ledger:
 
     def __init__(self, path: str | None, name: str, secret: str, units: int = 0) -> None:
         self.path = None if path is None else Path(path) / f"{file_name_of(name)}.json"
-        self.units, self.releases = units, set[str]()
+        self.units, self.releases = units, dict[str, list[list[float]]]()
         self.run = hashlib.sha256(f"ledger|{secret}".encode()).hexdigest()[:16]
 
     @contextmanager
@@ -47,7 +47,8 @@ class Ledger:
 
         Args:
             spent: All steps of this run, those that it is about to take too; `None`: only look.
-            release: The one release that has taken these steps, where a run writes down each by itself.
+            release: The one release that has taken these steps, where a run writes down each by itself; what it was about to
+                take is this then.
 
         Raises:
             ValueError: If the file is no ledger, or that of other data.
@@ -60,15 +61,16 @@ class Ledger:
             runs, units = self._read()
             if self.units and units not in (0, self.units):
                 raise ValueError(
-                    f"{self.path} counts what was spent on {units} records or patients, and here are {self.units}. Divided "
-                    "otherwise, a record is now with one client and now with another, and no file has all that was spent "
-                    "on it. Divide the data as before, or take another ledger for other data. Where these are the ones of "
-                    "before and some more or fewer, write their number into the file."
+                    f"{self.path} counts what was spent on {units} records or patients, and here are {self.units}. Of data "
+                    "divided otherwise no file has all that was spent on a record. Divide them as before, or take another "
+                    "ledger for other data. Where they are the same and some more or fewer, write the number into the file."
                 )
-            self.releases = {run.partition(" ")[2] for run in runs if run.startswith(f"{self.run} ")}
-            mine = {self.run, *(f"{self.run} {one}" for one in self.releases)}
-            yield [steps for run, history in runs.items() if run not in mine for steps in history]
+            names = {run: run.partition(" ") for run in runs}
+            self.releases = {name: runs[run] for run, (who, _, name) in names.items() if who == self.run and name}
+            yield [steps for run, history in runs.items() if names[run][0] != self.run for steps in history]
             if spent is not None:
+                if release:
+                    runs.pop(self.run, None)
                 told: dict[str, Any] = {"runs": runs | {f"{self.run} {release}".rstrip(): [list(one) for one in spent]}}
                 told |= {"units": self.units or units} if self.units or units else {}
                 write_secret(self.path, f"{json.dumps(told, indent=1)}\n".encode())

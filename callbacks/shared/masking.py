@@ -18,17 +18,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fedlightning.callbacks.shared.masks import (
-    SEED,
-    add_masks,
-    agreed,
-    as_bytes,
-    as_tensor,
-    new_seed,
-    public_key,
-    seal,
-    unseal,
-)
+from fedlightning.callbacks.shared import masks
 
 PRIME = 2**256 + 297
 """The field is that of the integers modulo this prime, the first one beyond all secrets of 32 bytes."""
@@ -84,18 +74,18 @@ def _factors(places: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(factors)
 
 
-ADVERTISED = 3 * SEED
+ADVERTISED = 3 * masks.SEED
 """Bytes that a client advertises: the public key for masks, the one for sealed texts, and a digest of its own seed."""
 
 
 def mask_key(advertised: bytes) -> bytes:
     """Return the public key that masks are made with."""
-    return advertised[:SEED]
+    return advertised[: masks.SEED]
 
 
 def box_key(advertised: bytes) -> bytes:
     """Return the public key that texts for its owner are sealed with."""
-    return advertised[SEED : 2 * SEED]
+    return advertised[masks.SEED : 2 * masks.SEED]
 
 
 def digest_of(seed: bytes) -> bytes:
@@ -106,9 +96,9 @@ def digest_of(seed: bytes) -> bytes:
 # -- at a client -------------------------------------------------------------------------------------------------------
 def advertise() -> tuple[dict[str, Any], Tensor]:
     """Draw the secrets of a round; return what is kept, and what is advertised."""
-    own, box, seed = new_seed(), new_seed(), new_seed()
-    told = public_key(own) + public_key(box) + digest_of(seed)
-    return {"mask": own.hex(), "box": box.hex(), "seed": seed.hex(), "told": told.hex()}, as_tensor(told)
+    own, box, seed = masks.new_seed(), masks.new_seed(), masks.new_seed()
+    told = masks.public_key(own) + masks.public_key(box) + digest_of(seed)
+    return {"mask": own.hex(), "box": box.hex(), "seed": seed.hex(), "told": told.hex()}, masks.as_tensor(told)
 
 
 def share(
@@ -125,7 +115,7 @@ def share(
     Raises:
         ValueError: If the server's list is not what a client may share its secrets with.
     """
-    told = {client: as_bytes(keys[client]) for client in sorted(keys)}
+    told = {client: masks.as_bytes(keys[client]) for client in sorted(keys)}
     if "mask" not in kept or told.get(me, b"").hex() != kept["told"]:
         raise ValueError("the keys that came are not of this round")
     if len(set(told.values())) != len(told) or not len(told) / 2 < threshold <= len(told):
@@ -135,8 +125,8 @@ def share(
     of_seed = split(bytes.fromhex(kept["seed"]), threshold, places.values())
     both = {client: of_key[place] + of_seed[place] for client, place in places.items()}
     others = {client: box_key(text) for client, text in told.items() if client != me}
-    boxes = agreed(bytes.fromhex(kept["box"]), others, "shares")
-    sealed = {client: as_tensor(seal(key, both[client], me < client)) for client, key in boxes.items()}
+    boxes = masks.agreed(bytes.fromhex(kept["box"]), others, "shares")
+    sealed = {client: masks.as_tensor(masks.seal(key, both[client], me < client)) for client, key in boxes.items()}
     own = {
         "keys": {client: mask_key(text).hex() for client, text in told.items()},
         "boxes": {client: key.hex() for client, key in boxes.items()},
@@ -161,7 +151,7 @@ def receive(kept: Mapping[str, Any], me: str, sealed: Mapping[str, Tensor]) -> d
         raise ValueError(f"{len(sealed) + 1} clients have shared secrets, and {kept['threshold']} were agreed on")
     held = dict(kept["held"])
     for client, text in sealed.items():
-        held[client] = unseal(bytes.fromhex(kept["boxes"][client]), as_bytes(text), client < me).hex()
+        held[client] = masks.unseal(bytes.fromhex(kept["boxes"][client]), masks.as_bytes(text), client < me).hex()
     return {**kept, "held": held, "round": sorted(held)}
 
 
@@ -174,8 +164,8 @@ def add_own_masks(total: np.ndarray, kept: Mapping[str, Any], me: str) -> None:
         me: The client.
     """
     others = {client: bytes.fromhex(kept["keys"][client]) for client in kept["round"] if client != me}
-    between = agreed(bytes.fromhex(kept["mask"]), others, "mask").items()
-    add_masks(
+    between = masks.agreed(bytes.fromhex(kept["mask"]), others, "mask").items()
+    masks.add_masks(
         total, [(bytes.fromhex(kept["seed"]), 1), *((seed, 1 if me < client else -1) for client, seed in between)]
     )
 
@@ -198,7 +188,7 @@ def reveal(kept: Mapping[str, Any], me: str, there: Mapping[str, Tensor]) -> dic
         raise ValueError(f"a sum of {len(alive)} clients is to be opened, and {kept['threshold']} were agreed on")
     both = {client: bytes.fromhex(text) for client, text in kept["held"].items()}
     parts = {client: (LENGTH, None) if client in alive else (0, LENGTH) for client in both}
-    return {client: as_tensor(both[client][slice(*part)]) for client, part in parts.items()}
+    return {client: masks.as_tensor(both[client][slice(*part)]) for client, part in parts.items()}
 
 
 # -- at the server -----------------------------------------------------------------------------------------------------
@@ -219,22 +209,22 @@ def opened_sum(
     Raises:
         ValueError: If the shares do not give back what an owner has advertised.
     """
-    told = {client: as_bytes(keys[client]) for client in sorted(keys)}
+    told = {client: masks.as_bytes(keys[client]) for client in sorted(keys)}
     places = {client: place for place, client in enumerate(told, start=1)}
     total: np.ndarray = sum(masked.values(), start=np.zeros((), next(iter(masked.values())).dtype))
     seeds: list[tuple[bytes, int]] = []
     for client in together:
-        secret = join({places[one]: as_bytes(of[client]) for one, of in shares.items() if client in of})
+        secret = join({places[one]: masks.as_bytes(of[client]) for one, of in shares.items() if client in of})
         here = client in masked
-        if (digest_of(secret) if here else public_key(secret)) != (
-            told[client][2 * SEED :] if here else told[client][:SEED]
+        if (digest_of(secret) if here else masks.public_key(secret)) != (
+            told[client][2 * masks.SEED :] if here else told[client][: masks.SEED]
         ):
             raise ValueError(f"the shares of client '{client}' do not give back what it has advertised")
         if here:
             seeds.append((secret, -1))
             continue
-        between = agreed(secret, {one: mask_key(told[one]) for one in masked}, "mask")
+        between = masks.agreed(secret, {one: mask_key(told[one]) for one in masked}, "mask")
         # as the client that is gone would have: what they have added cancels
         seeds += [(seed, 1 if client < one else -1) for one, seed in between.items()]
-    add_masks(total, seeds)
+    masks.add_masks(total, seeds)
     return total

@@ -64,15 +64,9 @@ def agreed(private: bytes, public: Mapping[str, bytes], purpose: str) -> dict[st
         purpose: What they are for (HKDF's `info`); another purpose gives other keys.
     """
     used = library()
-    own, info = used.private.from_private_bytes(private), purpose.encode()
-    return {
-        name: bytes(
-            used.hkdf(algorithm=used.sha256(), length=SEED, salt=None, info=info).derive(
-                own.exchange(used.public.from_public_bytes(key))
-            )
-        )
-        for name, key in public.items()
-    }
+    own, options = used.private.from_private_bytes(private), {"length": SEED, "salt": None, "info": purpose.encode()}
+    shared = {name: own.exchange(used.public.from_public_bytes(key)) for name, key in public.items()}
+    return {name: bytes(used.hkdf(used.sha256(), **options).derive(key)) for name, key in shared.items()}
 
 
 def seal(key: bytes, text: bytes, first: bool) -> bytes:

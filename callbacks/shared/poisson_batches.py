@@ -108,17 +108,9 @@ def poisson_loader(
     if groups is not None and len(groups) != count:
         raise ValueError(f"{owner} got the groups of {len(groups)} samples for {count}. Give one for each sample.")
     sampler = PoissonBatches(count, len(loader), secret, address, groups, most)
-    made: DataLoader[Any] = DataLoader(
-        loader.dataset,
-        batch_sampler=sampler,
-        collate_fn=loader.collate_fn,
-        num_workers=loader.num_workers,
-        pin_memory=loader.pin_memory,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        prefetch_factor=loader.prefetch_factor,
-    )
-    return made, sampler
+    names = ("collate_fn", "num_workers", "pin_memory", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
+    options: dict[str, Any] = {name: getattr(loader, name) for name in names}
+    return DataLoader(loader.dataset, batch_sampler=sampler, **options), sampler
 
 
 def refuse_undrawable(loader: Any, owner: str) -> None:
@@ -127,19 +119,16 @@ def refuse_undrawable(loader: Any, owner: str) -> None:
     Raises:
         ValueError: With a way out.
     """
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
-        raise ValueError(
-            f"{owner} draws each record with the same probability, and cannot from {type(loader).__name__} over "
-            f"{type(getattr(loader, 'dataset', loader)).__name__}. Give a DataLoader with a batch_size over a "
-            "map-style dataset."
-        )
-    orders = _only_orders(loader.sampler, len(loader.dataset), owner)  # type: ignore[arg-type]
-    if not orders or type(loader).__iter__ is not DataLoader.__iter__:
-        raise ValueError(
-            f"{owner} draws every record of the data set with the same probability, in the place of "
-            f"{type(loader if orders else loader.sampler).__name__}, which draws others or otherwise. Give a DataLoader "
-            "without it; for a part of the records, a Subset."
-        )
+    plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+    if plain and loader.batch_size is not None and not isinstance(loader.dataset, IterableDataset):
+        if _only_orders(loader.sampler, len(loader.dataset), owner):
+            return
+    parts = (type(getattr(loader, name, None)).__name__ for name in ("sampler", "dataset"))
+    raise ValueError(
+        f"{owner} draws every record of a data set with the same probability, and cannot from {type(loader).__name__} "
+        f"({', '.join(parts)}). Give a DataLoader with a batch_size over a map-style dataset, and no sampler that draws "
+        "others or otherwise; for a part of the records, a Subset."
+    )
 
 
 def _only_orders(sampler: Any, count: int, owner: str) -> bool:

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from fedlightning.algorithm import Cover, Need, Outgoing, Protection, Server, Setup, warn
+from fedlightning.algorithm import Cover, Facts, Need, Outgoing, Protection, Server, Setup, warn
 from fedlightning.callbacks.shared import masks
 from fedlightning.callbacks.shared.ledger import Steps
 from fedlightning.callbacks.shared.spending import accountant_of, merged, most_that, solved_noise, spent_by
@@ -40,6 +40,13 @@ class Private(Protection):
         ValueError: If neither `noise_multiplier` nor `epsilon` is given.
     """
 
+    in_sum: int = 0
+    """Shares of noise that a masked sum takes; 0: the noise is no part of one."""
+    noised: Sequence[str] = ("entries",)
+    """Kinds of items that get noise."""
+    scored: Sequence[str] = ("scores",)
+    """Kinds of items that leave if `scores` says so."""
+
     @at_least_one("noise_multiplier", "epsilon", why="they say how much noise there is. Give one of them, or both.")
     def __init__(
         self,
@@ -54,6 +61,11 @@ class Private(Protection):
     ) -> None:
         self.delta, self.noise_multiplier, self.epsilon, self.clip = delta, noise_multiplier, epsilon, clip
         self.accountant, self.ledger, self.noise_seed, self.scores = accountant, ledger, noise_seed, scores
+
+    @property
+    def facts(self) -> Facts:
+        """It lets no selection by scores beside it, and nothing leave before round 1."""
+        return super().facts.extend(needs=[NO_SELECTION], no_statistics=UNCOUNTED)
 
     def epsilon_of(self, history: Steps) -> float:
         """Return what steps spend, at :attr:`delta`.
@@ -120,18 +132,20 @@ class Private(Protection):
         own = f" {whose}" if whose else ""
         return secrets.token_hex(16) if self.noise_seed is None else f"seed {self.noise_seed}{own}"
 
-    def cover_of(self, item: Outgoing, noised: Sequence[str]) -> Cover:
-        """Return how an item is covered.
-
-        Args:
-            item: What leaves.
-            noised: Kinds of items that get noise, or keys of callbacks whose extras do.
-        """
-        if item.kind in noised or item.owner in noised:
+    def covers(self, item: Outgoing) -> Cover:
+        """Return how an item is covered; what nobody has thought of is in the clear."""
+        if item.kind in self.noised:
             return "noised"
-        if item.kind == "scores":
+        if item.kind in self.scored:
             return self.scores
         return "withheld" if item.kind in ("logged", "undeclared", "classes") else "in the clear"
+
+    def told(self, server: Server, unit: str, epsilon: float, **others: Any) -> dict[str, Any]:
+        """Return what `privacy.json` says after a round; numbers of a run with a fixed seed are none."""
+        spent = {"epsilon": epsilon, **others}
+        known = spent if self.noise_seed is None else dict.fromkeys(spent)
+        own = {name: getattr(self, name) for name in ("delta", "accountant", "clip")} | self.items_told(server)
+        return {"private": self.noise_seed is None, **known, "rounds": server.round + 1, "unit": unit, **own}
 
     def items_told(self, server: Server) -> dict[str, Any]:
         """Return by cover what leaves clients in a run, and what the model it begins with has spent, for `privacy.json`."""
@@ -144,6 +158,8 @@ class Private(Protection):
         return {name.replace(" ", "_"): texts for name, texts in found.items()} | told
 
     def say_spent(self, server: Server, spent: str) -> None:
-        """Say what a run has spent, and what epsilon does not count."""
+        """Say what a run has spent, and what epsilon does not count, unless nothing is private."""
+        if self.noise_seed is not None:
+            return
         clear = ", ".join(self.items_told(server)["in_the_clear"])
         warn(f"{self.key}: {spent} {f'Epsilon does not count what is in the clear: {clear}.' if clear else ''}")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -75,10 +75,10 @@ class Samples:
             return (factor.to(left) @ left).reshape(shape)
         return (left * factor.to(left)[:, None]).T @ _wide(self.right[chosen])
 
-    def dense(self) -> Tensor:
-        """Return the gradients, shape (records, ...)."""
-        left = _wide(self.left)
-        return left if self.right is None else left[:, :, None] * _wide(self.right)[:, None, :]
+    def dense(self, most: int | None = None) -> Tensor:
+        """Return the gradients, shape (records, ...), of the first records if need be."""
+        left = _wide(self.left[:most])
+        return left if self.right is None else left[:, :, None] * _wide(self.right[:most])[:, None, :]
 
 
 def _rows(samples: Tensor) -> Tensor:
@@ -132,6 +132,12 @@ class RecordGradients:
         self._tried = -1  # the last epoch of which a batch was tried
         self._left, self._before = began or all_of(module)  # the first is what the last step has left
         self._hooks = hooks_on(module)
+        self._released = hashlib.sha256()
+
+    @property
+    def released(self) -> str:
+        """A name of all that the steps have released: the same for the same bits."""
+        return self._released.hexdigest()[:24]
 
     @property
     def counted(self) -> tuple[float, float, int]:
@@ -152,19 +158,21 @@ class RecordGradients:
         self._hooks.set_grad_sample_to_none()
         self.refuse_moved()
 
-    def try_batch(self, batch: Any, owner: str) -> None:
-        """Try records of one random batch of each epoch: a step may begin to mix them later, or where they are many.
+    def try_batch(self, batch: Any, owner: str, share: float) -> None:
+        """Try records of one random batch of an epoch: a step may begin to mix them later, or where they are many.
 
         Args:
             batch: The batch whose step begins.
             owner: Who asks.
+            share: Probability with which an epoch has such a batch.
 
         Raises:
             ValueError: If it mixes them.
         """
         epoch, place = self._place
-        first = uniform(self._secret, f"{self._address}|tried in epoch {epoch}", 1)[0] * self.sampler.batches
-        if self._tried == epoch or place <= first or self.size < 2:
+        coins = uniform(self._secret, f"{self._address}|tried in epoch {epoch}", 2)
+        first = coins[0] * min(self.sampler.batches, self.room)
+        if self._tried == epoch or place <= first or self.size < 2 or coins[1] > share:
             return
         self._tried = epoch
         self.close()  # a module with hooks cannot be copied
@@ -172,10 +180,10 @@ class RecordGradients:
         self._hooks = hooks_on(self.module)
 
     def end(self) -> None:
-        """See that the batch that ends was covered, and after the first one that nothing else has changed.
+        """See that the batch that ends was covered.
 
         Raises:
-            ValueError: If a step went past Lightning's hooks, or a buffer has learnt from records.
+            ValueError: If a step went past Lightning's hooks.
         """
         self._left = trained_by(self.module)
         if self._due:
@@ -183,11 +191,9 @@ class RecordGradients:
                 f"A batch ended without the step that is covered with noise: optimizer_step of {type(self.module).__name__} "
                 "goes past Lightning's hooks, or training_step returned no loss. Call optimizer.step(closure) for each batch."
             )
-        if self.steps == 1:
-            self.refuse_other_memory()
 
     def refuse_moved(self) -> None:
-        """Refuse what has moved parameters since the last step: they would hold more of records than what has noise.
+        """Refuse what has moved parameters since the last step, or buffers since the first: they would tell of records.
 
         Raises:
             ValueError: With the name of one.
@@ -198,9 +204,6 @@ class RecordGradients:
                 f"'{name}' has moved without a step of the optimizer, and noise covers steps only: a hook of "
                 f"{type(self.module).__name__} or a callback writes into it. Leave that to the optimizer."
             )
-
-    def refuse_other_memory(self) -> None:
-        """Refuse buffers that training has changed: they are not covered."""
         refuse_changed(self.module, self._before)
 
     @torch.no_grad()
@@ -251,6 +254,7 @@ class RecordGradients:
         """Add the noise, which is bound to what it covers: two sums never share theirs."""
         digest = digest_of("", {f"{index:06}": one for index, one in enumerate(sums)})
         address = f"{self._address}|step {self.steps}|{digest}"
+        self._released.update(address.encode())
         expected = self.sampler.units * self.sampler.rate
         for index, (parameter, one) in enumerate(zip(chosen, sums, strict=True)):
             noise = normal(self._secret, f"{address}|{index}", one.shape).mul_(self.noise_multiplier * self.clip)
@@ -277,9 +281,8 @@ def refuse_other_parts(
         if not _close(mean, whole):
             name = next(name for name, value in module.named_parameters() if value is parameter)
             raise ValueError(
-                f"The gradient of '{name}' has a part that is of no single record: a penalty on weights in the loss, a "
-                "parameter that is used outside of its layer, or a second model. It would be lost, since single records are "
-                "clipped. Use weight_decay of the optimizer for a penalty, and layers for parameters."
+                f"The gradient of '{name}' has a part that is of no single record, and would be lost: a penalty on weights "
+                "(use weight_decay of the optimizer), a parameter that is used outside of its layer, or a second model."
             )
 
 
@@ -308,9 +311,8 @@ def refuse_changed(module: LightningModule, before: dict[str, Tensor]) -> None:
         ValueError: With the name of the buffer.
     """
     for name, buffer in module.named_buffers():
-        if name in before and not torch.equal(
-            torch.nan_to_num(before[name]), torch.nan_to_num(buffer.to(before[name]))
-        ):
+        pair = (torch.nan_to_num(one.to(buffer)) for one in (before.get(name, buffer), buffer))
+        if not torch.equal(*pair):
             raise ValueError(
                 f"Training changes the buffer '{name}', and noise covers gradients only: what the buffer has of records "
                 "would leave as it is. Leave it out, or, if it counts steps only, make it an attribute that is no buffer."
@@ -327,6 +329,7 @@ def hooks_on(module: LightningModule) -> Any:
         from opacus.grad_sample import functorch
         from opacus.grad_sample.grad_sample_module import GradSampleHooks
         from opacus.validators import ModuleValidator
+        from opacus.validators.errors import UnsupportedModuleError
     except ImportError as error:
         raise ValueError(missing_package("Gradients of single records are made by Opacus", "privacy")) from error
     warnings.filterwarnings("ignore", message="Full backward hook is firing")  # of the first layer, whose hook is right
@@ -341,12 +344,6 @@ def hooks_on(module: LightningModule) -> Any:
             f"'{renormed}' has max_norm: it changes the rows that a batch looks up, which tells who was in it, without noise"
             ". Leave max_norm out."
         )
-    if problems:
-        raise ValueError(
-            f"SampleDP needs the gradient of each record, and Opacus cannot tell them apart: {problems[0]} "
-            "(opacus.validators.ModuleValidator.fix(module) replaces such layers)."
-        )
-
     kernels = _right_for_options(GradSampleHooks.GRAD_SAMPLERS, functorch.ft_compute_per_sample_gradient)
 
     class Hooks(GradSampleHooks):
@@ -357,17 +354,19 @@ def hooks_on(module: LightningModule) -> Any:
             self.factors.clear()
             super().set_grad_sample_to_none()
 
-    for layer in filter(_is_trained, module.modules()):
-        layer.training = (
-            True  # else Opacus passes over it; parts that are not trained stay in the mode that they are in
-        )
     try:
+        if problems:
+            raise problems[0]
+        # Else Opacus passes over them; parts that are not trained stay in the mode that they are in.
+        for layer in filter(_is_trained, module.modules()):
+            layer.training = True
         for layer in filter(_has_other_options, module.modules()):
             functorch.prepare_layer(layer)  # before it keeps what it has seen, which cannot be copied
         return Hooks(module, loss_reduction="mean", strict=True)
-    except NotImplementedError as error:
+    except (NotImplementedError, UnsupportedModuleError) as error:
         raise ValueError(
-            f"SampleDP needs the gradient of each record, and Opacus cannot tell them apart: {error}"
+            f"SampleDP needs the gradient of each record, and Opacus cannot tell them apart: {error} "
+            "(opacus.validators.ModuleValidator.fix(module) may replace such layers)."
         ) from error
 
 
@@ -462,22 +461,28 @@ def refuse_mixed_records(
         tried.trainer = trainer
     trainable = [parameter for parameter in tried.parameters() if parameter.requires_grad]
     before = held_by(tried)
-    with torch.enable_grad(), probes.probing(tried, Precision(), 0, "records"), _in_words(module):
-        hooks = hooks_on(tried)
-        together = _gradients(tried, hooks, trainable, batch, count)
-        refuse_other_parts(tried, trainable, [_samples_of(hooks, parameter, count) for parameter in trainable])
-        refuse_changed(tried, before)
-        for place in range(min(count, most if alone is None else len(alone))):
-            one_record = apply_to_collection(batch, Tensor, _cut, place, count) if alone is None else alone[place]
-            single = _gradients(tried, hooks, trainable, one_record, 1)
-            scale = max(float(one.norm()) for one in single)
-            if any(float((a[place] - b[0]).norm()) > CLOSE * scale for a, b in zip(together, single, strict=True)):
-                raise ValueError(
-                    f"{owner} clips the gradient of each record, and {type(module).__name__}.training_step gives a record "
-                    "another gradient in a batch than alone. Its loss must be the mean over the records of a batch of "
-                    "what each gives by itself, with the records in the first dimension; collate_fn must not mix them "
-                    "(MixUp), nor pad one to the length of others that the loss sees."
-                )
+    try:
+        with torch.enable_grad(), probes.probing(tried, Precision(), 0, "records"):
+            hooks = hooks_on(tried)
+            most = min(count, most if alone is None else len(alone))
+            together = _gradients(tried, hooks, trainable, batch, count, most)
+            refuse_other_parts(tried, trainable, [_samples_of(hooks, parameter, count) for parameter in trainable])
+            refuse_changed(tried, before)
+            for place in range(most):
+                one_record = apply_to_collection(batch, Tensor, _cut, place, count) if alone is None else alone[place]
+                single = _gradients(tried, hooks, trainable, one_record, 1, 1)
+                scale = max(float(one.norm()) for one in single)
+                if any(float((a[place] - b[0]).norm()) > CLOSE * scale for a, b in zip(together, single, strict=True)):
+                    raise ValueError(
+                        f"{owner} clips the gradient of each record, and {type(module).__name__}.training_step gives one "
+                        "another gradient in a batch than alone. Its loss must be the mean over records, in the first "
+                        "dimension, of what each gives by itself; collate_fn must not mix them, nor pad what the loss sees."
+                    )
+    except (AttributeError, RuntimeError, NotImplementedError, TypeError) as error:
+        raise ValueError(
+            f"Opacus cannot take the gradients of single records of {type(module).__name__} apart: {error} Parameters have "
+            "to be in layers of torch.nn, each called in the step; one that a wrapper changes stands in an nn.Sequential."
+        ) from error
 
 
 def _moved_a_little(module: LightningModule) -> LightningModule:
@@ -497,28 +502,18 @@ def _moved_a_little(module: LightningModule) -> LightningModule:
     return made
 
 
-@contextmanager
-def _in_words(module: LightningModule) -> Iterator[None]:
-    """Turn what Opacus raises over layers that it cannot take apart into a sentence."""
-    try:
-        yield
-    except (AttributeError, RuntimeError, NotImplementedError, TypeError) as error:
-        raise ValueError(
-            f"Opacus cannot take the gradients of single records of {type(module).__name__} apart: {error} Parameters "
-            "have to be in layers of torch.nn, each called in the step; a layer that a wrapper changes has to stand in an "
-            "nn.Sequential."
-        ) from error
-
-
 def _gradients(
-    module: LightningModule, hooks: Any, trainable: list[nn.Parameter], batch: Any, count: int
+    module: LightningModule, hooks: Any, trainable: list[nn.Parameter], batch: Any, count: int, most: int
 ) -> list[Tensor]:
+    """Return the gradients of the first records of a batch."""
     hooks.set_grad_sample_to_none()
     module.zero_grad()
     probes.training_loss(module, batch).backward()
     found = [_samples_of(hooks, parameter, count) for parameter in trainable]
     return [
-        torch.zeros(count, *as_reals(parameter).shape, device=parameter.device) if one is None else one.dense().clone()
+        torch.zeros(most, *as_reals(parameter).shape, device=parameter.device)
+        if one is None
+        else one.dense(most).clone()
         for parameter, one in zip(trainable, found, strict=True)
     ]
 

@@ -63,11 +63,8 @@ def solved_noise(epsilon: float, delta: float, rate: float, rounds: int, account
     """Return the noise multiplier with which a number of rounds spends `epsilon`."""
     from opacus.accountants.utils import get_noise_multiplier
 
-    return float(
-        get_noise_multiplier(
-            target_epsilon=epsilon, target_delta=delta, sample_rate=rate, steps=rounds, accountant=accountant
-        )
-    )
+    target: dict[str, Any] = {"target_epsilon": epsilon, "target_delta": delta, "sample_rate": rate}
+    return float(get_noise_multiplier(**target, steps=rounds, accountant=accountant))
 
 
 def merged(history: Steps) -> tuple[tuple[float, float, int], ...]:

@@ -18,15 +18,6 @@ TAIL = 12.0
 """Standard deviations that a sum has room for: an element is beyond them with a probability below 1e-30."""
 
 
-class SharesNoise:
-    """Base of callbacks whose clients add shares of noise to a sum."""
-
-    @property
-    def in_sum(self) -> int:
-        """How many shares the sum takes; 0: it has none."""
-        return 0
-
-
 @dataclass(frozen=True)
 class SumNoise:
     """A client's share of the noise of a sum.

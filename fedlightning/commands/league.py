@@ -23,9 +23,11 @@ LEAGUE = FOLDER / "league/league.yaml"
 DESCRIPTION = """\
 Tune every method with the same number of trials, on validation data only, and test it on fresh splits.
 
-A trial draws values from the method's space; the learning rate is always in it, and the same trial
-has the same learning rate in all methods. The trial with the lowest validation loss is run again
-with each of the league's seeds, which draw other splits, and only these runs are tested.
+A trial has values from the method's space; the learning rate is always in it, and the same trial
+has the same learning rate in all methods. All trials get a third of the budget, the better half all
+of it, the best three a second seed. The one with the lowest validation loss is run again with each
+of the league's seeds, which draw other splits, and only these runs are tested. The budget of a task
+is a number of gradient evaluations: that of FedAvg in its rounds.
 
 Without a TASK the tasks and methods are listed; all stands for every task. One method on one task
 can be run alone. Finished runs are kept, so the same command again goes on."""
@@ -76,7 +78,7 @@ def league(words: Sequence[str], main: Main) -> int:
         with experiment.lock(command="fedlightning league"):
             for method in (read.methods[name] for name in methods if name not in task.without):
                 row = read_rows(file).get(method.name)
-                if row is None or row["setting"] != read.setting(task, method) or options.redo:
+                if row is None or "failed" in row or row["setting"] != read.setting(task, method) or options.redo:
                     contest = Contest(read, task, method, options.data_root, experiment, CLI, [until])
                     row = None if until.over else contest.carry_out()
                     if row is None:

@@ -20,14 +20,23 @@ from fedlightning.experiments.children import Main, call
 from fedlightning.experiments.execute import Task
 from fedlightning.experiments.experiment import Experiment, StudyFile
 from fedlightning.experiments.reproduce.page import write_page
-from fedlightning.experiments.reproduce.record import as_json, lost, moved_goals, read_record, write_json, write_record
+from fedlightning.experiments.reproduce.record import (
+    as_json,
+    check_look,
+    find_new_disagreements,
+    lost,
+    moved_goals,
+    read_record,
+    write_json,
+    write_record,
+)
 from fedlightning.experiments.reproduce.results import (
     BAD,
     GOOD,
+    Chance,
     Line,
     Place,
     TableRun,
-    chance,
     left_out,
     list_headings,
     measure_tables,
@@ -43,6 +52,8 @@ _COLOURS = {**dict.fromkeys(GOOD, "green"), **dict.fromkeys(BAD, "bold red"), "i
 _KINDS = {"name": FOLDED, "published": NUMBER, "ours": NUMBER, "verdict": WHOLE}
 TABLES = FOLDER / "reproduce"
 """The tables that come with the package."""
+DISAGREEMENT = 3
+"""Exit code where all runs were made, and a verdict is worse than the recorded one."""
 DESCRIPTION = """\
 Run published tables again. Each cell is printed beside the published value, with its 95 % interval
 over seeds and a verdict against a tolerance that was fixed before the table was run.
@@ -65,8 +76,9 @@ examples:
   fedlightning reproduce --set cpu --data-root data --jobs 2
   fedlightning reproduce my_table.yaml --seeds 3
 
-Exit codes: 0 all cells that once agreed still do (or could not be run here), 1 one does not, or a run failed,
-2 bad input, 130 interrupted.
+Exit codes: 0 all is as it was recorded, or better (or could not be run here), 1 a run failed, 2 bad input,
+3 all runs were made, and a cell or order that once agreed does not, or one disagrees that never did,
+130 interrupted.
 """
 
 
@@ -150,7 +162,10 @@ def ask_for(tables: Sequence[Table], options: Namespace) -> list[TableRun]:
     for table in tables:
         runs = [name for name, run in table.runs.items() if options.set is None or options.set in run.sets]
         if runs or options.set is None or options.set in table.sets:
-            asked.append(TableRun(table, runs, options.seeds or table.seeds, obstacle(table, options.data_root)))
+            seeds = options.seeds or table.seeds
+            if options.record:
+                check_look(table, seeds)
+            asked.append(TableRun(table, runs, seeds, obstacle(table, options.data_root)))
     if not asked:
         sets = sorted({name for table in tables for run in table.runs.values() for name in (*run.sets, *table.sets)})
         hint = suggestion(options.set, sets) or f"Sets: {', '.join(sets)}; without --set all runs are made."
@@ -176,17 +191,20 @@ def tell(asked: Sequence[TableRun], options: Namespace, screen: Console) -> int:
         show_table(one.table, one.lines, screen)
     said = [text for one in asked for text in lost(one.table, one.lines, one.seeds)]
     moved = [text for one in asked for text in moved_goals(one.table)]
+    new = [text for one in asked for text in find_new_disagreements(one.table, one.lines)]
     content = as_json(asked, said, moved)
     write_json(options.out, content)
     page = call(write_page, options.out, asked, said, moved)
-    show_summary(asked, content["chance"], [*moved, *said], screen)
+    show_summary(asked, Chance(**content["chance"]), [*moved, *said, *new], screen)
     for one in asked if options.record else ():
         say(screen, f"Recorded: {shown(write_record(one.table, one.lines))}")
     say(screen, f"Page: {shown(page)}; results: {shown(options.out / 'reproduce.json')}")
     if options.json:
         about = {name: content[name] for name in ("tables", "chance", "lost")}
         print_json("reproduce", out=options.out, page=page, **about)
-    return 1 if said or any(line.failed for one in asked for line in one.lines) else 0
+    if any(line.failed for one in asked for line in one.lines):
+        return 1
+    return DISAGREEMENT if said or new else 0
 
 
 # -- on the terminal ---------------------------------------------------------------------------------------------------
@@ -260,10 +278,10 @@ def _coloured(verdict: str) -> str:
     return f"[{_COLOURS.get(verdict, 'dim')}]{verdict}[/]"
 
 
-def show_summary(asked: Sequence[TableRun], expected: float, changes: Sequence[str], screen: Console) -> None:
-    """Print how many cells agree, how many would disagree by chance, and what was lost or moved since the last record."""
+def show_summary(asked: Sequence[TableRun], expected: Chance, changes: Sequence[str], screen: Console) -> None:
+    """Print how many cells agree, how many verdicts may be chance, and what was lost or moved since the last record."""
     words = [line.verdict.word for one in asked for line in one.lines if line.asked]
     say(screen, f"\nAll: {verdict_counts(words) or 'nothing was asked for'}.")
-    say(screen, chance(expected))
+    say(screen, str(expected))
     for text in changes:
         say(screen, f"! {text}", style="bold red", markup=False)

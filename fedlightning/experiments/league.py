@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from fedlightning.config.errors import InputError
@@ -44,6 +46,9 @@ from fedlightning.study.significance import Interval, holm, resampled_difference
 
 RATE = "model.init_args.lr"
 """The option that every method is tuned in."""
+ROUNDS = "trainer.max_rounds"
+MOST_RANGES = 16
+"""Dimensions of the sequence that values are drawn from; a method takes the first of them."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +102,11 @@ class League:
     """Tasks, methods and the budget that all have.
 
     Attributes:
-        trials: Number of trials of each method on each task.
+        trials: Number of trials of each method on each task, with a third of the budget.
+        keep: Number of trials, the best so far, that are run with the whole budget.
+        finalists: Number of trials, the best of these, that are run with the second of `trial_seeds` too.
         search_seed: Seed of the values that are tried.
-        trial_seed: Seed of the trials' runs: initialisation, batches and splits.
+        trial_seeds: Two seeds of the trials' runs: initialisation, batches and splits.
         seeds: Seeds of the runs that are tested.
         references: Methods that all others are compared with.
         tasks: Tasks, by name.
@@ -107,8 +114,10 @@ class League:
     """
 
     trials: Count
+    keep: Count
+    finalists: Count
     search_seed: Natural
-    trial_seed: Natural
+    trial_seeds: list[int]
     seeds: list[int]
     references: Texts
     tasks: dict[str, LeagueTask]
@@ -121,7 +130,8 @@ class League:
     def setting(self, task: LeagueTask, method: LeagueMethod) -> str:
         """Return a hash of everything here that decides the result of a method on a task."""
         ranges = [asdict(one) for one in self.ranges(task, method)]
-        budget = [self.trials, self.search_seed, self.trial_seed, self.seeds, ranges]
+        budget = [self.trials, self.keep, self.finalists, self.search_seed, self.trial_seeds, self.seeds, ranges]
+        budget.append(method.gradients)
         files = [read_yaml(path) for path in (task.path, method.config)]
         decides = [budget, files, task.vary, task.metric, task.options.get(method.name, {})]
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]
@@ -152,8 +162,12 @@ def read_league(path: Path, configs: Path) -> League:
         for name, block in top.take_blocks("tasks")
     }
     league = top.read(League, tasks=tasks, methods=methods)
-    if not league.seeds or league.trial_seed in league.seeds:
-        raise top.error(f"has seeds: {league.seeds}. Give some, and not the trial_seed, so that splits are fresh.")
+    if not league.seeds or {*league.trial_seeds} & {*league.seeds}:
+        raise top.error(f"has seeds: {league.seeds}. Give some, and none of the trial_seeds, so that splits are fresh.")
+    if len({*league.trial_seeds}) != 2 or not league.trials >= league.keep >= league.finalists:
+        raise top.error(
+            "needs two different trial_seeds, and as many trials as it keeps, and as many of these as finalists."
+        )
     for name in league.references:
         top.check_name(name, methods, "references")
     return league
@@ -261,7 +275,10 @@ LOCAL_TEST = ["--trainer.evaluation.test_data=[local]"]
 
 
 def propose(ranges: Sequence[Range], seed: int, trials: int) -> list[Values]:
-    """Return the values to try. Each has an address of its own, so the same option has the same values in all methods.
+    """Return the values to try: points of a scrambled Sobol sequence, which fill the space evenly.
+
+    A method takes the first coordinates of points that are the same for all, so that the learning rate, which is the first
+    range, has the same values in all methods.
 
     Example:
         >>> from fedlightning.experiments.search import parse_search
@@ -269,10 +286,13 @@ def propose(ranges: Sequence[Range], seed: int, trials: int) -> list[Values]:
         >>> propose([rate], 0, 2) == [{"model.lr": one["model.lr"]} for one in propose([rate, mu], 0, 2)]
         True
     """
-    return [
-        {one.key: one.at(float(torch.rand((), generator=generator(seed, "league", one.key, number)))) for one in ranges}
-        for number in range(trials)
-    ]
+    from scipy.stats.qmc import Sobol  # here: it takes half a second
+
+    if len(ranges) > MOST_RANGES:
+        raise InputError(f"A method of the league has {len(ranges)} ranges; at most {MOST_RANGES} can be drawn.")
+    rule = np.random.default_rng(int(torch.randint(2**62, (), generator=generator(seed, "league"))))
+    points = Sobol(MOST_RANGES, rng=rule).random_base2(math.ceil(math.log2(trials)))[:trials]
+    return [{one.key: one.at(float(share)) for one, share in zip(ranges, point, strict=False)} for point in points]
 
 
 @dataclass
@@ -298,26 +318,72 @@ class Contest:
     watchers: Sequence[Watcher] = ()
 
     def carry_out(self) -> dict[str, Any] | None:
-        """Make the missing runs and return the method's row; `None` if it was interrupted."""
+        """Make the missing runs and return the method's row; `None` if it was interrupted.
+
+        Trials have a third of the budget, the better ones all of it, the best of these another seed as well. The budget is
+        gradient evaluations: those of the task's rounds, so that a method that needs more of them in a round has fewer
+        rounds. What is chosen is tested with fresh seeds, at the budget and, where that is less, with all rounds.
+        """
         league, name, study = self.league, self.method.name, self.experiment.study
-        values = propose(league.ranges(self.task, self.method), league.search_seed, league.trials)
-        trials = {f"{name}-{trial.name}": trial for trial in map(Trial, values)}
-        if not self._make(trials, [league.trial_seed], NO_TEST):
+        rounds, (seed, second) = self._task_rounds(), league.trial_seeds
+        drawn = propose(league.ranges(self.task, self.method), league.search_seed, league.trials)
+        few = max(1, round(rounds / 3 / self.method.gradients))
+        short = {
+            f"{name}-short-{trial.name}": trial for trial in (Trial({**values, ROUNDS: str(few)}) for values in drawn)
+        }
+        if not self._make(short, [seed], NO_TEST):
             return None
-        score_trials(study, trials, [league.trial_seed])
-        row = {"method": name, "setting": league.setting(self.task, self.method), "trials": self._told(trials)}
-        best = ranked(list(trials.values()))[0]
+        score_trials(study, short, [seed])
+        row: Row = {
+            "method": name,
+            "setting": league.setting(self.task, self.method),
+            "trials": self._told(short, seed),
+        }
+        better = [trial for trial in ranked(list(short.values())) if trial.objective is not None][: league.keep]
+        if not better:
+            return row | {"failed": self._error(short, seed)}
+        whole: dict[str, Trial] = {}
+        for trial in better:
+            folder = study.find_done(f"{name}-short-{trial.name}", seed)
+            share = 1.0 if folder is None else self._gradients_of_a_round(folder, few)
+            longer = Trial({**trial.values, ROUNDS: str(max(1, round(rounds / share)))})
+            whole[f"{name}-{longer.name}"] = longer
+        if not self._make(whole, [seed], NO_TEST):
+            return None
+        score_trials(study, whole, [seed])
+        last = dict(sorted(whole.items(), key=_by_objective)[: league.finalists])
+        if not self._make(last, [seed, second], NO_TEST):
+            return None
+        score_trials(study, last, [seed, second])
+        best = ranked(list(last.values()))[0]
         if best.objective is None:
-            return row | {"failed": self._error(trials, league.trial_seed)}
-        label = f"{name}-best-{best.name.removeprefix('trial_')}"
-        if not self._make({label: best}, league.seeds, LOCAL_TEST):
-            return None
-        folders = {seed: study.find_done(label, seed) for seed in league.seeds}
-        lacking = [seed for seed, folder in folders.items() if folder is None]
-        if lacking:
-            return row | {"best": best.values, "failed": self._error([label], lacking[0])}
-        runs = {str(seed): measure(folder, self.task.metric) for seed, folder in folders.items() if folder is not None}
-        return row | {"best": best.values, "seeds": runs}
+            return row | {"failed": self._error(last, seed)}
+        row |= {"best": best.values, "finalists": self._told(last, seed)}
+        tested = {"seeds": best}
+        if best.values[ROUNDS] != str(rounds):
+            tested["equal_rounds"] = Trial({**best.values, ROUNDS: str(rounds)})
+        for key, trial in tested.items():
+            label = f"{name}-best-{trial.name.removeprefix('trial_')}"
+            if not self._make({label: trial}, league.seeds, LOCAL_TEST):
+                return None
+            folders = {number: study.find_done(label, number) for number in league.seeds}
+            lacking = [number for number, folder in folders.items() if folder is None]
+            if lacking:
+                return row | {"failed": self._error([label], lacking[0])}
+            row[key] = {str(number): measure(folder, self.task.metric) for number, folder in folders.items() if folder}
+        return row
+
+    def _task_rounds(self) -> int:
+        return int(read_yaml(self.task.path)["trainer"]["max_rounds"])
+
+    def _gradients_of_a_round(self, folder: Path, rounds: int) -> float:
+        """Return the gradient evaluations of one round of a run, in those of FedAvg: one for each batch of every epoch."""
+        run = load_run(folder)
+        size = int(run.config["data"]["init_args"]["batch_size"])
+        epochs = int(read_yaml(self.task.path)["trainer"].get("local_epochs") or 1)
+        batches = sum(-(-held["train"] // size) for held in run.summary["data"]["clients"].values())
+        steps = run.summary["local_steps_total"] * self.method.gradients + run.summary["terms"]["own_steps"]
+        return float(steps / (batches * epochs * rounds))
 
     def _make(self, trials: Mapping[str, Trial], seeds: list[int], more: Sequence[str]) -> bool:
         """Make the runs that are still to be made. Return `False` if it was interrupted."""
@@ -332,19 +398,26 @@ class Contest:
         errors = (str(entry["error"]) for entry in entries if entry is not None and entry["error"])
         return next(errors, "no trial has a validation loss for every client")
 
-    def _told(self, trials: Mapping[str, Trial]) -> list[dict[str, Any]]:
+    def _told(self, trials: Mapping[str, Trial], seed: int) -> list[dict[str, Any]]:
         told = []
         for label, trial in trials.items():
-            entry = self.experiment.study.entry(label, self.league.trial_seed)
+            entry = self.experiment.study.entry(label, seed)
             seconds = round(entry["seconds"], 1) if entry else None
             told.append({"values": trial.values, "val_loss": trial.objective, "seconds": seconds})
         return told
 
 
+def _by_objective(pair: tuple[str, Trial]) -> tuple[bool, float]:
+    value = pair[1].objective
+    return value is None, value or 0.0
+
+
 # -- standings ---------------------------------------------------------------------------------------------------------
 BUDGET, ALONE = "FedAvg", "Local"
 """The method whose costs are the equal budget, and the one that a gain is measured from."""
-EQUAL = ("rounds", "gradients", "bytes")
+EQUAL = ("rounds", "bytes")
+LATE = 0.75
+"""Share of the rounds after which a curve should be flat."""
 
 
 @dataclass
@@ -374,7 +447,10 @@ class Standing:
         mb: Megabytes sent up and down.
         gain: Gain over Local for each megabyte; `None` where nothing is sent, or Local has no row.
         minus: Reference -> difference.
-        equal: `"rounds"`, `"gradients"` and `"bytes"` -> validation score of the models as received, at FedAvg's budget.
+        rounds: Rounds within the budget of gradient evaluations.
+        equal: `"rounds"` -> score on test data with as many rounds as the task has; `"bytes"` -> validation score of the
+            models as received, at FedAvg's bytes.
+        late: Gain in validation score of the models as received in the last quarter of the rounds, mean over splits.
     """
 
     method: str
@@ -384,19 +460,30 @@ class Standing:
     mb: float
     gain: float | None = None
     minus: dict[str, Difference] = field(default_factory=dict)
+    rounds: int = 0
     equal: dict[str, float | None] = field(default_factory=dict)
+    late: float | None = None
 
 
 def standings(league: League, task: LeagueTask, rows: Mapping[str, Row]) -> list[Standing]:
-    """Return the standings of all methods that have a result on a task, best first; diverged ones come last."""
-    runs = {name: row["seeds"] for name in league.methods if "seeds" in (row := rows.get(name, {}))}
+    """Return the standings of all methods that have a result on a task, best first; diverged ones come last.
+
+    Rows of another setting than the files have now are left out: they had another budget.
+    """
+    lacking, old = missing_rows(league, task, rows)
+    names = [name for name in league.methods if name in rows and name not in (*lacking, *old)]
+    runs = {name: rows[name]["seeds"] for name in names if "seeds" in rows[name]}
     found = {name: _standing(name, of) for name, of in runs.items()}
     alone = found[ALONE].score if ALONE in found else None
     for name, line in found.items():
         if line.mb > 0 and line.score is not None and alone is not None:
             line.gain = (line.score - alone) / line.mb
+        line.rounds = max((run["curve"][-1][0] for run in runs[name].values() if run["curve"]), default=0)
+        line.late = mean_of([_late_gain(run["curve"]) for run in runs[name].values()])
+        longer = rows[name].get("equal_rounds")
+        line.equal["rounds"] = mean_of([run["score"] for run in longer.values()]) if longer else line.score
         if BUDGET in runs:
-            line.equal = _equal(runs[name], runs[BUDGET], league.methods[name].gradients)
+            line.equal["bytes"] = _at_equal_bytes(runs[name], runs[BUDGET])
     for reference in (name for name in league.references if name in runs):
         minus = {name: one for name in runs if name != reference and (one := _minus(runs[name], runs[reference]))}
         for (name, one), p in zip(minus.items(), holm([one.p for one in minus.values()]), strict=True):
@@ -421,21 +508,25 @@ def _minus(runs: Mapping[str, Any], reference: Mapping[str, Any]) -> Difference 
     return Difference(*resampled_difference(a, b, share))
 
 
-def _equal(runs: Mapping[str, Any], budgets: Mapping[str, Any], gradients: float) -> dict[str, float | None]:
-    """Return the mean over splits of the last score within the budget's rounds, gradient evaluations and bytes."""
-    found: dict[str, list[float | None]] = {name: [] for name in EQUAL}
+def _at_equal_bytes(runs: Mapping[str, Any], budgets: Mapping[str, Any]) -> float | None:
+    """Return the mean over splits of the last score within the bytes of the budget."""
+    scores: list[float | None] = []
     for seed in (seed for seed in runs if seed in budgets and budgets[seed]["curve"]):
-        budget = budgets[seed]["curve"][-1]
-        for place, name in enumerate(EQUAL):
-            factor = gradients if name == "gradients" else 1.0
-            within = [point for point in runs[seed]["curve"] if factor * point[place] <= budget[place] * (1 + 1e-9)]
-            found[name].append(within[-1][3] if within else None)
-    return {name: mean_of(values) for name, values in found.items()}
+        budget = budgets[seed]["curve"][-1][2]
+        within = [point for point in runs[seed]["curve"] if point[2] <= budget * (1 + 1e-9)]
+        scores.append(within[-1][3] if within else None)
+    return mean_of(scores)
+
+
+def _late_gain(curve: Sequence[Sequence[Any]]) -> float | None:
+    """Return the last score of a curve minus that at three quarters of its rounds."""
+    before = [point[3] for point in curve if point[0] <= LATE * curve[-1][0]]
+    return curve[-1][3] - before[-1] if before and None not in (curve[-1][3], before[-1]) else None
 
 
 def missing_rows(league: League, task: LeagueTask, rows: Mapping[str, Row]) -> tuple[Sequence[str], Sequence[str]]:
-    """Return the methods that have not been run on a task, and those whose row was made with another setting."""
+    """Return the methods that have no result on a task, and those whose row was made with another setting."""
     wanted = [name for name in league.methods if name not in task.without]
-    made = [name for name in wanted if name in rows]
+    made = [name for name in wanted if "seeds" in rows.get(name, {})]
     old = [name for name in made if rows[name]["setting"] != league.setting(task, league.methods[name])]
-    return [name for name in wanted if name not in rows], old
+    return [name for name in wanted if name not in made], old

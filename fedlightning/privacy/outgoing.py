@@ -144,8 +144,7 @@ def _found(blueprint: Blueprint, architecture: str, everything: bool) -> Leaving
         except (AttributeError, TypeError) as error:
             raise ConfigurationError(
                 f"{callback.key} cannot say without a server which entries can leave a client ({type(error).__name__}: "
-                f"{error}). Declare in its wire() what no round exceeds: Wire(entries=[...]), or entries='all' for "
-                "the whole model."
+                f"{error}). Declare in its wire() what no round exceeds: Wire(entries=[...]), or entries='all'."
             ) from error
         if answer is not None:
             names &= set(expand(answer, kinds))

@@ -43,8 +43,7 @@ def stored(folder: Path | None, names: Collection[str], round: int) -> Release:
     content = {} if folder is None or not (folder / FILE).exists() else load(folder / FILE)
     if content.get("name") not in names:
         raise ValueError(
-            f"Round {round + 1} was released before, by this run or a copy of it, and comes out differently now: a client "
-            "has failed, then or now. A second release would tell more than is accounted for, and the first one is not in "
-            f"{FILE} of this run's folder. Go on in the folder that has it, with the clients of then, or start a new run."
+            f"Round {round + 1} was released before, by this run or a copy of it, and comes out differently now. The first "
+            f"release is not in {FILE} of this run's folder: go on in the folder that has it, or start a new run."
         )
     return Release(content["name"], content["state"], float(content["clip"]))

@@ -202,7 +202,7 @@ def test_logged_values_go_with_scores_and_others_extras_are_in_the_clear(scores)
     ("options", "reason"),
     [
         ({"where": "client", "shares": 4}, "where='client'. Use 'server' or 'masked'"),
-        ({"shares": 4}, "for where='masked' only"),
+        ({"shares": 4}, "shares=4 without where='masked'"),
     ],
 )
 def test_options_that_contradict_each_other(options, reason):

@@ -22,7 +22,6 @@ def fixed_secrets(monkeypatch, word="a secret"):
     """Draw secrets from a fixed stream, so that a test of randomness fails always or never."""
     drawn = iter(range(10**6))
     monkeypatch.setattr(masks, "new_seed", lambda: hashlib.sha256(f"{word} {next(drawn)}".encode()).digest())
-    monkeypatch.setattr(masking, "new_seed", lambda: hashlib.sha256(f"{word} {next(drawn)}".encode()).digest())
 
 
 def shared(clients=CLIENTS, threshold=6):

@@ -31,10 +31,10 @@ def test_scores_are_covered_as_asked_and_logged_values_and_the_rest_by_their_kin
     items = {
         name: SimpleNamespace(kind=name, owner="") for name in ("entries", "scores", "logged", "counts", "classes")
     }
-    found = {name: private.cover_of(item, ("entries", "mine")) for name, item in items.items()}
-    withheld = {"scores": scores, "logged": "withheld", "classes": "withheld"}
+    found = {name: private.covers(item) for name, item in items.items()}
+    withheld = {"scores": scores, "logged": scores if kind is ClientDP else "withheld", "classes": "withheld"}
     assert found == {"entries": "noised", "counts": "in the clear"} | withheld
-    assert private.cover_of(SimpleNamespace(kind="extras", owner="mine"), ("entries", "mine")) == "noised"
+    assert private.covers(SimpleNamespace(kind="extras", owner="mine")) == "in the clear"
 
 
 def test_every_item_that_leaves_is_told_under_its_cover():

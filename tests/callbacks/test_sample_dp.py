@@ -6,6 +6,7 @@ import copy
 import json
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from fedlightning.callbacks import (
     Ditto,
     FedAdam,
     FedALA,
+    FedAsync,
     FedAvg,
     FedPer,
     FedProx,
@@ -43,8 +45,9 @@ from fedlightning.contract.messages import Message
 from fedlightning.engines.attempts import FederationError
 from fedlightning.engines.base import Evaluate
 from fedlightning.errors import ConfigurationError
+from fedlightning.virtual_time import Asynchronous, FixedSpeed, VirtualClock
 from tests.conformance.case import collect
-from tests.helpers import NormNet, Toy, federate, global_state, make_trainer, same, toy_data
+from tests.helpers import NormNet, Toy, ToyData, federate, global_state, make_trainer, same, toy_data
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:SampleDP"),
@@ -336,6 +339,74 @@ def test_a_round_that_is_done_again_with_other_options_has_other_noise(tmp_path,
             trainer.fit(module(), datamodule=toy_data({"0": 16, "1": 24}), **again)
     one, two, three = came
     assert all((three[name] - 2 * two[name] + one[name]).abs().max() > 1e-3 for name in one)
+
+
+class Shaken(ToyData):
+    """Features that are other ones whenever they are read, which no seed repeats."""
+
+    def build(self):
+        ids, splits = super().build()
+        draw = torch.Generator()
+
+        class Shakes(torch.utils.data.TensorDataset):
+            def __getitem__(self, index):
+                draw.seed()
+                x, y = super().__getitem__(index)
+                return x + 0.1 * torch.randn(x.shape, generator=draw), y
+
+        dataset = splits["train"].dataset
+        splits["train"] = replace(splits["train"], dataset=Shakes(*dataset.tensors))
+        return ids, splits
+
+
+class Cut(FederatedCallback):
+    """Ends the process when the updates of round 2 are there."""
+
+    facts = Facts(takes_part=False)
+
+    def on_round_end(self, server):
+        if server.round == 1:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", [ToyData, Shaken])
+@pytest.mark.parametrize("ledger", [True, False])
+def test_a_visit_that_is_done_again_and_comes_out_differently_counts_twice(tmp_path, kind, ledger):
+    """Two releases of one draw with two noises have half the noise together; the same bits again tell nothing."""
+    data, options = kind(toy_data({"0": 16, "1": 24}).tensors), {"ledger": str(tmp_path / "ledger")} if ledger else {}
+
+    def fit(rounds, cut, epsilon=None):
+        callbacks = [dp(noise_seed=None, epsilon=epsilon, **options), *([Cut()] if cut else [])]
+        trainer = make_trainer(tmp_path, callbacks, max_rounds=rounds, local_steps=2, local_epochs=None, name="a")
+        with pytest.raises(KeyboardInterrupt) if cut else nullcontext():
+            trainer.fit(module(), datamodule=data, resume="last" if rounds > 1 else None)
+        return trainer
+
+    fit(1, cut=False)
+    for _ in range(2):
+        fit(2, cut=True)
+    trainer = fit(2, cut=False)
+    file = tmp_path / "ledger" / "0.json" if ledger else next((trainer.run.path / "clients").rglob("privacy.json"))
+    visits = [steps for (steps,) in json.loads(file.read_text())["runs"].values()]
+    assert visits == [[1.0, 0.5, 2]] * (2 if kind is ToyData else 4)
+    told = json.loads((trainer.run.path / "privacy.json").read_text())["epsilon_by_client"]
+    assert told["0"] == pytest.approx(trainer.callbacks.callbacks[0].epsilon_of(visits), rel=1e-5)
+
+
+def test_visits_under_way_when_a_run_ends_are_told(tmp_path):
+    """Their updates have left the clients, whether the server waits for them or not."""
+    loop = Asynchronous(VirtualClock(FixedSpeed(1.0, slowdown={"2": 10})))
+    callback = dp(noise_seed=None, ledger=str(tmp_path / "ledger"))
+    trainer = make_trainer(tmp_path, [FedAsync(), callback], max_rounds=6, loop=loop, name="a")
+    trainer.fit(module(), datamodule=toy_data(SIZES))
+    files = {path.stem: json.loads(path.read_text())["runs"] for path in (tmp_path / "ledger").glob("*.json")}
+    assert "2" in files
+    spent = {
+        name: callback.epsilon_of([one for steps in runs.values() for one in steps]) for name, runs in files.items()
+    }
+    told = json.loads((trainer.run.path / "privacy.json").read_text())
+    assert told["epsilon_by_client"] == pytest.approx(spent, rel=1e-5)
+    assert told["epsilon"] == pytest.approx(max(spent.values()), rel=1e-5)
 
 
 def test_a_run_does_not_go_on_with_another_configuration(tmp_path):

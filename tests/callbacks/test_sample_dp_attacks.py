@@ -16,7 +16,7 @@ pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install o
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from fedlightning.algorithm import Change, Facts, FederatedCallback
-from fedlightning.callbacks import ClientDP, FedAvg, FedLP
+from fedlightning.callbacks import ClientDP, FedAvg, FedLP, sample_dp
 from fedlightning.engines.attempts import FederationError
 from fedlightning.tensors import equal
 from tests.callbacks.test_sample_dp import SIZES, Plain, dp, module, plain_trainer, records
@@ -131,7 +131,7 @@ def test_an_end_of_training_by_its_own_numbers_is_refused():
     ids=lambda one: type(one).__name__,
 )
 def test_samplers_that_draw_others_are_refused(sampler):
-    with pytest.raises(ValueError, match=f"in the place of {type(sampler).__name__}"):
+    with pytest.raises(ValueError, match=rf"cannot from DataLoader \({type(sampler).__name__}"):
         plain_trainer(dp()).fit(Plain(), loader(sampler=sampler))
 
 
@@ -408,6 +408,23 @@ class FollowsEpochs(Plain):
 def test_a_batch_that_is_trained_on_is_tried_in_each_epoch(kind):
     with pytest.raises(ValueError, match="another gradient in a batch than alone"):
         plain_trainer(dp(), max_epochs=3).fit(module(kind), DataLoader(records(40), batch_size=20))
+
+
+class MeansOverTokens(Toy):
+    """A mean over tokens: a long record takes weight from the others of its batch."""
+
+    def training_step(self, batch, batch_idx):
+        weights = 1.0 + 20.0 * (batch[0][:, 0] > 50.0)
+        return (weights * F.cross_entropy(self(batch[0]), batch[1], reduction="none")).sum() / weights.sum()
+
+
+def test_batches_are_tried_where_a_visit_is_one_epoch(monkeypatch):
+    """One record of one client mixes: neither the first batch nor the first records have it."""
+    monkeypatch.setattr(sample_dp, "SOME_VISITS", 1.0)
+    data = toy_data({"0": 16, "1": 32})
+    data.tensors["1"]["train"][0][20, 0] = 99.0
+    with pytest.warns(UserWarning, match="client '1' failed.* another gradient in a batch than alone"):
+        federate(module(MeansOverTokens), data, [FedAvg(), dp(clip=1e-6)], max_rounds=8)
 
 
 def test_a_loss_that_follows_epochs_goes_on():

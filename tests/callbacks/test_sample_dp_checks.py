@@ -34,7 +34,7 @@ def test_a_count_goes_on_where_it_was_only():
     [
         ({"accumulate_grad_batches": 2}, 1, "accumulate_grad_batches=1"),
         ({"precision": "bf16-true"}, 1, "gradients of single records in float32"),
-        ({"precision": "16-mixed"}, 1, "a scaler has scaled"),
+        ({"precision": "16-mixed"}, 1, "in float32, unscaled"),
         ({}, 2, "Toy optimizes in another way"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from fedlightning.callbacks import FD, MOON, FedAvg, FedProto, SampleDP
 from fedlightning.callbacks.sample_dp import SURE, released_means, sums_by_class
 from fedlightning.callbacks.shared.ledger import Ledger
 from fedlightning.engines.attempts import FederationError
-from tests.callbacks.test_sample_dp import SIZES, dp, module
+from tests.callbacks.test_sample_dp import SIZES, Cut, Shaken, dp, module
 from tests.helpers import Toy, federate, make_trainer, toy_data
 
 pytestmark = [
@@ -78,6 +79,17 @@ def test_a_release_is_in_the_ledger_at_its_full_rate(tmp_path):
     federate(module(), toy_data({"0": 24, "1": 24}), [FedProto(), callback], max_rounds=1)
     with Ledger(callback.ledger, "0", "").held(None) as steps:
         assert (2.0, 1.0, 1) in {tuple(one) for one in steps}
+
+
+def test_other_means_of_a_visit_that_is_done_again_count_again(tmp_path):
+    data = Shaken(toy_data({"0": 24, "1": 24}).tensors)
+    for rounds, cut in ((1, False), (2, True), (2, False)):
+        callbacks = [FedProto(), dp(noise_seed=None, ledger=str(tmp_path / "ledger")), *([Cut()] if cut else [])]
+        trainer = make_trainer(tmp_path, callbacks, max_rounds=rounds, name="a")
+        with pytest.raises(KeyboardInterrupt) if cut else nullcontext():
+            trainer.fit(module(), datamodule=data, resume="last" if rounds > 1 else None)
+    visits = json.loads((tmp_path / "ledger" / "0.json").read_text())["runs"].values()
+    assert sorted(noise for ((noise, *_),) in visits) == [1.0] * 3 + [10.0] * 3
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda one: one.key)

@@ -10,7 +10,7 @@ from scipy import stats
 from fedlightning.callbacks.shared import secret_noise
 from fedlightning.callbacks.shared.fixed_point import FixedPoint
 from fedlightning.callbacks.shared.secret_noise import discrete_normal
-from fedlightning.callbacks.shared.sum_noise import LEAST_STD, SharesNoise, SumNoise
+from fedlightning.callbacks.shared.sum_noise import LEAST_STD, SumNoise
 
 
 def probabilities(std, reach):
@@ -103,10 +103,6 @@ def test_the_last_integer_gets_no_noise_and_shares_add_up():
     other = plain.copy()
     SumNoise(1.5, 4, 0.2, "secret 0", "round 1").add(other, point, "another change")
     assert (other[:-1] != parts[0][:-1]).mean() > 0.99
-
-
-def test_who_says_nothing_adds_no_shares():
-    assert SharesNoise().in_sum == 0
 
 
 def test_elements_beyond_the_bound_are_cut_to_it():

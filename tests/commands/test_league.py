@@ -30,7 +30,7 @@ def stamps(out: str) -> dict[str, int]:
 def test_the_list_says_what_there_is(capsys):
     assert main(["league"]) == 0
     shown = capsys.readouterr().out
-    assert "shakespeare" in shown and "SCAFFOLD" in shown and "8 trials of each method on each task" in shown
+    assert "shakespeare" in shown and "SCAFFOLD" in shown and "16 trials of each method on each task" in shown
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,10 @@ def test_test_labels_change_no_choice(tmp_path):
         path = league(tmp_path / name, **options)
         assert main(["league", "tiny", f"--league={path}", f"--out=out_{name}"]) == 0
         found[name] = rows(f"out_{name}")
-        folders = sorted(Path(f"out_{name}/tiny/runs").glob("*-trial_*/seed_1000/summary.json"))
-        assert len(folders) == 4
+        folders = sorted(Path(f"out_{name}/tiny/runs").glob("*-trial_*/seed_100*/summary.json"))
+        assert len(folders) == 2 * (
+            4 + 2 + 1
+        )  # a third of the budget, the better half all of it, the best another seed
         for folder in folders:
             assert not any(row["split"] == "test" for row in json.loads(folder.read_text())["results"])
     for method, row in found["plain"].items():
@@ -72,7 +74,7 @@ def test_test_labels_change_no_choice(tmp_path):
         assert [(one["values"], one["val_loss"]) for one in row["trials"]] == [
             (one["values"], one["val_loss"]) for one in other["trials"]
         ]
-        assert row["best"] == other["best"] == min(row["trials"], key=lambda one: one["val_loss"])["values"]
+        assert row["best"] == other["best"] == min(row["finalists"], key=lambda one: one["val_loss"])["values"]
         assert row["seeds"]["0"]["score"] != other["seeds"]["0"]["score"]
 
 
@@ -92,7 +94,24 @@ def test_a_slice_that_was_stopped_goes_on(tmp_path, monkeypatch, capsys):
     assert main([*words, "--minutes=0"]) == 130 and stamps("out") == before
     assert main(words) == 0
     after = stamps("out")
-    assert len(after) == 4 and after.items() >= before.items()
-    assert len(rows("out")["FedProx"]["trials"]) == 2 and set(rows("out")["FedProx"]["seeds"]) == {"0", "1"}
+    assert len(after) == 4 + 2 + 1 + 2 and after.items() >= before.items()
+    assert len(rows("out")["FedProx"]["trials"]) == 4 and set(rows("out")["FedProx"]["seeds"]) == {"0", "1"}
     assert main(words) == 0 and stamps("out") == after
     assert "FedProx" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_method_with_twice_the_gradients_has_half_the_rounds(tmp_path):
+    """Ditto trains two models: it is counted by the run. Its equal rounds are tested beside."""
+    groups = {"any": {"FedAvg": {}, "Ditto": {}}}
+    path = league(tmp_path / "league", groups=groups, seeds=[0])
+    assert main(["league", "tiny", f"--league={path}", "--out=out"]) == 0
+    found = rows("out")
+    rounds = {name: int(row["best"]["trainer.max_rounds"]) for name, row in found.items()}
+    assert rounds["Ditto"] == rounds["FedAvg"] / 2
+    assert (
+        "equal_rounds" not in found["FedAvg"]
+        and found["Ditto"]["equal_rounds"]["0"]["curve"][-1][0] == rounds["FedAvg"]
+    )
+    gradients = {name: row["seeds"]["0"]["steps"] for name, row in found.items()}
+    assert gradients["Ditto"] == gradients["FedAvg"]

@@ -127,6 +127,20 @@ def test_a_set_leaves_out_what_needs_other_runs_but_no_failure(capsys):
     assert {"more better than fedavg: final", "more better than bad: final"} <= set(results())
 
 
+def test_a_score_that_no_model_logs_is_said_before_anything_runs(capsys):
+    digits(Path("t.yaml"), measures={"final": {"metric": "acuracy", "checkpoint": "latest", "stage": "G"}})
+    assert reproduce("t.yaml", "--out=out") == 2
+    said = " ".join(capsys.readouterr().err.split())
+    sentence = "'FedAvg / accuracy' asks for the metric 'acuracy', which its model does not log. Did you mean accuracy"
+    assert sentence in said and not list(Path("out").rglob("metrics.csv"))
+
+
+def test_seeds_that_are_no_planned_look_are_not_recorded(capsys):
+    digits(Path("t.yaml"), seeds=4)
+    assert reproduce("t.yaml", "--out=out", "--seeds=3", "--record") == 2
+    assert "t is judged with the seeds 0, 1, 2, 3, not with 0, 1, 2." in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.slow
 def test_runs_are_made_once_and_cells_are_those_of_metrics_csv(tmp_path, capsys):
     digits(Path("one.yaml"))
@@ -163,7 +177,7 @@ def test_a_recorded_agreement_that_is_lost(capsys):
     assert line["verdict"] == "agrees" and line["tolerance"] == 0.3 and set(line["values"]) == set("0123")
     assert list(record["versions"]) == [str(line["commit"])]
     digits(Path("t.yaml"), PLANTED, seeds=4)
-    assert reproduce("t.yaml", "--out=out", "--jobs=2") == 1
+    assert reproduce("t.yaml", "--out=out", "--jobs=2") == 3  # it ran, and disagrees: no failure
     assert results()["FedAvg / accuracy"]["verdict"] == "disagrees"
     assert "t: FedAvg / accuracy once agreed, now: disagrees" in capsys.readouterr().out
     content = yaml.safe_load(Path("t.yaml").read_text())
@@ -175,7 +189,7 @@ def test_a_recorded_agreement_that_is_lost(capsys):
         assert said in " ".join(capsys.readouterr().out.split())
     content["rows"] = {"Other": {"run": "fedavg", "published": {"accuracy": 0.5}}}
     write(Path("t.yaml"), content)
-    assert reproduce("t.yaml", "--out=out", "--jobs=2") == 1
+    assert reproduce("t.yaml", "--out=out", "--jobs=2") == 3
     assert "once agreed and is not in the table any more" in " ".join(capsys.readouterr().out.split())
 
 

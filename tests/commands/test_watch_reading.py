@@ -133,15 +133,16 @@ def test_epsilon_is_shown_by_round(tmp_path):
     trainer = federate(
         Toy(),
         toy_data(),
-        [ClientDP(clip=1.0, noise_multiplier=1.0, delta=0.1)],
+        [ClientDP(clip=1.0, noise_multiplier=1.0, delta=0.1, rate=0.5)],
         root=tmp_path,
         max_rounds=2,
         evaluation=0,
     )
     state = RunFiles(trainer.run.path).state()
-    assert [number for number, _ in state["epsilon"]] == [1, 2]
-    told = json.loads((trainer.run.path / "privacy.json").read_text())["epsilon"]
-    assert state["epsilon"][-1][1] == pytest.approx(told)
+    assert [number for number, *_ in state["epsilon"]] == [1, 2]
+    told = json.loads((trainer.run.path / "privacy.json").read_text())
+    spent = [told["epsilon"], told["epsilon_participants_known"]]
+    assert state["epsilon"][-1][1:] == pytest.approx(spent) and spent[0] < spent[1]
 
 
 def entry(name, seed, state, **more):

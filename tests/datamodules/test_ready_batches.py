@@ -155,7 +155,7 @@ REFUSED = {
         FedType(imitation=0.1),
         "^FedType calibrates on samples .*, and those of (Batches|Stream) have no position",
     ),
-    "SampleDP": (SampleDP(delta=1e-3, noise_multiplier=1.0), "^SampleDP draws each record .* over (Batches|Stream)"),
+    "SampleDP": (SampleDP(delta=1e-3, noise_multiplier=1.0), r"^SampleDP draws every record .*, (Batches|Stream)\)"),
 }
 
 

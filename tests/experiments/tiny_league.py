@@ -33,9 +33,11 @@ def league(folder: Path, data: str = "fedlightning.datamodules.DigitsDataModule"
     task["data"]["class_path"] = data
     (folder / "tiny.yaml").write_text(yaml.safe_dump(task))
     content = {
-        "trials": 2,
+        "trials": 4,
+        "keep": 2,
+        "finalists": 1,
         "search_seed": 0,
-        "trial_seed": 1000,
+        "trial_seeds": [1000, 1001],
         "seeds": [0, 1],
         "references": ["FedAvg"],
         "tasks": {

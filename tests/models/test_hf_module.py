@@ -273,6 +273,7 @@ def test_packed_texts_are_cut_into_rows_of_one_length():
     (batch,) = data.client_dataloader("a", "train")
     packed = [[97, 98, 99, 256], [*b"defg"], [104, 256, 105, 106], [107, 256, 257, 257]]
     assert sorted(batch["input_ids"].tolist()) == sorted(packed)
+    assert "each moves all rows after it" in data.coupled_records and not texts().coupled_records
     whole = batch["attention_mask"] == 1
     assert torch.equal(batch["input_ids"][whole], batch["labels"][whole]) and batch["labels"][~whole].eq(-100).all()
     with pytest.raises(ValueError, match="packing=True makes every token a target"):

@@ -17,6 +17,8 @@ from fedlightning.storage.files import read_json
 
 COLUMNS = ("round", "stage", "model", "checkpoint", "data", "split", "client", "metric", "value", "num_samples")
 SHOWN_CLIENTS, SHOWN_FAILURES = 500, 50
+SPENT = ("round", "epsilon", "epsilon_participants_known")
+"""Who reads a run's folder knows who took part: the last number is theirs, and stands beside the other."""
 REMEMBERED = 4096
 """Bytes before the place that is read next, by which it is still the same file."""
 RECENT = 5
@@ -188,8 +190,8 @@ class RunFiles:
     def _epsilon(self) -> list[list[float]]:
         def read(path: Path) -> list[list[float]]:
             with path.open(encoding="utf-8", newline="") as file:
-                rows = [(_number(row.get("round")), _number(row.get("epsilon"))) for row in csv.DictReader(file)]
-            return [[number, value] for number, value in rows if number is not None and value is not None]
+                rows = [[_number(row.get(name)) for name in SPENT] for row in csv.DictReader(file)]
+            return [[number for number in row if number is not None] for row in rows if None not in row]
 
         return self._once(self.folder / "privacy.csv", read) or []
 

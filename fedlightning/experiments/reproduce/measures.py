@@ -6,20 +6,28 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from fedlightning.compat.system import file_name_of
 from fedlightning.config.errors import suggestion
 from fedlightning.experiments.yaml_blocks import Block
+from fedlightning.ranges import Length
 from fedlightning.scores.metrics import bare, higher_is_better
 from fedlightning.scores.rows import Row
 from fedlightning.study.columns import GLOBAL, LOCAL, PERSONAL
 from fedlightning.study.fairness import spread
 from fedlightning.study.measures import RunScores
-from fedlightning.study.runs import DEPLOYED, Run
+from fedlightning.study.runs import Run
 
 Runs = Mapping[str, Run]
 """Name of a run in the table -> the run with one seed."""
+Checkpoint = Literal["deployed", "latest", "best_global", "best_local"]
+Stage = Literal["G", "L1", "L2"]
+Model = Literal["personal", "global", "unseen"]
+Data = Literal["local", "pooled"]
+Split = Literal["val", "test"]
+CLIENT = "client:"
+"""Before the id of a client in the column `data` of scores of all models on its data."""
 OVER = ("mean", "weighted", "median", "worst", "best", "std", "variance", "tenth_percentile")
 """Statistics over clients; `client:NAME` is one client's own score."""
 
@@ -59,7 +67,19 @@ class Spec:
     def runs(self) -> list[str]:
         """The further runs that it reads."""
         inner: list[str] = self.options["of"].runs if "of" in self.options else []
-        return [self.options["against"], *inner] if "against" in self.options else inner
+        return [*self._against, *inner]
+
+    @property
+    def _against(self) -> list[str]:
+        given = self.options.get("against", [])
+        return [given] if isinstance(given, str) else list(given)
+
+    def list_metrics(self, run: str | None) -> list[tuple[str, str]]:
+        """Return the scores that it reads, each with the run that has to have it, if it is measured in `run`."""
+        runs = [*([] if run is None else [run]), *self._against]
+        if self.kind in SCORED:
+            return [(name, self.options["metric"]) for name in runs]
+        return [pair for name in runs for pair in self.options["of"].list_metrics(name)] if "of" in self.options else []
 
 
 # -- scores ------------------------------------------------------------------------------------------------------------
@@ -67,11 +87,11 @@ def score(
     run: Run,
     *,
     metric: str,
-    checkpoint: str = DEPLOYED,
-    model: str | None = None,
-    stage: str | None = None,
-    data: str = LOCAL,
-    split: str = "test",
+    checkpoint: Checkpoint = "deployed",
+    model: Model | None = None,
+    stage: Stage | None = None,
+    data: Data = "local",
+    split: Split = "test",
     over: str = "mean",
 ) -> Value:
     """Return a final score: of the models of one checkpoint and stage, as a statistic over clients.
@@ -91,7 +111,29 @@ def score(
     return Value(_over(found.defined, over, metric, math.nan if weighted is None else weighted))
 
 
-def at_round(run: Run, *, metric: str, round: int, stage: str = "G", data: str = LOCAL, over: str = "mean") -> Value:
+def offered(
+    run: Run, *, client: str, metric: str, checkpoint: Checkpoint = "deployed", stage: Stage | None = None
+) -> Value:
+    """Return the mean score over all clients' test data of the model of one client, offered to all (FENDA-FL, table 2).
+
+    The run needs `evaluation.test_data: [local, clients]`.
+    """
+    scores = RunScores(run)
+    others = sorted({row["data"] for row in run.results if str(row["data"]).startswith(CLIENT)})
+    places = [LOCAL, *(place for place in others if place != f"{CLIENT}{client}")]
+    rows = [scores.find(metric, "test", PERSONAL, checkpoint, stage, place) for place in places]
+    values = [None if row is None else row.defined.get(client) for row in rows]
+    if not others or None in values:
+        raise NoValueError(
+            f"no test scores '{metric}' of the model of client '{client}' on the data of all clients; "
+            "set trainer.evaluation.test_data: [local, clients]"
+        )
+    return Value(sum(map(float, values)) / len(values))  # type: ignore[arg-type]  # none is None
+
+
+def at_round(
+    run: Run, *, metric: str, round: int, stage: Stage = "G", data: Data = "local", over: str = "mean"
+) -> Value:
     """Return the score of one round (on validation data; with `test_curve`, on test data)."""
     curve = _curve(run, metric, stage, data, over)
     if round not in curve:
@@ -100,7 +142,7 @@ def at_round(run: Run, *, metric: str, round: int, stage: str = "G", data: str =
 
 
 def best_round(
-    run: Run, *, metric: str, stage: str = "G", data: str = LOCAL, over: str = "mean", until: int | None = None
+    run: Run, *, metric: str, stage: Stage = "G", data: Data = "local", over: str = "mean", until: int | None = None
 ) -> Value:
     """Return the best score over all rounds, or over those until one."""
     curve = _curve(run, metric, stage, data, over)
@@ -110,7 +152,7 @@ def best_round(
 
 
 def rounds_to(
-    run: Run, *, metric: str, target: float, stage: str = "G", data: str = LOCAL, over: str = "mean"
+    run: Run, *, metric: str, target: float, stage: Stage = "G", data: Data = "local", over: str = "mean"
 ) -> Value:
     """Return the rounds until the best score so far reaches a target, interpolated between rounds (McMahan et al. 2017).
 
@@ -142,16 +184,65 @@ def rounds_until(rounds: Sequence[int], scores: Sequence[float], target: float, 
 
 
 def gaining_share(
-    run: Run, *, against: Run, metric: str, checkpoint: str = DEPLOYED, stage: str | None = None, data: str = LOCAL
+    run: Run,
+    *,
+    against: Sequence[Run],
+    metric: str,
+    checkpoint: Checkpoint = "deployed",
+    stage: Stage | None = None,
+    data: Data = "local",
 ) -> Value:
-    """Return the share of clients whose score is better than in another run (participation)."""
-    found = [one.scores(metric, checkpoint=checkpoint, stage=stage, data=data) for one in (run, against)]
-    if None in found:
-        raise NoValueError(f"no test score '{metric}' in one of the runs {run.name} and {against.name}")
-    own, other = ({client: value for client, value in (one or {}).items() if value is not None} for one in found)
+    """Return the share of clients that score strictly better than in each of one or more other runs.
+
+    Against local training and FedAvg it is PLayer-FL's incentivised participation rate (equation A.6).
+    """
+    scores, *others = _client_scores([run, *against], metric, checkpoint, stage, data)
     sign = 1 if higher_is_better(metric) else -1
-    both = [client for client in own if client in other]
-    return Value(sum(sign * own[client] > sign * other[client] for client in both) / len(both) if both else math.nan)
+    gains = [all(sign * score > sign * other[client] for other in others) for client, score in scores.items()]
+    return Value(sum(gains) / len(gains) if gains else math.nan)
+
+
+def opt_outs(
+    run: Run,
+    *,
+    against: Run,
+    metric: str,
+    checkpoint: Checkpoint = "deployed",
+    stage: Stage | None = None,
+    data: Data = "local",
+) -> Value:
+    """Return the share of clients that score strictly worse than in another run (PI-FL, equation 15, against FedAvg)."""
+    scores, others = _client_scores([run, against], metric, checkpoint, stage, data)
+    sign = 1 if higher_is_better(metric) else -1
+    losses = [sign * score < sign * others[client] for client, score in scores.items()]
+    return Value(sum(losses) / len(losses) if losses else math.nan)
+
+
+def clients_below(
+    run: Run,
+    *,
+    metric: str,
+    bar: float,
+    checkpoint: Checkpoint = "deployed",
+    stage: Stage | None = None,
+    data: Data = "local",
+) -> Value:
+    """Return how many clients score below a bar (FLIU, figure 8)."""
+    (scores,) = _client_scores([run], metric, checkpoint, stage, data)
+    return Value(float(sum(score < bar for score in scores.values())))
+
+
+def _client_scores(
+    runs: Sequence[Run], metric: str, checkpoint: str, stage: str | None, data: str
+) -> list[dict[str, float]]:
+    """Return client -> score of each run, for the clients that have one in all of them."""
+    tables = [run.scores(metric, checkpoint=checkpoint, stage=stage, data=data) for run in runs]
+    if None in tables:
+        names = ", ".join(run.name for run in runs)
+        raise NoValueError(f"no test score '{metric}' in one of the runs {names}")
+    scores = [{client: value for client, value in (table or {}).items() if value is not None} for table in tables]
+    shared = [client for client in scores[0] if all(client in others for others in scores[1:])]
+    return [{client: table[client] for client in shared} for table in scores]
 
 
 # -- other numbers of a run --------------------------------------------------------------------------------------------
@@ -160,8 +251,8 @@ def logged(
     *,
     metric: str,
     round: int | None = None,
-    stage: str | None = None,
-    model: str | None = None,
+    stage: Stage | None = None,
+    model: Model | None = None,
     data: str | None = None,
     split: str | None = None,
     over: str = "mean",
@@ -201,6 +292,11 @@ def model_size(run: Run, *, client: str | None = None) -> Value:
     return Value(float(sum(values.numel() for values in _state(run, client).values())))
 
 
+def model_norm(run: Run, *, client: str | None = None) -> Value:
+    """Return the length of all numbers of an exported model, as one vector: a client's, or the server's."""
+    return Value(math.sqrt(sum(float(values.double().square().sum()) for values in _state(run, client).values())))
+
+
 # -- two runs ----------------------------------------------------------------------------------------------------------
 def difference(run: Run, *, of: Callable[[Run], Value], against: Run) -> Value:
     """Return a measure of this run minus that of another one."""
@@ -227,12 +323,26 @@ def epsilon(
     return Value(spent_by(accountant, delta, ((sigma, q, steps),), tuple(orders or ())))
 
 
-OF_TWO = (gaining_share, difference, ratio)
-"""Kinds that read a second run, `against`."""
-OF_ONE = (score, at_round, best_round, rounds_to, logged, summary, entry, model_size)
+OF_TWO = (gaining_share, opt_outs, difference, ratio)
+"""Kinds that read other runs, `against`: `gaining_share` one or more, the others one."""
+OF_ONE = (
+    score,
+    offered,
+    at_round,
+    best_round,
+    rounds_to,
+    clients_below,
+    logged,
+    summary,
+    entry,
+    model_size,
+    model_norm,
+)
 KINDS: dict[str, Callable[..., Value]] = {kind.__name__: kind for kind in (*OF_ONE, *OF_TWO, epsilon)}
 """Name of a kind of measure -> its function."""
-LOWER = ("rounds_to", "model_size", "epsilon")
+SCORED = ("score", "offered", "at_round", "best_round", "rounds_to", "gaining_share", "opt_outs", "clients_below")
+"""Kinds that read a score of the test or validation data by its name."""
+LOWER = ("rounds_to", "model_size", "epsilon", "opt_outs", "clients_below")
 """Kinds of which the lower value is the better one."""
 
 
@@ -250,7 +360,8 @@ def _measure(spec: Spec, runs: Runs, *run: Run) -> Value:
     if "of" in options:
         options["of"] = partial(_measure, spec.options["of"], runs)
     if "against" in options:
-        options["against"] = runs[spec.options["against"]]
+        against = spec.options["against"]
+        options["against"] = runs[against] if isinstance(against, str) else [runs[name] for name in against]
     return KINDS[spec.kind](*run, **options)
 
 
@@ -289,14 +400,24 @@ def read_measure(given: Any, at: Block, runs: Collection[str], measures: Mapping
         raise at.error(f"has the {place} of kind '{kind}', which is none. {hint}")
     block = Block(options, at.file, f"the {place} ({kind}) of {at.where}")
     if KINDS[kind] in OF_TWO:
-        block.check_name(block.take("against", str), runs, "against")
+        several = KINDS[kind] is gaining_share
+        options["against"] = block.take("against", Annotated[list[str], Length(1)] if several else str)
+        for run in options["against"] if several else [options["against"]]:
+            block.check_name(run, runs, "against")
     block.take_arguments(KINDS[kind], ["against"])
     if "of" in options:
         options["of"] = read_measure(options["of"], block, runs, measures)
     over = options.get("over", "mean")
     if over not in OVER and not str(over).startswith("client:"):
         raise block.error(f"has over: {over}. Give {', '.join(OVER)} or client:NAME.")
-    words = [value.name if isinstance(value, Spec) else str(value) for value in options.values()]
+    words = [
+        value.name
+        if isinstance(value, Spec)
+        else " and ".join(value)
+        if key == "against" and not isinstance(value, str)
+        else str(value)
+        for key, value in options.items()
+    ]
     return Spec(kind, name or " ".join([*([] if kind == "score" else [kind.replace("_", " ")]), *words]), options)
 
 

@@ -15,13 +15,13 @@ from fedlightning.experiments.reproduce.results import (
     GOOD,
     Line,
     TableRun,
-    chance,
     expected_by_chance,
     left_out,
     list_headings,
     ours,
     reasons,
     row_of,
+    sentence_of_plan,
     verdict_counts,
 )
 from fedlightning.experiments.reproduce.tables import Table
@@ -78,8 +78,9 @@ def published_against_ours(lines: Sequence[Line]) -> Figure:
 
 FILE = "report.html"
 _LEGEND = (
-    "Diamonds: published values, with the tolerance as a band. Dots: ours, mean over seeds with the 95 % interval "
-    "(Student's t). A cell agrees if the interval lies inside the band, and disagrees if it lies entirely outside."
+    "Diamonds: published values, with the tolerance as a band. Dots: ours, mean over seeds with the interval (Student's t, "
+    "95 %, and 97.5 % where a table is looked at twice). A cell agrees if the interval lies inside the band, and disagrees "
+    "if it lies entirely outside."
 )
 
 
@@ -97,7 +98,7 @@ def write_page(out: Path, tables: Sequence[TableRun], lost: Sequence[str], moved
     counted = verdict_counts(line.verdict.word for line in every if line.asked)
     page = Page(
         title="Published tables, run again",
-        subtitle=f"{len(tables)} tables: {counted or 'nothing was asked for'}. " + chance(expected_by_chance(every)),
+        subtitle=f"{len(tables)} tables: {counted or 'nothing was asked for'}. {expected_by_chance(every)}",
         answers={},
         problems=said,
         sections=[_section(one.table, one.lines, one.seeds, out) for one in tables],
@@ -165,10 +166,12 @@ def _terms(table: Table, seeds: Sequence[int], lines: Sequence[Line]) -> list[tu
         ("Published in", f"{source.paper}, {source.table}. {source.link}. Numbers {known[source.read]}."),
         ("Setting", table.setting),
         ("Ours differs", " ".join(table.departures)),
-        ("Can detect", "; ".join(table.detects)),
+        ("Detects (planted and seen)", "; ".join(table.detects)),
+        ("Is meant to detect (not planted)", "; ".join(table.aims_at)),
         ("Cannot detect", "; ".join(table.cannot_detect)),
         ("Chosen on test data", "The paper chose values or rounds on test data." if table.tuned_on_test else ""),
         ("Seeds", "nothing is random" if table.exact else ", ".join(map(str, seeds))),
+        ("Plan", "" if table.exact else sentence_of_plan(table)),
         ("Left out", " ".join(left_out(lines))),
         ("Runs that differ", " ".join(f"{run.name}: {run.differs}" for run in table.runs.values() if run.differs)),
     ]

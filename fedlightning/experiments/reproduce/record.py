@@ -6,12 +6,21 @@ import json
 import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import fedlightning
 from fedlightning.config.errors import InputError
-from fedlightning.experiments.reproduce.results import GOOD, INCONCLUSIVE, NOT_RUN, Line, TableRun, expected_by_chance
+from fedlightning.experiments.reproduce.results import (
+    BAD,
+    GOOD,
+    INCONCLUSIVE,
+    NOT_RUN,
+    Line,
+    TableRun,
+    expected_by_chance,
+)
 from fedlightning.experiments.reproduce.tables import Table
 from fedlightning.run.folder import versions
 from fedlightning.storage.files import UnreadableError, read_json, write_text_atomically
@@ -65,8 +74,27 @@ def write_lines(path: Path, head: Mapping[str, Any], key: str, lines: Sequence[M
     write_text_atomically(path, f'{{\n{above} "{key}": [\n  {rows}\n ]\n}}\n')
 
 
+def check_look(table: Table, seeds: Sequence[int]) -> None:
+    """Refuse to record verdicts of other seeds than the plan has: whoever looks often enough sees what they want.
+
+    Raises:
+        InputError: If it is none of the planned looks.
+    """
+    planned = [list(table.seeds)[:number] for number in table.looks]
+    if list(seeds) not in planned:
+        looks = " or ".join(", ".join(map(str, look)) for look in planned)
+        raise InputError(
+            f"--record: {table.name} is judged with the seeds {looks}, not with {', '.join(map(str, seeds))}. Leave out "
+            "--record, or write the looks that you want into the table's file before its first run (looks: [5, 10])."
+        )
+
+
 def write_record(table: Table, lines: Sequence[Line]) -> Path:
-    """Write the verdicts of a table. What was not run keeps what was recorded of it; tolerances keep their history."""
+    """Write the verdicts of a table.
+
+    What was not run keeps what was recorded of it. Tolerances keep their history, and verdicts of fewer seeds stay beside
+    those of more.
+    """
     path = record_file(table.path)
     before, kept, now = read_record(table.path), [], commit()
     known = read_json(path)["versions"] if path.exists() else {}
@@ -81,11 +109,19 @@ def write_record(table: Table, lines: Sequence[Line]) -> Path:
         earlier = old.get("earlier", []) if old else []
         if old and _judged_by(old) != _judged_by(new):
             earlier = [*earlier, _judged_by(old)]
-        kept.append({**new, "commit": now, **({"earlier": earlier} if earlier else {})})
+        looks = [look for look in _looks(old) if look["seeds"] < len(line.values)] if old else []
+        more = {name: entries for name, entries in (("earlier", earlier), ("looks", looks)) if entries}
+        kept.append({**new, "commit": now, **more})
     made = {str(line["commit"]): known.get(str(line["commit"]), versions()) for line in kept} | {str(now): versions()}
     used = {name: given for name, given in made.items() if any(str(line["commit"]) == name for line in kept)}
-    write_lines(path, {"table": table.name, "versions": used}, "lines", kept)
+    write_lines(path, {"table": table.name, "plan": list(table.looks), "versions": used}, "lines", kept)
     return path
+
+
+def _looks(line: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return all looks at a line, the recorded one last."""
+    look = {"seeds": len(line["values"]), **{key: line[key] for key in ("verdict", "mean", "low", "high")}}
+    return [*line.get("looks", []), look]
 
 
 def _judged_by(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,10 +129,14 @@ def _judged_by(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def moved_goals(table: Table) -> list[str]:
-    """Return a sentence for every tolerance or published value that was changed since a verdict was recorded."""
+    """Return a sentence for every tolerance, published value or plan that was changed since a verdict was recorded."""
     now: dict[str, tuple[float | None, float]] = {cell.name: (cell.published, cell.tolerance) for cell in table.cells}
     now |= {order.name: (None, order.margin) for order in table.orders}
     said = []
+    file = record_file(table.path)
+    plan = read_json(file).get("plan") if file.exists() else None
+    if plan not in (None, list(table.looks)):
+        said.append(f"the plan was changed from looks at {plan} seeds to looks at {list(table.looks)}")
     for name, recorded in read_record(table.path).items():
         for old in [*recorded.get("earlier", []), recorded] if name in now else []:
             published, tolerance = now[name]
@@ -129,6 +169,16 @@ def lost(table: Table, lines: Sequence[Line], seeds: Sequence[int]) -> list[str]
             f"{table.name}: {name} once agreed, now: {word}{f' ({line.verdict.why})' if line.verdict.why else ''}."
         )
     return said
+
+
+def find_new_disagreements(table: Table, lines: Sequence[Line]) -> list[str]:
+    """Return a sentence for every cell and order that disagrees now, and neither did so nor agreed when it was recorded."""
+    before = read_record(table.path)
+    return [
+        f"{table.name}: {line.name} {line.verdict.word}, which no record has."
+        for line in lines
+        if line.verdict.word in BAD and before.get(line.name, {}).get("verdict") not in (*BAD, *GOOD)
+    ]
 
 
 def commit(root: Path = Path(fedlightning.__file__).parents[1]) -> str | None:
@@ -169,7 +219,7 @@ def as_json(tables: Sequence[TableRun], lost: Sequence[str], moved: Sequence[str
         "format": 1,
         "commit": commit(),
         "versions": versions(),
-        "chance": expected_by_chance(line for one in tables for line in one.lines),
+        "chance": asdict(expected_by_chance(line for one in tables for line in one.lines)),
         "lost": list(lost),
         "moved": list(moved),
         "tables": [_table(one.table, one.lines, one.seeds) for one in tables],
@@ -185,6 +235,8 @@ def _table(table: Table, lines: Sequence[Line], seeds: Sequence[int]) -> dict[st
         "read": table.source.read,
         "tuned_on_test": table.tuned_on_test,
         "seeds": list(seeds),
+        "looks": list(table.looks),
+        "confidence": table.confidence,
         "counts": dict(Counter(line.verdict.word for line in lines)),
         "cells": [line for line in plain if line["published"] is not None],
         "orders": [line for line in plain if line["published"] is None],

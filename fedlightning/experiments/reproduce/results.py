@@ -15,7 +15,7 @@ from typing import Any
 
 from fedlightning.experiments.methods import Method
 from fedlightning.experiments.reproduce.measures import NoValueError, Spec, Value, better_is_higher, measure
-from fedlightning.experiments.reproduce.tables import ALL, WHOLE, Cell, Order, Table
+from fedlightning.experiments.reproduce.tables import ALL, ERROR, WHOLE, Cell, Order, Table
 from fedlightning.study.runs import Run, load_run
 from fedlightning.study.significance import mean_interval
 
@@ -24,12 +24,6 @@ ORDER_AGREES, ORDER_DISAGREES = "order agrees", "order disagrees"
 NOT_RUN, NOT_JUDGED = "not run", "not judged"
 GOOD = (AGREES, ORDER_AGREES)
 BAD = (DISAGREES, ORDER_DISAGREES)
-BY_CHANCE = 0.025
-"""Largest chance that a cell disagrees although the true mean lies within its tolerance.
-
-The 95 % interval then lies beyond one end of the tolerance only if it misses the true mean on that side: 2.5 %. The same
-holds for an order whose true difference is not negative.
-"""
 _ROUNDING = 1e-12
 
 
@@ -40,9 +34,10 @@ class Verdict:
     Attributes:
         word: One of the constants above.
         mean: Mean over seeds, of an order that of the differences; `None` without a value.
-        low: Lower end of the 95 % interval; `None` if there is none.
+        low: Lower end of the interval; `None` if there is none.
         high: Upper end.
         why: What a reader must know beside the word.
+        confidence: Confidence of the interval: 0.95, or more where a table is looked at more than once.
     """
 
     word: str
@@ -50,6 +45,7 @@ class Verdict:
     low: float | None = None
     high: float | None = None
     why: str = ""
+    confidence: float = 1 - ERROR
 
     @property
     def random(self) -> bool:
@@ -58,11 +54,17 @@ class Verdict:
 
 
 def judge(
-    values: Sequence[float], published: float, tolerance: float, *, exact: bool = False, beyond: bool = False
+    values: Sequence[float],
+    published: float,
+    tolerance: float,
+    *,
+    exact: bool = False,
+    beyond: bool = False,
+    confidence: float = 1 - ERROR,
 ) -> Verdict:
     """Judge a cell by the values of its seeds.
 
-    It *agrees* if the 95 % interval of the mean over seeds (Student's t) lies inside published ± tolerance, it *disagrees* if
+    It *agrees* if the interval of the mean over seeds (Student's t) lies inside published ± tolerance, it *disagrees* if
     the interval lies entirely outside, and between it is *inconclusive*. One seed has no interval and is inconclusive, unless
     nothing in the run is random (`exact`): then it is an interval of width zero. A value that is not a number disagrees.
 
@@ -72,6 +74,7 @@ def judge(
         tolerance: Distance from it that still agrees.
         exact: Whether nothing in the run is random.
         beyond: Whether a value is only a lower bound. Such a cell cannot agree.
+        confidence: Confidence of the interval.
 
     Example:
         >>> judge([0.71, 0.72, 0.70], published=0.70, tolerance=0.05).word
@@ -81,26 +84,31 @@ def judge(
     """
     if any(not math.isfinite(value) for value in values):
         return Verdict(DISAGREES, why="a value is not a finite number: a model diverged")
-    found = mean_interval(values)
+    interval = mean_interval(values, confidence)
     if len(values) == 1 and not exact:
-        return Verdict(INCONCLUSIVE, found.centre, why="one seed has no interval")
+        return Verdict(INCONCLUSIVE, interval.centre, why="one seed has no interval")
     low, high = published - tolerance - _ROUNDING, published + tolerance + _ROUNDING
-    ends = found.centre, found.low, found.high
-    if found.low > high or (found.high < low and not beyond):
-        return Verdict(DISAGREES, *ends, why="more rounds than the run has" if beyond else "")
+    verdict = partial(Verdict, mean=interval.centre, low=interval.low, high=interval.high, confidence=confidence)
+    if interval.low > high or (interval.high < low and not beyond):
+        return verdict(DISAGREES, why="more rounds than the run has" if beyond else "")
     if beyond:
-        return Verdict(INCONCLUSIVE, *ends, why="a seed did not reach the target: its value is a lower bound")
-    if found.low >= low and found.high <= high:
-        return Verdict(AGREES, *ends)
-    return Verdict(INCONCLUSIVE, *ends, why="the interval crosses an end of the tolerance: more seeds")
+        return verdict(INCONCLUSIVE, why="a seed did not reach the target: its value is a lower bound")
+    if interval.low >= low and interval.high <= high:
+        return verdict(AGREES)
+    return verdict(INCONCLUSIVE, why="the interval crosses an end of the tolerance: more seeds")
 
 
 def judge_order(
-    better: Sequence[float], worse: Sequence[float], margin: float = 0.0, *, exact: bool = False
+    better: Sequence[float],
+    worse: Sequence[float],
+    margin: float = 0.0,
+    *,
+    exact: bool = False,
+    confidence: float = 1 - ERROR,
 ) -> Verdict:
     """Judge an order by the differences between two runs, paired by seed.
 
-    The *order agrees* if the 95 % interval of the mean difference (paired, Student's t) lies above `margin`, it *disagrees*
+    The *order agrees* if the interval of the mean difference (paired, Student's t) lies above `margin`, it *disagrees*
     if it lies below, and between it is *inconclusive*; so is one seed, unless nothing is random.
 
     Args:
@@ -108,6 +116,7 @@ def judge_order(
         worse: Those of the other run, for the same seeds.
         margin: Distance by which the better one must be ahead.
         exact: Whether nothing in the runs is random.
+        confidence: Confidence of the interval.
 
     Example:
         >>> judge_order([0.80, 0.82, 0.81], [0.75, 0.78, 0.75]).word
@@ -116,15 +125,15 @@ def judge_order(
     differences = [a - b for a, b in zip(better, worse, strict=True)]
     if any(not math.isfinite(value) for value in differences):
         return Verdict(ORDER_DISAGREES, why="a value is not a finite number: a model diverged")
-    found = mean_interval(differences)
+    interval = mean_interval(differences, confidence)
     if len(differences) == 1 and not exact:
-        return Verdict(INCONCLUSIVE, found.centre, why="one seed has no interval")
-    ends = found.centre, found.low, found.high
-    if found.low > margin:
-        return Verdict(ORDER_AGREES, *ends)
-    if found.high < margin:
-        return Verdict(ORDER_DISAGREES, *ends)
-    return Verdict(INCONCLUSIVE, *ends, why="the interval of the difference contains the margin: more seeds")
+        return Verdict(INCONCLUSIVE, interval.centre, why="one seed has no interval")
+    verdict = partial(Verdict, mean=interval.centre, low=interval.low, high=interval.high, confidence=confidence)
+    if interval.low > margin:
+        return verdict(ORDER_AGREES)
+    if interval.high < margin:
+        return verdict(ORDER_DISAGREES)
+    return verdict(INCONCLUSIVE, why="the interval of the difference contains the margin: more seeds")
 
 
 # -- lines of a table --------------------------------------------------------------------------------------------------
@@ -255,7 +264,8 @@ class _Measurer:
         numbers = {seed: value.number for seed, value in values.items()}
         beyond = any(value.beyond for value in values.values())
         exact = self.table.exact or cell.run is None
-        verdict = judge(list(numbers.values()), cell.published, cell.tolerance, exact=exact, beyond=beyond)
+        seen, confidence = list(numbers.values()), self.table.confidence
+        verdict = judge(seen, cell.published, cell.tolerance, exact=exact, beyond=beyond, confidence=confidence)
         return line(_withhold(cell.because, verdict), numbers, why=self.table.reason(cell))
 
     def order(self, order: Order) -> Line:
@@ -274,7 +284,8 @@ class _Measurer:
             verdict = Verdict(ORDER_DISAGREES if lost and judged else NOT_RUN, why=place.why)
             return Line(order.name, verdict, tolerance=order.margin, failed=place.failed, asked=place.asked)
         better, worse = sides
-        verdict = judge_order(list(better.values()), list(worse.values()), order.margin, exact=self.table.exact)
+        pair = list(better.values()), list(worse.values())
+        verdict = judge_order(*pair, order.margin, exact=self.table.exact, confidence=self.table.confidence)
         differences = {seed: better[seed] - worse[seed] for seed in better}
         why = self.table.why.get(WHOLE, "")
         return Line(order.name, _withhold(order.because, verdict), differences, tolerance=order.margin, why=why)
@@ -313,24 +324,55 @@ def _withhold(because: str, verdict: Verdict) -> Verdict:
 
 
 # -- as they are written -----------------------------------------------------------------------------------------------
-def expected_by_chance(lines: Iterable[Line]) -> float:
-    """Return how many verdicts would be *disagrees* by chance, at most, if every true mean agreed."""
-    return BY_CHANCE * sum(line.verdict.random for line in lines)
+@dataclass(frozen=True)
+class Chance:
+    """How many verdicts of random runs are wrong by chance, at most, with independent seeds.
 
-
-def chance(expected: float) -> str:
-    """Return how many verdicts chance alone would turn to *disagrees*, with the model behind the number.
-
-    Example:
-        >>> chance(0.0)
-        'No verdict rests on a random run, so none disagrees by chance.'
+    Attributes:
+        verdicts: Verdicts that rest on intervals with a width.
+        disagree: How many would say *disagrees*, if every true mean lay within its tolerance.
+        agree: How many would say *agrees*, if none did.
     """
-    if not expected:
-        return "No verdict rests on a random run, so none disagrees by chance."
-    return (
-        f"By chance alone at most {expected:.2g} of the {round(expected / BY_CHANCE)} verdicts that rest on random runs "
-        "would be 'disagrees' (each with 2.5 %, if its true mean lies within the tolerance and seeds are independent)."
-    )
+
+    verdicts: int = 0
+    disagree: float = 0.0
+    agree: float = 0.0
+
+    def __str__(self) -> str:
+        """Return both numbers in a sentence."""
+        if not self.verdicts:
+            return "No verdict rests on a random run, so none is wrong by chance."
+        return (
+            f"{self.verdicts} verdicts rest on random runs. By chance alone at most {self.disagree:.2g} of them would be "
+            f"'disagrees' if every true mean lay within its tolerance, and at most {self.agree:.2g} 'agrees' if none did "
+            "(seeds are taken as independent)."
+        )
+
+
+def expected_by_chance(lines: Iterable[Line]) -> Chance:
+    """Return how many verdicts chance alone would turn, at most."""
+    pairs = [wrong_by_chance(line) for line in lines if line.verdict.random]
+    return Chance(len(pairs), sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs))
+
+
+def wrong_by_chance(line: Line) -> tuple[float, float]:
+    """Return the largest chances that a line disagrees although its true mean agrees, and that it agrees although not.
+
+    With the true mean at one end of the tolerance, the interval lies beyond that end with 2.5 %, and beyond the other end
+    with less: with almost as much where the tolerance is small beside the standard error. That part is the non-central t
+    distribution's, with the standard deviation that the seeds have. An order has one end. Several looks share the 2.5 %.
+    """
+    side = ERROR / 2
+    n, verdict = len(line.values), line.verdict
+    if line.is_order or n < 2 or verdict.low is None or verdict.high is None:
+        return side, side
+    from scipy.stats import nct, t  # here: it costs half a second
+
+    quantile = float(t.ppf((1 + verdict.confidence) / 2, n - 1))
+    error = (verdict.high - verdict.low) / 2 / quantile
+    looks = ERROR / (1 - verdict.confidence)
+    beyond = float(nct.sf(quantile, n - 1, -2 * line.tolerance / error))  # the lower tail, where `cdf` ends in NaN
+    return side + looks * beyond, side
 
 
 def digits(line: Line) -> int:
@@ -404,6 +446,15 @@ def times(table: Table) -> str:
     if len(known) > 1 and known.get(ALL) == next(iter(known.values())):
         known.pop(ALL)
     return ", ".join(name if minutes is None else f"{name}: {minutes:g}" for name, minutes in known.items())
+
+
+def sentence_of_plan(table: Table) -> str:
+    """Return when verdicts of a table are made, and with which intervals."""
+    if len(table.looks) == 1:
+        return f"One look, at {table.looks[0]} seeds, with 95 % intervals."
+    numbers = ", ".join(map(str, table.looks))
+    text = f"Looks at {numbers} seeds, each with {100 * table.confidence:g} % intervals, together as strict as one at 95 %."
+    return f"{text} {table.unplanned}".strip()
 
 
 def verdict_counts(words: Iterable[str]) -> str:

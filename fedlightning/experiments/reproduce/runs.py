@@ -7,7 +7,7 @@ import importlib.util
 import json
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,14 @@ from typing import Any
 import yaml
 
 import fedlightning
-from fedlightning.config.errors import InputError
+from fedlightning.config.errors import InputError, suggestion
 from fedlightning.errors import missing_package
 from fedlightning.experiments.methods import Config, Method, algorithms_of
 from fedlightning.experiments.plan import Request, make_plan
 from fedlightning.experiments.reproduce.results import TableRun
-from fedlightning.experiments.reproduce.tables import Data, Table
+from fedlightning.experiments.reproduce.tables import Cell, Data, Order, Table
 from fedlightning.run.folder import versions
+from fedlightning.scores.metrics import bare
 
 WATCHING = ("catalogue", "cli", "commands", "configs", "experiments", "study", "testing")
 """Rooms that no number of a run depends on. The code of all others is a part of a run's name."""
@@ -76,31 +77,60 @@ def plan_runs(asked: Sequence[TableRun], root: str, cli: str) -> list[dict[str, 
     Raises:
         InputError: If a configuration cannot be read, naming the table and the run.
     """
-    clients: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        return [
-            {name: _plan_run(one.table, name, Path(root), cli, Path(folder), clients) for name in one.runs}
-            if not one.obstacle
-            else {}
-            for one in asked
-        ]
+        planner = _Planner(Path(root), cli, Path(folder))
+        return [{} if one.obstacle else {name: planner.plan(one.table, name) for name in one.runs} for one in asked]
 
 
-def _plan_run(table: Table, name: str, root: Path, cli: str, folder: Path, clients: dict[str, list[str]]) -> Method:
+@dataclass
+class _Planner:
+    """What plans runs, and knows of earlier ones the clients of their data and the scores of their models."""
+
+    root: Path
+    cli: str
+    folder: Path
+    clients: dict[str, list[str]] = field(default_factory=dict)
+    scores: dict[str, list[str]] = field(default_factory=dict)
+
+    def plan(self, table: Table, name: str) -> Method:
+        """Return the complete configuration of a run."""
+        request = _request_of(table, name, self.root, self.cli, self.folder)
+        try:
+            (method,) = make_plan(request, self.clients).methods
+            self._check_metrics(table, name, request, method)
+        except InputError as error:
+            raise InputError(f"{table.path.name}: run '{name}' cannot be made: {error}") from error
+        run = table.runs[name]
+        if run.test_curve:
+            method = _on_test_data(method)
+        return replace(method, name=name_of(method), configs=[path.name for path in run.configs])
+
+    def _check_metrics(self, table: Table, name: str, request: Request, method: Method) -> None:
+        """Refuse a score that the run will not have. Which it has is found out by a dry run, one for each model."""
+        lines: Sequence[Cell | Order] = [*table.cells, *table.orders]
+        asked = {bare(metric): line.name for line in lines for run, metric in line.list_metrics() if run == name}
+        if not asked:
+            return
+        key = json.dumps(method.config["model"], sort_keys=True, default=str)
+        if key not in self.scores:
+            self.scores[key] = make_plan(replace(request, rehearse=True), self.clients).metrics
+        known = sorted({bare(metric) for metric in self.scores[key]})
+        for metric in asked if known else ():
+            if metric not in known:
+                hint = suggestion(metric, known) or f"There is {', '.join(known)}."
+                raise InputError(
+                    f"'{asked[metric]}' asks for the metric '{metric}', which its model does not log. {hint}"
+                )
+
+
+def _request_of(table: Table, name: str, root: Path, cli: str, folder: Path) -> Request:
     run = table.runs[name]
     stack = [str(path) for path in run.configs]
     if run.config:
         stack.append(str(folder / "config.yaml"))
         Path(stack[-1]).write_text(yaml.safe_dump(dict(run.config), sort_keys=False))
     options = write_options(table.data, root, run.options)
-    try:
-        request = Request([f"{name}={stack[-1]}"], cli, stack[:-1], options=options, vary=table.vary)
-        (method,) = make_plan(request, clients).methods
-    except InputError as error:
-        raise InputError(f"{table.path.name}: run '{name}' cannot be made: {error}") from error
-    if run.test_curve:
-        method = _on_test_data(method)
-    return replace(method, name=name_of(method), configs=[path.name for path in run.configs])
+    return Request([f"{name}={stack[-1]}"], cli, stack[:-1], options=options, vary=table.vary)
 
 
 def name_of(method: Method) -> str:

@@ -21,6 +21,8 @@ Read = Literal["source", "re-run", "memory"]
 Texts = list[str]
 ALL = "all"
 """Key of `minutes` for all runs of a table, whatever sets they are in."""
+ERROR = 0.05
+"""Chance that the interval of at least one of a table's looks misses the true mean."""
 WHOLE = "table"
 """Key of `why` for the paragraph about the whole table."""
 
@@ -118,6 +120,10 @@ class Cell:
         """All runs that the number is made from."""
         return list(dict.fromkeys([*([self.run] if self.run else []), *self.measure.runs]))
 
+    def list_metrics(self) -> list[tuple[str, str]]:
+        """Return the scores that it reads, each with its run."""
+        return self.measure.list_metrics(self.run)
+
 
 @dataclass(frozen=True)
 class Order:
@@ -157,6 +163,11 @@ class Order:
         """All runs that are compared."""
         return list(dict.fromkeys([self.better, self.worse, *self.measures[0].runs, *self.measures[1].runs]))
 
+    def list_metrics(self) -> list[tuple[str, str]]:
+        """Return the scores that it reads, each with its run."""
+        sides = zip((self.better, self.worse), self.measures, strict=True)
+        return [pair for run, measure in sides for pair in measure.list_metrics(run)]
+
 
 @dataclass(frozen=True)
 class Table:
@@ -170,7 +181,8 @@ class Table:
         claim: What the table claims.
         setting: Setting of the paper.
         departures: Where ours differs.
-        detects: Faults that make a cell disagree.
+        detects: Faults that were planted, and turned a cell or an order.
+        aims_at: Faults that the table is meant to show; nobody planted them.
         cannot_detect: Faults that no cell would show.
         tuned_on_test: Whether the paper chose anything on test data.
         sets: Sets that the table belongs to.
@@ -178,6 +190,9 @@ class Table:
         data: Files that its runs need.
         extras: Optional dependencies that its runs need, by their extra.
         seeds: Seeds of every run.
+        looks: Numbers of seeds at which verdicts are made, planned before the first run. The last is that of all seeds.
+        unplanned: What of `looks` was not planned before the first run, in a sentence.
+        tolerances: Further tolerances at which the page counts the verdicts of the cells.
         vary: Keys that are set to the seed beside `trainer.seed`; `None`: as `compare` has it.
         exact: Whether nothing in it is random: one seed is then judged as an interval of width zero.
         runs: Runs by name.
@@ -198,15 +213,24 @@ class Table:
     orders: Sequence[Order]
     departures: Texts = field(default_factory=list)
     detects: Texts = field(default_factory=list)
+    aims_at: Texts = field(default_factory=list)
     cannot_detect: Texts = field(default_factory=list)
     tuned_on_test: bool = False
     sets: Texts = field(default_factory=list)
     data: list[Data] = field(default_factory=list)
     extras: Texts = field(default_factory=list)
     seeds: Sequence[int] = (0,)
+    looks: Sequence[int] = (1,)
+    unplanned: str = ""
+    tolerances: list[NonNegativeFloat] = field(default_factory=list)
     vary: Texts | None = None
     exact: bool = False
     why: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def confidence(self) -> float:
+        """Confidence of each look's intervals: all looks together err as rarely as one look at 95 % (Bonferroni)."""
+        return 1 - ERROR / len(self.looks)
 
     def reason(self, cell: Cell) -> str:
         """Return the paragraph that says why a cell disagrees: of the cell, its row, its column or the table."""
@@ -230,6 +254,7 @@ def read_table(path: Path, configs: Path) -> Table:
     measures: dict[str, Spec] = {}
     for name, given in top.take("measures", Names, {}).items():  # a measure may be made of those above it
         measures[name] = read_measure(given, top, runs, measures, name)
+    seeds = _read_seeds(top)
     reader = _Reader(top, runs, measures, source.read)
     cells, orders = reader.cells(), [order for block in top.take_list("orders") for order in reader.orders(block)]
     table = top.read(
@@ -242,7 +267,8 @@ def read_table(path: Path, configs: Path) -> Table:
         cells=cells,
         orders=orders,
         minutes=_read_minutes(top, sets, runs),
-        seeds=_read_seeds(top),
+        seeds=seeds,
+        looks=_read_looks(top, len(seeds)),
     )
     if not cells and not orders:
         raise top.error("has no cell and no order. Give rows, cells or orders.")
@@ -281,6 +307,14 @@ def _read_seeds(top: Block) -> list[int]:
     if not whole or not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
         raise top.error(f"has seeds: {given!r}. Give a number of seeds (5), or a list of different ones ([0, 3]).")
     return seeds
+
+
+def _read_looks(top: Block, seeds: int) -> list[int]:
+    looks: list[int] = top.take("looks", Annotated[list[int], Length(1)], [seeds])
+    if looks != sorted({*looks}) or looks[0] < 1 or looks[-1] != seeds:
+        rule = f"Give rising numbers of seeds, the last of them {seeds}, the number of all seeds"
+        raise top.error(f"has looks: {looks!r}. {rule} ([{max(1, seeds // 2)}, {seeds}]).")
+    return looks
 
 
 @dataclass(frozen=True)

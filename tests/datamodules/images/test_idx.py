@@ -51,6 +51,8 @@ def test_pixels_are_kept_as_bytes_and_normalised_by_the_batch(tmp_path):
     x = next(iter(loader))[0]
     chosen = torch.from_numpy(TRAIN[data.indices("0")[list(loader.sampler)]]).float()
     assert torch.allclose(x[:, 0], (chosen / 255 - 0.2860) / 0.3530, atol=1e-5)
+    assert not data.coupled_records
+    assert "in all images" in FashionMNISTDataModule(str(tmp_path), normalize="pixel").coupled_records
 
 
 def test_only_some_classes_one_to_a_client(tmp_path):

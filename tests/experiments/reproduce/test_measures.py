@@ -7,6 +7,7 @@ import math
 import pytest
 
 from fedlightning.experiments.reproduce.measures import KINDS, NoValueError, Spec, measure, rounds_until
+from fedlightning.study.fairness import incentivised_participation_rate
 from tests.experiments.reproduce.writing import row, write_run
 
 EPSILON = Spec("epsilon", "", {"q": 0.04, "sigma": 1.5, "steps": 2250, "delta": 1e-5})
@@ -85,12 +86,28 @@ def test_scores_and_two_runs(tmp_path):
     assert found(runs, "score", metric="accuracy", checkpoint="latest").number == pytest.approx(0.7)
     assert found(runs, "score", metric="accuracy", checkpoint="best_global").number == pytest.approx(0.5)
     assert found(runs, "score", metric="accuracy", checkpoint="latest", over="weighted").number == 0.5
-    assert found(runs, "gaining_share", metric="accuracy", against="b", checkpoint="latest").number == 0.5
+    assert found(runs, "gaining_share", metric="accuracy", against=["b"], checkpoint="latest").number == 0.5
     final = Spec("score", "", {"metric": "accuracy", "checkpoint": "latest"})
     assert found(runs, "difference", of=final, against="b").number == pytest.approx(0.7 - 0.675)
     assert found(runs, "ratio", of=final, against="b").number == pytest.approx(0.7 / 0.675)
     with pytest.raises(NoValueError, match=r"no test score 'f1' .*; the run has accuracy"):
         found(runs, "score", metric="f1")
+
+
+def test_clients_that_gain_lose_or_stay_below_a_bar(tmp_path):
+    scores = {"a": (0.5, 0.9, 0.7), "local": (0.4, 0.95, 0.7), "fedavg": (0.45, 0.2, 0.6)}
+    runs = {}
+    for name, values in scores.items():
+        results = [result(dict(zip("xyz", values, strict=True)))]
+        runs[name] = write_run(tmp_path / name, [], {"results": results})["a"]
+    options = {"metric": "accuracy", "checkpoint": "latest"}
+    assert found(runs, "gaining_share", against=["fedavg"], **options).number == 1.0
+    both = incentivised_participation_rate(*(dict(zip("xyz", scores[name], strict=True)) for name in scores))
+    assert found(runs, "gaining_share", against=["local", "fedavg"], **options).number == pytest.approx(both / 100)
+    assert found(runs, "opt_outs", against="local", **options).number == pytest.approx(1 / 3)  # a tie is no loss
+    assert found(runs, "clients_below", bar=0.7, **options).number == 1.0
+    with pytest.raises(NoValueError, match="no test score 'f1' in one of the runs a, a"):
+        found(runs, "opt_outs", against="local", metric="f1")
 
 
 def test_epsilon_is_that_of_the_accountants_own_tests():

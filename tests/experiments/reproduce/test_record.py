@@ -1,10 +1,24 @@
-"""Recorded verdicts: of which commit they are."""
+"""Recorded verdicts: of which commit they are, at which looks, and what is said where a later one is worse."""
 
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 
-from fedlightning.experiments.reproduce.record import commit
+import pytest
+
+from fedlightning.config.errors import InputError
+from fedlightning.experiments.reproduce.record import (
+    check_look,
+    commit,
+    find_new_disagreements,
+    moved_goals,
+    read_record,
+    write_record,
+)
+from fedlightning.experiments.reproduce.results import Line, judge
+from fedlightning.experiments.reproduce.tables import read_table
+from tests.experiments.reproduce.writing import table, write
 
 
 def git(root, *words):
@@ -31,3 +45,46 @@ def test_the_commit_has_a_plus_where_code_was_changed_but_not_where_verdicts_wer
     assert commit(tmp_path) == head
     code.write_text("2")
     assert commit(tmp_path) == f"{head}+"
+
+
+def planned(path: Path, **changes):
+    (path / "small.yaml").write_text("seed_everything: 0\n")
+    return read_table(write(path / "t.yaml", table(seeds=4, **changes)), path / "none")
+
+
+def line_of(values, made):
+    verdict = judge(values, 0.5, 0.3, confidence=made.confidence)
+    return Line("FedAvg / accuracy", verdict, dict(enumerate(values)), published=0.5, tolerance=0.3)
+
+
+def test_only_planned_looks_are_recorded_and_an_earlier_one_stays(tmp_path):
+    made = planned(tmp_path, looks=[2, 4])
+    check_look(made, [0, 1])
+    check_look(made, [0, 1, 2, 3])
+    for seeds in ([0, 1, 2], [2, 3]):
+        with pytest.raises(InputError, match="t is judged with the seeds 0, 1 or 0, 1, 2, 3, not with"):
+            check_look(made, seeds)
+    write_record(made, [line_of([0.1, 0.9], made)])
+    write_record(made, [line_of([0.5, 0.5, 0.52, 0.49], made)])
+    line = read_record(made.path)["FedAvg / accuracy"]
+    assert line["verdict"] == "agrees" and line["confidence"] == pytest.approx(0.975)
+    assert [(look["seeds"], look["verdict"]) for look in line["looks"]] == [(2, "inconclusive")]
+    write_record(made, [line_of([0.5, 0.5, 0.52, 0.48], made)])  # once more: no further look
+    assert len(read_record(made.path)["FedAvg / accuracy"]["looks"]) == 1
+
+
+def test_a_plan_that_is_changed_after_a_run_is_said(tmp_path):
+    made = planned(tmp_path)
+    write_record(made, [line_of([0.5, 0.5, 0.52, 0.49], made)])
+    assert moved_goals(made) == []
+    assert moved_goals(planned(tmp_path, looks=[2, 4])) == [
+        "t: the plan was changed from looks at [4] seeds to looks at [2, 4] after a run."
+    ]
+
+
+def test_a_disagreement_that_no_record_has_is_new(tmp_path):
+    made = planned(tmp_path)
+    far = line_of([2.0, 2.1, 2.0, 2.2], made)
+    assert find_new_disagreements(made, [far]) == ["t: FedAvg / accuracy disagrees, which no record has."]
+    write_record(made, [far])
+    assert find_new_disagreements(made, [far]) == []

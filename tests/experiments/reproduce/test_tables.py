@@ -10,7 +10,7 @@ import yaml
 from fedlightning.commands.configs import FOLDER
 from fedlightning.commands.reproduce import TABLES
 from fedlightning.config.errors import InputError
-from fedlightning.experiments.reproduce.tables import read_table
+from fedlightning.experiments.reproduce.tables import ALL, read_table
 from fedlightning.experiments.yaml_blocks import read_yaml
 from tests.experiments.reproduce.writing import table, write
 from tests.experiments.tiny import small
@@ -58,6 +58,11 @@ def test_orders_are_pairs_and_reduced_runs_are_judged_by_them_alone(read):
     assert found.runs["other"].sets == ["gpu"]
 
 
+def test_looks_share_the_chance_to_err(read):
+    assert (read(seeds=4).looks, read(seeds=4).confidence) == ([4], 0.95)
+    assert read(seeds=4, looks=[2, 4]).confidence == pytest.approx(0.975)
+
+
 WRONG = {
     "misspelt key": ({"tittle": "x"}, "the table has the key 'tittle', which means nothing here. Did you mean title?"),
     "unknown run": (
@@ -90,6 +95,19 @@ WRONG = {
         {"measures": {"final": {"kind": "gaining_share", **FINAL, "against": "local"}}},
         "the measure 'final' (gaining_share) of the table names 'local' (against)",
     ),
+    "checkpoint": (
+        {"measures": {"final": {"metric": "accuracy", "checkpoint": "best"}}},
+        "has checkpoint: 'best'. Give 'deployed', 'latest', 'best_global' or 'best_local'.",
+    ),
+    "stage": (
+        {"measures": {"final": {"metric": "accuracy", "stage": "L3"}}},
+        "has stage: 'L3'. Give 'G', 'L1' or 'L2'.",
+    ),
+    "looks": (
+        {"seeds": 4, "looks": [2]},
+        "has looks: [2]. Give rising numbers of seeds, the last of them 4, the number of",
+    ),
+    "looks twice": ({"seeds": 4, "looks": [4, 4]}, "has looks: [4, 4]."),
     "no tolerance": ({"columns": {"accuracy": {"measure": "final"}}}, "cell 'FedAvg / accuracy' has no 'tolerance'"),
     "negative tolerance": (
         {"columns": {"accuracy": {"measure": "final", "tolerance": -1}}},
@@ -194,5 +212,7 @@ def test_the_table_of_the_how_to_can_be_read():
 @pytest.mark.parametrize("path", sorted(TABLES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_table_that_comes_with_the_package_can_be_read(path: Path):
     found = read_table(path, FOLDER)
-    assert (found.cells or found.orders) and found.detects and found.cannot_detect and found.claim
+    assert (found.cells or found.orders) and found.cannot_detect and found.claim
+    assert bool(found.detects) != bool(found.aims_at)  # faults that were planted, or that nobody planted yet
+    assert ALL in found.minutes  # what all of its runs take
     assert path.read_text().startswith("# ")

@@ -7,7 +7,14 @@ import random
 
 import pytest
 
-from fedlightning.experiments.reproduce.results import Line, expected_by_chance, judge, judge_order
+from fedlightning.experiments.reproduce.results import (
+    Chance,
+    Line,
+    expected_by_chance,
+    judge,
+    judge_order,
+    wrong_by_chance,
+)
 
 T_95 = {2: 12.706204736, 3: 4.30265273, 5: 2.776445105, 10: 2.262157163}
 """Quantiles of Student's t, from a printed table: number of values -> 97.5 % of t with one degree less."""
@@ -69,15 +76,39 @@ def test_a_target_that_was_not_reached_never_agrees():
 
 
 def test_chance_counts_intervals_that_have_a_width():
-    found = [judge([0.5], 0.5, 0.1, exact=True), judge([0.4, 0.5], 0.5, 0.3), judge_order([0.1, 0.2], [0.0, 0.0])]
-    assert expected_by_chance([Line("a", verdict) for verdict in found]) == pytest.approx(0.05)
+    verdicts = [judge([0.5], 0.5, 0.1, exact=True), judge([0.4, 0.5], 0.5, 0.3), judge_order([0.1, 0.2], [0.0, 0.0])]
+    lines = [Line("a", verdict, dict(enumerate((0.4, 0.5)))) for verdict in verdicts]  # orders: no published value
+    assert expected_by_chance(lines) == Chance(verdicts=2, disagree=0.05, agree=0.05)
+    assert "so none is wrong" in str(expected_by_chance(lines[:1]))
 
 
-def test_the_chance_is_not_larger_than_said():
-    """At the worst place, a true mean at an end of the tolerance, 2.5 % of the cells disagree."""
-    numbers = random.Random(1)
-    wrong = sum(
-        judge([numbers.gauss(0.6, 0.05) for _ in range(5)], published=0.5, tolerance=0.1).word == "disagrees"
-        for _ in range(4000)
-    )
-    assert wrong / 4000 < 0.035
+@pytest.mark.parametrize("tolerance", [0.0, 0.01, 0.03, 0.1])
+def test_disagreements_by_chance_are_as_many_as_said(tolerance):
+    """At the worst place, a true mean at an end of the tolerance; small tolerances err on both sides."""
+    numbers, wrong, said = random.Random(1), 0, 0.0
+    for _ in range(2000):
+        values = [numbers.gauss(0.5 + tolerance, 0.05) for _ in range(5)]
+        verdict = judge(values, 0.5, tolerance)
+        wrong += verdict.word == "disagrees"
+        said += wrong_by_chance(Line("a", verdict, dict(enumerate(values)), published=0.5, tolerance=tolerance))[0]
+    assert wrong / 2000 == pytest.approx(said / 2000, abs=0.012)
+    assert 0.025 <= said / 2000 <= 0.05
+
+
+def test_agreements_by_chance_are_not_more_than_said():
+    numbers = random.Random(2)
+    words = [judge([numbers.gauss(0.6, 0.02) for _ in range(5)], 0.5, 0.1).word for _ in range(4000)]
+    assert 0.015 < words.count("agrees") / 4000 < 0.033
+    orders = [judge_order([numbers.gauss(0.0, 1) for _ in range(5)], [0.0] * 5).word for _ in range(4000)]
+    assert 0.015 < orders.count("order agrees") / 4000 < 0.033
+
+
+@pytest.mark.parametrize(("looks", "fewest", "most"), [((5, 10), 0.0, 0.027), ((10,), 0.016, 0.033)])
+def test_two_planned_looks_err_no_more_often_than_one(looks, fewest, most):
+    """A true difference of zero, judged at every look: how often is the order said to agree at one of them?"""
+    confidence, numbers, wrong = 1 - 0.05 / len(looks), random.Random(3), 0
+    for _ in range(4000):
+        values = [numbers.gauss(0.0, 1.0) for _ in range(looks[-1])]
+        words = [judge_order(values[:n], [0.0] * n, confidence=confidence).word for n in looks]
+        wrong += "order agrees" in words
+    assert fewest < wrong / 4000 < most
