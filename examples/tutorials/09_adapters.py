@@ -67,3 +67,15 @@ plt.xlabel("round")
 plt.ylabel("accuracy of the global model")
 plt.legend()
 plt.show()
+
+# %%
+# A network of ``transformers`` goes the same way: ``HFModule.from_trainer(model, args)`` around the model, ``TextDataModule``
+# around each client's rows. ``examples/finetune_texts.py`` fine-tunes one that lies in a folder, on texts of eight clients
+# (Dirichlet 0.3): adapters for all, adapters with a head of one's own, FedSA-LoRA, each client alone, and pooled data, over as
+# many seeds as you name, with a report:
+#
+# .. code-block:: bash
+#
+#    python examples/finetune_texts.py --model MiniLM --texts mails --seeds 0 1 2
+#
+# With eight clients and MiniLM-L6 (91 MB) there are 91 MB of frozen numbers in memory and not 727, and 4.8 MB travel a round.
