@@ -309,7 +309,10 @@ class FastFitter:
         """Return why only Lightning's Trainer can train a module on a loader; `None`: this loop can."""
         settings = self._blueprint.settings
         limit, keeps = settings.trainer_arguments.get("limit_train_batches"), settings.optimizer_state == "keep"
-        return self._of_run or refusals.of_visit(module, loader, limit, keeps)
+        of_class = refusals.of_class(
+            type(module)
+        )  # first: what its `configure_callbacks` adds is no work of the environment
+        return of_class or self._of_run or refusals.of_visit(module, loader, limit, keeps)
 
     def fit(self, job: FitJob) -> FastTrainer:
         """Train the client's module in place."""
