@@ -71,8 +71,8 @@ plt.show()
 # %%
 # A network of ``transformers`` goes the same way: ``HFModule.from_trainer(model, args)`` around the model, ``TextDataModule``
 # around each client's rows. ``examples/finetune_texts.py`` fine-tunes one that lies in a folder, on texts of eight clients
-# (Dirichlet 0.3): adapters for all, adapters with a head of one's own, FedSA-LoRA, each client alone, and pooled data, over as
-# many seeds as you name, with a report:
+# (Dirichlet 0.3): adapters for all, adapters with a head of one's own, FedSA-LoRA, each client alone, and pooled data, over
+# as many seeds as you name, with a report:
 #
 # .. code-block:: bash
 #
