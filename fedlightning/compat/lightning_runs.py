@@ -11,7 +11,6 @@ outer one.
 
 from __future__ import annotations
 
-import copy
 import importlib
 import inspect
 import itertools
@@ -28,6 +27,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.core.mixins.hparams_mixin import HyperparametersMixin, _given_hyperparameters_context
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from fedlightning.compat.lazy_clones import copy_module
 
 INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
 """What Lightning makes an object with when it reads the hyper-parameters back from a checkpoint."""
@@ -166,7 +167,7 @@ def detached(module: LightningModule) -> LightningModule:
 def detached_copy(module: LightningModule) -> LightningModule:
     """A deep copy of a module without the trainer it may be attached to, which would be copied along."""
     with attached(module, None):
-        return copy.deepcopy(module)
+        return copy_module(module)
 
 
 def configure(module: LightningModule, trainer: Callable[[], Any]) -> None:

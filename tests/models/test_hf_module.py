@@ -165,9 +165,11 @@ def test_arguments_without_a_counterpart_are_named(tmp_path):
             llama(), transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, **options)
         )
 
-    with pytest.warns(UserWarning, match=r"label_smoothing_factor=0.1 \(no counterpart\)"):
+    with pytest.warns(UserWarning, match=r"label_smoothing_factor=0.1 \(no counterpart\)") as caught:
         module = read(label_smoothing_factor=0.1, lr_scheduler_type="cosine", learning_rate=2e-4, optim="sgd")
     assert (module.hparams.schedule, module.hparams.lr, module.hparams.optimizer) == ("cosine", 2e-4, "sgd")
+    (said,) = (str(one.message) for one in caught if "Not read" in str(one.message))
+    assert "accelerator_config" not in said and "disable_tqdm" not in said  # which nobody has set
     with pytest.raises(ValueError, match=r"no counterpart of .*adafactor"):
         read(optim="adafactor")
 
@@ -276,6 +278,41 @@ def test_a_collator_of_transformers_makes_the_batches():
         TextDataModule({"a": ([{"words": "x"}],)}, tokenizer)
     with pytest.raises(ValueError, match="Client 'b' has no training text"):
         TextDataModule({"a": (rows,), "b": ([], rows)}, tokenizer)
+
+
+def test_rows_that_were_tokenized_elsewhere_keep_what_is_theirs():
+    """Classes in a column `label`, pairs of sentences, padding of the tokenizer's own: as a Trainer's data set has them."""
+    datasets = pytest.importorskip("datasets")
+    rows = [
+        {
+            "text": "a",
+            "label": 1,
+            "input_ids": [5, 6, 7, 0],
+            "token_type_ids": [0, 0, 1, 0],
+            "attention_mask": [1, 1, 1, 0],
+        },
+        {
+            "text": "b",
+            "label": 0,
+            "input_ids": [0, 0, 8, 9],
+            "token_type_ids": [0, 0, 0, 1],
+            "attention_mask": [0, 0, 1, 1],
+        },
+    ]
+    for given in (rows, datasets.Dataset.from_list(rows), datasets.Dataset.from_list(rows).with_format("torch")):
+        batch = next(iter(TextDataModule({"a": (given, given)}, batch_size=2).client_dataloader("a", "val")))
+        assert {name: value.tolist() for name, value in batch.items()} == {
+            "input_ids": [[5, 6, 7], [8, 9, 0]],
+            "attention_mask": [[1, 1, 1], [1, 1, 0]],
+            "token_type_ids": [[0, 0, 1], [0, 1, 0]],
+            "labels": [1, 0],
+        }
+    pairs = [
+        {"input_ids": [5, 6, 7], "labels": [1]},
+        {"input_ids": [5], "labels": [1, 2]},
+    ]  # of an encoder and a decoder
+    batch = next(iter(TextDataModule({"a": (pairs, pairs)}, batch_size=2).client_dataloader("a", "val")))
+    assert batch["labels"].tolist() == [[1, -100], [1, 2]] and batch["input_ids"].tolist() == [[5, 6, 7], [5, 0, 0]]
 
 
 # -- the frozen network is kept once -----------------------------------------------------------------------------------
