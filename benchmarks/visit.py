@@ -32,7 +32,7 @@ from fedlightning.assemble import CLIENT_PARTS
 from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.requests import Evaluate, LocalSettings
-from fedlightning.client.runtime import LocalRunner
+from fedlightning.client.runtime import ClientRuntime
 from fedlightning.client.visit import carry_out
 from fedlightning.contract import CallbackList
 from fedlightning.contract.messages import Message
@@ -83,7 +83,7 @@ def bare_visits(work: Work) -> Callable[[int], None]:
 
 
 def own_visits(work: Work, local_loop: str) -> Callable[[int], None]:
-    """Return a function that visits every client through :class:`~fedlightning.client.runtime.LocalRunner`, as engines do."""
+    """Return a function that visits every client through a `ClientRuntime`, as engines do."""
     data = Data(work)
     data.setup("fit")
     settings = LocalSettings(
@@ -93,7 +93,7 @@ def own_visits(work: Work, local_loop: str) -> Callable[[int], None]:
         local_loop=local_loop,  # type: ignore[arg-type]
     )
     blueprint = Blueprint(Module(work.make, work.lr), CallbackList([]), settings, parts=CLIENT_PARTS)
-    runner = LocalRunner(blueprint, data)
+    runner = ClientRuntime(blueprint, data)
     state = clone(module_state(runner.blueprint.build("server")))
     names = tuple(state)
     record = ClientRecord()

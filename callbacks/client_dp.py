@@ -21,7 +21,7 @@ from fedlightning.algorithm import (
     Facts,
     Job,
     Message,
-    Outgoing,
+    OutgoingItem,
     Promise,
     Protection,
     Server,
@@ -281,7 +281,7 @@ class ClientDP(ClientSelection, Private):
             return Wire()
         return Wire(down={"clip": "scalar"}, up={"within": Extra("scalar", low=0, high=1, whole=True, due=("",))})
 
-    def covers(self, item: Outgoing) -> Cover:
+    def covers(self, item: OutgoingItem) -> Cover:
         """The count of its own gets noise, as the model does; scores and logged values leave if `scores` says so."""
         return "noised" if item.owner == self.key else super().covers(item)
 

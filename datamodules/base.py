@@ -293,12 +293,12 @@ def check_split(split: str) -> None:
         raise ValueError(f"There is no split {split!r}; the splits are 'train', 'val' and 'test'.")
 
 
-def in_order(clients: Iterable[str]) -> list[str]:
+def sort_clients(clients: Iterable[str]) -> list[str]:
     """Return client names in the one order that sums, unions and files follow: by name, numbers by value.
 
     Example:
         >>> from fedlightning.datamodules.base import in_order
-        >>> in_order(["site10", "b", "site9", "3", "21", "a²"])
+        >>> sort_clients(["site10", "b", "site9", "3", "21", "a²"])
         ['3', '21', 'a²', 'b', 'site9', 'site10']
     """
     names = list(clients)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedlightning.datamodules.partition import cut
 from fedlightning.datamodules.public import without_labels
-from fedlightning.datamodules.sampling import kept
+from fedlightning.datamodules.sampling import preserve_generators
 from fedlightning.datamodules.views import IndexView, Indices, rows_of, samples_at
 from fedlightning.seeding import isolated
 
@@ -52,7 +52,7 @@ def digests(dataset: Any, positions: np.ndarray, collate: Callable[[Any], Any]) 
         (True, False)
     """
     view, found = IndexView(dataset, positions), list[bytes]()
-    with isolated("overlap"), kept(dataset):
+    with isolated("overlap"), preserve_generators(dataset):
         for size, batch in _batches(view, collate):
             rows = _rows(without_labels(batch), size)
             if rows is None:
@@ -136,7 +136,7 @@ def _coarse(some: Tensor) -> list[int]:
 
 def _content(dataset: Any, positions: np.ndarray, collate: Callable[[Any], Any]) -> str | None:
     view, digest = IndexView(dataset, positions), hashlib.sha256(str(len(dataset)).encode())
-    with isolated("content"), kept(dataset):
+    with isolated("content"), preserve_generators(dataset):
         for _, batch in _batches(view, collate):
             tensors = list(_tensors(batch))
             if not tensors:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from fedlightning.datamodules.base import in_order
+from fedlightning.datamodules.base import sort_clients
 from fedlightning.datamodules.download import refuse_absent
 from fedlightning.datamodules.natural import NaturalSites, SiteSamples
 from fedlightning.datamodules.tables import extreme_of, text_of
@@ -84,7 +84,7 @@ class UCIHARDataModule(NaturalSites):
     def read(self) -> SiteSamples:
         parts = [self._read(part) for part in ("train", "test")]
         x, y, subjects = (np.concatenate(column) for column in zip(*parts, strict=True))
-        clients = in_order(map(str, np.unique(subjects).tolist()))
+        clients = sort_clients(map(str, np.unique(subjects).tolist()))
         rows = {client: {"train": np.flatnonzero(subjects == int(client))} for client in clients}
         return SiteSamples(ArrayDataset(torch.from_numpy(x), torch.from_numpy(y)), rows, y)
 
@@ -248,7 +248,7 @@ class KUHARDataModule(NaturalSites):
         y, recordings = np.repeat(labels, sizes), np.repeat(np.arange(len(sizes)), sizes)
         who = np.repeat(np.array(subjects), sizes)
         counts = {subject: int((who == subject).sum()) for subject in dict.fromkeys(subjects)}
-        clients = in_order(subject for subject, count in counts.items() if count >= self.min_windows)
+        clients = sort_clients(subject for subject, count in counts.items() if count >= self.min_windows)
         if not clients:
             raise ValueError(f"{self.root}: no subject has min_windows={self.min_windows} windows; use fewer.")
         if gaps or len(clients) < len(counts):

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.data import DataLoader
 
-from fedlightning.datamodules.base import FederatedDataModule, in_order
+from fedlightning.datamodules.base import FederatedDataModule, sort_clients
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule
 from fedlightning.datamodules.loaders import LoaderDataModule, union_loader, union_of
 from fedlightning.datamodules.wrapped import WrappedDataModule
@@ -50,7 +50,7 @@ def draw_held_out(clients: Iterable[str], how_many: int | float, seed: int) -> l
         >>> draw_held_out(["a", "b", "c", "d", "e"], 1, seed=0)
         ['b']
     """
-    return draw_clients(in_order(clients), how_many, seed, "held out")
+    return draw_clients(sort_clients(clients), how_many, seed, "held out")
 
 
 def draw_clients(ordered: Sequence[str], how_many: int | float, seed: int, purpose: str) -> list[str]:
@@ -92,11 +92,11 @@ def without(data: FederatedDataModule, clients: Collection[str]) -> FederatedDat
         if few.client_ids == left:  # else a subclass has its own way of knowing them
             return few
         few._public = {client: data._public[client] for client in left if client in data._public}
-        return FewerClients(few, left)
-    return FewerClients(data, left)
+        return ClientSubset(few, left)
+    return ClientSubset(data, left)
 
 
-class FewerClients(WrappedDataModule):
+class ClientSubset(WrappedDataModule):
     """Some clients of a data module that is set up.
 
     Args:
@@ -135,7 +135,7 @@ class FewerClients(WrappedDataModule):
             return self._changed(pooled)
         if pooled is None:
             return None
-        held = [self.whole.client_dataloader(client, split) for client in in_order(self.left)]
+        held = [self.whole.client_dataloader(client, split) for client in sort_clients(self.left)]
         loaders = [loader for loader in held if loader is not None]
         return union_loader(union_of(loaders, split), loaders[0], split) if loaders else None
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from torch import Tensor
 
-from fedlightning.datamodules.base import SPLITS, in_order
+from fedlightning.datamodules.base import SPLITS, sort_clients
 from fedlightning.datamodules.groups import codes_of
 from fedlightning.datamodules.image_files import ImageFiles
 from fedlightning.datamodules.labels import check_classes
@@ -103,7 +103,9 @@ class ImageFolderDataModule(NaturalSites):
             )
 
     def read(self) -> SiteSamples:
-        clients = in_order(path.name for path in self.root.iterdir() if path.is_dir() and not path.name.startswith("."))
+        clients = sort_clients(
+            path.name for path in self.root.iterdir() if path.is_dir() and not path.name.startswith(".")
+        )
         found = {client: _images(self.root / client) for client in clients}
         here = sorted({name for splits in found.values() for images in splits.values() for name, _ in images})
         if self.classes is None:

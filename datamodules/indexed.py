@@ -29,7 +29,7 @@ from torch.utils.data import (
 )
 
 from fedlightning.datamodules.another import Another, Public, another, loader_of, share_of
-from fedlightning.datamodules.base import FederatedDataModule, check_split, in_order
+from fedlightning.datamodules.base import FederatedDataModule, check_split, sort_clients
 from fedlightning.datamodules.groups import cut_groups
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.views import ArrayDataset, IndexView, Indices, collate_rows, is_plain, rows_of, tensors_of
@@ -553,7 +553,7 @@ class IndexedFederatedDataModule(FederatedDataModule):
         return self._loader(str(client), split, self.indices(client, split))
 
     def pooled_dataloader(self, split: str) -> DataLoader[Any] | None:
-        held = [self.indices(client, split) for client in in_order(self.client_ids)]
+        held = [self.indices(client, split) for client in sort_clients(self.client_ids)]
         return self._loader("pooled", split, np.concatenate(held) if held else np.zeros(0, np.int64))
 
     def _loader(self, client: str, split: str, indices: Indices) -> DataLoader[Any] | None:

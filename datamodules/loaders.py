@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from torch.utils.data import BatchSampler, ChainDataset, ConcatDataset, DataLoader, IterableDataset, RandomSampler
 
-from fedlightning.datamodules.base import SPLITS, FederatedDataModule, in_order
+from fedlightning.datamodules.base import SPLITS, FederatedDataModule, sort_clients
 from fedlightning.datamodules.partitioned import loader_options
 from fedlightning.datamodules.sampling import (
     AddressedSampler,
@@ -100,7 +100,9 @@ class LoaderDataModule(FederatedDataModule):
         It has the first loader's batch size and collate function.
         """
         loaders = [
-            loader for client in in_order(self.client_ids) if (loader := self._loaders[split].get(client)) is not None
+            loader
+            for client in sort_clients(self.client_ids)
+            if (loader := self._loaders[split].get(client)) is not None
         ]
         if not loaders:
             return None

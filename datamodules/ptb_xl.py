@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from fedlightning.datamodules.base import in_order
+from fedlightning.datamodules.base import sort_clients
 from fedlightning.datamodules.groups import codes_of
 from fedlightning.datamodules.natural import NaturalSites, SiteSamples
 from fedlightning.datamodules.tables import column_of, read_table, refuse_twice, whole_of
@@ -92,7 +92,7 @@ class PTBXLDataModule(NaturalSites):
         y = self._labels(column_of(table, "scp_codes", "label").cells, source)
         sites = np.array([cell.removesuffix(".0") for cell in column_of(table, "site", "client").cells])
         counts = {site: int(((sites == site) & (y >= 0)).sum()) for site in set(sites.tolist()) - {""}}
-        clients = in_order(site for site, count in counts.items() if count >= max(1, self.min_records))
+        clients = sort_clients(site for site, count in counts.items() if count >= max(1, self.min_records))
         if not clients:
             raise ValueError(f"{source}: no site has {self.min_records} records; use a smaller min_records.")
         kept = (y >= 0) & np.isin(sites, clients)

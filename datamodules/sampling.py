@@ -60,7 +60,7 @@ def _found(value: Any, place: str, seen: set[int], depth: int) -> Iterator[tuple
 
 
 @contextmanager
-def kept(*values: Any) -> Iterator[None]:
+def preserve_generators(*values: Any) -> Iterator[None]:
     """Within the block, generators of these objects may be drawn from; afterwards they stand where they stood.
 
     Example:
@@ -69,7 +69,7 @@ def kept(*values: Any) -> Iterator[None]:
         ...     rng = None
         >>> data = Noisy()
         >>> data.rng = random.Random(0)
-        >>> with kept(data):
+        >>> with preserve_generators(data):
         ...     first = data.rng.random()
         >>> data.rng.random() == first
         True
@@ -154,11 +154,13 @@ def read_for_scores(loader: Any) -> Iterator[None]:
         True
     """
     seed_in_workers(loader)
-    with kept(*(getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler", "collate_fn"))):
+    with preserve_generators(
+        *(getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler", "collate_fn"))
+    ):
         yield
 
 
-def readdress(loader: Any, *parts: object) -> None:
+def reseed_loader(loader: Any, *parts: object) -> None:
     """Seed the torch generators of a loader and of its samplers by an address, so that a visit does not go on with another's.
 
     Example:
@@ -166,7 +168,7 @@ def readdress(loader: Any, *parts: object) -> None:
         >>> sampler = WeightedRandomSampler([1.0, 2.0, 3.0], 9, generator=torch.Generator())
         >>> loader, orders = DataLoader(range(3), sampler=sampler), []
         >>> for _ in range(2):
-        ...     readdress(loader, 0, "client", 1)
+        ...     reseed_loader(loader, 0, "client", 1)
         ...     orders.append(list(sampler))
         >>> orders[0] == orders[1]
         True
@@ -351,7 +353,7 @@ class CombinedBatches(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         for place, loader in enumerate(self.loaders):
-            readdress(loader, int(torch.randint(2**31, ())), place)
+            reseed_loader(loader, int(torch.randint(2**31, ())), place)
         for batch, _, _ in CombinedLoader(self.iterables, self.mode):
             yield batch
 
@@ -385,7 +387,7 @@ def samples_in(loader: DataLoader[Any] | None) -> int:
     if isinstance(loader.dataset, CombinedBatches):
         return loader.dataset.num_samples
     if loader not in _COUNTED:
-        with isolated(0, "samples"), kept(loader.dataset, loader.sampler):
+        with isolated(0, "samples"), preserve_generators(loader.dataset, loader.sampler):
             note_samples(loader, sum(samples_of(batch) for batch in islice(loader, len(loader))))
     return _COUNTED[loader]
 

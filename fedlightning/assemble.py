@@ -20,12 +20,12 @@ from fedlightning import arguments
 from fedlightning.arguments import TrainerOptions
 from fedlightning.client.blueprint import Blueprint, ClientParts
 from fedlightning.client.requests import LocalSettings
-from fedlightning.client.runtime import LocalRunner
+from fedlightning.client.runtime import ClientRuntime
 from fedlightning.contract import Protection
 from fedlightning.datamodules.base import FederatedDataModule
-from fedlightning.datamodules.held_out import FewerClients
-from fedlightning.deployment.checkpoints import read_privacy, warm_started
-from fedlightning.engines.base import ClientStore, Engine
+from fedlightning.datamodules.held_out import ClientSubset
+from fedlightning.deployment.checkpoints import load_initial_weights, read_privacy
+from fedlightning.engines.base import ClientRecords, Engine
 from fedlightning.engines.sequential import SequentialEngine
 from fedlightning.errors import ConfigurationError, refuse_without_posix, warn
 from fedlightning.fast.evaluation import FastEvaluator, RowTable
@@ -50,7 +50,7 @@ from fedlightning.options import Auto, EngineOptions, Evaluation, Flower, Proces
 from fedlightning.options.lightning_arguments import OF_DEVICES, check_devices
 from fedlightning.privacy.outgoing import OutgoingReport, refuse_private
 from fedlightning.resume.config_changes import DETAILS, fingerprint
-from fedlightning.resume.loggers import Logs
+from fedlightning.resume.loggers import LoggerStates
 from fedlightning.resume.resumable import refuse_requeued
 from fedlightning.resume.saving import Saving
 from fedlightning.run.folder import RunFolder
@@ -59,11 +59,11 @@ from fedlightning.seeding import preserved
 from fedlightning.server.federation import Federation
 from fedlightning.server.loop import Synchronous
 from fedlightning.server.parts import Part, Parts
-from fedlightning.server.population import Participation, Population, agree_on_statistics
+from fedlightning.server.population import Participation, Population, aggregate_data_statistics
 from fedlightning.server.progress import RichProgress
 from fedlightning.server.server import Server
 from fedlightning.stacked.engine import choose
-from fedlightning.storage.files import is_writer
+from fedlightning.storage.files import is_writing_process
 from fedlightning.virtual_time.timeline import Timeline
 
 CLIENT_PARTS = ClientParts(
@@ -96,8 +96,8 @@ def assemble(
     """
     blueprint = make_blueprint(options, model, run)
     memory = options.arguments["client_memory_gb"]
-    store = ClientStore(limit=None if memory is None else int(memory * 1e9))
-    engine = make_engine(options.arguments["engine"], LocalRunner(blueprint, data), store)
+    store = ClientRecords(limit=None if memory is None else int(memory * 1e9))
+    engine = make_engine(options.arguments["engine"], ClientRuntime(blueprint, data), store)
     engine.set_up("fit" if go_on else "test")
     everybody = engine.describe()
     arguments.check_clients(everybody)
@@ -106,7 +106,7 @@ def assemble(
     held_out = arguments.held_out_clients(options.arguments["held_out"], everybody)
     engine.leave_out(held_out)
     if (wanted := engine.runner.described.statistics) is not None:
-        agree_on_statistics(engine, wanted, blueprint.callbacks, None if run is None else run.path)
+        aggregate_data_statistics(engine, wanted, blueprint.callbacks, None if run is None else run.path)
     if isinstance(options.arguments["engine"], Auto):
         engine, options = _choose_engine(engine, options)
     engine.attempts.policy, engine.attempts.watch = options.arguments["failures"], Watchdog(engine.attempts)
@@ -119,15 +119,15 @@ def assemble(
         max_rounds=options.max_rounds,
         participation=options.arguments["participation"],
         float_buffers=options.arguments["float_buffers"],
-        run_dir=run.path if run is not None and is_writer() else None,
+        run_dir=run.path if run is not None and is_writing_process() else None,
         parts=Parts(list_parts(options, blueprint.template, engine)),
     )
-    loggers = _make_loggers(options.arguments["logger"], run) if is_writer() and go_on else []
+    loggers = _make_loggers(options.arguments["logger"], run) if is_writing_process() and go_on else []
     return Federation(
         server,
         engine.store,
         engine,
-        Recorder(run, loggers, Logs(loggers, None if run is None else run.path), RowTable()),
+        Recorder(run, loggers, LoggerStates(loggers, None if run is None else run.path), RowTable()),
         stages=tuple(evaluation.stages),
         evaluate_data=tuple(evaluation.data),
         test_data=evaluation.tested,
@@ -153,7 +153,7 @@ def assemble_dry_run(options: TrainerOptions, model: LightningModule, data: Fede
             unseen = server.held_out[:UNSEEN_CLIENTS]
             ready = data if whole.engine.statistics is None else whole.engine.runner.data
             clients = [*distinct_clients(trained, server.blueprint.architecture_of), *unseen]
-            few = FewerClients(ready, clients, fresh_loader)
+            few = ClientSubset(ready, clients, fresh_loader)
             changes = small_arguments(options.arguments, unseen)
             small = assemble(options.copied(**changes), model, few, None, assigned=server.blueprint.assigned)
             return dry_run(whole, small, options.max_rounds)
@@ -181,7 +181,11 @@ def list_parts(options: TrainerOptions, model: LightningModule, engine: Engine) 
         HeldOutScores(),
         Timeline(),
         Saving(options.arguments["save_state"], fingerprint_of),
-        *([RichProgress(options.max_rounds)] if options.arguments["enable_progress_bar"] and is_writer() else []),
+        *(
+            [RichProgress(options.max_rounds)]
+            if options.arguments["enable_progress_bar"] and is_writing_process()
+            else []
+        ),
     ]
 
 
@@ -213,7 +217,7 @@ def make_blueprint(options: TrainerOptions, model: LightningModule, run: RunFold
     if devices:
         check_devices(devices, settings.trainer_arguments)
     if a["init_from"] is not None:
-        model = warm_started(model, a["init_from"])
+        model = load_initial_weights(model, a["init_from"])
     blueprint = Blueprint(model, options.callbacks, settings, parts=CLIENT_PARTS)
     if a["init_from"] is not None and any(isinstance(callback, Protection) for callback in options.callbacks):
         blueprint.privacy = spent = read_privacy(a["init_from"])
@@ -226,7 +230,7 @@ def make_blueprint(options: TrainerOptions, model: LightningModule, run: RunFold
     return blueprint
 
 
-def make_engine(options: EngineOptions, runner: LocalRunner, store: ClientStore) -> Engine:
+def make_engine(options: EngineOptions, runner: ClientRuntime, store: ClientRecords) -> Engine:
     """Make the engine of some options. What another one than the default needs is imported here.
 
     Args:

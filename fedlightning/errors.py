@@ -44,7 +44,7 @@ class Restart(ControlFlow):
     """A visit has met something by which it has to begin again, otherwise; nothing of it has counted yet."""
 
     def apply(self, runner: Any) -> None:
-        """Let the client side (:class:`~fedlightning.client.runtime.LocalRunner`) do otherwise from now on."""
+        """Let the client side (:class:`~fedlightning.client.runtime.ClientRuntime`) do otherwise from now on."""
         raise NotImplementedError
 
 

@@ -16,7 +16,7 @@ from fedlightning import arguments
 from fedlightning.arguments import TrainerOptions
 from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.data_summary import describe
-from fedlightning.client.runtime import LocalRunner
+from fedlightning.client.runtime import ClientRuntime
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.deployment.checkpoints import Exporter
 from fedlightning.deployment.export import Deploy, Predict, deployed, deployed_module, predictions, spent_in
@@ -33,7 +33,7 @@ from fedlightning.scores.rows import LOCAL, UNSEEN
 from fedlightning.scores.table import print_results
 from fedlightning.seeding import preserved
 from fedlightning.server.federation import Federation
-from fedlightning.storage.files import is_writer, writing
+from fedlightning.storage.files import is_writing_process, writing
 
 
 @dataclass
@@ -102,7 +102,7 @@ class FittedFederation:
             )
 
         def engine_of(blueprint: Blueprint) -> Engine:
-            runner = old.runner.beside(blueprint) if data is None else LocalRunner(blueprint, data)
+            runner = old.runner.beside(blueprint) if data is None else ClientRuntime(blueprint, data)
             if data is not None and old.statistics is not None:
                 runner.agree(old.statistics["totals"])
             engine = old.beside(runner)
@@ -116,10 +116,10 @@ class FittedFederation:
         with nullcontext() if folder is None else only_writer(folder.path), engine.at_work(), preserved():
             with nullcontext() if placing is None else placing.at_work():
                 onboarding.run()
-            if folder is not None and is_writer():
+            if folder is not None and is_writing_process():
                 onboarding.write(folder.path)
         results = summarise(onboarding.rows)
-        if verbose and is_writer():
+        if verbose and is_writing_process():
             for split in ("val", "test"):
                 if any(row["split"] == split for row in results):
                     print_results(results, split)

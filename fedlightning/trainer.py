@@ -23,7 +23,7 @@ from fedlightning.assemble import assemble, assemble_dry_run, make_blueprint
 from fedlightning.client.blueprint import Blueprint
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.deployment.export import export
-from fedlightning.engines.base import ClientStore
+from fedlightning.engines.base import ClientRecords
 from fedlightning.errors import ConfigurationError
 from fedlightning.fitted import ClientView as ClientView
 from fedlightning.fitted import FittedFederation
@@ -45,14 +45,14 @@ from fedlightning.resume.lock import only_thread, only_writer
 from fedlightning.resume.resumable import AUTO, find_run, refuse_used, restore, rounds_saved
 from fedlightning.resume.saving import Saving
 from fedlightning.resume.stop_requests import StopRequest, requeue, stop_requests
-from fedlightning.run.folder import RunFolder, folder_of
+from fedlightning.run.folder import RunFolder, open_run_folder
 from fedlightning.run.recorder import Recorder
 from fedlightning.scores.rows import Row
 from fedlightning.scores.table import print_results
 from fedlightning.server.federation import Federation
 from fedlightning.server.loop import Loop
 from fedlightning.server.server import Server
-from fedlightning.storage.files import is_writer, of_first_rank
+from fedlightning.storage.files import broadcast_from_rank_zero, is_writing_process
 
 Clients = Annotated[float, Range("(0, 1]", "A float is a share of the clients, an int a number of them.")]
 HeldOut = Annotated[
@@ -267,7 +267,7 @@ class FederatedTrainer:
         run, is_new = find_run(self.arguments, resume)
         self.federation, self.stopped_by = None, None
         with ExitStack() as stack:
-            if run is not None and is_writer():
+            if run is not None and is_writing_process():
                 stack.callback(run.remove_empty)
             self.signals = request = stack.enter_context(stop_requests(partial(self._saved, None if is_new else run)))
             lock = None
@@ -298,7 +298,7 @@ class FederatedTrainer:
                         lock.beat()
                     request.check()
                     over = self._max_time is not None and time.monotonic() - started > self._max_time.total_seconds()
-                    over, request.name = of_first_rank((over, request.name))
+                    over, request.name = broadcast_from_rank_zero((over, request.name))
                     if over or request.name is not None:
                         break
             federation.finish()
@@ -309,7 +309,7 @@ class FederatedTrainer:
             self.recorder.close()
             if request.name is not None and not federation.is_over:
                 self.stopped_by = request
-                if is_writer():
+                if is_writing_process():
                     requeue(request, federation.rounds_done, self.max_rounds)
 
     @only_thread()
@@ -326,7 +326,7 @@ class FederatedTrainer:
             ValueError: If the state is of another model or data.
         """
         data = arguments.federated_data(datamodule, None, None, None)
-        federation = assemble(self.options, model, data, folder_of(run), go_on=False)
+        federation = assemble(self.options, model, data, open_run_folder(run), go_on=False)
         restore(federation, go_on=False)
         self._hold(federation, model, datamodule)
 
@@ -360,7 +360,7 @@ class FederatedTrainer:
         run, _ = find_run(self.arguments, None)
         self.federation, self.stopped_by = None, None
         with ExitStack() as stack:
-            if run is not None and is_writer():
+            if run is not None and is_writing_process():
                 stack.callback(run.remove_empty)
             model = arguments.check_model(model)
             kept = [*self.options.callbacks.protecting, *self.options.ordinary_callbacks]
@@ -449,9 +449,9 @@ class FederatedTrainer:
         return None if self.federation is None else self.federation.server
 
     @property
-    def store(self) -> ClientStore:
+    def store(self) -> ClientRecords:
         """The clients' records."""
-        return ClientStore() if self.federation is None else self.federation.store
+        return ClientRecords() if self.federation is None else self.federation.store
 
     @property
     def rounds_done(self) -> int:
@@ -568,7 +568,7 @@ class FederatedTrainer:
                         f"fitted. Leave {what} out, or restore a run: test(model=..., datamodule=..., run=FOLDER)."
                     )
         results = fitted.score(split, checkpoint)
-        if verbose and is_writer():
+        if verbose and is_writing_process():
             print_results(results, split)
         return results
 

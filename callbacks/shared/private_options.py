@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from fedlightning.algorithm import Cover, Facts, Need, Outgoing, Protection, Server, Setup, warn
+from fedlightning.algorithm import Cover, Facts, Need, OutgoingItem, Protection, Server, Setup, warn
 from fedlightning.callbacks.shared import masks
 from fedlightning.callbacks.shared.ledger import Steps
 from fedlightning.callbacks.shared.spending import accountant_of, merged, most_that, solved_noise, spent_by
@@ -132,7 +132,7 @@ class Private(Protection):
         own = f" {whose}" if whose else ""
         return secrets.token_hex(16) if self.noise_seed is None else f"seed {self.noise_seed}{own}"
 
-    def covers(self, item: Outgoing) -> Cover:
+    def covers(self, item: OutgoingItem) -> Cover:
         """Return how an item is covered; what nobody has thought of is in the clear."""
         if item.kind in self.noised:
             return "noised"

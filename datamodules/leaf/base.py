@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fedlightning.datamodules.base import in_order
+from fedlightning.datamodules.base import sort_clients
 from fedlightning.datamodules.natural import NaturalSites, SiteSamples
 from fedlightning.datamodules.tables import extreme_of, read_json
 from fedlightning.datamodules.views import ArrayDataset
@@ -218,7 +218,7 @@ class LEAFDataModule(NaturalSites):
             classes.append(y)
             held[user.split][user.name] = np.arange(start, start + len(y))
             start += len(y)
-        untrained = in_order(set(held["test"]) - set(held["train"]))
+        untrained = sort_clients(set(held["test"]) - set(held["train"]))
         if untrained:
             raise ValueError(
                 f"{self.root}: {len(untrained)} users have test samples and no training samples, such as "
@@ -227,7 +227,7 @@ class LEAFDataModule(NaturalSites):
         if not held["test"]:
             rank_zero_warn(f"{self.root}: there are no files in test/, so nothing is tested.", category=UserWarning)
         sizes = {name: len(rows) for name, rows in held["train"].items()}
-        kept = sorted(in_order(sizes), key=lambda name: -sizes[name])[: self.largest]
+        kept = sorted(sort_clients(sizes), key=lambda name: -sizes[name])[: self.largest]
         if len(kept) < len(sizes):
             rank_zero_warn(
                 f"{type(self).__name__} keeps the {len(kept)} largest of {len(sizes)} users (largest={self.largest}).",
@@ -235,7 +235,7 @@ class LEAFDataModule(NaturalSites):
             )
         y = np.concatenate(classes)
         nothing = np.zeros(0, np.int64)
-        rows = {name: {split: held[split].get(name, nothing) for split in held} for name in in_order(kept)}
+        rows = {name: {split: held[split].get(name, nothing) for split in held} for name in sort_clients(kept)}
         return SiteSamples(self.dataset(torch.cat(inputs), y), rows, y)
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fedlightning.datamodules.base import in_order
+from fedlightning.datamodules.base import sort_clients
 from fedlightning.datamodules.image_files import ImageFiles, lacking_files
 from fedlightning.datamodules.leaf.base import LEAFDataModule, LEAFUser, numbers
 from fedlightning.datamodules.natural import SiteSamples
@@ -96,8 +96,8 @@ class ShakespeareDataModule(LEAFDataModule):
         if not self.root.is_file():
             return super().read()
         said = roles_of(self.root)
-        kept = [name for name in in_order(said) if len(said[name]) >= max(self.min_chars, LENGTH + 1)]
-        kept = in_order(sorted(kept, key=lambda name: -len(said[name]))[: self.largest])
+        kept = [name for name in sort_clients(said) if len(said[name]) >= max(self.min_chars, LENGTH + 1)]
+        kept = sort_clients(sorted(kept, key=lambda name: -len(said[name]))[: self.largest])
         if len(kept) < len(said):
             rank_zero_warn(
                 f"{self.root.name}: {len(said) - len(kept)} of {len(said)} roles are left out: they say less than min_chars="

@@ -21,7 +21,7 @@ from sphinx.pycode import ModuleAnalyzer
 
 from fedlightning import FederatedTrainer
 from fedlightning.catalogue import ALGORITHMS, FAMILIES, KINDS, Algorithm
-from fedlightning.client.data_summary import Description
+from fedlightning.client.data_summary import DataSummary
 from fedlightning.commands import COMMANDS, json_output
 from fedlightning.contract import ROLES, FederatedCallback, families
 from fedlightning.sites.agreement import LEAVES
@@ -366,7 +366,7 @@ ANSWER = {
 
 def greeting() -> None:
     """Write a page with what a site tells before round 1, from the declaration that it is held to."""
-    described = inspect.cleandoc(Description.__doc__ or "").partition("Attributes:")[2]
+    described = inspect.cleandoc(DataSummary.__doc__ or "").partition("Attributes:")[2]
     words = {name: plain(text) for name, text in re.findall(r"^ {4}(\w+): (.*(?:\n {6,}.*)*)", described, re.MULTILINE)}
     rows = [(f"``{name}``", leaves, ANSWER.get(name) or words[name]) for name, leaves in LEAVES.items()]
     text = titled("What a site tells before round 1") + (

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils.data import Dataset
 
-from fedlightning.client.data_summary import Description
+from fedlightning.client.data_summary import DataSummary
 from fedlightning.compat.pytorch_lightning import adapt
 from fedlightning.compat.system import file_name_of, same_file
 from fedlightning.contract import POOLED
-from fedlightning.datamodules.base import FederatedDataModule, in_order
+from fedlightning.datamodules.base import FederatedDataModule, sort_clients
 from fedlightning.datamodules.held_out import draw_clients, draw_held_out
 from fedlightning.datamodules.labels import ask_about_spelling
 from fedlightning.datamodules.loaders import LoaderDataModule
@@ -72,7 +72,7 @@ def _check_module(model: LightningModule) -> None:
                 )
 
 
-def assigned_models(model: LightningModule, data: Description) -> dict[str, str]:
+def assigned_models(model: LightningModule, data: DataSummary) -> dict[str, str]:
     """Return the name of each client's model, held-out ones too; nothing where all have the same."""
     if not isinstance(model, ClientModels):
         return {}
@@ -210,17 +210,17 @@ def _is_text(name: str) -> bool:
     return True
 
 
-def check_clients(data: Description) -> None:
+def check_clients(data: DataSummary) -> None:
     """Refuse data whose clients cannot be told apart."""
     _check_ids(data.module, data.client_ids)
     ask_about_spelling(data.client_ids, data.module)
 
 
-def held_out_clients(given: Any, data: Description) -> list[str]:
+def held_out_clients(given: Any, data: DataSummary) -> list[str]:
     """Return the clients that are kept out of training."""
-    clients = in_order(data.client_ids)
+    clients = sort_clients(data.client_ids)
     if isinstance(given, list | tuple):
-        chosen = in_order({str(client) for client in given})
+        chosen = sort_clients({str(client) for client in given})
         known = set(clients)
         unknown = [client for client in chosen if client not in known]
         if unknown:

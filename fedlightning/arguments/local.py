@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 
-from fedlightning.client.data_summary import Description
+from fedlightning.client.data_summary import DataSummary
 from fedlightning.contract import FederatedCallback
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.options import Vectorized
@@ -102,7 +102,7 @@ def check_logs(given: Mapping[str, Any], callbacks: Iterable[Callback]) -> None:
         warn(f"{loud[0]} logs inside clients, and their logs are off. log_clients=True writes them to the loggers.")
 
 
-def logged_clients(asked: bool | Iterable[str | int], data: Description) -> bool | list[str]:
+def logged_clients(asked: bool | Iterable[str | int], data: DataSummary) -> bool | list[str]:
     """Return `log_clients` with the clients by name."""
     if isinstance(asked, bool):
         return asked

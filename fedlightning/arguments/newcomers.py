@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fedlightning.arguments.inputs import check_clients, federated_data
-from fedlightning.client.data_summary import Description, describe
+from fedlightning.client.data_summary import DataSummary, describe
 from fedlightning.compat.lightning_runs import quiet
-from fedlightning.datamodules.base import FederatedDataModule, in_order
+from fedlightning.datamodules.base import FederatedDataModule, sort_clients
 from fedlightning.errors import ConfigurationError, listed
 from fedlightning.models.client_models import ClientModels
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fedlightning.server.server import Server
 
 
-def assigned_newcomers(server: Server, own: Description, data: Description, new: list[str]) -> Blueprint:
+def assigned_newcomers(server: Server, own: DataSummary, data: DataSummary, new: list[str]) -> Blueprint:
     """Return the blueprint of a federation with new clients: the rule gives each its architecture, others keep theirs.
 
     The new clients come after the others; one whose planted group has trained gets what that group has.
@@ -55,9 +55,9 @@ def new_clients_data(newcomers: Any) -> FederatedDataModule:
     return data
 
 
-def new_clients(data: Description, own: bool, server: Server, named: Sequence[str | int] | None) -> list[str]:
+def new_clients(data: DataSummary, own: bool, server: Server, named: Sequence[str | int] | None) -> list[str]:
     """Return the clients that join a fitted federation."""
-    there = list(server.held_out) if own else in_order(data.client_ids)
+    there = list(server.held_out) if own else sort_clients(data.client_ids)
     new = [client for client in there if client not in server.clients]
     if named is None:
         if not new:
@@ -72,7 +72,7 @@ def new_clients(data: Description, own: bool, server: Server, named: Sequence[st
         return new
     if isinstance(named, str) or not isinstance(named, Sequence):
         raise ConfigurationError(f"clients={named!r} must be a list of clients' ids.")
-    chosen = in_order({str(client) for client in named})
+    chosen = sort_clients({str(client) for client in named})
     for client in chosen:
         if client in server.clients:
             raise ConfigurationError(
@@ -86,7 +86,7 @@ def new_clients(data: Description, own: bool, server: Server, named: Sequence[st
     return chosen
 
 
-def check_new_clients(data: Description, clients: Sequence[str], epochs: int) -> None:
+def check_new_clients(data: DataSummary, clients: Sequence[str], epochs: int) -> None:
     """Refuse new clients with whose data there is nothing to do."""
     held = {split: any(data.num_samples(client, split) for client in clients) for split in ("train", "val", "test")}
     if held["val"] or held["test"] or (epochs and held["train"]):

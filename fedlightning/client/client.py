@@ -31,7 +31,7 @@ from fedlightning.wrappers.features import FeatureTap
 from fedlightning.wrappers.muting import evaluating
 
 if TYPE_CHECKING:
-    from fedlightning.client.runtime import LocalRunner
+    from fedlightning.client.runtime import ClientRuntime
 
 
 class Client:
@@ -58,7 +58,7 @@ class Client:
 
     def __init__(
         self,
-        runner: LocalRunner,
+        runner: ClientRuntime,
         message: Message,
         record: ClientRecord,
         module: LightningModule | None = None,

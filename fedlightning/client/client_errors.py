@@ -52,15 +52,15 @@ def noting() -> Iterator[list[BaseException]]:
 _noted: ContextVar[list[BaseException] | None] = ContextVar("noted", default=None)
 
 
-def in_words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return a failure in words: class and message.
 
     Example:
-        >>> in_words(SystemExit(3)), in_words(MemoryError())
+        >>> describe_error(SystemExit(3)), describe_error(MemoryError())
         ('SystemExit: 3', 'MemoryError')
     """
     if isinstance(error.__cause__, StopIteration) and str(error) == "generator raised StopIteration":
-        return in_words(error.__cause__)  # Python's words for it where the client's code ran below a generator
+        return describe_error(error.__cause__)  # Python's words for it where the client's code ran below a generator
     try:
         text = str(error)
     except Exception:  # of a user's class

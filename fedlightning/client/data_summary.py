@@ -1,7 +1,7 @@
-"""What is known of the clients' data without seeing a sample: :class:`Description`, in plain values.
+"""What is known of the clients' data without seeing a sample: :class:`DataSummary`, in plain values.
 
 It is found where the data are (:func:`describe`), and it is all that the server ever gets to know of them. Where every client
-is a site of its own, the sites' descriptions are put together by :meth:`Description.merged`.
+is a site of its own, the sites' descriptions are put together by :meth:`DataSummary.merged`.
 
 The batches of a client side are looked at here, too: how many samples they have, their addressed order, the first for checks.
 """
@@ -20,24 +20,30 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.utils.data import DataLoader, IterableDataset
 
 from fedlightning.contract.messages import Message
-from fedlightning.datamodules.base import SPLITS, FederatedDataModule, in_order
+from fedlightning.datamodules.base import SPLITS, FederatedDataModule, sort_clients
 from fedlightning.datamodules.groups import look
 from fedlightning.datamodules.held_out import without
 from fedlightning.datamodules.public_only import public_content
 from fedlightning.datamodules.report import class_names_of
-from fedlightning.datamodules.sampling import AddressedSampler, kept, readdress, samples_in, seed_in_workers
+from fedlightning.datamodules.sampling import (
+    AddressedSampler,
+    preserve_generators,
+    reseed_loader,
+    samples_in,
+    seed_in_workers,
+)
 from fedlightning.datamodules.views import samples_at
 from fedlightning.seeding import address, isolated
 
 if TYPE_CHECKING:
-    from fedlightning.client.runtime import LocalRunner
+    from fedlightning.client.runtime import ClientRuntime
 
 
 EPOCHS_OF_A_VISIT = 2**31
 """More than any visit has, so that its epochs never get the address of another round's."""
 
 
-def count_used_samples(runner: LocalRunner, loader: DataLoader[Any] | None) -> int:
+def count_used_samples(runner: ClientRuntime, loader: DataLoader[Any] | None) -> int:
     """Return the samples that one epoch uses, after `drop_last` and `limit_train_batches`."""
     if loader is None or len(loader) == 0:
         return 0
@@ -48,7 +54,7 @@ def count_used_samples(runner: LocalRunner, loader: DataLoader[Any] | None) -> i
 
 
 def start_sampler(
-    runner: LocalRunner,
+    runner: ClientRuntime,
     loader: Any,
     message: Message,
     purpose: str = "",
@@ -70,15 +76,15 @@ def start_sampler(
             world_size=world_size,
         )
     else:
-        readdress(loader, runner.settings.seed, purpose, "samplers", message.client, message.visit)
+        reseed_loader(loader, runner.settings.seed, purpose, "samplers", message.client, message.visit)
 
 
-def knows_groups(runner: LocalRunner) -> bool:
+def knows_groups(runner: ClientRuntime) -> bool:
     """Return whether the group (a patient) of every training sample is known."""
     return all(runner.data.sample_groups(client) is not None for client in runner.data.client_ids)
 
 
-def train_loaders(runner: LocalRunner) -> Iterator[DataLoader[Any]]:
+def train_loaders(runner: ClientRuntime) -> Iterator[DataLoader[Any]]:
     """Yield the training loaders of the clients that have a batch, for checks at the start."""
     for client in runner.data.client_ids:
         loader = runner.data.at_round(0).client_dataloader(client, "train")
@@ -86,15 +92,15 @@ def train_loaders(runner: LocalRunner) -> Iterator[DataLoader[Any]]:
             yield loader
 
 
-def take_first_batch(runner: LocalRunner) -> Any:
+def take_first_batch(runner: ClientRuntime) -> Any:
     """Return a training batch of the first client that has one, for checks at the start; else `None`."""
     for loader in train_loaders(runner):
         dataset, size = loader.dataset, loader.batch_size or 1
         if isinstance(dataset, IterableDataset) or loader.batch_sampler is None:
-            with isolated(runner.settings.seed, "first batch"), kept(dataset):
+            with isolated(runner.settings.seed, "first batch"), preserve_generators(dataset):
                 return runner.blueprint.precision.convert_input(next(iter(loader)))
         chosen = range(min(size, len(dataset)))  # type: ignore[arg-type]
-        with kept(dataset):
+        with preserve_generators(dataset):
             return runner.blueprint.precision.convert_input(loader.collate_fn(samples_at(dataset, chosen)))
     return None
 
@@ -116,7 +122,7 @@ Detail = Literal["classes", "splits", "loaders", "batches", "pooled", "public", 
 
 
 @dataclass(frozen=True)
-class Description:
+class DataSummary:
     """What is known of the data of a federation; all values are plain. It reads like a data module that has no samples.
 
     Attributes:
@@ -172,11 +178,11 @@ class Description:
             return counts[min(round, len(counts) - 1)]
         return self.sizes[client][SPLITS.index(split)]
 
-    def without(self, clients: Collection[str]) -> Description:
+    def without(self, clients: Collection[str]) -> DataSummary:
         """Return the description in which some clients do not take part in training; they keep their sizes.
 
         Example:
-            >>> few = Description("Mine", ["a", "b"], {"a": (3, 1, 1), "b": (5, 1, 1)}).without(["b"])
+            >>> few = DataSummary("Mine", ["a", "b"], {"a": (3, 1, 1), "b": (5, 1, 1)}).without(["b"])
             >>> few.client_ids, few.num_samples("b")
             (['a'], 5)
         """
@@ -184,12 +190,12 @@ class Description:
         return replace(self, client_ids=[client for client in self.client_ids if client not in out])
 
     @classmethod
-    def merged(cls, sites: Sequence[Description]) -> Description:
+    def merged(cls, sites: Sequence[DataSummary]) -> DataSummary:
         """Put together what sites tell of their own clients, in the order of the sites. Their data are not in one place.
 
         Example:
-            >>> a, b = (Description("Mine", [name], {name: (3, 1, 0)}, splits={"train": name}) for name in "ab")
-            >>> both = Description.merged([a, b])
+            >>> a, b = (DataSummary("Mine", [name], {name: (3, 1, 0)}, splits={"train": name}) for name in "ab")
+            >>> both = DataSummary.merged([a, b])
             >>> both.client_ids, both.together, both.splits["train"]
             (['a', 'b'], False, '3554d2b8a1e3')
         """
@@ -241,7 +247,7 @@ def describe(
     left_out: Iterable[str] = (),
     limit: int | float | None = None,
     together: bool = True,
-) -> Description:
+) -> DataSummary:
     """Describe data that are here and set up. No sample is read, except for the hash of public data if that is asked for."""
     few = without(data, leave_out) if leave_out else data
     ids = list(few.client_ids)
@@ -265,7 +271,7 @@ def describe(
         if public is not None:
             found["public_print"], found["public_content"] = _public_print(public), public_content(public)
     seed = getattr(data, "seed", 0)
-    return Description(
+    return DataSummary(
         type(data.original).__name__,
         ids,
         few.sizes_of(everybody),
@@ -303,7 +309,7 @@ def _loaders(data: FederatedDataModule) -> tuple[dict[str, Mapping[str, Any]], s
         alike: Mapping[str, Any] = dict(data.common_batches)
         return dict(zip(data.client_ids, itertools.repeat(alike), strict=False)), None
     held: dict[str, Mapping[str, Any]] = {}
-    ordered = in_order(data.client_ids)
+    ordered = sort_clients(data.client_ids)
     looks: dict[str, str | None] = dict.fromkeys(ordered[:: -(-len(ordered) // LOOKED_AT) or 1])
     for client in data.client_ids:
         loader = data.client_dataloader(client, "train")

@@ -35,13 +35,13 @@ from fedlightning.client.logged_metrics import nan_where_undefined, numbers
 from fedlightning.client.phases import only_training, phase_loss
 from fedlightning.client.requests import Fit, LocalSettings
 from fedlightning.client.trainer_context import (
-    ClientData,
     ClientLogger,
+    DataModuleView,
     KeepingVisitCallback,
     TrainerContext,
     VisitCallback,
-    acting,
-    address_of,
+    phase_address,
+    select_active_callbacks,
 )
 from fedlightning.compat.lightning_runs import quiet, trainer_of
 from fedlightning.compat.system import file_name_of
@@ -53,7 +53,7 @@ from fedlightning.tensors.modules import optimizers_in
 from fedlightning.wrappers.mixing import Mixin, mixed
 
 if TYPE_CHECKING:
-    from fedlightning.client.runtime import LocalRunner
+    from fedlightning.client.runtime import ClientRuntime
 
 
 def optimizers_of(module: LightningModule) -> list[Optimizer]:
@@ -121,7 +121,7 @@ OF_MODULE = ("state_dict", LightningModule.CHECKPOINT_HYPER_PARAMS_KEY)
 """Entries of a checkpoint that the module itself has: they are not kept between visits."""
 
 
-class MemoryCheckpointIO(CheckpointIO):
+class InMemoryCheckpointIO(CheckpointIO):
     """A checkpoint in memory, so that Lightning's own save and resume carry a client's optimizers without a file."""
 
     def __init__(self, checkpoint: dict[str, Any] | None = None) -> None:
@@ -160,7 +160,7 @@ class LightningFitter:
         record = client.record.lightning[phase.name]
         keep = settings.optimizer_state == "keep"
         arguments = {key: copy.deepcopy(value) for key, value in settings.trainer_arguments.items()}
-        memory = MemoryCheckpointIO(_resumable(record.get("checkpoint"), client.module) if keep else None)
+        memory = InMemoryCheckpointIO(_resumable(record.get("checkpoint"), client.module) if keep else None)
         plugins = arguments.pop("plugins", None) or []
         plugins = [*plugins] if isinstance(plugins, list | tuple) else [plugins]
         if keep:
@@ -412,7 +412,7 @@ OF_ONE_FIT = (StochasticWeightAveraging, WeightAveraging, BaseFinetuning)
 that goes on by the old clock would never be updated again, and would replace what later visits train."""
 
 
-def fit(runner: LocalRunner, request: Fit) -> VisitCallback:
+def fit(runner: ClientRuntime, request: Fit) -> VisitCallback:
     """Train a client's module in place, and keep in its record what Lightning needs for the next visit."""
     client, phase, settings = request.client, request.phase, runner.settings
     loader = _find_batches(runner, request)
@@ -425,7 +425,7 @@ def fit(runner: LocalRunner, request: Fit) -> VisitCallback:
 
 
 def _fit(
-    runner: LocalRunner, request: Fit, fitter: Fitter, loader: Any, inside: TrainerContext, val_loader: Any
+    runner: ClientRuntime, request: Fit, fitter: Fitter, loader: Any, inside: TrainerContext, val_loader: Any
 ) -> VisitCallback:
     client, phase, work = request.client, request.phase, request.work
     callbacks, settings = runner.callbacks, runner.settings
@@ -444,7 +444,7 @@ def _fit(
     job = FitJob(client, visit, everything, settings, loader, start, inside, phase, val_loader)
     validates, name = val_loader is not None, type(client.module).__name__
     own_loss = nullcontext() if phase.is_task else phase_loss(client, phase)
-    acting_terms = acting(callbacks.loss_terms(), phase)
+    acting_terms = select_active_callbacks(callbacks.loss_terms(), phase)
     terms = loss_terms(client, acting_terms) if acting_terms else nullcontext()
     with own_loss, terms, nan_where_undefined(client.module):
         try:
@@ -470,14 +470,16 @@ def _fit(
     return visit
 
 
-def start_fit(runner: LocalRunner, fit: Fit, loader: Any, offset: int = 0, rank: int = 0, world_size: int = 1) -> None:
+def start_fit(
+    runner: ClientRuntime, fit: Fit, loader: Any, offset: int = 0, rank: int = 0, world_size: int = 1
+) -> None:
     """Address the order of the batches of a fit."""
-    place = address_of(fit.phase)
+    place = phase_address(fit.phase)
     purpose = "" if place == "fit" else f"phase-{place}"
     start_sampler(runner, loader, fit.message, purpose, epoch_offset=offset, rank=rank, world_size=world_size)
 
 
-def _find_batches(runner: LocalRunner, request: Fit) -> Any:
+def _find_batches(runner: ClientRuntime, request: Fit) -> Any:
     """Return the batches that a fit trains on."""
     data = request.phase.data
     if isinstance(data, str) and data == "train":
@@ -490,18 +492,18 @@ def _find_batches(runner: LocalRunner, request: Fit) -> Any:
     return loader
 
 
-def _make_trainer_context(runner: LocalRunner, client: Client, phase: Phase) -> TrainerContext:
+def _make_trainer_context(runner: ClientRuntime, client: Client, phase: Phase) -> TrainerContext:
     """Return what the Trainer of a fit shows to the module and its callbacks."""
     settings, source = runner.settings, runner.source
     folder = settings.folder_of(client.id)
     logs = client.logs if settings.logs(client.id) and not runner.callbacks.covers_training else None
     before = client.record.lightning.get(phase.name, {}).get("logged_steps", 0)
     prefix = "" if phase.name == "fit" else f"{phase.name}/"
-    seen = None if source is None else ClientData(source, client.loader)
+    seen = None if source is None else DataModuleView(source, client.loader)
     return TrainerContext(folder, ClientLogger(folder, logs, prefix, before), seen)
 
 
-def _find_validation_batches(runner: LocalRunner, message: Message) -> DataLoader[Any] | None:
+def _find_validation_batches(runner: ClientRuntime, message: Message) -> DataLoader[Any] | None:
     """Return the batches on which a visit validates inside training; `None` if it does not."""
     if runner.monitor is None and runner.settings.trainer_arguments.get("check_val_every_n_epoch") is None:
         return None

@@ -276,7 +276,7 @@ class Monitor(NamedTuple):
         return f"{self.owner} monitors '{self.metric}'"
 
 
-class NeedsValidationError(Restart):
+class ValidationRequired(Restart):
     """Asks for a visit with validation.
 
     Args:
@@ -316,7 +316,7 @@ def require(trainer: Any, module: str, validates: bool, error: BaseException | N
     if not unmet:
         return
     if not validates:
-        raise NeedsValidationError(unmet[0]) from error
+        raise ValidationRequired(unmet[0]) from error
     names = sorted(trainer.callback_metrics)
     every = trainer.check_val_every_n_epoch or 1
     sentence = f"{unmet[0]}, but {module} logs " + (", ".join(names) if names else "nothing") + " in a visit"

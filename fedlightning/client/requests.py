@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch.utils.data import DataLoader
 
 from fedlightning.client.client import Client
-from fedlightning.client.client_errors import client_failure, in_words
+from fedlightning.client.client_errors import client_failure, describe_error
 from fedlightning.client.data_summary import limited
 from fedlightning.client.record import ClientRecord
 from fedlightning.compat.system import file_name_of
@@ -29,7 +29,7 @@ from fedlightning.options.value_objects import Source
 from fedlightning.seeding import isolated, seed_all
 
 if TYPE_CHECKING:
-    from fedlightning.client.runtime import LocalRunner
+    from fedlightning.client.runtime import ClientRuntime
 
 
 @dataclass
@@ -197,7 +197,7 @@ class ScoringTask(Protocol[Answer_co]):
         """Client whose record the task needs, or `None`."""
 
     def scoring(
-        self, runner: LocalRunner, record: ClientRecord
+        self, runner: ClientRuntime, record: ClientRecord
     ) -> Generator[Iterable[ScoreRequest], list[Scores], tuple[Answer_co, ClientRecord | None]]:
         """Yield the requests; end with the answer and the client's new record (`None`: unchanged)."""
 
@@ -213,16 +213,16 @@ class MissingScores(Scores):
     def __init__(self, cause: BaseException) -> None:
         super().__init__()
         self.cause = cause
-        self.reason = in_words(cause)
+        self.reason = describe_error(cause)
 
 
-def score_one(runner: LocalRunner, request: ScoreRequest) -> Scores:
+def score_one(runner: ClientRuntime, request: ScoreRequest) -> Scores:
     """Score one module alone. Every global random generator is left as it was."""
     with isolated(*request.seed):
         return score_or_miss(runner, request)
 
 
-def score_or_miss(runner: LocalRunner, request: ScoreRequest) -> Scores:
+def score_or_miss(runner: ClientRuntime, request: ScoreRequest) -> Scores:
     """Score one module; an error in its code or data is a gap in the scores, not the end of the run."""
     runner.scorer.client = request.client
     try:
@@ -231,7 +231,7 @@ def score_or_miss(runner: LocalRunner, request: ScoreRequest) -> Scores:
         return MissingScores(client_failure(error))
 
 
-def score_in_turn(runner: LocalRunner, scoring: Scoring[Answer]) -> Answer:
+def score_in_turn(runner: ClientRuntime, scoring: Scoring[Answer]) -> Answer:
     """Carry out one scoring task, one request after another."""
     try:
         found = [scores for series in _series(next(scoring)) for scores in _score_series(runner, series)]
@@ -261,7 +261,7 @@ def _series(requests: Iterable[ScoreRequest]) -> Iterator[list[ScoreRequest]]:
         yield series
 
 
-def _score_series(runner: LocalRunner, series: list[ScoreRequest]) -> Iterator[Scores]:
+def _score_series(runner: ClientRuntime, series: list[ScoreRequest]) -> Iterator[Scores]:
     """Yield the scores of requests for one model."""
     rest = series
     while rest:
@@ -281,7 +281,7 @@ def _score_series(runner: LocalRunner, series: list[ScoreRequest]) -> Iterator[S
             rest = rest[1:]
 
 
-def _start(runner: LocalRunner, requests: Sequence[ScoreRequest], place: int) -> None:
+def _start(runner: ClientRuntime, requests: Sequence[ScoreRequest], place: int) -> None:
     runner.scorer.client = requests[place].client
     seed_all(*requests[place].seed)
 

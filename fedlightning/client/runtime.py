@@ -1,4 +1,4 @@
-"""The client side of a federation: :class:`LocalRunner`.
+"""The client side of a federation: :class:`ClientRuntime`.
 
 :class:`Scorer` scores one module on one loader.
 """
@@ -17,18 +17,18 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
 from fedlightning.client.blueprint import Blueprint
-from fedlightning.client.data_summary import Description, Detail, describe
+from fedlightning.client.data_summary import DataSummary, Detail, describe
 from fedlightning.client.fit import FitterChoice, LightningFitter
 from fedlightning.client.kept import Kept
 from fedlightning.client.logged_metrics import Monitor, NotOneNumberError, nan_where_undefined, numbers
 from fedlightning.client.requests import LocalSettings
-from fedlightning.client.trainer_context import ClientData
+from fedlightning.client.trainer_context import DataModuleView
 from fedlightning.compat.lightning_runs import quiet, to_device, trainer_of
 from fedlightning.compat.system import preload_fork_server
 from fedlightning.contract import POOLED, CallbackList
 from fedlightning.contract.messages import Message
 from fedlightning.datamodules.base import FederatedDataModule
-from fedlightning.datamodules.held_out import FewerClients, without
+from fedlightning.datamodules.held_out import ClientSubset, without
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.datamodules.sampling import read_for_scores
 from fedlightning.wrappers import user_class
@@ -76,7 +76,9 @@ class Scorer:
         loader_of: Callable[[str, str], Any] = lambda client, split: None,
     ) -> None:
         self._blueprint, self.client = blueprint, ""
-        self._datamodule = None if source is None else ClientData(source, lambda split: loader_of(self.client, split))
+        self._datamodule = (
+            None if source is None else DataModuleView(source, lambda split: loader_of(self.client, split))
+        )
         self.fitted: WeakSet[LightningModule] = WeakSet()
         self.evaluators: list[Evaluator] = [make(blueprint) for make in blueprint.parts.evaluators]
 
@@ -159,7 +161,7 @@ class Scorer:
 
 
 @dataclass
-class LocalRunner:
+class ClientRuntime:
     """The client side of a federation: blueprint and data. An engine decides where it runs.
 
     :mod:`fedlightning.client.visit` describes one visit on it.
@@ -186,7 +188,7 @@ class LocalRunner:
     loop: FitterChoice = field(init=False)
     monitor: Monitor | None = field(init=False, default=None)
     source: Any = field(init=False, repr=False)
-    _described: Description | None = field(init=False, default=None, repr=False)
+    _described: DataSummary | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
         preload_fork_server()
@@ -232,25 +234,25 @@ class LocalRunner:
         self._described = None
         self._make_scorer()
 
-    def describe(self, leave_out: Collection[str] = (), details: Collection[Detail] = ()) -> Description:
+    def describe(self, leave_out: Collection[str] = (), details: Collection[Detail] = ()) -> DataSummary:
         """Describe the data; see :func:`~fedlightning.client.data_summary.describe`."""
         limit = self.settings.trainer_arguments.get("limit_train_batches")
         return describe(self.data, leave_out, details, left_out=self.left_out, limit=limit, together=self.together)
 
-    def beside(self, blueprint: Blueprint) -> LocalRunner:
+    def beside(self, blueprint: Blueprint) -> ClientRuntime:
         """Return a runner of another blueprint on the same data."""
-        made = LocalRunner(blueprint, self.data, self.left_out, self.together, self.folder)
+        made = ClientRuntime(blueprint, self.data, self.left_out, self.together, self.folder)
         made._described = self._described
         return made
 
     @property
-    def described(self) -> Description:
+    def described(self) -> DataSummary:
         """Ids and sizes of the clients. Where the data are not here, whoever knows them has said so (:meth:`know`)."""
         if self._described is None:
             self._described = self.describe()
         return self._described
 
-    def know(self, description: Description) -> None:
+    def know(self, description: DataSummary) -> None:
         """Take ids and sizes from a description, in a process that has no data."""
         self._described = description
 
@@ -273,7 +275,7 @@ class LocalRunner:
         rank_zero_info(f"{monitor}: each visit validates on the client's own validation data.")
 
     def _make_scorer(self) -> None:
-        data = self.data.whole if isinstance(self.data, FewerClients) else self.data
+        data = self.data.whole if isinstance(self.data, ClientSubset) else self.data
         source = None if isinstance(data, LoaderDataModule) else getattr(data, "datamodule", data)
         self.source = source
         self.scorer = Scorer(self.blueprint, source, self._loader_of)

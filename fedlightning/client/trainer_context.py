@@ -75,11 +75,11 @@ class VisitCallback(Callback):
         self, client: Client, callbacks: CallbackList, settings: LocalSettings, phase: Phase, work: int
     ) -> None:
         self.client = client
-        self.correctors = acting(callbacks.correctors(), phase)
+        self.correctors = select_active_callbacks(callbacks.correctors(), phase)
         self.num_samples = client.num_samples
         self.settings = settings
         self.phase = phase.name
-        self.address = address_of(phase)
+        self.address = phase_address(phase)
         self.lr_factor = phase.lr_factor
         self.unit = phase.unit or settings.unit
         self.work = work
@@ -316,12 +316,12 @@ def refuse_unseen(callbacks: Iterable[FederatedCallback], module: LightningModul
         )
 
 
-def address_of(phase: Phase) -> str:
+def phase_address(phase: Phase) -> str:
     """Return the name by which the randomness of a phase is addressed."""
     return phase.repeats or phase.name
 
 
-def acting(callbacks: list[FederatedCallback], phase: Phase) -> list[FederatedCallback]:
+def select_active_callbacks(callbacks: list[FederatedCallback], phase: Phase) -> list[FederatedCallback]:
     """Return those of `callbacks` whose terms act in `phase`."""
     return [callback for callback in callbacks if phase.federated or callback.key in phase.terms_of]
 
@@ -466,10 +466,10 @@ class TrainerContext:
 
     folder: str | None
     logger: ClientLogger
-    datamodule: ClientData | None
+    datamodule: DataModuleView | None
 
 
-class ClientData:
+class DataModuleView:
     """The user's data module as a client sees it: its attributes, with the loaders of the client in place of its own.
 
     Args:
@@ -493,7 +493,7 @@ class ClientData:
         return getattr(self._source, name)
 
     def __reduce__(self) -> Any:
-        return ClientData, (self._source,)
+        return DataModuleView, (self._source,)
 
     def _of_client(self, split: str) -> Any:
         if self._loader is None:

@@ -21,7 +21,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from fedlightning.client.client import Client
-from fedlightning.client.client_errors import client_failure, in_words
+from fedlightning.client.client_errors import client_failure, describe_error
 from fedlightning.client.data_summary import count_used_samples
 from fedlightning.client.fit import fit
 from fedlightning.client.record import ClientRecord, FitResult
@@ -46,12 +46,12 @@ from fedlightning.tensors import State, clone, equal, first_nonfinite, load_stat
 from fedlightning.tensors.modules import settle
 
 if TYPE_CHECKING:
-    from fedlightning.client.runtime import LocalRunner
+    from fedlightning.client.runtime import ClientRuntime
 
 
 @contextmanager
 def open_client(
-    runner: LocalRunner, message: Message, record: ClientRecord, evaluating: bool = False
+    runner: ClientRuntime, message: Message, record: ClientRecord, evaluating: bool = False
 ) -> Iterator[Client]:
     """Open a client with its merged model (stage L1), on a copy of its record, bound to every callback."""
     # The server, or who protects the client, goes by what was sent: a callback that writes into it has a copy.
@@ -85,19 +85,19 @@ def open_client(
             detached(client.module)
 
 
-def bind(runner: LocalRunner, client: Client) -> None:
+def bind(runner: ClientRuntime, client: Client) -> None:
     """Bind a client to every callback. An engine with several open clients binds the one that it continues with."""
     for callback in runner.callbacks:
         callback._client = client
 
 
-def find_personal_module(runner: LocalRunner, client: Client, stage: Stage) -> LightningModule:
+def find_personal_module(runner: ClientRuntime, client: Client, stage: Stage) -> LightningModule:
     """Return the model that the client deploys at `stage`."""
     owner = runner.callbacks.role("personal_module")
     return client.module if owner is None else owner.personal_module(client, stage)
 
 
-def find_scored_splits(runner: LocalRunner, splits: Sequence[str]) -> list[str]:
+def find_scored_splits(runner: ClientRuntime, splits: Sequence[str]) -> list[str]:
     """Return the splits whose scores may leave: those on validation data do not where a callback withholds them."""
     withheld = bool(runner.callbacks.withholding("scores"))
     return [split for split in splits if split != "val" or not withheld]
@@ -108,7 +108,7 @@ Evaluation = tuple[str, str, str, str, float, int]
 
 
 def carry_out(
-    runner: LocalRunner, message: Message, record: ClientRecord, evaluate: Evaluate
+    runner: ClientRuntime, message: Message, record: ClientRecord, evaluate: Evaluate
 ) -> tuple[Update, ClientRecord]:
     """Carry out one visit on its own.
 
@@ -121,7 +121,7 @@ def carry_out(
         return carry_out(runner, message, record, evaluate)
 
 
-def _drive(runner: LocalRunner, steps: VisitSteps) -> tuple[Update, ClientRecord]:
+def _drive(runner: ClientRuntime, steps: VisitSteps) -> tuple[Update, ClientRecord]:
     """Serve the requests of a visit, one after another, until it ends."""
     try:
         request = next(steps)
@@ -141,7 +141,7 @@ def _drive(runner: LocalRunner, steps: VisitSteps) -> tuple[Update, ClientRecord
         return answer
 
 
-def visit_steps(runner: LocalRunner, message: Message, record: ClientRecord, evaluate: Evaluate) -> VisitSteps:
+def visit_steps(runner: ClientRuntime, message: Message, record: ClientRecord, evaluate: Evaluate) -> VisitSteps:
     """Run one visit as a generator of requests; end with the update and the client's new record."""
     seed_all(runner.settings.seed, message.visit, message.client, "visit")
     update = Update(message.round, message.client, model=message.model, origin=message.model, tag=message.tag)
@@ -151,14 +151,14 @@ def visit_steps(runner: LocalRunner, message: Message, record: ClientRecord, eva
         update.num_samples = count_used_samples(runner, loader)
         if message.work != 0 and update.num_samples == 0:
             update.error = f"client '{message.client}' has no training samples"
-            return same_on_all_ranks(update, record)
+            return broadcast_visit_result(update, record)
         with open_client(runner, message, record) as client:  # stage L1: the entries sent, merged with those kept
             client.num_samples = update.num_samples
             before = client.entries if client.is_unbuilt else _buffers(client.module)
             if message.work != 0:
                 yield from _train(runner, client, loader)
             _note_work(client, update)
-            kept = _take_apart(runner, client, update, before)
+            kept = split_entries(runner, client, update, before)
             _send(runner, client, update)
             if message.work != 0:
                 client.record.personal = kept
@@ -172,12 +172,12 @@ def visit_steps(runner: LocalRunner, message: Message, record: ClientRecord, eva
     except BaseException as error:  # one client's failure must not end the round; the loop reports it
         failed = Update(message.round, message.client, model=message.model, tag=message.tag)  # nothing of it leaves
         failed.num_samples, failed.cause = update.num_samples, client_failure(error)
-        failed.error = f"client '{message.client}' failed: {in_words(error)}"
+        failed.error = f"client '{message.client}' failed: {describe_error(error)}"
         answer = failed, record
-    return same_on_all_ranks(*answer)
+    return broadcast_visit_result(*answer)
 
 
-def _train(runner: LocalRunner, client: Client, loader: Any) -> Generator[Fit, Any, None]:
+def _train(runner: ClientRuntime, client: Client, loader: Any) -> Generator[Fit, Any, None]:
     """Request the visit's fits: one, unless a callback splits the visit into phases."""
     runner.callbacks.event("on_visit_start", client)
     owner = runner.callbacks.role("local_phases")
@@ -227,7 +227,7 @@ def _note_work(client: Client, update: Update) -> None:
     update.metrics, update.logs = client.metrics, client.logs
 
 
-def _take_apart(runner: LocalRunner, client: Client, update: Update, before: State) -> State:
+def split_entries(runner: ClientRuntime, client: Client, update: Update, before: State) -> State:
     """Put the entries that the server asked for into the update; return those that stay with the client.
 
     An entry that is sent stays as well, unless the message had brought it: what the client alone has is never lost. A frozen
@@ -253,7 +253,7 @@ def _take_apart(runner: LocalRunner, client: Client, update: Update, before: Sta
     return kept
 
 
-def _send(runner: LocalRunner, client: Client, update: Update) -> None:
+def _send(runner: ClientRuntime, client: Client, update: Update) -> None:
     """Let the callbacks see the update; where its noise came with training, those that do not say what they do a copy."""
     for callback in runner.callbacks:
         if not runner.callbacks.covers_training or ALTERING & set(callback.facts.changes):
@@ -289,7 +289,7 @@ def _refuse_unasked(client: Client, update: Update) -> None:
 
 
 def _evaluate(
-    runner: LocalRunner, client: Client, update: Update, evaluate: Evaluate
+    runner: ClientRuntime, client: Client, update: Update, evaluate: Evaluate
 ) -> Generator[Score, Any, list[Evaluation]]:
     """Request the scores of the model that the client deploys now, on its own and on the pooled data; return them."""
     splits = find_scored_splits(runner, evaluate.splits)
@@ -305,7 +305,7 @@ def _evaluate(
                 loader = runner.loader(client.message, split) if data == "local" else runner.pooled_dataloader(split)
                 there = loader is not None and len(loader) > 0
             except BaseException as error:
-                update.gaps.append((stage, data, split, in_words(client_failure(error))))
+                update.gaps.append((stage, data, split, describe_error(client_failure(error))))
                 continue
             if loader is not None and there:
                 places.append((data, split))
@@ -324,7 +324,7 @@ def _evaluate(
     return rows
 
 
-def leave(runner: LocalRunner, client: Client, update: Update) -> None:
+def leave(runner: ClientRuntime, client: Client, update: Update) -> None:
     """Let an update leave its client: the very last call of a visit, when no callback gets the update any more.
 
     What goes is the entries that the message asks for and the extras that callbacks declare, covered by what protects
@@ -386,7 +386,7 @@ def _first_diverged(module: LightningModule, state: State, before: State) -> str
     return first_nonfinite({name: value for name, value in state.items() if name not in frozen | masks})
 
 
-def same_on_all_ranks(update: Update, record: ClientRecord) -> tuple[Update, ClientRecord]:
+def broadcast_visit_result(update: Update, record: ClientRecord) -> tuple[Update, ClientRecord]:
     """Under DDP within a client, give every rank what rank 0 has; other ranks never send updates."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return update, record

@@ -10,7 +10,7 @@ from typing import Any
 from fedlightning.config.errors import InputError
 from fedlightning.resume.lock import holder_of
 from fedlightning.resume.loggers import BEGINNING
-from fedlightning.storage.files import is_writer
+from fedlightning.storage.files import is_writing_process
 
 
 def find_run(path: str) -> Path:
@@ -46,7 +46,7 @@ def to_resume(resume: str | None) -> str | Path | None:
 
 def leave_nothing(trainer: Any) -> None:
     """Remove the folder of a run without a round, after bad input."""
-    if trainer.run is None or trainer.rounds_done > 0 or not is_writer():
+    if trainer.run is None or trainer.rounds_done > 0 or not is_writing_process():
         return
     folder: Path = trainer.run.path
     ours = {Path("config.yaml"), Path("checkpoints"), Path("checkpoints", BEGINNING)}

@@ -31,7 +31,7 @@ from fedlightning.onboarding.onboarding import SUMMARY
 from fedlightning.ranges import PositiveInt
 from fedlightning.resume.stop_requests import requeued
 from fedlightning.scores.table import evaluation_line, print_results
-from fedlightning.storage.files import is_writer, read_json, save_tensors, write_text_atomically, writing
+from fedlightning.storage.files import is_writing_process, read_json, save_tensors, write_text_atomically, writing
 from fedlightning.study.export import as_csv
 from fedlightning.study.failures import failures_line
 from fedlightning.trainer import FederatedTrainer
@@ -148,7 +148,7 @@ class Commands(CommandLine):
         screen = console()
         given = self.trainer.arguments
         place = Path(given["default_root_dir"], given["name"], given["version"] or "")
-        with self._in_words(), watched(place, watch and is_writer()):
+        with self._in_words(), watched(place, watch and is_writing_process()):
             self.trainer.fit(
                 self.model,
                 self.datamodule,
@@ -162,7 +162,7 @@ class Commands(CommandLine):
         if test_after_fit and has_tests and stopped is None:
             self._test_all()
             results = self.trainer.results
-        if is_writer():
+        if is_writing_process():
             self._show(results, screen)
             if json:
                 costs = {key: self.trainer.summary.get(key) for key in ("bytes_up", "bytes_down", "seconds")}
@@ -211,7 +211,7 @@ class Commands(CommandLine):
             raise InputError("there is no model: fedlightning evaluate MODEL --config FILE.")
         with self._in_words():
             self.trainer.evaluate(self.model, self.datamodule, split=split, least=least)
-            if is_writer():
+            if is_writing_process():
                 data = federated_data(self.datamodule, None, None, None)
                 show_evaluation(self.trainer, data, split, least, console(), json)
 
@@ -266,7 +266,7 @@ class Commands(CommandLine):
             data = PartitionCommand("partition", ["--config", newcomers]).datamodule
         self.trainer.restore(self.model, self.datamodule, folder)
         self.trainer.onboard(data, clients, epochs=epochs)
-        if is_writer():
+        if is_writing_process():
             found = read_json(folder / SUMMARY)
             line = failures_line(found.get("failures", []), len(found["clients"]), SUMMARY)
             if line is not None:
@@ -320,7 +320,7 @@ class Commands(CommandLine):
                 batch,
                 checkpoint,
             )
-        if is_writer():
+        if is_writing_process():
             show_leakage(found, attack, folder, console(), json)
 
     @contextmanager
@@ -338,7 +338,7 @@ class Commands(CommandLine):
     def _dry_run(self, as_json: bool) -> None:
         with self._in_words():
             found = self.trainer.dry_run(self.model, self.datamodule)
-        if is_writer():
+        if is_writing_process():
             print(dumps(found.as_dict(), indent=2) if as_json else found)
         if found.problems:
             raise InputError(f"{len(found.problems)} clients failed in the dry run; the first: {found.problems[0]}.")
@@ -348,7 +348,7 @@ class Commands(CommandLine):
         self.trainer.restore(self.model, self.datamodule, folder)
         score = self.trainer.test if split == "test" else self.trainer.validate
         results = score(checkpoint=checkpoint, verbose=False)
-        if is_writer():
+        if is_writing_process():
             screen = console()
             print_results(results, split, screen)
             rounds = f"after {self.trainer.rounds_done} of {self.trainer.max_rounds} rounds"

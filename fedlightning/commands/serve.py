@@ -37,7 +37,7 @@ from fedlightning.sites.server_log import Run, ServerLog, showing
 from fedlightning.sites.site import Site
 from fedlightning.sites.site_log import SiteLog
 from fedlightning.sites.status import NAME, printable, stamped
-from fedlightning.storage.files import is_writer
+from fedlightning.storage.files import is_writing_process
 from fedlightning.trainer import FederatedTrainer
 
 AGAIN = 3.0
@@ -287,9 +287,9 @@ class Serve(Commands):
                         self._test_all()
             if self.trainer.stopped_by is not None:
                 log.outcome = "stopped by a signal; it goes on with --resume auto"
-        if is_writer() and evaluate:
+        if is_writing_process() and evaluate:
             show_evaluation(self.trainer, None, "test", least, console(), False)
-        elif is_writer():
+        elif is_writing_process():
             self._report()
         if self.trainer.stopped_by is not None:
             raise SystemExit(self.trainer.stopped_by.code)

@@ -38,7 +38,7 @@ from fedlightning.contract.jobs import (
     Stage,
     WeightingName,
 )
-from fedlightning.contract.outgoing import Cover, Kind, Outgoing, Promise
+from fedlightning.contract.outgoing import Cover, Kind, OutgoingItem, Promise
 from fedlightning.contract.requirements import Requirement
 from fedlightning.contract.setup import DataView, FirstStep, PublicDataView, RunTerms, Setup
 
@@ -62,7 +62,7 @@ __all__ = [
     "Need",
     "Newcomers",
     "Kind",
-    "Outgoing",
+    "OutgoingItem",
     "Promise",
     "Protection",
     "PublicDataView",

@@ -12,7 +12,7 @@ from fedlightning.contract.capabilities import METHODS, Change
 from fedlightning.contract.families import Protection, UpdateInterception
 from fedlightning.contract.jobs import WEIGHTINGS
 from fedlightning.contract.messages import Update
-from fedlightning.contract.outgoing import Kind, Outgoing
+from fedlightning.contract.outgoing import Kind, OutgoingItem
 from fedlightning.errors import ConfigurationError
 from fedlightning.ranges import in_words
 
@@ -136,7 +136,7 @@ class CallbackList:
 
     def withholding(self, kind: Kind) -> str:
         """Return the key of the first callback that does not let such items leave clients; empty: none."""
-        return next((one.key for one in self.protecting if one.covers(Outgoing(kind)) == "withheld"), "")
+        return next((one.key for one in self.protecting if one.covers(OutgoingItem(kind)) == "withheld"), "")
 
     @property
     def covers_training(self) -> bool:

@@ -13,7 +13,7 @@ from fedlightning.contract.callback import FederatedCallback
 from fedlightning.contract.capabilities import Facts
 from fedlightning.contract.jobs import Arrivals, Job, Stage
 from fedlightning.contract.messages import Message, Update
-from fedlightning.contract.outgoing import Cover, Outgoing, Promise
+from fedlightning.contract.outgoing import Cover, OutgoingItem, Promise
 from fedlightning.tensors import State
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class Protection(FederatedCallback):
         """Who cannot learn what."""
         return ()
 
-    def covers(self, item: Outgoing) -> Cover:
+    def covers(self, item: OutgoingItem) -> Cover:
         """Return how an item of what leaves is covered. Default: it leaves in the clear.
 
         Scores on validation data and values that were logged in training do not leave, and are not asked for, where this says

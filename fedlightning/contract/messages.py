@@ -336,7 +336,7 @@ Outcome = Literal["taken", "late", "stale", "failed"]
 
 
 @dataclass(frozen=True)
-class Trip:
+class JobTrace:
     """A job from its message to its update, in virtual seconds.
 
     Attributes:
@@ -350,7 +350,7 @@ class Trip:
         outcome: What became of it: `"taken"`, or `"late"`, `"stale"`, `"failed"`.
 
     Example:
-        >>> Trip(1, "a", 0.0, 2.0, 2.5, version=0).ended("late").outcome
+        >>> JobTrace(1, "a", 0.0, 2.0, 2.5, version=0).ended("late").outcome
         'late'
     """
 
@@ -363,6 +363,6 @@ class Trip:
     staleness: int = 0
     outcome: Outcome = "taken"
 
-    def ended(self, outcome: Outcome) -> Trip:
+    def ended(self, outcome: Outcome) -> JobTrace:
         """Return the trip with another outcome."""
         return replace(self, outcome=outcome)

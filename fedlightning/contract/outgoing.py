@@ -1,4 +1,4 @@
-"""What leaves clients: :class:`Outgoing`, an item of the one list of all of it, which is known before round 1."""
+"""What leaves clients: :class:`OutgoingItem`, an item of the one list of all of it, which is known before round 1."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Cover = Literal["noised", "withheld", "in the clear"]
 
 
 @dataclass(frozen=True)
-class Outgoing:
+class OutgoingItem:
     """One item of what leaves clients.
 
     Attributes:
@@ -40,7 +40,7 @@ class Outgoing:
         owner: Key of the callback that declares an extra; empty: the core sends it.
 
     Example:
-        >>> str(Outgoing("counts", "numbers of samples", "in each visit"))
+        >>> str(OutgoingItem("counts", "numbers of samples", "in each visit"))
         'numbers of samples (in each visit)'
     """
 

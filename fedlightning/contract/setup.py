@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch.utils.data import IterableDataset
 
 from fedlightning.datamodules.public import first_batch, public_loader, size_of
-from fedlightning.datamodules.sampling import kept
+from fedlightning.datamodules.sampling import preserve_generators
 from fedlightning.seeding import isolated
 from fedlightning.tensors import EntryKind
 
@@ -113,13 +113,13 @@ class PublicDataView:
     def batch(self) -> Any:
         """Return the first public batch; raises ValueError without any."""
         loader, name = self.source()
-        with isolated(self.seed, "first public batch"), kept(getattr(loader, "dataset", None)):
+        with isolated(self.seed, "first public batch"), preserve_generators(getattr(loader, "dataset", None)):
             return self.convert(first_batch(loader, name))
 
     def batches(self) -> Iterator[Any]:
         """Yield all public batches, in the order of the samples."""
         loader, name = self.source()
-        with isolated(self.seed, "public batches"), kept(getattr(loader, "dataset", None)):
+        with isolated(self.seed, "public batches"), preserve_generators(getattr(loader, "dataset", None)):
             yield from map(self.convert, public_loader(loader, name))
 
 

@@ -28,14 +28,14 @@ from fedlightning.storage.files import UnreadableError, check_seal, read_tensors
 from fedlightning.tensors import State, load_state, module_state, state_digest
 
 
-def warm_started(module: LightningModule, path: str | Path | None) -> LightningModule:
+def load_initial_weights(module: LightningModule, path: str | Path | None) -> LightningModule:
     """Return the module with the weights of a checkpoint; the module itself, which is not changed, where there is none.
 
     Only tensors and plain values are read from the file (`weights_only=True`): loading it runs no code.
 
     Example:
         >>> from fedlightning.models import Classifier, TinyNet
-        >>> warm_started(Classifier(TinyNet(), num_classes=1), "none.ckpt")
+        >>> load_initial_weights(Classifier(TinyNet(), num_classes=1), "none.ckpt")
         Traceback (most recent call last):
         fedlightning.errors.ConfigurationError: init_from='none.ckpt' is not a file. Give the path of a checkpoint.
     """

@@ -20,9 +20,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from fedlightning.client.blueprint import Blueprint
-from fedlightning.client.client_errors import client_failure, in_words
+from fedlightning.client.client_errors import client_failure, describe_error
 from fedlightning.client.record import ClientRecord
-from fedlightning.client.runtime import LocalRunner
+from fedlightning.client.runtime import ClientRuntime
 from fedlightning.client.trainer_context import ClientLogger
 from fedlightning.client.visit import find_personal_module, open_client
 from fedlightning.compat.lightning_runs import detached_copy, quiet
@@ -110,14 +110,14 @@ class Deploy(PlainTask):
     def num_bytes(self) -> int:
         return self.message.num_bytes
 
-    def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[Deployed, ClientRecord | None]:
+    def run(self, runner: ClientRuntime, record: ClientRecord) -> tuple[Deployed, ClientRecord | None]:
         """Make the model. Where it is to be handed over, what fails is raised; else the answer says why there is no file."""
         if not self.write:
             return Deployed(self.client, self.module(runner, record)), None
         try:
             module = self.module(runner, record)
         except BaseException as error:  # of the user's code: the algorithm asks it for losses, say
-            return self.lost(in_words(client_failure(error))), None
+            return self.lost(describe_error(client_failure(error))), None
         if self.shared is not None and self.shared.kind(runner.blueprint) is type(module):
             if equal(module_state(module), self.shared.state):
                 return Deployed(self.client, is_shared=True), None
@@ -138,7 +138,7 @@ class Deploy(PlainTask):
             content["fedlightning"].pop("module", None)
         return content
 
-    def module(self, runner: LocalRunner, record: ClientRecord) -> LightningModule:
+    def module(self, runner: ClientRuntime, record: ClientRecord) -> LightningModule:
         """Return the module."""
         own = record.checkpoints.values()
         kept = next((entry for entry in own if entry["name"] == self.kept), None) if self.kept else None
@@ -179,7 +179,7 @@ class Predict(PlainTask):
     def address(self) -> tuple[int, str, str]:
         return 0, "prediction", self.client or "everybody"
 
-    def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[tuple[Any] | None, ClientRecord | None]:
+    def run(self, runner: ClientRuntime, record: ClientRecord) -> tuple[tuple[Any] | None, ClientRecord | None]:
         """Return what Lightning's `predict` gives, alone in a tuple; `None` if there are no test data."""
         data = runner.data
         loader = (
@@ -366,7 +366,7 @@ def _tasks(
         try:
             message = server.message(server.job(client, work=0))
         except Exception as error:  # of an algorithm
-            unsent[client] = in_words(client_failure(error))
+            unsent[client] = describe_error(client_failure(error))
             continue
         yield Deploy(
             message, kept=name, write=True, folder=place, about=about, shared=shared, bring=engine.brings_models

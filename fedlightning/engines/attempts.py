@@ -1,6 +1,6 @@
 """What becomes of a client that fails: tried again, left out, or the end of the run.
 
-Engines ask :class:`Attempts` before and after each try of a task. A try that failed has changed nothing (neither the
+Engines ask :class:`Retries` before and after each try of a task. A try that failed has changed nothing (neither the
 client's record nor a random generator that anybody else draws from), so a second try that succeeds has the result of a
 run without the failure.
 
@@ -54,11 +54,11 @@ def stop_at(policy: FailurePolicy, reason: str, when: str) -> None:
         )
 
 
-def at_site(reason: str, client: str, site: str | None) -> str:
+def add_site_name(reason: str, client: str, site: str | None) -> str:
     """Return a reason that names the client's site too, where that is called otherwise than the client.
 
     Example:
-        >>> at_site("client 'a' failed: KeyError: 'x'", "a", "cleveland")
+        >>> add_site_name("client 'a' failed: KeyError: 'x'", "a", "cleveland")
         "client 'a' at site 'cleveland' failed: KeyError: 'x'"
     """
     if site in (None, client) or f"at site '{site}'" in reason:
@@ -98,7 +98,7 @@ class LeftOut:
 
 
 @dataclass
-class Attempt:
+class TaskTries:
     """The tries of one task.
 
     Attributes:
@@ -108,7 +108,7 @@ class Attempt:
         tries: Tries that failed.
     """
 
-    owner: Attempts
+    owner: Retries
     task: Task[Any]
     address: Address
     tries: int = 0
@@ -168,7 +168,7 @@ def _nobody(client: str, reason: str, where: str, decision: str) -> None:
 
 
 @dataclass
-class Attempts:
+class Retries:
     """What an engine asks about tries.
 
     Attributes:
@@ -189,14 +189,14 @@ class Attempts:
     _counts: Counter[tuple[int, str, str]] = field(default_factory=Counter)
     _round: int = -1
 
-    def of(self, task: Task[Any]) -> Attempt:
+    def of(self, task: Task[Any]) -> TaskTries:
         """Return the tries of a task that has just been drawn. Tasks are drawn in the same order in every engine."""
         address = task.address
         if address[0] != self._round:
             self._counts.clear()
             self._round = address[0]
         self._counts[address] += 1
-        return Attempt(self, task, (*address, self._counts[address]))
+        return TaskTries(self, task, (*address, self._counts[address]))
 
     def accept(self, task: Task[Any], answer: Any) -> Any:
         """Return an answer that has arrived as the server takes it."""

@@ -23,21 +23,21 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 from torch import Tensor
 
-from fedlightning.client.data_summary import Description, Detail
+from fedlightning.client.data_summary import DataSummary, Detail
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.requests import Evaluate
-from fedlightning.client.runtime import LocalRunner
+from fedlightning.client.runtime import ClientRuntime
 from fedlightning.client.visit import carry_out
 from fedlightning.codec.tree import file_of, load
 from fedlightning.contract import POOLED
 from fedlightning.contract.messages import Message, Update
-from fedlightning.engines.attempts import Attempts
+from fedlightning.engines.attempts import Retries
 from fedlightning.scores.rows import not_scored
 from fedlightning.storage.files import writing
 
 
 @dataclass(frozen=True)
-class Note:
+class RecordNote:
     """What the server knows of a client's record without having it.
 
     Attributes:
@@ -49,7 +49,7 @@ class Note:
     checkpoints: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, record: ClientRecord) -> Note:
+    def of(cls, record: ClientRecord) -> RecordNote:
         """Return the note of a record."""
         kept = record.checkpoints.items()
         return cls(bool(record.personal), {key: {n: entry[n] for n in NOTED} for key, entry in kept})
@@ -58,7 +58,7 @@ class Note:
 NOTED = ("name", "stage", "round")
 
 
-class ClientStore:
+class ClientRecords:
     """The records of all clients, or what is known of them where they stay with the clients.
 
     Args:
@@ -73,7 +73,7 @@ class ClientStore:
     is_here = True
 
     def __init__(self, limit: int | None = None) -> None:
-        self._notes: dict[str, Note] = {}
+        self._notes: dict[str, RecordNote] = {}
         self.limit = limit if limit is not None else default_limit()
         self.changed: set[str] = set()
         self._clients: dict[str, None] = {}  # in the order of their first visits
@@ -96,11 +96,11 @@ class ClientStore:
             self._hold(client, ClientRecord(**load(self._files[client])))
         return self._records.get(client, ClientRecord())
 
-    def note(self, client: str) -> Note:
+    def note(self, client: str) -> RecordNote:
         """Return what is known of the client's record."""
-        return Note.of(self.get(client)) if self.is_here else self._notes.get(client, Note())
+        return RecordNote.of(self.get(client)) if self.is_here else self._notes.get(client, RecordNote())
 
-    def tell(self, client: str, note: Note) -> None:
+    def tell(self, client: str, note: RecordNote) -> None:
         """Take what the client's machine says of a record that stays there."""
         self._clients[client] = None
         self._notes[client] = note
@@ -177,7 +177,7 @@ class AcceptsUpdates(Protocol):
 
 
 class Task(Protocol[Answer_co]):
-    """A piece of work that a process with a :class:`~fedlightning.client.runtime.LocalRunner` can do. It can be pickled.
+    """A piece of work that a process with a :class:`~fedlightning.client.runtime.ClientRuntime` can do. It can be pickled.
 
     One with a method ``accept(server, answer)`` has its answers accepted by the server on arrival, or refused.
     """
@@ -194,10 +194,10 @@ class Task(Protocol[Answer_co]):
     def num_bytes(self) -> int:
         """Bytes of the tensors it carries; the answer is taken to be as large."""
 
-    def cost(self, runner: LocalRunner) -> float:
+    def cost(self, runner: ClientRuntime) -> float:
         """Return how long it takes, in any unit that tasks of one kind share."""
 
-    def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[Answer_co, ClientRecord | None]:
+    def run(self, runner: ClientRuntime, record: ClientRecord) -> tuple[Answer_co, ClientRecord | None]:
         """Return the answer and the client's new record (`None`: unchanged)."""
 
     def lost(self, reason: str) -> Answer_co:
@@ -215,7 +215,7 @@ class PlainTask:
         """Bytes of the tensors that it carries."""
         return 0
 
-    def cost(self, runner: LocalRunner) -> float:
+    def cost(self, runner: ClientRuntime) -> float:
         """Return the same for every client."""
         return 1.0
 
@@ -245,7 +245,7 @@ class Visit:
     def num_bytes(self) -> int:
         return self.message.size
 
-    def cost(self, runner: LocalRunner) -> float:
+    def cost(self, runner: ClientRuntime) -> float:
         """Return the training samples seen; a visit counted in steps costs the same for every client."""
         work = runner.settings.work if self.message.work is None else self.message.work
         if runner.settings.local_steps is not None and work:
@@ -253,11 +253,11 @@ class Visit:
         samples = [runner.described.num_samples(client) for client in self._sources(runner)]
         return sum(samples) * max(work, 1)
 
-    def _sources(self, runner: LocalRunner) -> Iterable[str]:
+    def _sources(self, runner: ClientRuntime) -> Iterable[str]:
         own = self.client != POOLED and self.message.data == "train"
         return [self.client] if own else runner.described.client_ids
 
-    def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[Update, ClientRecord | None]:
+    def run(self, runner: ClientRuntime, record: ClientRecord) -> tuple[Update, ClientRecord | None]:
         update, after = carry_out(runner, self.message, record, self.evaluate)
         return update, None if after is record else after
 
@@ -303,10 +303,10 @@ class Engine(ABC):
     no_public: ClassVar[str] = ""
     brings_models: bool = False
 
-    def __init__(self, runner: LocalRunner, store: ClientStore) -> None:
+    def __init__(self, runner: ClientRuntime, store: ClientRecords) -> None:
         self.runner = runner
         self.store = store
-        self.attempts = Attempts()
+        self.attempts = Retries()
         self.statistics: dict[str, Any] | None = None
 
     @property
@@ -336,7 +336,7 @@ class Engine(ABC):
         """Let all data be prepared with the totals, where they are."""
         self.runner.agree(totals)
 
-    def describe(self, leave_out: Collection[str] = (), details: Collection[Detail] = ()) -> Description:
+    def describe(self, leave_out: Collection[str] = (), details: Collection[Detail] = ()) -> DataSummary:
         """Describe the clients' data."""
         return self.runner.describe(leave_out, details)
 
@@ -356,9 +356,9 @@ class Engine(ABC):
         may be drawn ahead of the answers. What a task raises is raised here.
         """
 
-    def beside(self, runner: LocalRunner) -> Engine:
+    def beside(self, runner: ClientRuntime) -> Engine:
         """Return another engine of this kind, with an empty store."""
-        return type(self)(runner, ClientStore())
+        return type(self)(runner, ClientRecords())
 
     def ask(self, task: Task[Answer]) -> Answer:
         """Carry out one task at once, where it costs least; it is not tried again, and what it raises is raised here.

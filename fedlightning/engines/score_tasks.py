@@ -23,7 +23,7 @@ from fedlightning.client.client import Client
 from fedlightning.client.client_errors import client_failure
 from fedlightning.client.record import ClientRecord, copy_tree
 from fedlightning.client.requests import Evaluate, MissingScores, ScoreRequest, Scores, Scoring, score_in_turn
-from fedlightning.client.runtime import LocalRunner
+from fedlightning.client.runtime import ClientRuntime
 from fedlightning.client.visit import bind, find_personal_module, find_scored_splits, open_client
 from fedlightning.contract import POOLED, Stage
 from fedlightning.contract.messages import Message, tree_bytes
@@ -234,16 +234,16 @@ class ScoreModel:
     def num_bytes(self) -> int:
         return tree_bytes(self.model.state)
 
-    def cost(self, runner: LocalRunner) -> float:
+    def cost(self, runner: ClientRuntime) -> float:
         """Return the number of samples of the first split."""
         known = runner.described
         sources = known.client_ids if EVERYBODY in self.clients else self.clients
         return sum(known.num_samples(client, self.evaluate.splits[0]) for client in sources)
 
-    def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[list[Row], ClientRecord | None]:
+    def run(self, runner: ClientRuntime, record: ClientRecord) -> tuple[list[Row], ClientRecord | None]:
         return score_in_turn(runner, self.scoring(runner, record))
 
-    def scoring(self, runner: LocalRunner, record: ClientRecord) -> Scoring[tuple[list[Row], ClientRecord | None]]:
+    def scoring(self, runner: ClientRuntime, record: ClientRecord) -> Scoring[tuple[list[Row], ClientRecord | None]]:
         """Yield the requests, then end with the rows."""
         places: list[tuple[Place, Scores | None]] = []
         module = self.model.built(runner.blueprint)
@@ -308,14 +308,14 @@ class ScoreClient:
     def num_bytes(self) -> int:
         return self.message.size
 
-    def cost(self, runner: LocalRunner) -> float:
+    def cost(self, runner: ClientRuntime) -> float:
         """Return the number of samples of the first split."""
         return runner.described.num_samples(self.client, self.evaluate.splits[0])
 
-    def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[list[Row], ClientRecord | None]:
+    def run(self, runner: ClientRuntime, record: ClientRecord) -> tuple[list[Row], ClientRecord | None]:
         return score_in_turn(runner, self.scoring(runner, record))
 
-    def scoring(self, runner: LocalRunner, record: ClientRecord) -> Scoring[tuple[list[Row], ClientRecord | None]]:
+    def scoring(self, runner: ClientRuntime, record: ClientRecord) -> Scoring[tuple[list[Row], ClientRecord | None]]:
         """Yield the requests, then end with the rows."""
         stage = cast(Stage, self.scored.stage)
         with ExitStack() as stack:
@@ -358,7 +358,7 @@ class ScoreClient:
             base = runner.blueprint.base(runner.blueprint.architecture_of(self.client))
             return rows, replace(record.copy(), checkpoints=client.record.folded(base).checkpoints)
 
-    def _is_known(self, runner: LocalRunner, client: Client) -> bool:
+    def _is_known(self, runner: ClientRuntime, client: Client) -> bool:
         """Whether all scores are known and nobody asks for the module, so that it need not be built."""
         if not self.known or self.kept or self.shared is None or not client.is_unbuilt:
             return False
@@ -409,7 +409,7 @@ class Place:
     size: int
 
     def request(
-        self, runner: LocalRunner, module: LightningModule, loader: DataLoader[Any], scored: ScoredModel
+        self, runner: ClientRuntime, module: LightningModule, loader: DataLoader[Any], scored: ScoredModel
     ) -> ScoreRequest:
         """Request the scores of `module` here."""
         seed = (runner.settings.seed, scored.round, self.client, "score", scored.stage, self.split, self.data)
@@ -428,7 +428,7 @@ Make = Callable[[], DataLoader[Any] | None]
 
 
 def _sources(
-    runner: LocalRunner, client: str, evaluate: Evaluate, others: Sequence[str]
+    runner: ClientRuntime, client: str, evaluate: Evaluate, others: Sequence[str]
 ) -> Iterator[tuple[str, str, Make]]:
     """Yield the data that a client's model is scored on: split, data as in rows, and what makes the loader."""
     data = runner.data
@@ -444,7 +444,7 @@ def _sources(
 
 
 def _requests(
-    runner: LocalRunner,
+    runner: ClientRuntime,
     client: str,
     source: tuple[str, str, Make],
     module: LightningModule,

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from fedlightning.client.record import ClientRecord
-from fedlightning.engines.base import ClientStore, Engine, Task
+from fedlightning.engines.base import ClientRecords, Engine, Task
 
-__all__ = ["ClientStore", "SequentialEngine"]
+__all__ = ["ClientRecords", "SequentialEngine"]
 
 Answer = TypeVar("Answer")
 

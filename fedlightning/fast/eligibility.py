@@ -153,7 +153,7 @@ NOT_CALLED = ("log", "configure_callbacks", "configure_sharded_model", "toggle_o
 """Methods of a LightningModule that the fast loop, or Lightning on its behalf, would bypass if overridden."""
 
 
-def of_run(arguments: Mapping[str, Any], callbacks: Iterable[Callback], base: Trainer) -> str | None:
+def find_run_refusal(arguments: Mapping[str, Any], callbacks: Iterable[Callback], base: Trainer) -> str | None:
     """Return the reason why no visit of a run can use the fast loop, or `None` if there is none."""
     unknown = sorted(arguments.keys() - KNOWN_ARGUMENTS)
     if unknown:
@@ -189,16 +189,16 @@ def of_run(arguments: Mapping[str, Any], callbacks: Iterable[Callback], base: Tr
     return None
 
 
-def of_visit(module: LightningModule, loader: Any, limit: int | float | None, keeps: bool) -> str | None:
+def find_visit_refusal(module: LightningModule, loader: Any, limit: int | float | None, keeps: bool) -> str | None:
     """Return the reason why a fit cannot use the fast loop, or `None` if there is none."""
     if keeps:
         return "optimizer_state='keep' is restored by Lightning's own checkpoint"
     if set(vars(module)) & {"log", "log_dict", "training_step"}:
         return f"a method of {type(module).__name__} is set on the instance"
-    return of_loader(loader, limit) or of_class(type(module)) or of_hyperparameters(module)
+    return find_loader_refusal(loader, limit) or find_class_refusal(type(module)) or of_hyperparameters(module)
 
 
-def of_loader(loader: Any, limit: int | float | None) -> str | None:
+def find_loader_refusal(loader: Any, limit: int | float | None) -> str | None:
     """Return the reason why the fast loop cannot iterate a loader, or `None` if there is none."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return f"it needs a torch DataLoader over a map-style dataset, not {type(loader).__name__}"
@@ -206,7 +206,7 @@ def of_loader(loader: Any, limit: int | float | None) -> str | None:
 
 
 @per_class
-def of_class(kind: type[LightningModule]) -> str | None:
+def find_class_refusal(kind: type[LightningModule]) -> str | None:
     """Return the reason why modules of a class cannot use the fast loop, or `None` if there is none."""
     for name in NOT_CALLED:
         if name in of_module(kind):

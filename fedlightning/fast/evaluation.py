@@ -31,7 +31,7 @@ from fedlightning.datamodules.indexed import resident_batches
 from fedlightning.datamodules.sampling import read_for_scores
 from fedlightning.fast import eligibility as fast_refusals
 from fedlightning.fast.eligibility import Hooks, of_module, per_class
-from fedlightning.fast.log_sheet import LogCollector, NotInFastLoop, Value
+from fedlightning.fast.log_sheet import FastLoopRefused, LogCollector, Value
 from fedlightning.fast.trainer import FastTrainer
 from fedlightning.scores.rows import KIND, Row, Rows
 
@@ -232,7 +232,7 @@ class Listener(Protocol):
 
 def refusal(module: LightningModule, loader: Any, base: Trainer, testing: bool) -> str | None:
     """Return the reason why the Trainer must score `module`, or `None` if there is none."""
-    return module_refusal(module, base) or fast_refusals.of_loader(loader, names_of(testing).limit(base))
+    return module_refusal(module, base) or fast_refusals.find_loader_refusal(loader, names_of(testing).limit(base))
 
 
 def module_refusal(module: LightningModule, base: Trainer) -> str | None:
@@ -244,7 +244,7 @@ def module_refusal(module: LightningModule, base: Trainer) -> str | None:
         return f"a method of {type(module).__name__} is set on the instance"
     if not takes_plain_batches(type(module)):
         return f"a step of {type(module).__name__} takes dataloader_iter or dataloader_idx"
-    return fast_refusals.of_run({"devices": 1}, [], base) or fast_refusals.of_hyperparameters(module)
+    return fast_refusals.find_run_refusal({"devices": 1}, [], base) or fast_refusals.of_hyperparameters(module)
 
 
 @per_class
@@ -419,7 +419,7 @@ class FastEvaluator:
         """Return what a module logs, or `None` if only Lightning's Trainer can compute it."""
         kind, trainer = type(module), self._blueprint.trainer
         limit = names_of(testing).limit(trainer)
-        if self._refusal(module) is not None or fast_refusals.of_loader(loader, limit) is not None:
+        if self._refusal(module) is not None or fast_refusals.find_loader_refusal(loader, limit) is not None:
             return None
         # The first module of a class is scored on a copy: if it turns out to need the Trainer, its own metrics are unused.
         try:
@@ -432,7 +432,7 @@ class FastEvaluator:
         try:
             with Evaluation(scored, trainer, testing, losses.add, self._inference_mode) as evaluation:
                 logged = evaluation.run(loader)
-        except NotInFastLoop:
+        except FastLoopRefused:
             self.refused.add(kind)
             return None
         self._tried.add((kind, testing))
@@ -455,14 +455,14 @@ class FastEvaluator:
         try:
             with Evaluation(module, trainer, testing, losses.add, self._inference_mode) as evaluation:
                 for place, loader in enumerate(loaders):
-                    if fast_refusals.of_loader(loader, limit) is not None:
+                    if fast_refusals.find_loader_refusal(loader, limit) is not None:
                         break
                     start(place)
                     losses.reset()
                     with read_for_scores(loader):
                         logged = evaluation.run(loader)
                     found.append(numbers(logged, module) or losses.result())
-        except NotInFastLoop:
+        except FastLoopRefused:
             self.refused.add(type(module))
         finally:
             to_device(module, home)

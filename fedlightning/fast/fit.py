@@ -34,7 +34,7 @@ from fedlightning.datamodules.indexed import ResidentBatches, resident_batches
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.fast import eligibility as refusals
 from fedlightning.fast.eligibility import Hooks
-from fedlightning.fast.log_sheet import LogCollector, NotInFastLoop
+from fedlightning.fast.log_sheet import FastLoopRefused, LogCollector
 from fedlightning.fast.trainer import FastTrainer
 from fedlightning.tensors import momentum_step
 
@@ -94,7 +94,7 @@ class FastStep:
         output = self._training_step(batch, index)
         self.collector.enter(None)
         if output is not None and not isinstance(output, Mapping | Tensor):
-            raise NotInFastLoop(f"training_step returns {type(output).__name__}")
+            raise FastLoopRefused(f"training_step returns {type(output).__name__}")
         outputs: dict[str, Any] = {"loss": output} if isinstance(output, Tensor) else dict(output or {})
         if "loss" in outputs:
             outputs["loss"] = outputs["loss"].detach()
@@ -177,7 +177,7 @@ def loss_in(output: Any) -> Tensor:
     """Return the loss in a `training_step`'s output that is neither a tensor nor `None`."""
     loss = output.get("loss") if isinstance(output, Mapping) else None
     if not isinstance(loss, Tensor):
-        raise NotInFastLoop(f"training_step returns {type(output).__name__} without a loss")
+        raise FastLoopRefused(f"training_step returns {type(output).__name__} without a loss")
     return loss
 
 
@@ -301,7 +301,7 @@ class FastFitter:
     @cached_property
     def _of_run(self) -> str | None:
         blueprint, settings = self._blueprint, self._blueprint.settings
-        return refusals.of_run(
+        return refusals.find_run_refusal(
             settings.trainer_arguments, [*blueprint.callbacks, *settings.callbacks], blueprint.trainer
         )
 
@@ -309,10 +309,10 @@ class FastFitter:
         """Return why only Lightning's Trainer can train a module on a loader; `None`: this loop can."""
         settings = self._blueprint.settings
         limit, keeps = settings.trainer_arguments.get("limit_train_batches"), settings.optimizer_state == "keep"
-        of_class = refusals.of_class(
+        of_class = refusals.find_class_refusal(
             type(module)
         )  # first: what its `configure_callbacks` adds is no work of the environment
-        return of_class or self._of_run or refusals.of_visit(module, loader, limit, keeps)
+        return of_class or self._of_run or refusals.find_visit_refusal(module, loader, limit, keeps)
 
     def fit(self, job: FitJob) -> FastTrainer:
         """Train the client's module in place."""
@@ -521,7 +521,7 @@ class FastFit:
 
     def _to_device(self, batch: Any) -> Any:
         if batch is None:
-            raise NotInFastLoop("a training loader yields None")
+            raise FastLoopRefused("a training loader yields None")
         batch = self.precision.convert_input(batch)
         if not self.moves:
             return batch
@@ -539,7 +539,7 @@ class FastFit:
                 continue
             metric = self.trainer.callback_metrics.get(config.monitor) if config.reduce_on_plateau else None
             if config.reduce_on_plateau and metric is None:
-                raise NotInFastLoop(f"a scheduler monitors {config.monitor!r}, which is not logged")
+                raise FastLoopRefused(f"a scheduler monitors {config.monitor!r}, which is not logged")
             self.collector.enter("lr_scheduler_step")
             self.module.lr_scheduler_step(config.scheduler, metric)
             self.collector.enter(None)

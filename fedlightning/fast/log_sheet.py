@@ -2,7 +2,7 @@
 
 Lightning builds a torchmetrics object per name and reduces after every call, some 0.4 ms each. Here a call keeps the
 value; the reduction is done once an epoch, in the same order and precision, so that the numbers are the same bits. Where
-that cannot be, :class:`NotInFastLoop` hands the visit over to Lightning's Trainer.
+that cannot be, :class:`FastLoopRefused` hands the visit over to Lightning's Trainer.
 
 Three places log: this one (one client), :mod:`~fedlightning.stacked.logs` (training of a stack) and
 :mod:`~fedlightning.stacked.scoring` (evaluation of a stack). All of them read a call by :func:`log_call` or
@@ -203,7 +203,7 @@ def as_tensor(value: Value, device: torch.device | None = None) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(value, device=device)
 
 
-class NotInFastLoop(Restart):
+class FastLoopRefused(Restart):
     """The fast loop met something that it cannot repeat; the message says what."""
 
     def apply(self, runner: Any) -> None:
@@ -326,13 +326,13 @@ class LogCollector:
             self._last_hook = hook
         if entry.metric is not None:
             if value is not entry.metric:
-                raise NotInFastLoop(f"self.log({name!r}) gets another metric than before")
+                raise FastLoopRefused(f"self.log({name!r}) gets another metric than before")
             entry.last, entry.empty = value._forward_cache, False
             return
         if type(value) is float and self._first is None and not self._training and not entry.on_step:
             value = NUMBERS[entry.dtype](value)  # a tensor of it is made for who asks for one
         else:
-            value = scalar(name, value, NotInFastLoop, self._module)
+            value = scalar(name, value, FastLoopRefused, self._module)
         entry.empty = False
         if entry.on_step:
             entry.last = value
@@ -350,15 +350,17 @@ class LogCollector:
                 return spare
         on_step, on_epoch, reduce_fx, _, logger, add_dataloader_idx, metric_attribute = given
         if hook is None or enable_graph or (add_dataloader_idx and "/dataloader_idx_" in name):
-            raise NotInFastLoop(f"self.log({name!r}) is called with enable_graph, outside a hook, or for a dataloader")
+            raise FastLoopRefused(
+                f"self.log({name!r}) is called with enable_graph, outside a hook, or for a dataloader"
+            )
         if isinstance(value, Metric) and metric_attribute is None:
             if not any(child is value for child in self._module.modules()):
-                raise NotInFastLoop(f"the metric logged as {name!r} is no attribute of the module")
+                raise FastLoopRefused(f"the metric logged as {name!r} is no attribute of the module")
         rule = rule_of(hook, name, logger, on_step, on_epoch, reduce_fx)
         if not rule.reduction or not (rule.on_step or rule.on_epoch):
-            raise NotInFastLoop(f"self.log({name!r}) asks for reduce_fx={reduce_fx!r}")
+            raise FastLoopRefused(f"self.log({name!r}) asks for reduce_fx={reduce_fx!r}")
         if (hook, name) in self._entries:
-            raise NotInFastLoop(f"self.log({name!r}) is called twice in {hook} with different arguments")
+            raise FastLoopRefused(f"self.log({name!r}) is called twice in {hook} with different arguments")
         entry = Entry(**vars(rule), hook=hook, given=given, dtype=wide_dtype())
         entry.metric = value if isinstance(value, Metric) else None
         self._entries[hook, name] = entry
@@ -449,7 +451,7 @@ class LogCollector:
             if isinstance(value, Tensor):
                 value = value.detach()
             elif entry.metric is not None:
-                raise NotInFastLoop(f"the metric logged as {entry.name!r} does not compute a tensor")
+                raise FastLoopRefused(f"the metric logged as {entry.name!r} does not compute a tensor")
             name = entry.step_name if on_step else entry.epoch_name
             if entry.logger:
                 logged[name] = value

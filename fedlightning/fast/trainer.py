@@ -1,7 +1,7 @@
 """The `trainer` that a module and its callbacks see under the fast loop.
 
 It offers the part of `lightning.pytorch.Trainer` that training code reads: counters, limits, optimizers, metrics,
-flags. Anything else raises :class:`~fedlightning.fast.log_sheet.NotInFastLoop`, never a guess. Then `auto` repeats
+flags. Anything else raises :class:`~fedlightning.fast.log_sheet.FastLoopRefused`, never a guess. Then `auto` repeats
 the visit with Lightning's own Trainer, which is safe because a visit changes nothing before it has ended.
 """
 
@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 
 from fedlightning.client.trainer_context import TrainerContext
-from fedlightning.fast.log_sheet import LogCollector, NotInFastLoop
+from fedlightning.fast.log_sheet import FastLoopRefused, LogCollector
 from fedlightning.options.lightning_arguments import FORWARDED
 
 AS_GIVEN = frozenset((
@@ -81,11 +81,11 @@ class FastTrainer:
             return getattr(self._base, name)
         if name.startswith("__") or not (name.startswith("_") or hasattr(Trainer, name) or hasattr(self._base, name)):
             raise AttributeError(f"'Trainer' object has no attribute '{name}'")
-        raise NotInFastLoop(f"trainer.{name} is used, which the fast loop does not have")
+        raise FastLoopRefused(f"trainer.{name} is used, which the fast loop does not have")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in SETTABLE and (name in self.__dict__ or hasattr(Trainer, name) or hasattr(self._base, name)):
-            raise NotInFastLoop(f"trainer.{name} is set, which the fast loop does not have")
+            raise FastLoopRefused(f"trainer.{name} is set, which the fast loop does not have")
         self.__dict__[name] = value
 
     def show(self, inside: TrainerContext) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from fedlightning.client.data_summary import Description, Detail
+from fedlightning.client.data_summary import DataSummary, Detail
 from fedlightning.client.fit import optimizers_of
 from fedlightning.contract import FederatedCallback
 from fedlightning.contract.messages import tree_bytes
@@ -23,7 +23,7 @@ from fedlightning.guards.dry_run_report import CallbackRole, ClientSize, DryRun
 from fedlightning.guards.step_trials import spread
 from fedlightning.guards.trial_failure import shapes
 from fedlightning.options import FailurePolicy
-from fedlightning.privacy.outgoing import covered
+from fedlightning.privacy.outgoing import list_coverage
 from fedlightning.scores.metrics import bare
 from fedlightning.server.federation import Federation
 from fedlightning.server.model_store import describe
@@ -94,7 +94,7 @@ class TimedEngine(Engine):
             yield self.attempts.accept(task, answer)
 
 
-def distinct_clients(data: Description, architecture_of: Callable[[str], str] = lambda client: "") -> list[str]:
+def distinct_clients(data: DataSummary, architecture_of: Callable[[str], str] = lambda client: "") -> list[str]:
     """Return clients that differ in model, size of a batch, classes they hold, or in having validation or test data.
 
     Args:
@@ -188,7 +188,7 @@ def _describe(whole: Federation, small: Federation, rounds: int) -> DryRun:
         local_loop="",
         device=str(runner.blueprint.device),
         held_out=[sizes[client] for client in server.held_out],
-        leaves=[(str(item), cover) for item, cover in covered(server.callbacks, server.outgoing)],
+        leaves=[(str(item), cover) for item, cover in list_coverage(server.callbacks, server.outgoing)],
         callbacks=[_role(callback, module) for callback in (*server.callbacks, *settings.callbacks)],
     )
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedlightning.contract.messages import Update
 from fedlightning.datamodules.base import SPLITS
-from fedlightning.engines.attempts import at_site
+from fedlightning.engines.attempts import add_site_name
 from fedlightning.errors import warn
 from fedlightning.scores.metrics import bare, higher_is_better
 from fedlightning.scores.rows import KIND, Row
@@ -186,7 +186,7 @@ class FarScores(Part):
                 good = row.value if higher_is_better(row.metric) else -row.value
                 if good > TOO_GOOD * usual and row.client not in self._told:
                     self._told.add(row.client)
-                    whom = at_site(f"client '{row.client}'", row.client, server.sites.get(row.client))
+                    whom = add_site_name(f"client '{row.client}'", row.client, server.sites.get(row.client))
                     warn(
                         f"Round {row.round}: {row.metric} of {whom} is {row.value:g}, and of others about {usual:.3g}: means "
                         "and selections follow it. Say what it can be, and such scores are refused: metric_bounds = {'"

@@ -17,13 +17,13 @@ from torch import Tensor
 from fedlightning.contract import POOLED, Change, FederatedCallback, FirstStep, Setup
 from fedlightning.contract.capabilities import EVERY_SCORE
 from fedlightning.datamodules.base import SPLITS
-from fedlightning.engines.attempts import at_site
+from fedlightning.engines.attempts import add_site_name
 from fedlightning.engines.base import Task
 from fedlightning.errors import ConfigurationError, listed, warn
 from fedlightning.guards.composition import changes_of, refuse_combinations
 from fedlightning.guards.preflight_task import DataElsewhere, PreflightTask, StepFinding, ask_callback, make_setup
 from fedlightning.guards.step_trials import StepTrial, StepTrials
-from fedlightning.privacy.outgoing import leaving_of, outgoing_of
+from fedlightning.privacy.outgoing import list_outgoing, make_outgoing_filter
 from fedlightning.ranges import counts_of
 from fedlightning.server.loop import Synchronous
 from fedlightning.server.model_store import refuse_mixed, refuse_uncommon
@@ -243,7 +243,7 @@ class PreflightQuestions:
             share = sizes[client] / sum(sizes.values())
             said = f"client '{client}' says that it has {sizes[client]} training samples, {share:.1%} of all"
             warn(
-                f"{at_site(said, client, self.engine.sites.get(client))}; the median of the others is {usual}. It is "
+                f"{add_site_name(said, client, self.engine.sites.get(client))}; the median of the others is {usual}. It is "
                 "weighted by them in a mean, and nobody here can check it: if you do not believe it, leave it out, or "
                 "weight uniformly."
             )
@@ -254,8 +254,8 @@ class PreflightQuestions:
         for module in self.modules.values():
             refuse_quantized(module)
         for client in {self.blueprint.architecture_of(client): client for client in self.server.clients}.values():
-            leaving_of(self.blueprint, client)
-        self.server.outgoing = outgoing_of(self.federation)
+            make_outgoing_filter(self.blueprint, client)
+        self.server.outgoing = list_outgoing(self.federation)
 
     def loop(self) -> None:
         """Refuse a loop that cannot run these callbacks, or not here."""

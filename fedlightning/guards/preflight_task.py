@@ -17,7 +17,7 @@ from fedlightning.client.client_errors import client_failure
 from fedlightning.client.data_summary import knows_groups, take_first_batch, train_loaders
 from fedlightning.client.fit import optimizers_of
 from fedlightning.client.record import ClientRecord
-from fedlightning.client.runtime import LocalRunner
+from fedlightning.client.runtime import ClientRuntime
 from fedlightning.contract import DataView, FederatedCallback, FirstStep, PublicDataView, RunTerms, Setup
 from fedlightning.contract.requirements import AutomaticOptimization
 from fedlightning.engines.base import PlainTask
@@ -62,7 +62,7 @@ class StepFinding:
 
 def make_setup(
     terms: PreflightQuestions | PreflightTask,
-    runner: LocalRunner,
+    runner: ClientRuntime,
     modules: Mapping[str, LightningModule],
     architecture: str,
     public: Callable[[], tuple[Any, str]],
@@ -86,7 +86,7 @@ def make_setup(
     """
     module, blueprint, facts = modules[architecture], runner.blueprint, dict(terms.facts)
 
-    def local(read: Callable[[LocalRunner], Any]) -> Callable[[], Any]:
+    def local(read: Callable[[ClientRuntime], Any]) -> Callable[[], Any]:
         return partial(read, runner) if data_here else _ask_elsewhere
 
     return Setup(
@@ -174,7 +174,7 @@ class PreflightTask(PlainTask):
     def address(self) -> tuple[int, str, str]:
         return 0, f"check of {self.callback}", self.client
 
-    def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[StepFinding, None]:
+    def run(self, runner: ClientRuntime, record: ClientRecord) -> tuple[StepFinding, None]:
         """Ask the callback; its refusal and what it warns of are the answer."""
         blueprint = runner.blueprint
         names = blueprint.architectures if self.is_mixed else (self.architecture,)

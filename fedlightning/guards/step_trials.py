@@ -33,16 +33,16 @@ from fedlightning.client.kept import UNCOPIED
 from fedlightning.client.logged_metrics import NotOneNumberError
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.requests import Fit
-from fedlightning.client.runtime import LocalRunner
+from fedlightning.client.runtime import ClientRuntime
 from fedlightning.client.trainer_context import UnseenStepsError, VisitCallback, refuse_unseen
 from fedlightning.compat.lightning_runs import detached, quiet
 from fedlightning.contract import Change, FederatedCallback, FirstStep, Phase
 from fedlightning.contract.messages import Message
-from fedlightning.datamodules.sampling import gives_batches, kept
+from fedlightning.datamodules.sampling import gives_batches, preserve_generators
 from fedlightning.datamodules.views import samples_at
 from fedlightning.engines.base import Engine, PlainTask
 from fedlightning.errors import ConfigurationError, ControlFlow, listed, warn
-from fedlightning.fast.log_sheet import NotInFastLoop
+from fedlightning.fast.log_sheet import FastLoopRefused
 from fedlightning.guards.preflight_task import StepFinding
 from fedlightning.guards.trial_failure import step_failure
 from fedlightning.seeding import isolated
@@ -60,7 +60,7 @@ def corrects(callback: FederatedCallback) -> bool:
     return callback.claims("correct_gradient") or Change.ELSEWHERE in callback.facts.changes
 
 
-def probe_first_step(runner: LocalRunner) -> FirstStepProbe:
+def probe_first_step(runner: ClientRuntime) -> FirstStepProbe:
     """Return what a step on the first batch shows; nothing where clients' models differ."""
     batch = take_first_batch(runner) if len(runner.blueprint.architectures) == 1 else None
     return FirstStepProbe() if batch is None else _first_step(runner, batch)[0]
@@ -129,7 +129,7 @@ class FirstStepProbe(Callback):
         raise FirstStepReached(self)
 
 
-def _first_step(runner: LocalRunner, batch: Any) -> tuple[FirstStepProbe, Exception | None]:
+def _first_step(runner: ClientRuntime, batch: Any) -> tuple[FirstStepProbe, Exception | None]:
     """Take one step on a copy of the module; return what was seen, and what the step raised."""
     client = next(one for one in runner.described.client_ids if runner.described.num_samples(one))
     loader: DataLoader[Any] = DataLoader([batch], batch_size=None, collate_fn=_as_it_is)  # type: ignore[arg-type]
@@ -152,7 +152,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 # -- batches of one sample ---------------------------------------------------------------------------------------------
-def warn_single_sample_batches(runner: LocalRunner) -> None:
+def warn_single_sample_batches(runner: ClientRuntime) -> None:
     """Say which clients' last batch is a single sample, which BatchNorm cannot normalise: their visits would fail."""
     found: dict[str, tuple[Any, int]] = {}  # client -> its loader, and its samples
     for client in runner.described.client_ids[:MOST_LOADERS]:
@@ -166,7 +166,7 @@ def warn_single_sample_batches(runner: LocalRunner) -> None:
     if not found:
         return
     client, (loader, count) = next(iter(found.items()))
-    with kept(loader.dataset):
+    with preserve_generators(loader.dataset):
         alone = runner.blueprint.precision.convert_input(loader.collate_fn(samples_at(loader.dataset, [0])))
     _, error = _first_step(runner, alone)
     if error is None or OF_ONE not in str(error):
@@ -237,7 +237,7 @@ class StepTrial(PlainTask):
     def address(self) -> tuple[int, str, str]:
         return 0, f"a step of {self.split}", self.client
 
-    def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[StepFinding, None]:
+    def run(self, runner: ClientRuntime, record: ClientRecord) -> tuple[StepFinding, None]:
         """Try the step on a copy."""
         with isolated(runner.settings.seed, "sanity"), quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -247,7 +247,7 @@ class StepTrial(PlainTask):
             if loader is None or len(loader) == 0:
                 return StepFinding(None if loader is None else False), None
             module = runner.blueprint.build(self.client)
-            with kept(loader.dataset):
+            with preserve_generators(loader.dataset):
                 try:
                     return self._try(runner, module, loader), None
                 except UnseenStepsError as error:
@@ -261,7 +261,7 @@ class StepTrial(PlainTask):
                     text = step_failure(error, module, self.split, self.client, loader, runner.callbacks)
                     return StepFinding(refusal=text, cause=error), None
 
-    def _try(self, runner: LocalRunner, module: LightningModule, loader: DataLoader[Any]) -> StepFinding:
+    def _try(self, runner: ClientRuntime, module: LightningModule, loader: DataLoader[Any]) -> StepFinding:
         """Run the step, and return what it shows."""
         names: set[str] = set()
         try:
@@ -285,7 +285,7 @@ class StepTrial(PlainTask):
             return StepFinding(True, done.refusal, sorted(names) if self.listen else done.monitors, done.changed)
         return StepFinding(names=sorted(names))
 
-    def _train(self, runner: LocalRunner, module: LightningModule, loader: DataLoader[Any]) -> None:
+    def _train(self, runner: ClientRuntime, module: LightningModule, loader: DataLoader[Any]) -> None:
         alone = runner.beside(runner.blueprint.without_callbacks([StopAfterOne()]))
         message = Message(0, self.client, {}, ())
         while True:
@@ -294,7 +294,7 @@ class StepTrial(PlainTask):
             before, names = _buffers(module), {*module_state(module)}
             try:
                 fit(alone, Fit(visitor, message, Phase(), alone.settings.work, loader))
-            except NotInFastLoop as reason:
+            except FastLoopRefused as reason:
                 alone.loop.give_up(str(reason))
                 module = runner.blueprint.build(self.client)
             except OneBatchDone as done:

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
 from fedlightning.contract import CallbackList
-from fedlightning.datamodules.sampling import kept
+from fedlightning.datamodules.sampling import preserve_generators
 from fedlightning.errors import users_line
 
 
@@ -51,5 +51,5 @@ def shapes(loader: DataLoader[Any]) -> str:
             )
         return type(value).__name__
 
-    with kept(loader.dataset):
+    with preserve_generators(loader.dataset):
         return of(next(iter(loader)))

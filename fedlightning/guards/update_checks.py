@@ -184,7 +184,7 @@ class UpdateChecks(Part):
     def check_update(self, server: Server, message: Message, update: Update) -> Update:
         sizes = Sizes(self.norms)
         try:
-            reason = _first_fault(server, message, update, sizes)
+            reason = find_update_fault(server, message, update, sizes)
         except Exception as error:  # tensors that cannot be looked at: nested, of a dtype without arithmetic ...
             reason = error_in_check(error)
         if reason is not None:
@@ -232,7 +232,8 @@ class Sizes:
         return f"the norm {norm:.3g}, and {beyond[1]:.3g} {of}: more than {beyond[0]:.3g} is refused ({limit})"
 
 
-def _first_fault(server: Server, message: Message, update: Update, sizes: Sizes) -> str | None:
+def find_update_fault(server: Server, message: Message, update: Update, sizes: Sizes) -> str | None:
+    """Return what is wrong with an update, the first fault alone; `None` if nothing is."""
     # a client may choose among the server's models
     if not isinstance(update.model, str) or update.model not in server.models:
         return f"it is for model {update.model!r}; the server has {sorted(server.models)}"

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from fedlightning.engines.attempts import Attempts, ClientTimeoutError
+from fedlightning.engines.attempts import ClientTimeoutError, Retries
 from fedlightning.errors import ControlFlow
 
 GRACE = 30.0
@@ -40,7 +40,7 @@ class Watchdog:
         attempts: Knows the time that a client may take, and the clock.
     """
 
-    def __init__(self, attempts: Attempts) -> None:
+    def __init__(self, attempts: Retries) -> None:
         self._attempts = attempts
         self._lock = threading.Lock()
         self._deadline: float | None = None

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from fedlightning.client.client_errors import client_failure, in_words
+from fedlightning.client.client_errors import client_failure, describe_error
 from fedlightning.client.requests import Evaluate
 from fedlightning.contract import NEWCOMER
 from fedlightning.contract.messages import GLOBAL, Message
@@ -169,7 +169,7 @@ class Unseen:
                 try:
                     message = self.message(client)
                 except Exception as error:  # of an algorithm that knows the clients of the beginning only
-                    found[client] = list(gaps(client, LOCAL, evaluate, scored, in_words(client_failure(error))))
+                    found[client] = list(gaps(client, LOCAL, evaluate, scored, describe_error(client_failure(error))))
                     continue
                 asked.append(client)
                 yield ScoreClient(message, evaluate, scored, shared=shared, known=known_of(client, evaluate.data))

@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 
 from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.client import Client
-from fedlightning.client.client_errors import client_failure, in_words
+from fedlightning.client.client_errors import client_failure, describe_error
 from fedlightning.client.requests import Evaluate
 from fedlightning.contract import NEWCOMER, CallbackList, Facts, FederatedCallback, Job, Placing
 from fedlightning.contract.messages import Message, Update
 from fedlightning.deployment.export import Deploy
-from fedlightning.engines.base import ClientStore, Engine, Visit
+from fedlightning.engines.base import ClientRecords, Engine, Visit
 from fedlightning.engines.score_tasks import ScoreClient, ScoredModel
 from fedlightning.onboarding.held_out_scores import Unseen
 from fedlightning.scores.metrics import summarise
@@ -157,7 +157,7 @@ class Onboarding:
             except StopIteration as end:
                 return {client: place for client, place in (end.value or {}).items() if client in self.newcomers}
             answers = []
-            engine.store = ClientStore()  # every visit is a first one
+            engine.store = ClientRecords()  # every visit is a first one
             for update in engine.run(self._messages(jobs), Evaluate()):
                 reason = update.error
                 if reason is None and not update.contributed:
@@ -199,7 +199,7 @@ class Onboarding:
             try:
                 message = make()
             except Exception as error:  # of the user's code
-                reason = f"new client '{client}' {otherwise}: {in_words(client_failure(error))}"
+                reason = f"new client '{client}' {otherwise}: {describe_error(client_failure(error))}"
                 self.server.note_failure(client, reason, where, "Onboarding", decision)
                 continue
             yield message

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fedlightning.client.record import ClientRecord
-from fedlightning.client.runtime import LocalRunner
+from fedlightning.client.runtime import ClientRuntime
 from fedlightning.compat.system import short_sockets
 from fedlightning.engines.base import Task
 from fedlightning.parallel import worker
@@ -124,7 +124,7 @@ class Setup:
         UnpicklableError: If a part cannot be pickled; the message names it.
     """
 
-    def __init__(self, runner: LocalRunner, packer: type[Any] | None = None) -> None:
+    def __init__(self, runner: ClientRuntime, packer: type[Any] | None = None) -> None:
         self.arena = Arena()
         parts = worker.parts_of(runner)
         try:

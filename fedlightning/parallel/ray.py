@@ -28,9 +28,9 @@ from tempfile import NamedTemporaryFile
 from typing import Any, cast
 
 from fedlightning.client.record import ClientRecord
-from fedlightning.client.runtime import LocalRunner
+from fedlightning.client.runtime import ClientRuntime
 from fedlightning.engines.attempts import FederationError
-from fedlightning.engines.base import ClientStore, Task
+from fedlightning.engines.base import ClientRecords, Task
 from fedlightning.errors import ConfigurationError, missing_package
 from fedlightning.options import Ray
 from fedlightning.parallel.arena import Broadcast
@@ -268,7 +268,7 @@ class Parts:
         folder: The run's folder.
     """
 
-    def __init__(self, runner: LocalRunner) -> None:
+    def __init__(self, runner: ClientRuntime) -> None:
         self.setup = Setup(runner, packer())
         self.copies: tuple[Any, ...] = ()
         root = runner.settings.trainer_arguments.get("default_root_dir")
@@ -390,7 +390,7 @@ class RayEngine(WorkersEngine):
         "there, or send them with Ray(init={'runtime_env': {'working_dir': '.'}})."
     )
 
-    def __init__(self, runner: LocalRunner, store: ClientStore, options: Ray | None = None) -> None:
+    def __init__(self, runner: ClientRuntime, store: ClientRecords, options: Ray | None = None) -> None:
         self.options = options or Ray()
         super().__init__(runner, store, self.options.workers or usable_cores())
         self._needs = (self.options.num_cpus, self.options.num_gpus or 0.0)
@@ -400,8 +400,8 @@ class RayEngine(WorkersEngine):
         self._starts = 0
         self._since, self._told = 0.0, False
 
-    def beside(self, runner: LocalRunner) -> RayEngine:
-        return RayEngine(runner, ClientStore(), self.options)
+    def beside(self, runner: ClientRuntime) -> RayEngine:
+        return RayEngine(runner, ClientRecords(), self.options)
 
     def check(self) -> None:
         """Refuse a machine without Ray."""

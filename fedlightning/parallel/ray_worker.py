@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from threadpoolctl import threadpool_limits
 
-from fedlightning.client.runtime import LocalRunner
+from fedlightning.client.runtime import ClientRuntime
 from fedlightning.compat.pytorch_lightning import use_lightning_if_possible
 from fedlightning.errors import ConfigurationError
 from fedlightning.parallel.arena import ALIGNMENT, Arena, Broadcast, Memory, Packing, Slot, pack, unpack
@@ -191,7 +191,7 @@ class Actor:
         torch.set_num_threads(1)  # Ray's own choice follows num_cpus, and sums would be rounded otherwise
         threadpool_limits(1)
         self._caught = collect_warnings()
-        self._runner: LocalRunner | None = None
+        self._runner: ClientRuntime | None = None
         self._pieces: dict[bytes, memoryview] = {}
 
     def hello(self) -> tuple[int, str, str]:

@@ -19,9 +19,9 @@ from multiprocessing import connection
 from typing import Any, Protocol, TypeVar, cast
 
 from fedlightning.client.record import ClientRecord
-from fedlightning.client.runtime import LocalRunner
-from fedlightning.engines.attempts import Attempt, Attempts
-from fedlightning.engines.base import ClientStore, Engine, Task
+from fedlightning.client.runtime import ClientRuntime
+from fedlightning.engines.attempts import Retries, TaskTries
+from fedlightning.engines.base import ClientRecords, Engine, Task
 from fedlightning.errors import ConfigurationError
 from fedlightning.parallel.arena import Arena, Broadcast
 from fedlightning.parallel.pool import Setup, UnpicklableError, Worker, own_gpu, usable_cores
@@ -76,7 +76,7 @@ class Entry:
 
     task: Task[Any]
     cost: float
-    attempt: Attempt
+    attempt: TaskTries
     worker: int | None = None
     tries: int = 0
     since: float | None = None
@@ -101,7 +101,7 @@ class WorkersEngine(Engine):
 
     out_of_reach: str
 
-    def __init__(self, runner: LocalRunner, store: ClientStore, most: int) -> None:
+    def __init__(self, runner: ClientRuntime, store: ClientRecords, most: int) -> None:
         super().__init__(runner, store)
         self._most = most
         self._workers: dict[int, Hand] = {}
@@ -283,7 +283,7 @@ class WorkersEngine(Engine):
 class _Source:
     """The tasks to come, drawn as far ahead as their answers may be held."""
 
-    def __init__(self, tasks: Iterable[Task[Any]], runner: LocalRunner, attempts: Attempts, at_least: int) -> None:
+    def __init__(self, tasks: Iterable[Task[Any]], runner: ClientRuntime, attempts: Retries, at_least: int) -> None:
         self._tasks = iter(tasks)
         self._runner = runner
         self._attempts = attempts
@@ -322,14 +322,14 @@ class ProcessesEngine(WorkersEngine):
         "processes: define it at the top of a file, or use engine='sequential'."
     )
 
-    def __init__(self, runner: LocalRunner, store: ClientStore, workers: int | None = None) -> None:
+    def __init__(self, runner: ClientRuntime, store: ClientRecords, workers: int | None = None) -> None:
         super().__init__(runner, store, workers or usable_cores())
         self._asked = workers
         self._setup: Setup | None = None
         self._broadcast: Broadcast[Arena] | None = None
 
-    def beside(self, runner: LocalRunner) -> ProcessesEngine:
-        return ProcessesEngine(runner, ClientStore(), self._asked)
+    def beside(self, runner: ClientRuntime) -> ProcessesEngine:
+        return ProcessesEngine(runner, ClientRecords(), self._asked)
 
     def _start(self) -> None:
         if self._setup is not None:

@@ -22,7 +22,7 @@ import torch._dynamo  # the first optimizer of a process imports it, for a secon
 
 from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.record import ClientRecord
-from fedlightning.client.runtime import LocalRunner
+from fedlightning.client.runtime import ClientRuntime
 from fedlightning.compat.pytorch_lightning import adapt, use_lightning_if_possible
 from fedlightning.parallel.arena import Arena, Sink, pack, unpack
 from fedlightning.resume.stop_requests import ignore_stop_requests
@@ -86,7 +86,7 @@ class Switches:
         multiprocessing.set_start_method(self.start_method, force=True)
 
 
-def parts_of(runner: LocalRunner) -> dict[str, Any]:
+def parts_of(runner: ClientRuntime) -> dict[str, Any]:
     """Return the parts that a runner is made of. Its evaluating Trainer stays; each process makes its own."""
     blueprint = runner.blueprint
     own = {part.name: getattr(blueprint, part.name) for part in fields(blueprint) if part.init}
@@ -132,7 +132,7 @@ def collect_warnings() -> list[Caught]:
     return caught
 
 
-def take_over(switches: Switches, parts: Mapping[str, Any]) -> LocalRunner:
+def take_over(switches: Switches, parts: Mapping[str, Any]) -> ClientRuntime:
     """Return the client side of a federation in this process."""
     switches.apply()
     with warnings.catch_warnings():  # the main process has said it
@@ -141,11 +141,11 @@ def take_over(switches: Switches, parts: Mapping[str, Any]) -> LocalRunner:
     own = {name: part for name, part in parts.items() if name not in OF_DATA}
     for entry in own["template"].parameters():  # in memory of this process, which its models can share
         entry.data = entry.data.clone()
-    return LocalRunner(Blueprint(**own), **{name: parts[name] for name in OF_DATA})
+    return ClientRuntime(Blueprint(**own), **{name: parts[name] for name in OF_DATA})
 
 
 def answered(
-    runner: LocalRunner,
+    runner: ClientRuntime,
     given: Callable[[], tuple[Any, ClientRecord]],
     caught: list[Caught],
     outbox: Sink,
@@ -163,7 +163,7 @@ def answered(
         caught.clear()
 
 
-def _do(runner: LocalRunner, given: Callable[[], tuple[Any, ClientRecord]]) -> Reply:
+def _do(runner: ClientRuntime, given: Callable[[], tuple[Any, ClientRecord]]) -> Reply:
     try:
         task, record = given()
         return Reply(*task.run(runner, record))

@@ -1,6 +1,6 @@
 """The one list of what leaves clients in a run, and how the callbacks that protect clients cover each item.
 
-What can leave a client: :class:`Leaving`, the one list that every update is held to before it is sent.
+What can leave a client: :class:`OutgoingFilter`, the one list that every update is held to before it is sent.
 
 The side that sends computes it, from its own module, callbacks and settings; no message widens it. Rounds choose subsets. A
 site, a privacy budget or a person that wants to know what may ever leave reads this list.
@@ -25,7 +25,7 @@ from fedlightning.contract import (
     Change,
     FederatedCallback,
     Kind,
-    Outgoing,
+    OutgoingItem,
     Protection,
     SumCodec,
     UpdateCodec,
@@ -45,7 +45,7 @@ WHOLE = "the whole model"
 
 
 @dataclass(frozen=True)
-class Leaving:
+class OutgoingFilter:
     """The largest set of what can leave a client of one architecture, in whatever round and whoever asks.
 
     Beside it there are, always: counts of samples and steps, the values that the module logs, and scores; and texts and
@@ -57,7 +57,7 @@ class Leaving:
         extras: By callback, the extras that it declares in `wire().up`.
 
     Example:
-        >>> leaving = Leaving(frozenset({"body.weight"}), frozenset({"head.weight"}), {})
+        >>> leaving = OutgoingFilter(frozenset({"body.weight"}), frozenset({"head.weight"}), {})
         >>> leaving.fault(["body.weight"]), str(leaving)
         (None, "1 of 2 entries of the model, never 'head.weight'; counts, logged numbers and scores")
         >>> leaving.fault(["head.weight"])
@@ -110,7 +110,7 @@ def refuse_private(blueprint: Blueprint, client: Client, update: Update) -> None
     Raises:
         ValueError: With the entry.
     """
-    leaving = leaving_of(blueprint, client.id)
+    leaving = make_outgoing_filter(blueprint, client.id)
     reason = leaving.fault(client.message.returns)
     if reason is not None:
         raise ValueError(f"the server asks for what does not leave: {reason}")
@@ -124,17 +124,17 @@ def refuse_private(blueprint: Blueprint, client: Client, update: Update) -> None
                 raise ValueError(f"{callback.key} puts private entries into its '{name}': {leaving.fault(private)}")
 
 
-def leaving_of(blueprint: Blueprint, client: str) -> Leaving:
+def make_outgoing_filter(blueprint: Blueprint, client: str) -> OutgoingFilter:
     """Return what can leave a client, found out once for each architecture."""
     name = blueprint.architecture_of(client)
-    known: dict[tuple[str, bool], Leaving] = blueprint.tools.setdefault("leaving", {})
+    known: dict[tuple[str, bool], OutgoingFilter] = blueprint.tools.setdefault("leaving", {})
     at = name, client == POOLED
     if at not in known:
         known[at] = _found(blueprint, name, everything=client == POOLED)
     return known[at]
 
 
-def _found(blueprint: Blueprint, architecture: str, everything: bool) -> Leaving:
+def _found(blueprint: Blueprint, architecture: str, everything: bool) -> OutgoingFilter:
     module = blueprint.reference(architecture)
     kinds, tied = entry_kinds(module), tied_names(module)
     names = set(kinds)
@@ -152,7 +152,7 @@ def _found(blueprint: Blueprint, architecture: str, everything: bool) -> Leaving
         names = {name for name in names if kinds[name] in ("trainable", "frozen")}
     entries = frozenset(name for name in names if tied.get(name, frozenset()) <= names)
     extras = {callback.key: up for callback in blueprint.callbacks if (up := callback.wire(module).up)}
-    return Leaving(entries, frozenset(kinds) - entries, extras)
+    return OutgoingFilter(entries, frozenset(kinds) - entries, extras)
 
 
 def _of(callback: FederatedCallback, module: nn.Module) -> Iterable[str] | None:
@@ -176,21 +176,21 @@ class OutgoingReport(Part):
             rank_zero_info(told)
 
     def on_restored(self, federation: Federation) -> None:
-        federation.server.outgoing = outgoing_of(federation)
+        federation.server.outgoing = list_outgoing(federation)
 
     def summary(self, federation: Federation) -> dict[str, Any]:
-        items = covered(federation.server.callbacks, federation.server.outgoing)
+        items = list_coverage(federation.server.callbacks, federation.server.outgoing)
         rows = [{"what": item.what, "when": item.when, "cover": cover} for item, cover in items]
         promising = (one for one in federation.server.callbacks if isinstance(one, Protection | SumCodec))
         promises = [{"callback": one.key, **asdict(promise)} for one in promising for promise in one.promises]
         return ({"leaves": rows} if rows else {}) | ({"promises": promises} if promises else {})
 
 
-def outgoing_of(federation: Federation) -> list[Outgoing]:
+def list_outgoing(federation: Federation) -> list[OutgoingItem]:
     """Return all that leaves clients: what callbacks declare, and what the core sends. Known before round 1."""
     server, runner = federation.server, federation.engine.runner
     ones = {runner.blueprint.architecture_of(client): client for client in server.clients}
-    found = {name: leaving_of(runner.blueprint, client) for name, client in ones.items()}
+    found = {name: make_outgoing_filter(runner.blueprint, client) for name, client in ones.items()}
     entries = [
         f"{len(one.entries)} of {len(one.entries) + len(one.private)} entries of {f'model {name}' if name else 'the model'}"
         for name, one in found.items()
@@ -200,24 +200,35 @@ def outgoing_of(federation: Federation) -> list[Outgoing]:
     }
     visit, every = "in each visit", federation.asked_evaluate_every
     items = [
-        Outgoing("sizes", "numbers of samples, classes and batches, hashes of who tests on which", "before round 1"),
-        Outgoing("classes", "numbers of training samples by class, hashes of who trains on which", "before round 1"),
-        Outgoing("entries", ", ".join(entries), visit),
-        *(Outgoing(_kind(server, key, spec), f"'{name}' of {key}", visit, key) for (key, name), spec in extras.items()),
-        Outgoing("counts", "numbers of samples and steps, and learning rates", visit),
-        Outgoing("logged", "values that the module logs in training", visit),
+        OutgoingItem(
+            "sizes", "numbers of samples, classes and batches, hashes of who tests on which", "before round 1"
+        ),
+        OutgoingItem(
+            "classes", "numbers of training samples by class, hashes of who trains on which", "before round 1"
+        ),
+        OutgoingItem("entries", ", ".join(entries), visit),
+        *(
+            OutgoingItem(_kind(server, key, spec), f"'{name}' of {key}", visit, key)
+            for (key, name), spec in extras.items()
+        ),
+        OutgoingItem("counts", "numbers of samples and steps, and learning rates", visit),
+        OutgoingItem("logged", "values that the module logs in training", visit),
     ]
     if server.callbacks.covers_training:
-        items.append(Outgoing("undeclared", "what callbacks make of an update without declaring it", visit))
+        items.append(OutgoingItem("undeclared", "what callbacks make of an update without declaring it", visit))
     if federation.stages and every > 0:
         when = "in every round" if every == 1 else f"every {every} rounds"
-        items.append(Outgoing("scores", f"validation scores of stages {', '.join(federation.stages)}", when))
+        items.append(OutgoingItem("scores", f"validation scores of stages {', '.join(federation.stages)}", when))
     if federation.test_data:
-        items.append(Outgoing("tests", f"test scores on {' and '.join(federation.test_data)} data", "after training"))
-    items.append(Outgoing("texts", "why a client failed", "where one does"))
+        items.append(
+            OutgoingItem("tests", f"test scores on {' and '.join(federation.test_data)} data", "after training")
+        )
+    items.append(OutgoingItem("texts", "why a client failed", "where one does"))
     if server.run_dir is not None:
         kind: Kind = "own models" if server.callbacks.making(Change.BESIDE) else "models"
-        items.append(Outgoing(kind, "models of clients in the run's folder, where clients have some", "after training"))
+        items.append(
+            OutgoingItem(kind, "models of clients in the run's folder, where clients have some", "after training")
+        )
     return items
 
 
@@ -229,7 +240,7 @@ def _kind(server: Server, key: str, spec: Spec) -> Kind:
     return "means" if Extra.of(spec).by_class else "extra"
 
 
-def covered(callbacks: CallbackList, items: Sequence[Outgoing]) -> list[tuple[Outgoing, str]]:
+def list_coverage(callbacks: CallbackList, items: Sequence[OutgoingItem]) -> list[tuple[OutgoingItem, str]]:
     """Return how each item is covered; empty where no callback protects clients."""
     protecting = [callback for callback in callbacks if isinstance(callback, Protection)]
     if not protecting:
@@ -241,10 +252,10 @@ def covered(callbacks: CallbackList, items: Sequence[Outgoing]) -> list[tuple[Ou
     ]
 
 
-def in_words(callbacks: CallbackList, items: Sequence[Outgoing]) -> str:
+def in_words(callbacks: CallbackList, items: Sequence[OutgoingItem]) -> str:
     """Return the list in a sentence, for the log; empty where no callback protects clients."""
     by_cover: dict[str, list[str]] = {}
-    for item, cover in covered(callbacks, items):
+    for item, cover in list_coverage(callbacks, items):
         by_cover.setdefault(cover, []).append(str(item))
     told = "; ".join(f"{cover}: {listed(found, len(found))}" for cover, found in by_cover.items())
     return f"What leaves clients. {told}." if told else ""

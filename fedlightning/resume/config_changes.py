@@ -15,7 +15,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule
 
 from fedlightning.client.blueprint import Blueprint
-from fedlightning.client.data_summary import Description, Detail
+from fedlightning.client.data_summary import DataSummary, Detail
 from fedlightning.client.fit import configured, schedulers_in
 from fedlightning.contract import FederatedCallback
 from fedlightning.datamodules.held_out import draw_clients
@@ -61,7 +61,7 @@ def fingerprint(
     callbacks: Sequence[FederatedCallback],
     ordinary: Sequence[Callback],
     model: LightningModule,
-    data: Description,
+    data: DataSummary,
     held_out: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return everything that a resumed run must not change, by a name that a person can read, as JSON can hold it.
@@ -133,7 +133,7 @@ def _is_plain(value: Any) -> bool:
     return all(map(_is_plain, value)) if isinstance(value, list | tuple) else type(value) in PLAIN
 
 
-def _of_loader(data: Description) -> dict[str, Any]:
+def _of_loader(data: DataSummary) -> dict[str, Any]:
     names = ("batch_size", "drop_last", "shuffle")
     held = {name: {client: loader[name] for client, loader in data.loaders.items()} for name in names}
     return {f"data.{name}": _common(values) for name, values in held.items()}
@@ -248,7 +248,7 @@ MOST = 5
 
 
 @dataclass(frozen=True)
-class Changes:
+class ConfigChanges:
     """What a resumed run has that it was not started with.
 
     Attributes:
@@ -279,9 +279,9 @@ def changes_since(
     rounds_done: int = 0,
     allow_changes: bool = False,
     allow_new_clients: bool = False,
-) -> Changes:
+) -> ConfigChanges:
     """Compare a run with its saved state."""
-    joined = joined_since(saved, server)
+    joined = list_joined_clients(saved, server)
     if joined and not allow_new_clients:
         raise ValueError(
             f"The data have {_named(joined)}, which the run in {place} did not train. Resume with the run's own data and "
@@ -312,10 +312,10 @@ def changes_since(
             "started (its config.yaml says how), start a new run without resume, or allow the change with "
             "allow_config_change (then summary.json lists it)."
         )
-    return Changes(changed, joined)
+    return ConfigChanges(changed, joined)
 
 
-def keep_assigned(saved: Mapping[str, Any], blueprint: Blueprint, place: object) -> None:
+def keep_architectures(saved: Mapping[str, Any], blueprint: Blueprint, place: object) -> None:
     """Let clients that have trained keep the architecture that they had; a rule may give it to others now."""
     had, now = saved.get("assigned", {}), blueprint.assigned
     by_name = isinstance(blueprint.template, ClientModels) and not isinstance(blueprint.template.assign, str)
@@ -371,7 +371,7 @@ def check_rescored(before: Sequence[str], server: Server, place: object, go_on: 
         )
 
 
-def refuse_mixed_validation(before: Sequence[str], server: Server) -> None:
+def check_validation_clients(before: Sequence[str], server: Server) -> None:
     """Refuse validation of a run at clients that it has not scored in training: its curve would mix two sets of clients."""
     if not set(server.population.scored) <= set(before):
         raise ConfigurationError(
@@ -395,7 +395,7 @@ def join_clients(server: Server, clients: Sequence[str]) -> None:
             )
 
 
-def joined_since(saved: Mapping[str, Any], server: Server) -> list[str]:
+def list_joined_clients(saved: Mapping[str, Any], server: Server) -> list[str]:
     """Return the clients that take part now and did not when the state was saved."""
     clients: Sequence[str] = saved["clients"]
     had = set(clients)

@@ -16,7 +16,7 @@ from typing import Any
 
 from fedlightning.compat.system import is_alive, lock_file
 from fedlightning.errors import ConfigurationError, warn
-from fedlightning.storage.files import is_writer, writing
+from fedlightning.storage.files import is_writing_process, writing
 
 LOCK = ".lock"
 SILENCE = 600.0
@@ -169,7 +169,7 @@ class RunLock:
 
 def only_writer(folder: Path) -> AbstractContextManager[RunLock | None]:
     """Hold the lock of a run's folder, in the one process of a run that writes (rank 0 under DDP)."""
-    return RunLock(folder) if is_writer() else nullcontext()
+    return RunLock(folder) if is_writing_process() else nullcontext()
 
 
 def holder_of(folder: Path) -> dict[str, Any] | None:

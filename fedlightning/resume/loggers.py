@@ -39,7 +39,7 @@ from fedlightning.errors import ConfigurationError
 from fedlightning.run.recorder import RoundLogs
 from fedlightning.scores.metrics import summarise
 from fedlightning.scores.rows import LATEST, Row
-from fedlightning.storage.files import Growing, Mark, is_the_one, set_aside, write_text_atomically
+from fedlightning.storage.files import AppendOnlyFile, Mark, is_the_one, set_aside, write_text_atomically
 
 
 def given_version(logger: Logger) -> int | str | None:
@@ -187,7 +187,7 @@ class CSVStore(FileStore):
 
     def __init__(self, logger: Logger, run: Path | None = None) -> None:
         super().__init__(logger, run)
-        self._so_far: Growing | None = None
+        self._so_far: AppendOnlyFile | None = None
 
     @property
     def file(self) -> Path:
@@ -196,7 +196,7 @@ class CSVStore(FileStore):
 
     def mark(self) -> Mark:
         if self._so_far is None or self._so_far.path != self.file:
-            self._so_far = Growing(self.file, has_header=True)
+            self._so_far = AppendOnlyFile(self.file, has_header=True)
         return super().mark() | self._so_far.mark()
 
     def start(self) -> Mark:
@@ -272,10 +272,10 @@ class TensorBoardStore(FileStore):
 
     def __init__(self, logger: Logger, run: Path | None = None) -> None:
         super().__init__(logger, run)
-        self._so_far: dict[str, Growing] = {}
+        self._so_far: dict[str, AppendOnlyFile] = {}
 
     def mark(self) -> Mark:
-        marks = {path.name: self._so_far.setdefault(path.name, Growing(path)).mark() for path in self._files()}
+        marks = {path.name: self._so_far.setdefault(path.name, AppendOnlyFile(path)).mark() for path in self._files()}
         return super().mark() | {"files": marks}
 
     def _files(self) -> list[Path]:
@@ -366,7 +366,7 @@ BEGINNING = "loggers.json"
 """Where the loggers stood before round 1; there until a state tells where they stand."""
 
 
-class Logs(RoundLogs):
+class LoggerStates(RoundLogs):
     """Gives the loggers of a run the means over clients, every round once.
 
     Args:

@@ -14,20 +14,20 @@ from typing import Any
 from fedlightning.contract.families import Protection
 from fedlightning.errors import ConfigurationError
 from fedlightning.resume.config_changes import (
-    Changes,
+    ConfigChanges,
     changes_since,
     check_rescored,
     check_scored,
     join_clients,
-    keep_assigned,
+    keep_architectures,
     scored_before,
 )
 from fedlightning.resume.lock import LOCK, RunInUseError, RunLock
 from fedlightning.resume.saving import MARKS, Saving, check_extra, restore_state
-from fedlightning.resume.state_files import BEFORE, MANIFEST, UNDONE, go_back, load
-from fedlightning.run.folder import RunFolder, folder_of
+from fedlightning.resume.state_files import BEFORE, MANIFEST, UNDONE, load, restore_previous_state
+from fedlightning.run.folder import RunFolder, open_run_folder
 from fedlightning.server.federation import Federation
-from fedlightning.storage.files import is_writer, writing
+from fedlightning.storage.files import is_writing_process, writing
 
 
 def restore(federation: Federation, go_on: bool, allow_changes: bool = False, allow_new_clients: bool = False) -> None:
@@ -51,8 +51,8 @@ def restore(federation: Federation, go_on: bool, allow_changes: bool = False, al
     if go_on:
         federation.loop.load(in_flight)
     saving.rounds_saved = federation.rounds_done
-    keep_assigned(extra, federation.server.blueprint, run.path)
-    changes = Changes()
+    keep_architectures(extra, federation.server.blueprint, run.path)
+    changes = ConfigChanges()
     if not go_on:
         check_scored(extra, federation.server, run.path)
     else:
@@ -91,11 +91,11 @@ def restore(federation: Federation, go_on: bool, allow_changes: bool = False, al
     mark = marks["metrics"]
     if go_on:
         if UNDONE in extra:
-            go_back(run.last)
+            restore_previous_state(run.last)
         rows = run.keep_rounds(mark)
         federation.recorder.start_with(rows, run.metrics.place() if federation.recorder.writes else None)
         more = (bool(extra["final"]) and not federation.final_done) or UNDONE in extra
-        federation.recorder.reopen_logs(marks, scored, differs=more or changes != Changes())
+        federation.recorder.reopen_logs(marks, scored, differs=more or changes != ConfigChanges())
     else:
         federation.recorder.start_with(run.read_rows(scored, mark))
     federation.server.round = federation.last_round
@@ -126,7 +126,7 @@ def find_run(arguments: Mapping[str, Any], resume: str | Path | None) -> tuple[R
     elif str(resume) == "last":
         resume = find_last(root, name)
     if resume is not None:
-        return folder_of(resume), False
+        return open_run_folder(resume), False
     if arguments["fast_dev_run"] or root is None:
         return None, True
     if is_auto and version is None:
@@ -152,7 +152,7 @@ def refuse_used(run: RunFolder, discard_unsaved: bool = False) -> None:
         discard_unsaved: Remove what a run left that was killed before it had saved a state. One that came to its end
             without states (`save_state: 0`) has a summary, and is not touched.
     """
-    if not is_writer():
+    if not is_writing_process():
         return
     if discard_unsaved and not has_state(run.path) and not (run.path / "summary.json").exists():
         with writing(run.path):
@@ -186,7 +186,7 @@ def killed_version(root: str | Path, name: str) -> str | None:
 
     Its lock still lies there, and nobody holds it: a run that ends, be it with an error, takes its lock away.
     """
-    places = (Path(root) / name).glob(f"version_*/{LOCK}") if is_writer() else ()
+    places = (Path(root) / name).glob(f"version_*/{LOCK}") if is_writing_process() else ()
     found = {int(place.parent.name[8:]): place.parent for place in places if place.parent.name[8:].isdigit()}
     for _, path in sorted(found.items(), reverse=True):
         if not has_state(path) and not (path / "summary.json").exists():

@@ -18,15 +18,15 @@ from fedlightning.client.record import ClientRecord
 from fedlightning.compat.lightning_runs import detached_copy
 from fedlightning.contract import POOLED
 from fedlightning.engines.attempts import Address, LeftOut
-from fedlightning.engines.base import ClientStore
+from fedlightning.engines.base import ClientRecords
 from fedlightning.errors import DamagedStateError
 from fedlightning.resume import state_files
-from fedlightning.resume.config_changes import Fingerprint, refuse_mixed_validation
-from fedlightning.resume.state_files import FLUSHED, set_aside
+from fedlightning.resume.config_changes import Fingerprint, check_validation_clients
+from fedlightning.resume.state_files import FLUSHED, store_long_values
 from fedlightning.server.parts import Part
 from fedlightning.server.server import Server
-from fedlightning.server.summary import evaluation_of
-from fedlightning.storage.files import is_writer
+from fedlightning.server.summary import summarise_evaluation
+from fedlightning.storage.files import is_writing_process
 from fedlightning.tensors import load_state, module_state
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ RECORD_TYPES: dict[str, Any] = {
 def save_state(
     folder: Path,
     server: Server,
-    store: ClientStore,
+    store: ClientRecords,
     rounds_done: int,
     extra: dict[str, Any],
     in_flight: dict[str, Any] | None = None,
@@ -74,7 +74,7 @@ def save_state(
 
 
 def restore_state(
-    folder: Path, server: Server, store: ClientStore, go_on: bool = False
+    folder: Path, server: Server, store: ClientRecords, go_on: bool = False
 ) -> tuple[int, dict[str, Any], dict[str, Any]]:
     """Put back what :func:`save_state` wrote."""
     saved = state_files.load(folder, server.max_rounds if go_on else 0)
@@ -227,10 +227,10 @@ class Saving(Part):
 
     def on_evaluate(self, federation: Federation, split: str) -> None:
         if split == "val" and self.scored is not None:
-            refuse_mixed_validation(self.scored, federation.server)
+            check_validation_clients(self.scored, federation.server)
 
     def summary(self, federation: Federation) -> Mapping[str, Any]:
-        evaluation = {} if self.scored is None else {"evaluation": evaluation_of(federation.server, self.scored)}
+        evaluation = {} if self.scored is None else {"evaluation": summarise_evaluation(federation.server, self.scored)}
         return evaluation | ({"config_changes": self.changes} if self.changes else {})
 
     def _saves(self, federation: Federation) -> bool:
@@ -240,7 +240,7 @@ class Saving(Part):
     def remember_left_out(self, federation: Federation) -> None:
         """Keep in the run's folder which clients the machine forces the run to leave out, and read those that are there."""
         run = federation.recorder.run
-        if run is not None and is_writer():
+        if run is not None and is_writing_process():
             federation.engine.attempts.left_out = LeftOutLog(run.decisions)
         federation.engine.attempts.left_out.load(federation.rounds_done)
 
@@ -250,7 +250,7 @@ class Saving(Part):
             server = federation.server
             assigned = dict(server.blueprint.assigned)
             clients = {"clients": server.clients, "held_out": server.held_out}
-            self._clients = set_aside(folder, clients | ({"assigned": assigned} if assigned else {}))
+            self._clients = store_long_values(folder, clients | ({"assigned": assigned} if assigned else {}))
         return self._clients
 
     def _save(self, federation: Federation) -> None:

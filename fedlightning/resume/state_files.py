@@ -23,7 +23,7 @@ from fedlightning.errors import DamagedStateError
 from fedlightning.resume.manifest import CHECK, fault_of_extra, fault_of_manifest, heads_of, shortened, sum_of, whole
 from fedlightning.storage.files import (
     UnreadableError,
-    is_writer,
+    is_writing_process,
     read_json,
     readable_json,
     sha256,
@@ -105,7 +105,7 @@ def save(
                 path.chmod(0o600)
 
 
-def set_aside(folder: Path, lasting: Mapping[str, Any]) -> dict[str, Any]:
+def store_long_values(folder: Path, lasting: Mapping[str, Any]) -> dict[str, Any]:
     """Return values that are in every state of a run, as extra values for :func:`save`; write the long ones to files.
 
     A manifest is written after every round, and the ids of a hundred thousand clients need not be.
@@ -210,7 +210,7 @@ def _is_over(saved: SavedState) -> bool:
 
 
 def _not_over(newest: SavedState) -> SavedState:
-    """Return the state before what a run did because it was over, to go on from there: see :func:`go_back`.
+    """Return the state before what a run did because it was over, to go on from there: see :func:`restore_previous_state`.
 
     Where it is lost, a run goes on from its end, with a warning: what clients keep was changed by the visits after that.
     """
@@ -243,9 +243,9 @@ def _not_over(newest: SavedState) -> SavedState:
     return replace(before, extra=before.extra | {UNDONE: True})
 
 
-def go_back(folder: Path) -> None:
+def restore_previous_state(folder: Path) -> None:
     """Make the state before what a run did because it was over its newest one, once nothing refuses to go on from it."""
-    if is_writer():
+    if is_writing_process():
         with writing(folder):
             (folder / BEFORE).replace(folder / MANIFEST)  # the names of the others' files are free to be written again
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from fedlightning.compat.system import signals
 from fedlightning.errors import warn
-from fedlightning.storage.files import is_writer
+from fedlightning.storage.files import is_writing_process
 
 SIGNALS = signals("SIGUSR1", "SIGUSR2")
 """What SLURM is asked to send before the time is over (`--signal=USR1@90`)."""
@@ -159,9 +159,9 @@ def requeued(request: StopRequest, progress: Callable[[], tuple[int, int]]) -> I
                 raise Terminated(request.code)
             yield
         except Terminated:
-            if is_writer() and request.name in [number.name for number in SIGNALS]:
+            if is_writing_process() and request.name in [number.name for number in SIGNALS]:
                 requeue(request, *progress())
-            elif is_writer():
+            elif is_writing_process():
                 with suppress(OSError):  # the terminal may be gone
                     warn(
                         f"{request.name} ended the test after round {progress()[0]}, the last one; what was trained is safe. "

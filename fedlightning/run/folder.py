@@ -22,11 +22,11 @@ import torch
 from fedlightning.compat import sheets
 from fedlightning.scores.rows import CELLS, COLUMNS, DamagedMetricsError, Row, read_rows
 from fedlightning.storage.files import (
-    Growing,
+    AppendOnlyFile,
     Mark,
+    broadcast_from_rank_zero,
     is_the_one,
-    is_writer,
-    of_first_rank,
+    is_writing_process,
     readable_json,
     sync,
     write_text_atomically,
@@ -46,7 +46,7 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._so_far = Growing(path)
+        self._so_far = AppendOnlyFile(path)
 
     def append(self, rows: Iterable[Row]) -> tuple[int, int]:
         """Append rows, under a header where the file is new. Return their first byte, and the one after their last."""
@@ -85,7 +85,7 @@ class MetricsFile:
         if self.path.exists():
             with writing(self.path):
                 os.truncate(self.path, mark["bytes"])
-        self._so_far = Growing(self.path)
+        self._so_far = AppendOnlyFile(self.path)
 
     def rows(self) -> list[Row]:
         """Read all rows; a last line that a killed process has cut off is left out."""
@@ -137,11 +137,11 @@ class RunFolder:
         self._made: list[Path] = []
         base = Path(root) / name
         group = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if not group and not is_writer() and RUN_FOLDER in os.environ:
+        if not group and not is_writing_process() and RUN_FOLDER in os.environ:
             self.path = Path(os.environ[RUN_FOLDER])
             return
         self.path = base / version if version is not None else self._next_version(base)
-        self.path = Path(of_first_rank(str(self.path)))  # a later run of the same processes
+        self.path = Path(broadcast_from_rank_zero(str(self.path)))  # a later run of the same processes
         os.environ[RUN_FOLDER] = str(self.path)  # processes that DDP starts later inherit it
 
     def _next_version(self, base: Path) -> Path:
@@ -149,7 +149,7 @@ class RunFolder:
         while True:
             taken = [int(p.name[8:]) for p in base.glob("version_*") if p.name[8:].isdigit()] if base.exists() else []
             path = base / f"version_{max(taken, default=-1) + 1}"
-            if not is_writer():
+            if not is_writing_process():
                 return path
             self._made = [folder for folder in (path, *path.parents) if not folder.exists()]
             with writing(path):
@@ -217,7 +217,7 @@ class RunFolder:
             DamagedMetricsError: If scores that the state knows are not there.
         """
         self.metrics.check(mark)
-        if is_writer():
+        if is_writing_process():
             self.metrics.cut(mark)
         return self.metrics.rows()
 
@@ -234,7 +234,7 @@ class RunFolder:
             write_text_atomically(self.path / "summary.json", readable_json(summary, default=str))
 
 
-def folder_of(path: str | Path) -> RunFolder:
+def open_run_folder(path: str | Path) -> RunFolder:
     """Return the run's folder at `path`."""
     path = Path(path)
     return RunFolder(path.parent.parent, path.parent.name, path.name)

@@ -14,7 +14,7 @@ from fedlightning.contract.messages import Update
 from fedlightning.run.folder import METRICS_MARK, RunFolder
 from fedlightning.scores.metrics import summarise
 from fedlightning.scores.rows import ADDRESS, LATEST, UNSEEN, Row, RowList, Rows, of_clients, read_part
-from fedlightning.storage.files import is_writer, writing
+from fedlightning.storage.files import is_writing_process, writing
 
 
 class RoundLogs:
@@ -66,7 +66,7 @@ class Recorder:
     @property
     def writes(self) -> bool:
         """Whether this process writes files."""
-        return self.run is not None and is_writer()
+        return self.run is not None and is_writing_process()
 
     def start_with(self, rows: list[Row], where: tuple[int, int] | None = None) -> None:
         """Take over the scores of a run that goes on, or that is evaluated again.
@@ -94,7 +94,7 @@ class Recorder:
         self._known.update(addresses)
         self._newest = max((row.round for row in rows), default=self._newest)
         self.rows.extend(rows)
-        if self.run is not None and is_writer():
+        if self.run is not None and is_writing_process():
             where = self.run.write_rows(rows)
             if rows:
                 self._note_written(len(rows), where)
@@ -140,7 +140,7 @@ class Recorder:
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Keep the summary, and write `summary.json`, which says beside which `metrics.csv` it stands."""
         self.summary = summary
-        if self.run is not None and is_writer():
+        if self.run is not None and is_writing_process():
             self.summary = summary | {METRICS_MARK: self.run.metrics.mark()}
             self.run.write_summary(self.summary)
 

@@ -32,7 +32,7 @@ class ScoringError(RuntimeError):
     """A stage at which no model could be scored."""
 
 
-def update_rows(
+def rows_from_updates(
     updates: Iterable[Update], model_of: Callable[[str], str] = lambda client: GLOBAL, round: int | None = None
 ) -> list[Row]:
     """Return the L2 scores and training metrics that came with the updates of a round.
@@ -59,7 +59,7 @@ def update_rows(
     return rows
 
 
-def by_client(rows: Iterable[Row]) -> ScoresOfRound:
+def index_scores(rows: Iterable[Row]) -> ScoresOfRound:
     """Return the scores of a round as callbacks read them (`server.scores`): what was scored -> client -> value, samples."""
     scores: ScoresOfRound = {}
     for row in rows:
@@ -69,7 +69,7 @@ def by_client(rows: Iterable[Row]) -> ScoresOfRound:
     return scores
 
 
-def stage_g(server: Server, engine: Engine, evaluate: Evaluate) -> list[Row]:
+def score_global_model(server: Server, engine: Engine, evaluate: Evaluate) -> list[Row]:
     """Score stage G, where the method has a global model: one for all, or one per client's cluster."""
     module = server.global_module(None)
     scored = ScoredModel(server.round + 1, "G", GLOBAL)
@@ -145,7 +145,7 @@ def _shares(clients: Sequence[str], width: int) -> list[tuple[str, ...]]:
     return [tuple(clients[start:end]) for start, end in pairwise(ends)]
 
 
-def stage_l1(server: Server, engine: Engine, evaluate: Evaluate, known: Sequence[Row] = ()) -> list[Row]:
+def score_received_models(server: Server, engine: Engine, evaluate: Evaluate, known: Sequence[Row] = ()) -> list[Row]:
     """Score stage L1 of every client that is evaluated."""
     # else stage G scored each client's cluster's model, or that of its architecture
     one_for_all = server.callbacks.role("global_module") is None and not server.is_mixed
@@ -289,7 +289,7 @@ def checkpoint_rows(server: Server, engine: Engine, evaluate: Evaluate) -> list[
     return _without_gaps(server, engine, rows)
 
 
-def tell_of_silence(server: Server, engine: Engine, split: str, rows: Sequence[Row], asked: bool = True) -> None:
+def warn_unscored_stages(server: Server, engine: Engine, split: str, rows: Sequence[Row], asked: bool = True) -> None:
     """Warn of a step that gives no score, though models were evaluated with it.
 
     Args:

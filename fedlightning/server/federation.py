@@ -12,7 +12,7 @@ from fedlightning.client.requests import Evaluate
 from fedlightning.contract import POOLED, SumCodec
 from fedlightning.contract.messages import Update
 from fedlightning.engines.attempts import FederationError, in_order
-from fedlightning.engines.base import ClientStore, Engine
+from fedlightning.engines.base import ClientRecords, Engine
 from fedlightning.run.recorder import Recorder
 from fedlightning.scores.rows import LOCAL, Row, of_clients
 from fedlightning.server import evaluation as stage_scores
@@ -21,8 +21,8 @@ from fedlightning.server.costs import Costs
 from fedlightning.server.loop import Loop, Synchronous, messages
 from fedlightning.server.parts import Parts
 from fedlightning.server.server import AFTER_LAST_ROUND, Server
-from fedlightning.server.summary import evaluation_of, summary_of, terms_of
-from fedlightning.server.update_collector import tell_of_misses
+from fedlightning.server.summary import summarise_evaluation, summarise_terms, summary_of
+from fedlightning.server.update_collector import warn_missing_updates
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Federation:
     """
 
     server: Server
-    store: ClientStore
+    store: ClientRecords
     engine: Engine
     recorder: Recorder
     stages: tuple[str, ...]
@@ -155,15 +155,17 @@ class Federation:
         codec = self.server.callbacks.find(SumCodec)
         if codec is not None:
             self.store.forget(sorted({update.client for update in updates}), codec.key)
-        tell_of_misses(self.server, updates, self.engine.attempts.policy)
+        warn_missing_updates(self.server, updates, self.engine.attempts.policy)
 
     def _score(self, updates: list[Update], due: bool) -> list[Row]:
         """Score the models if that is due, and record all scores of the round; return those of clients that train."""
         server = self.server
-        rows = stage_scores.update_rows(updates, server.model_of, server.round) + (self._validated() if due else [])
+        rows = stage_scores.rows_from_updates(updates, server.model_of, server.round) + (
+            self._validated() if due else []
+        )
         if due and self.stages and server.round < self.evaluate_every:  # the first time
-            stage_scores.tell_of_silence(server, self.engine, "val", rows, asked=False)
-        server.scores = stage_scores.by_client(rows)
+            stage_scores.warn_unscored_stages(server, self.engine, "val", rows, asked=False)
+        server.scores = stage_scores.index_scores(rows)
         self.recorder.record(rows + (self.parts.score(self, ("val",), self.stages) if due else []))
         self.recorder.log_clients(updates)
         return rows
@@ -177,9 +179,9 @@ class Federation:
         """Score the server's and the clients' models on validation data."""
         started = time.monotonic()
         evaluate = Evaluate(("val",), self.evaluate_data)
-        rows = stage_scores.stage_g(self.server, self.engine, evaluate) if "G" in self.stages else []
+        rows = stage_scores.score_global_model(self.server, self.engine, evaluate) if "G" in self.stages else []
         if "L1" in self.stages:
-            rows = rows + stage_scores.stage_l1(self.server, self.engine, evaluate, rows)
+            rows = rows + stage_scores.score_received_models(self.server, self.engine, evaluate, rows)
         self.costs.evaluation_seconds += time.monotonic() - started
         return rows
 
@@ -211,7 +213,7 @@ class Federation:
                 server.note_failure(update.client, update.error, when=AFTER_LAST_ROUND)
         self.parts.tell("on_rounds_over", self)
         if "L1" in self.stages and self.evaluate_every > 0:
-            rows = stage_scores.stage_l1(server, self.engine, Evaluate(("val",), self.evaluate_data))
+            rows = stage_scores.score_received_models(server, self.engine, Evaluate(("val",), self.evaluate_data))
             self.recorder.record(rows + self.parts.score(self, ("val",), ("L1",)))
         self.final_done = True
         self._end_round()
@@ -229,10 +231,10 @@ class Federation:
         self.recorder.write_summary(
             summary_of(self.server, self.engine, results, self.rounds_done, self.costs.seconds, arguments, self.history)
             | {
-                "evaluation": evaluation_of(self.server),
+                "evaluation": summarise_evaluation(self.server),
                 "evaluation_seconds": round(self.costs.evaluation_seconds, 3),
             }
-            | {"terms": terms_of(self.server, sorted(self._kept()), self._validations())}
+            | {"terms": summarise_terms(self.server, sorted(self._kept()), self._validations())}
             | ({"stopped": self.server.stopped} if self.server.rounds < self.server.max_rounds else {})
             | ({"failures": in_order(self.server.failures, self.server.clients)} if self.server.failures else {})
             | self.parts.summary(self)
@@ -293,8 +295,8 @@ class Federation:
         evaluate = Evaluate((split,), self.test_data)
         rows: list[Row] = []
         if checkpoint in ("latest", "all"):
-            latest = stage_scores.stage_g(server, self.engine, evaluate)
-            rows += latest + stage_scores.stage_l1(server, self.engine, evaluate, latest)
+            latest = stage_scores.score_global_model(server, self.engine, evaluate)
+            rows += latest + stage_scores.score_received_models(server, self.engine, evaluate, latest)
             trained = self.recorder.rows.where(
                 lambda model, stage, checkpoint, data, its_split, metric: (stage, its_split) == ("L2", split),
                 since=self.rounds_done,
@@ -305,7 +307,7 @@ class Federation:
             found = stage_scores.checkpoint_rows(server, self.engine, evaluate)
             rows += [row for row in found if checkpoint in ("all", row.checkpoint)]
             rows += self.parts.score(self, (split,), (), checkpoint)
-        stage_scores.tell_of_silence(server, self.engine, split, rows)
+        stage_scores.warn_unscored_stages(server, self.engine, split, rows)
         self.parts.tell("on_evaluated", self, rows)
         self.recorder.record(rows)
         return rows

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.requests import Evaluate
 from fedlightning.contract import POOLED, AsynchronousMethod, Change, ClientSelection, Job, Plan
-from fedlightning.contract.messages import Message, Trip, Update, contributors
+from fedlightning.contract.messages import JobTrace, Message, Update, contributors
 from fedlightning.engines.base import Engine
 from fedlightning.errors import ConfigurationError
 from fedlightning.ranges import Counts, Range, check_on_creation, make_init, needs
@@ -39,7 +39,7 @@ class Loop(ABC):
     """The virtual clock of a loop that has one."""
     holds_records: bool = False
     """Whether clients' records are put into the store later than the visits that made them: they must be here then."""
-    trips: Sequence[Trip] = ()
+    trips: Sequence[JobTrace] = ()
     """The jobs that came back in the last round, where there is a clock."""
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -105,7 +105,7 @@ class Loop(ABC):
         return f"{type(self).__name__}({options})"
 
 
-def allowed(server: Server, job: Job) -> Job | None:
+def apply_job_hooks(server: Server, job: Job) -> Job | None:
     """Return a job as the callbacks let it be carried out (`on_job`, chained), or `None` if one of them leaves it out."""
     if job.client == POOLED:
         return job
@@ -125,20 +125,20 @@ def allowed(server: Server, job: Job) -> Job | None:
     return now
 
 
-def left_out(server: Server, job: Job) -> Update:
+def make_skipped_update(server: Server, job: Job) -> Update:
     """Return the answer that a plan gets for a job that was not carried out: nothing came, and nobody failed."""
     update = Update(server.round, job.client, model=job.model, tag=job.tag)
     return replace(update, error=f"client '{job.client}' was left out of round {server.round + 1}", left_out=True)
 
 
-def left_behind(server: Server, before: ClientRecord, after: ClientRecord) -> ClientRecord:
+def keep_local_record(server: Server, before: ClientRecord, after: ClientRecord) -> ClientRecord:
     """Return what a client keeps of a visit whose update is left out: all, but what has to agree with the server's."""
     keys = [callback.key for callback in server.callbacks.making(Change.IN_STEP)]
     state = {key: value for key, value in after.state.items() if key not in keys}
     return replace(after, state=state | {key: before.state[key] for key in keys if key in before.state})
 
 
-def last_scores(updates: Sequence[Update]) -> list[Update]:
+def keep_last_scores(updates: Sequence[Update]) -> list[Update]:
     """Take scores and training metrics out of all but each client's last update: a round has one of each.
 
     Where some of a client's updates were scored and others were not, or failed, it is the last one that was scored.
@@ -279,18 +279,20 @@ def run_round(
     collector, clock = UpdateCollector(server, engine.attempts.policy, report), server.clock
     visits: Counter[str] = Counter()
     visited = False
-    plan, jobs = begin_plan(server)
+    plan, jobs = start_plan(server)
     while jobs is not None:
         if not jobs:
             collector.step()
-        asked = clock.begin(allowed(server, job) for job in jobs)
+        asked = clock.begin(apply_job_hooks(server, job) for job in jobs)
         carried_out = [job for job in asked if job is not None]
         visited = visited or bool(carried_out)
         sent = clock.sent(messages(server, carried_out, visits))
-        arriving = clock.arrivals(visit_all(server, engine, sent, evaluate))
+        arriving = clock.arrivals(visit_clients(server, engine, sent, evaluate))
         first = len(collector.done)
         updates = [
-            collector.close(left_out(server, wanted)) if job is None else take_in(collector, job, *next(arriving))
+            collector.close(make_skipped_update(server, wanted))
+            if job is None
+            else collect_update(collector, job, *next(arriving))
             for wanted, job in zip(jobs, asked, strict=True)
         ]
         for _ in arriving:  # the engine may have something to do after its last answer
@@ -311,7 +313,7 @@ def run_round(
     return collector.done
 
 
-def begin_plan(server: Server) -> tuple[Plan, list[Job] | None]:
+def start_plan(server: Server) -> tuple[Plan, list[Job] | None]:
     """Return the round's plan and its first jobs; a round of nobody has none.
 
     Raises:
@@ -332,7 +334,7 @@ def begin_plan(server: Server) -> tuple[Plan, list[Job] | None]:
     return plan, jobs
 
 
-def visit_all(server: Server, engine: Engine, sent: Iterator[Message], evaluate: Evaluate) -> Iterator[Update]:
+def visit_clients(server: Server, engine: Engine, sent: Iterator[Message], evaluate: Evaluate) -> Iterator[Update]:
     """Yield the accepted updates of messages; attackers who work together get hold of all of them before."""
     attackers = server.callbacks.intercepting()
     if not attackers:
@@ -346,7 +348,7 @@ def visit_all(server: Server, engine: Engine, sent: Iterator[Message], evaluate:
     yield from map(server.accept, all_sent, updates)
 
 
-def take_in(collector: UpdateCollector, job: Job, update: Update, late: str | None) -> Update:
+def collect_update(collector: UpdateCollector, job: Job, update: Update, late: str | None) -> Update:
     """Take in the update of a job, and return what the plan sees of it.
 
     Args:

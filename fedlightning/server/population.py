@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlightning.contract import FederatedCallback
-from fedlightning.datamodules.base import in_order
+from fedlightning.datamodules.base import sort_clients
 from fedlightning.datamodules.statistics import chosen_words
 from fedlightning.engines.base import Engine
 from fedlightning.errors import ConfigurationError
@@ -24,7 +24,7 @@ FEWEST = 3
 MOST_WORDS = 100_000
 
 
-def agree_on_statistics(
+def aggregate_data_statistics(
     engine: Engine, wanted: Mapping[str, Any], callbacks: Iterable[FederatedCallback], folder: Path | None
 ) -> None:
     """Ask the clients that train for what their data modules want to agree on, and let all data be prepared with the totals.
@@ -44,7 +44,7 @@ def agree_on_statistics(
     """
     known = engine.runner.described
     refuse_covered(callbacks)
-    clients = {client: known.num_samples(client) for client in in_order(known.client_ids)}
+    clients = {client: known.num_samples(client) for client in sort_clients(known.client_ids)}
     path = None if folder is None else folder / FILE
     if path is not None and path.exists():
         kept = read_json(path)
@@ -175,8 +175,8 @@ class Population:
     _round: int = field(default=-1, init=False)  # the round that `num_samples` are of, where they change
 
     def __post_init__(self) -> None:
-        self.clients = in_order(self.num_samples)
-        self.held_out = in_order(self.held_out)
+        self.clients = sort_clients(self.num_samples)
+        self.held_out = sort_clients(self.held_out)
         self.num_samples = {client: self.num_samples[client] for client in self.clients}
         self.scored = self.scored or self.clients
 

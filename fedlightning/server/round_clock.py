@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fedlightning.contract import Job
-from fedlightning.contract.messages import Message, Trip, Update
+from fedlightning.contract.messages import JobTrace, Message, Update
 from fedlightning.tensors import State
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class RoundClock:
     """
 
     takes_time = False
-    trips: Sequence[Trip] = ()
+    trips: Sequence[JobTrace] = ()
     heard: Mapping[str, Mapping[str, tuple[int, State]]] = {}
 
     def is_reachable(self, client: str) -> bool:

@@ -20,14 +20,14 @@ from fedlightning.contract import (
     ClientSelection,
     FederatedCallback,
     Job,
-    Outgoing,
+    OutgoingItem,
     ServerModels,
     SumCodec,
     UpdateCodec,
 )
 from fedlightning.contract.messages import GLOBAL, Message, Update, check_extras, contributors, tree_bytes
-from fedlightning.datamodules.base import in_order
-from fedlightning.engines.attempts import WITHOUT, at_site
+from fedlightning.datamodules.base import sort_clients
+from fedlightning.engines.attempts import WITHOUT, add_site_name
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.layers import expand
 from fedlightning.options.value_objects import Source
@@ -115,7 +115,7 @@ class Server:
         self.scores: Scores = {}
         self.failures: list[dict[str, Any]] = []
         self.stopped: dict[str, Any] | None = None
-        self.outgoing: Sequence[Outgoing] = ()
+        self.outgoing: Sequence[OutgoingItem] = ()
         self.parts = Parts() if parts is None else parts
         self.clock: RoundClock = NO_CLOCK
         self.run_dir = run_dir
@@ -252,7 +252,7 @@ class Server:
             raise ConfigurationError(
                 f"{owner}.participants names {what}. It returns ids out of server.clients, each once."
             )
-        return in_order(named)
+        return sort_clients(named)
 
     def score(
         self, metric: str, *, stage: str = "G", split: str = "val", model: str | None = None
@@ -303,7 +303,7 @@ class Server:
             when: Start of the warning; default: the round.
             decision: What became of it; default: `"left out"`, or `"not scored"` in an evaluation.
         """
-        reason = at_site(reason, client, self.sites.get(client))
+        reason = add_site_name(reason, client, self.sites.get(client))
         usual = "left out" if where == "training" else "not scored"
         failure = {
             "round": self.round + 1,

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from fedlightning.client.probes import move_batch, outputs
 from fedlightning.compat.lightning_runs import detached, quiet
 from fedlightning.datamodules.public import addressable, public_loader, size_of
-from fedlightning.datamodules.sampling import AddressedSampler, readdress, seed_in_workers
+from fedlightning.datamodules.sampling import AddressedSampler, reseed_loader, seed_in_workers
 from fedlightning.seeding import address, generator, isolated
 from fedlightning.tensors import dense, ties
 from fedlightning.wrappers.muting import evaluating, muted
@@ -185,7 +185,7 @@ class ServerTraining:
         if isinstance(sampler, AddressedSampler):
             sampler.start(seed=seed, round=self.server.round, epochs_per_round=EPOCHS_OF_A_ROUND)
         else:
-            readdress(loader, seed, "samplers", self.server.round)
+            reseed_loader(loader, seed, "samplers", self.server.round)
 
 
 def _work(steps: int | None, epochs: int | None, loader: Any) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
-from fedlightning.client.data_summary import Description
+from fedlightning.client.data_summary import DataSummary
 from fedlightning.client.fit import have_memory
 from fedlightning.compat.system import peak_memory_mb
 from fedlightning.contract import CallbackList, FederatedCallback
@@ -59,7 +59,7 @@ def _any_memory(found: Iterable[bool | None]) -> bool | None:
     return True if True in answers else None if None in answers else False
 
 
-def terms_of(server: Server, kept: Sequence[str], validations: int) -> dict[str, Any]:
+def summarise_terms(server: Server, kept: Sequence[str], validations: int) -> dict[str, Any]:
     """Return the terms of a run, for `summary.json`."""
     return {
         "optimizer_state": server.blueprint.settings.optimizer_state,
@@ -130,7 +130,7 @@ LISTED = 10_000
 """Clients up to which a summary tells of each what it holds. Of more, it tells of those that took part or were scored."""
 
 
-def evaluation_of(server: Server, in_training: Sequence[str] | None = None) -> dict[str, Any]:
+def summarise_evaluation(server: Server, in_training: Sequence[str] | None = None) -> dict[str, Any]:
     """Return how many clients are scored, of how many; if not all, with a short hash of who."""
     found = _scored(server.population.scored, server.clients)
     if in_training is None or list(in_training) == server.population.scored:
@@ -153,7 +153,7 @@ def listed_clients(server: Server, engine: Engine) -> list[str]:
     return [client for client in server.clients if client in engine.store or client in scored]
 
 
-def describe_data(data: Description, clients: Sequence[str] | None = None, withheld: bool = False) -> dict[str, Any]:
+def describe_data(data: DataSummary, clients: Sequence[str] | None = None, withheld: bool = False) -> dict[str, Any]:
     """Describe who holds what; two runs are on the same split where `splits` agree.
 
     Args:
@@ -173,7 +173,7 @@ def describe_data(data: Description, clients: Sequence[str] | None = None, withh
     }
 
 
-def describe_clients(data: Description, clients: Sequence[str], withheld: bool) -> dict[str, Any]:
+def describe_clients(data: DataSummary, clients: Sequence[str], withheld: bool) -> dict[str, Any]:
     """Describe what each of some clients holds: samples in each split, and training samples by class unless `withheld`."""
     return {
         client: {split: data.num_samples(client, split) for split in SPLITS}

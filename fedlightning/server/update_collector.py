@@ -216,7 +216,7 @@ class UpdateCollector:
             ) from self.cause
 
 
-def tell_of_misses(server: Server, updates: list[Update], policy: FailurePolicy) -> None:
+def warn_missing_updates(server: Server, updates: list[Update], policy: FailurePolicy) -> None:
     """Warn of clients that contributed nothing, or could not be evaluated, with the reason."""
     for update in updates:
         if update.left_out:

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 import fedlightning
 from fedlightning.client.blueprint import Blueprint
-from fedlightning.client.data_summary import Description, Detail
-from fedlightning.client.runtime import LocalRunner
+from fedlightning.client.data_summary import DataSummary, Detail
+from fedlightning.client.runtime import ClientRuntime
 from fedlightning.contract.families import Protection
 from fedlightning.resume.config_changes import differences, of_blueprint
 from fedlightning.storage.files import plain, read_json, readable_json, write_secret, write_text_atomically, writing
@@ -63,7 +63,7 @@ with a key that only the site has, which tells whether something has changed and
 the server has public data too, with which they are compared."""
 DETAILS: tuple[Detail, ...] = tuple(detail for detail in get_args(Detail) if detail not in ("classes", "pooled"))
 """What of the data is looked up for a greeting."""
-INSTEAD: Mapping[str, Callable[[Description], Any]] = {
+INSTEAD: Mapping[str, Callable[[DataSummary], Any]] = {
     "module": lambda told: "data of sites",
     "partition_name": lambda told: "at sites",
     "classes": lambda told: dict.fromkeys(told.sizes),
@@ -77,7 +77,7 @@ CODE = "code"
 """Entry of `splits` that stands for the code of the data module."""
 
 
-def leaving(told: Description, key: bytes, code: str, public: bool) -> Description:
+def leaving(told: DataSummary, key: bytes, code: str, public: bool) -> DataSummary:
     """Return what leaves of a description."""
     told = replace(told, splits={**told.splits, CODE: code} if told.splits else {})
     changed: dict[str, Any] = {}
@@ -131,7 +131,7 @@ def agreement(blueprint: Blueprint) -> dict[str, Any]:
     return agreed
 
 
-def refusal_of_changes(runner: LocalRunner, own: Mapping[str, Any], key: bytes, path: Path) -> str | None:
+def refusal_of_changes(runner: ClientRuntime, own: Mapping[str, Any], key: bytes, path: Path) -> str | None:
     """Return why callbacks that protect clients do not go on with a run after a change here, whatever its server says.
 
     Args:

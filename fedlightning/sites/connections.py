@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from fedlightning.client.data_summary import Description
+from fedlightning.client.data_summary import DataSummary
 from fedlightning.errors import warn
 from fedlightning.sites.agreement import CODE, versions
 from fedlightning.sites.link import Link
@@ -314,7 +314,7 @@ class Connections:
         )
 
     def _compared(self, told: Any) -> Any:
-        if not self.allow_other_code or not isinstance(told, Description):
+        if not self.allow_other_code or not isinstance(told, DataSummary):
             return told
         return replace(told, splits={part: one for part, one in told.splits.items() if part != CODE})
 

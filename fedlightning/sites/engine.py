@@ -13,14 +13,14 @@ from typing import Any, NoReturn, TypeVar
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from fedlightning.client.data_summary import Description, Detail
-from fedlightning.client.runtime import LocalRunner
+from fedlightning.client.data_summary import DataSummary, Detail
+from fedlightning.client.runtime import ClientRuntime
 from fedlightning.contract.messages import Update
-from fedlightning.datamodules.base import in_order
+from fedlightning.datamodules.base import sort_clients
 from fedlightning.datamodules.held_out import WithoutClients
 from fedlightning.datamodules.public_only import public_facts
-from fedlightning.engines.attempts import WITHOUT, at_site
-from fedlightning.engines.base import Engine, Note, Task
+from fedlightning.engines.attempts import WITHOUT, add_site_name
+from fedlightning.engines.base import Engine, RecordNote, Task
 from fedlightning.errors import ConfigurationError
 from fedlightning.sites import code_hashes as code
 from fedlightning.sites.agreement import agreement, digest
@@ -46,7 +46,7 @@ class DataElsewhere(WithoutClients):
         raise ValueError("the clients' data are asked for in the server's process, and they are at their sites")
 
 
-class Absent:
+class UnreachableSites:
     """Knows which sites are not to be waited for.
 
     A site that was too slow once is asked whether it is there. If it says so, nothing has happened; one that is not
@@ -132,7 +132,7 @@ class SitesEngine(Engine):
 
     def __init__(
         self,
-        runner: LocalRunner,
+        runner: ClientRuntime,
         store: SiteStore,
         link: Link,
         export: bool = False,
@@ -145,7 +145,7 @@ class SitesEngine(Engine):
         self.connections = Connections(link, self._hello, self._session, lambda: self.attempts.clock())
         self.connections.allow_other_code = allow_other_code
         self._code = code.of_blueprint(runner.blueprint)
-        self.absent, self._max_share = Absent(self.connections), max_share
+        self.absent, self._max_share = UnreachableSites(self.connections), max_share
         self.log = log_of_server(link.expected)
         self._wanted = link.expected
         self._waits_for = ""  # what keeps the run from its beginning, for the log
@@ -157,7 +157,7 @@ class SitesEngine(Engine):
         self._window = Window()
         self._members: list[str] = []
         self._refused: dict[str, float] = {}  # by node: since when
-        self._merged: tuple[str, Description] | None = None
+        self._merged: tuple[str, DataSummary] | None = None
 
     @property
     def sites(self) -> dict[str, str]:
@@ -196,7 +196,7 @@ class SitesEngine(Engine):
         session, weights = self._session(), module_state(self.runner.blueprint.template)
         return {"do": "hello", "session": session, "template": weights, **self._about()}
 
-    def _known(self, session: str) -> Description | None:
+    def _known(self, session: str) -> DataSummary | None:
         return self._merged[1] if self._merged is not None and self._merged[0] == session else None
 
     # -- the data ----------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class SitesEngine(Engine):
         """Tell every site the totals, now and whenever it is greeted again."""
         self._totals = dict(totals)
 
-    def describe(self, leave_out: Collection[str] = (), details: Collection[Detail] = ()) -> Description:
+    def describe(self, leave_out: Collection[str] = (), details: Collection[Detail] = ()) -> DataSummary:
         """Describe the clients' data; they stay the same in a session, in whose greeting every site has told of its own."""
         if leave_out:
             return self._merge(self._ask_all({"do": "describe", "leave_out": list(leave_out)}))
@@ -246,20 +246,20 @@ class SitesEngine(Engine):
         self.runner.know(known)
         return known
 
-    def _merge(self, found: Mapping[str, Any]) -> Description:
-        own: list[Description] = []
+    def _merge(self, found: Mapping[str, Any]) -> DataSummary:
+        own: list[DataSummary] = []
         for name, answer in found.items():
-            if not isinstance(answer, Description) or set(answer.sizes) - {
+            if not isinstance(answer, DataSummary) or set(answer.sizes) - {
                 *self.connections.clients[name],
                 *self._left_out,
             }:
                 raise ConfigurationError(f"Site '{name}' does not describe its data as a site does.")
             own.append(answer)
         check_shares(found, self._max_share)
-        everybody = in_order([client for one in own for client in one.client_ids])
+        everybody = sort_clients([client for one in own for client in one.client_ids])
         place = {client: number for number, client in enumerate(everybody)}
         own.sort(key=lambda one: min((place[client] for client in one.client_ids), default=len(place)))
-        return Description.merged(own)
+        return DataSummary.merged(own)
 
     def _listen(self) -> list[Reply]:
         """Greet who has come, and return replies."""
@@ -313,7 +313,7 @@ class SitesEngine(Engine):
                 "seconds that a visit may take at most, with the way there and back."
             )
 
-    def beside(self, runner: LocalRunner) -> Engine:
+    def beside(self, runner: ClientRuntime) -> Engine:
         raise ConfigurationError(
             "engine='flower' does not onboard new clients. Start a site that has them, and resume the run with "
             "`fedlightning serve --resume auto --allow_new_clients true`: they join it."
@@ -455,14 +455,14 @@ class SitesEngine(Engine):
         entry.answer, entry.done = settled[0], True
         if settled[1] is not None and entry.task.client is not None:
             kept, about = settled[1]
-            self.versions.keep(entry.task.client, kept, Note(**(about or {})))
+            self.versions.keep(entry.task.client, kept, RecordNote(**(about or {})))
 
     def _settle(self, entry: Entry, answer: Any, record: Any) -> tuple[Any, Any] | None:
         """Settle an answer; where its client has failed, the reason names the site."""
         answer = in_lines(answer)
         settled = entry.attempt.settle(answer, record)
         if settled is not None and isinstance(settled[0], Update) and settled[0].error is not None:
-            settled[0].error = at_site(settled[0].error, entry.client, self.sites.get(entry.client))
+            settled[0].error = add_site_name(settled[0].error, entry.client, self.sites.get(entry.client))
         return settled
 
     def _give_up(self, entry: Entry, reason: str, lasts: bool) -> None:

@@ -23,8 +23,8 @@ from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedlightning.client.client_errors import in_words
-from fedlightning.client.data_summary import Description
+from fedlightning.client.client_errors import describe_error
+from fedlightning.client.data_summary import DataSummary
 from fedlightning.client.requests import Evaluate
 from fedlightning.compat.sheets import is_formula
 from fedlightning.contract.messages import Update
@@ -119,10 +119,10 @@ class Texts:
 
     def _withheld(self, text: str, errors: Sequence[BaseException]) -> str:
         """Return what leaves in the place of a text that one of some errors may have given: the last, if it quotes none."""
-        found = [one for one in errors if in_words(one) in text] or errors
+        found = [one for one in errors if describe_error(one) in text] or errors
         if not found:
             return f"a text that stays at its site ({self._kept(text)})"
-        return in_words(found[-1]) if _is_fixed(found[-1]) else self._kind(found[-1], text)
+        return describe_error(found[-1]) if _is_fixed(found[-1]) else self._kind(found[-1], text)
 
     def _kind(self, error: BaseException, text: str = "") -> str:
         reference = next((name for known, name in self._known if known is error), None)
@@ -361,7 +361,7 @@ def _are_names(metrics: Collection[str]) -> bool:
     )
 
 
-def check_shares(told: Mapping[str, Description], most: float) -> None:
+def check_shares(told: Mapping[str, DataSummary], most: float) -> None:
     """Compare the training samples that sites say they have: means are weighted by them, and nobody can count them.
 
     Args:

@@ -19,20 +19,20 @@ from lightning.pytorch import LightningDataModule
 
 from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.client_errors import client_failure, noting
-from fedlightning.client.data_summary import Description
+from fedlightning.client.data_summary import DataSummary
 from fedlightning.client.record import ClientRecord
-from fedlightning.client.runtime import LocalRunner
+from fedlightning.client.runtime import ClientRuntime
 from fedlightning.codec.tree import file_of, load
 from fedlightning.compat.system import file_name_of
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.public_only import public_facts
 from fedlightning.deployment.export import Deploy
-from fedlightning.engines.base import Note, Visit
+from fedlightning.engines.base import RecordNote, Visit
 from fedlightning.engines.score_tasks import ScoreClient, ScoreModel
 from fedlightning.errors import ConfigurationError
 from fedlightning.guards.preflight_task import PreflightTask
 from fedlightning.guards.step_trials import StepTrial
-from fedlightning.privacy.outgoing import leaving_of
+from fedlightning.privacy.outgoing import make_outgoing_filter
 from fedlightning.resume.config_changes import differences
 from fedlightning.server.population import refuse_covered
 from fedlightning.sites import code_hashes as code
@@ -173,11 +173,11 @@ class Session:
 
     key: str
     run: str
-    runner: LocalRunner
+    runner: ClientRuntime
     asked: Asked
     public: bool = False
     other_code: Collection[str] = ()
-    told: Description | None = None
+    told: DataSummary | None = None
 
 
 class Site:
@@ -311,10 +311,10 @@ class Site:
             write_text_atomically(path, readable_json(known))
         return found
 
-    def _leaves(self, runner: LocalRunner) -> str:
+    def _leaves(self, runner: ClientRuntime) -> str:
         """Return what can leave this site's clients, in words."""
         sums = runner.data.wanted_statistics is not None
-        told = sorted({str(leaving_of(runner.blueprint, client)) for client in runner.data.client_ids})
+        told = sorted({str(make_outgoing_filter(runner.blueprint, client)) for client in runner.data.client_ids})
         allowed = {
             "sums of training rows, once before round 1": sums,
             "the models": self._export,
@@ -322,7 +322,7 @@ class Site:
         }
         return ", or ".join(told) + "".join(f"; {what}" for what, yes in allowed.items() if yes)
 
-    def _told(self, found: Description, session: Session) -> Description:
+    def _told(self, found: DataSummary, session: Session) -> DataSummary:
         return leaving(found, self._key, self._data_code, session.public)
 
     def _open(self, asked: Mapping[str, Any]) -> Session:
@@ -351,7 +351,7 @@ class Site:
         template, assigned = copy.deepcopy(self._blueprint.template), _assigned(asked["assigned"], self._blueprint)
         blueprint = replace(self._blueprint, template=template, assigned=assigned)
         _load(blueprint, asked["template"])
-        runner = LocalRunner(blueprint, self._data, together=False, folder=self._folder / "models" / asked["run"])
+        runner = ClientRuntime(blueprint, self._data, together=False, folder=self._folder / "models" / asked["run"])
         if stage not in self._stages:
             runner.set_up(stage)
             self._stages.add(stage)
@@ -417,7 +417,7 @@ class Site:
         number, version = asked["number"], asked["version"]
         if client and (client, number) in self._given:
             return self._given[client, number]
-        terms = leaving_of(session.runner.blueprint, client).terms if client else ""
+        terms = make_outgoing_filter(session.runner.blueprint, client).terms if client else ""
         record = self.records.get(run, client, version, terms)
         here = Here(session.runner, self._export, client)
         _refuse(fault(here, task) or out_of_turn(here, task, record))
@@ -440,7 +440,7 @@ class Site:
         if after is not None:
             keep = asked.get("keep")
             reply["version"] = self.records.put(run, client, after, terms)
-            reply["note"] = vars(Note.of(after))
+            reply["note"] = vars(RecordNote.of(after))
             if isinstance(keep, list):
                 self.records.forget(run, client, keep=[*keep, version, reply["version"]])
         written = write(reply)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlightning.client.record import ClientRecord
-from fedlightning.engines.base import ClientStore, Note, Visit
+from fedlightning.engines.base import ClientRecords, RecordNote, Visit
 from fedlightning.sites.status import LISTED, OwnStatus, StatusFile, of_clients, printable, stamped
 from fedlightning.sites.task_bounds import VERBS, in_words
 
@@ -23,7 +23,7 @@ RESTS = 2
 """Saved states whose records are kept: the newest, and the one before it, to which a damaged one gives way."""
 
 
-class SiteStore(ClientStore):
+class SiteStore(ClientRecords):
     """The versions of the clients' records, each as a small record that is saved and restored with the server's state.
 
     So a server that goes back to an earlier round goes back to the versions that the records had in that round.
@@ -54,7 +54,7 @@ class SiteStore(ClientStore):
             return None
         return sorted({self.version(client), *(rest.get(client, "") for rest in self._rests)} - {""})
 
-    def keep(self, client: str, version: str, note: Note) -> None:
+    def keep(self, client: str, version: str, note: RecordNote) -> None:
         """Put another version in force."""
         about = {
             "run": self.run,
@@ -64,9 +64,9 @@ class SiteStore(ClientStore):
         }
         self.put(client, ClientRecord(state={SITE: about}))
 
-    def note(self, client: str) -> Note:
+    def note(self, client: str) -> RecordNote:
         about = self._of(client)
-        return Note(bool(about.get("is_personal")), dict(about.get("checkpoints", {})))
+        return RecordNote(bool(about.get("is_personal")), dict(about.get("checkpoints", {})))
 
     def put(self, client: str, record: ClientRecord, changed: bool = True) -> None:
         super().put(client, record, changed)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.requests import Evaluate
-from fedlightning.client.runtime import LocalRunner
+from fedlightning.client.runtime import ClientRuntime
 from fedlightning.contract import Change
 from fedlightning.contract.messages import Message, check_extras
 from fedlightning.deployment.export import Deploy
@@ -25,7 +25,7 @@ from fedlightning.engines.base import Visit
 from fedlightning.engines.score_tasks import ScoreClient, ScoredModel, ScoreModel, ServerModel
 from fedlightning.guards.preflight_task import FACTS, PreflightTask
 from fedlightning.guards.step_trials import StepTrial
-from fedlightning.privacy.outgoing import leaving_of
+from fedlightning.privacy.outgoing import make_outgoing_filter
 from fedlightning.scores.rows import LOCAL, UNSEEN
 from fedlightning.server.loop import ROUNDS
 from fedlightning.sites.message_checks import (
@@ -76,7 +76,7 @@ class Here:
         client: The client that the request is about.
     """
 
-    runner: LocalRunner
+    runner: ClientRuntime
     exports: bool = False
     client: str = ""
 
@@ -136,7 +136,7 @@ def _kept_private(here: Here, value: Message) -> str | None:
     """Refuse a message that brings entries in the place of the client's own: their scores would tell of the data alone."""
     reason = fault(here, value)
     private = next(
-        (name for name in value.state if name in leaving_of(here.runner.blueprint, here.client).private), None
+        (name for name in value.state if name in make_outgoing_filter(here.runner.blueprint, here.client).private), None
     )
     if reason is None and private is not None and not here.runner.callbacks.making(Change.PRIVATE):
         return f"state of its Message: '{private}' is the client's own, and no method here replaces it"
@@ -156,7 +156,7 @@ def _trained(here: Here, value: Message) -> str | None:
 def _returns(here: Here, value: Collection[str]) -> str | None:
     if len(set(value)) != len(value):
         return "it names an entry twice"
-    return leaving_of(here.runner.blueprint, here.client).fault(value)
+    return make_outgoing_filter(here.runner.blueprint, here.client).fault(value)
 
 
 def _extras(here: Here, value: Mapping[str, Any]) -> str | None:

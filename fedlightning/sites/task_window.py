@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedlightning.engines.attempts import Attempt
+from fedlightning.engines.attempts import TaskTries
 from fedlightning.engines.base import Task
 from fedlightning.guards.preflight_task import PreflightTask
 from fedlightning.guards.step_trials import StepTrial
@@ -51,7 +51,7 @@ class Entry:
 
     task: Task[Any]
     client: str
-    attempt: Attempt
+    attempt: TaskTries
     number: str = ""
     since: float | None = None
     sent: str | None = None

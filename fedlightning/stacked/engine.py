@@ -32,16 +32,16 @@ from fedlightning.client.phases import only_training
 from fedlightning.client.probes import TRANSFERS, move_batch
 from fedlightning.client.record import ClientRecord
 from fedlightning.client.requests import Fit, Score, ScoringTask, VisitSteps
-from fedlightning.client.runtime import LocalRunner
-from fedlightning.client.trainer_context import address_of
+from fedlightning.client.runtime import ClientRuntime
+from fedlightning.client.trainer_context import phase_address
 from fedlightning.client.visit import bind
 from fedlightning.compat.lightning_runs import on_device
 from fedlightning.contract import Phase
 from fedlightning.contract.messages import Update
-from fedlightning.engines.base import ClientStore, Task, Visit
+from fedlightning.engines.base import ClientRecords, Task, Visit
 from fedlightning.engines.sequential import SequentialEngine
 from fedlightning.errors import ConfigurationError
-from fedlightning.fast.log_sheet import NotInFastLoop
+from fedlightning.fast.log_sheet import FastLoopRefused
 from fedlightning.options import EngineOptions, Sequential, Vectorized
 from fedlightning.seeding import preserved
 from fedlightning.stacked.batches import Gatherer, LoaderSource, resident
@@ -59,7 +59,7 @@ CLIENTS = 4
 """Clients of a round below which there is little to stack."""
 
 
-def choose(runner: LocalRunner, participants: int, synchronous: bool = True) -> tuple[EngineOptions, str]:
+def choose(runner: ClientRuntime, participants: int, synchronous: bool = True) -> tuple[EngineOptions, str]:
     """Return the options of an engine, and why in a line."""
     alone = "engine='auto' takes 'sequential': {}."
     if not synchronous:
@@ -97,7 +97,7 @@ class StackedTraining:
         watching: Watches what is done for one client alone.
     """
 
-    def __init__(self, runner: LocalRunner, watching: Callable[[list[str]], AbstractContextManager[None]]) -> None:
+    def __init__(self, runner: ClientRuntime, watching: Callable[[list[str]], AbstractContextManager[None]]) -> None:
         self.runner = runner
         self._watching = watching
         self._device = runner.blueprint.device
@@ -158,7 +158,7 @@ class StackedTraining:
         return self.runner.settings.train_batches(len(loader))
 
     def _seed(self, fit: Fit, epoch: int) -> tuple[object, ...]:
-        return self.runner.settings.seed, fit.client.visit, fit.client.id, address_of(fit.phase), epoch
+        return self.runner.settings.seed, fit.client.visit, fit.client.id, phase_address(fit.phase), epoch
 
     def _convert(self, module: LightningModule, batch: Any) -> Any:
         return move_batch(module, self.runner.blueprint.precision.convert_input(batch))
@@ -224,7 +224,7 @@ class VectorizedEngine(SequentialEngine):
             :func:`~fedlightning.stacked.planning.chunk_size`). Results do not depend on it beyond rounding.
     """
 
-    def __init__(self, runner: LocalRunner, store: ClientStore, clients_per_stack: int | None = None) -> None:
+    def __init__(self, runner: ClientRuntime, store: ClientRecords, clients_per_stack: int | None = None) -> None:
         super().__init__(runner, store)
         self._asked = self._size = clients_per_stack
         self.device = runner.blueprint.device
@@ -235,8 +235,8 @@ class VectorizedEngine(SequentialEngine):
         """Refuse a federation that cannot be stacked."""
         examine(self.runner)
 
-    def beside(self, runner: LocalRunner) -> VectorizedEngine:
-        return VectorizedEngine(runner, ClientStore(), self._asked)
+    def beside(self, runner: ClientRuntime) -> VectorizedEngine:
+        return VectorizedEngine(runner, ClientRecords(), self._asked)
 
     def map(self, tasks: Iterable[Task[Answer]]) -> Iterator[Answer]:
         chunk: list[Task[Answer]] = []
@@ -351,7 +351,7 @@ class VectorizedEngine(SequentialEngine):
         try:
             with self.watching([member.client]):
                 result = fit_client(self.runner, fit)
-        except NotInFastLoop as reason:  # the visit cannot begin again in a stack
+        except FastLoopRefused as reason:  # the visit cannot begin again in a stack
             raise ConfigurationError(
                 f"engine='vectorized' trains phase '{fit.phase.name}' client by client, and the fast loop cannot: {reason}. "
                 "Use local_loop='trainer', or engine='sequential' or 'processes'."

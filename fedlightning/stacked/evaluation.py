@@ -32,7 +32,7 @@ from fedlightning.client.kept import Kept
 from fedlightning.client.logged_metrics import nan_where_undefined
 from fedlightning.client.probes import TRANSFERS
 from fedlightning.client.requests import ScoreRequest, Scores, Scoring, finish, score_in_turn, score_one
-from fedlightning.client.runtime import LocalRunner
+from fedlightning.client.runtime import ClientRuntime
 from fedlightning.compat.lightning_runs import on_device, without_warnings
 from fedlightning.fast import eligibility as fast_refusals
 from fedlightning.fast.eligibility import of_module
@@ -281,7 +281,7 @@ class StackedEvaluation:
         runner: Its scorer is what the results must agree with.
     """
 
-    def __init__(self, runner: LocalRunner) -> None:
+    def __init__(self, runner: ClientRuntime) -> None:
         self._runner = runner
         self._decided: dict[Kind, int] = {}  # how many take a step together at most; 0: scored one by one
 
@@ -331,7 +331,7 @@ class StackedEvaluation:
         refused = all(self._decided.get((kind, testing, which)) == 0 for which in whose)
         if refused or not (testing or "validation_step" in steps):
             return None
-        unfit = fast_refusals.of_loader(one.loader, self._limit(testing)) is not None
+        unfit = fast_refusals.find_loader_refusal(one.loader, self._limit(testing)) is not None
         if not scored_fast or unfit or not can_iterate_together(one.loader):
             return None
         signature = signatures.get(id(one.module))

@@ -32,8 +32,8 @@ from torch.func import vmap
 
 from fedlightning.client.client import Client
 from fedlightning.client.client_errors import client_failure
-from fedlightning.client.runtime import LocalRunner
-from fedlightning.client.trainer_context import acting
+from fedlightning.client.runtime import ClientRuntime
+from fedlightning.client.trainer_context import select_active_callbacks
 from fedlightning.compat.lightning_runs import takes_index
 from fedlightning.contract import FederatedCallback, GradientContext, Phase, Stackable
 from fedlightning.stacked.batches import Gatherer
@@ -283,7 +283,7 @@ class StackedFit:
 
     def __init__(
         self,
-        runner: LocalRunner,
+        runner: ClientRuntime,
         phase: Phase,
         found: Finding,
         module: LightningModule,
@@ -318,7 +318,7 @@ class StackedFit:
         self._most = max(1, CACHE // found.bytes_of_step) if limited else stack.size
         self.corrections = [
             Correction(callback, clients, self.names, phase.name, self.device)
-            for callback in acting(callbacks.correctors(), phase)
+            for callback in select_active_callbacks(callbacks.correctors(), phase)
         ]
         brought = [callback for callback in callbacks if isinstance(callback, Stackable) and callback.is_stackable]
         self.hooks: list[StackHooks] = [callback.stack_hooks(self) for callback in brought]

@@ -19,7 +19,7 @@ from torchmetrics import Metric
 from fedlightning.client.data_summary import take_first_batch
 from fedlightning.client.kept import Kept
 from fedlightning.client.probes import move_batch
-from fedlightning.client.runtime import LocalRunner
+from fedlightning.client.runtime import ClientRuntime
 from fedlightning.compat.lightning_runs import takes_index
 from fedlightning.contract import FederatedCallback, Stackable
 from fedlightning.errors import ConfigurationError
@@ -81,7 +81,7 @@ class Finding:
     bytes_of_client: int = 0
 
 
-def examine(runner: LocalRunner) -> Finding:
+def examine(runner: ClientRuntime) -> Finding:
     """Check settings, callbacks, data and module, and try a step on a stack of two clients."""
     found = analyse(runner)
     if found.reason is not None:
@@ -91,7 +91,7 @@ def examine(runner: LocalRunner) -> Finding:
     return found
 
 
-def analyse(runner: LocalRunner) -> Finding:
+def analyse(runner: ClientRuntime) -> Finding:
     """Check as :func:`examine` does, without raising; a process tries the step of a federation once."""
     tools = runner.blueprint.tools
     if "stack" not in tools:
@@ -100,7 +100,7 @@ def analyse(runner: LocalRunner) -> Finding:
     return found
 
 
-def _analysed(runner: LocalRunner) -> Finding:
+def _analysed(runner: ClientRuntime) -> Finding:
     if len({runner.blueprint.architecture_of(client) for client in runner.data.client_ids}) > 1:
         return Finding("clients have models of different architectures")
     module = runner.blueprint.build(next(iter(runner.data.client_ids)))
@@ -118,7 +118,7 @@ def _analysed(runner: LocalRunner) -> Finding:
     return found
 
 
-def _of_settings(runner: LocalRunner) -> str | None:
+def _of_settings(runner: ClientRuntime) -> str | None:
     settings = runner.settings
     for name, plain in PLAIN.items():
         value = settings.trainer_arguments.get(name, plain)
@@ -133,7 +133,7 @@ def _of_settings(runner: LocalRunner) -> str | None:
     return None
 
 
-def _of_callbacks(runner: LocalRunner) -> str | None:
+def _of_callbacks(runner: ClientRuntime) -> str | None:
     for callback in runner.settings.callbacks:
         hook = _first_of(FIT_HOOKS, callback, Callback)
         if hook is not None:
@@ -155,7 +155,7 @@ def _first_of(hooks: Iterable[str], callback: Callback, base: type[Callback]) ->
     return next((name for name in hooks if getattr(type(callback), name) is not getattr(base, name)), None)
 
 
-def _of_data(runner: LocalRunner) -> str | None:
+def _of_data(runner: ClientRuntime) -> str | None:
     alike = runner.data.common_batches is not None  # one client's loader then tells
     for client in runner.data.client_ids[:1] if alike else runner.data.client_ids:
         workers = getattr(runner.data.client_dataloader(client, "train"), "num_workers", 0)
@@ -189,7 +189,7 @@ def _of_optimizer(module: LightningModule, name: str) -> str | None:
     return stacked_optimizers.refuse(optimizers[0])
 
 
-def _try_step(runner: LocalRunner, module: LightningModule, draws: ClientDraws | None) -> Finding:
+def _try_step(runner: ClientRuntime, module: LightningModule, draws: ClientDraws | None) -> Finding:
     """Try the step on two clients that have the same batch."""
     name = user_class(module).__name__
     batch = take_first_batch(runner)

@@ -112,13 +112,13 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def is_writer() -> bool:
+def is_writing_process() -> bool:
     """Return True in the one process of a run that writes files (rank 0 under DDP)."""
     ranks = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")  # torchrun sets RANK and GROUP_RANK, Lightning the others
     return all(int(os.environ.get(rank, 0)) == 0 for rank in ranks)
 
 
-def of_first_rank(value: Any) -> Any:
+def broadcast_from_rank_zero(value: Any) -> Any:
     """Return the value of the first process of a group, in all of them: they stop after the same round, or wait for ever."""
     import torch
 
@@ -359,7 +359,7 @@ Mark = dict[str, Any]
 """What is known of a store when a state is saved, in plain values."""
 
 
-class Growing:
+class AppendOnlyFile:
     """A file that grows, and what is known of it without reading it again from its beginning.
 
     Args:

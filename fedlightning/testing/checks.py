@@ -22,7 +22,7 @@ from fedlightning.contract import Change, FederatedCallback
 from fedlightning.engines.attempts import TooFewClientsError
 from fedlightning.guards.composition import changes_of
 from fedlightning.options import FailurePolicy
-from fedlightning.privacy.outgoing import leaving_of
+from fedlightning.privacy.outgoing import make_outgoing_filter
 from fedlightning.scores.rows import UNSEEN
 from fedlightning.server.server import Server
 from fedlightning.tensors import State, entry_kinds, first_nonfinite, module_state
@@ -190,7 +190,7 @@ def check_wire(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
             f"{algorithm.key} asks client '{message.client}' for {sorted(unsent)}, which it did not send. Say so: facts = "
             "Facts(changes={Change.ONE_WAY})."
         )
-        beyond = set(update.state) - leaving_of(server.blueprint, message.client).entries
+        beyond = set(update.state) - make_outgoing_filter(server.blueprint, message.client).entries
         assert not beyond, (
             f"{algorithm.key} lets client '{message.client}' send {sorted(beyond)}, and wire().entries does not."
         )

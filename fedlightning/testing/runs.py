@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedlightning.client import visit
-from fedlightning.client.runtime import LocalRunner
+from fedlightning.client.runtime import ClientRuntime
 from fedlightning.contract import Facts, FederatedCallback
 from fedlightning.contract.messages import Message, Update
 from fedlightning.server.server import Server
@@ -56,7 +56,7 @@ def watching() -> Iterator[Visits]:
     """Record the message, the update and the client's record of every visit of a run in this process."""
     visits, visit_steps = Visits(), visit.visit_steps
 
-    def watched(runner: LocalRunner, message: Message, record: Any, evaluate: Any) -> Any:
+    def watched(runner: ClientRuntime, message: Message, record: Any, evaluate: Any) -> Any:
         update, kept = yield from visit_steps(runner, message, record, evaluate)
         visits.all.append((message, update, kept))
         visits.records[message.client] = copy.deepcopy(kept)  # as it is now: what is edited in place later must differ

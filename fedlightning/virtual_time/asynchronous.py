@@ -23,11 +23,11 @@ from fedlightning.engines.base import Engine
 from fedlightning.errors import ConfigurationError
 from fedlightning.ranges import Counts, PositiveShare, Range
 from fedlightning.seeding import generator
-from fedlightning.server.loop import Loop, allowed, last_scores, left_behind
+from fedlightning.server.loop import Loop, apply_job_hooks, keep_last_scores, keep_local_record
 from fedlightning.server.server import Server
 from fedlightning.server.update_collector import UpdateCollector
 from fedlightning.virtual_time.clock import VirtualClock, unreachable
-from fedlightning.virtual_time.in_flight import HeldRecords, InFlight, Planned
+from fedlightning.virtual_time.in_flight import PendingJob, PendingRecords, SampleForecast
 from fedlightning.virtual_time.speed import FixedSpeed
 
 AT_THE_SERVER = (
@@ -123,8 +123,8 @@ class Asynchronous(Loop):
         self.arrivals = arrivals
         self.max_staleness = max_staleness
         self.at_end = at_end
-        self._in_flight: list[InFlight] = []
-        self._planned: Planned | None = None
+        self._in_flight: list[PendingJob] = []
+        self._planned: SampleForecast | None = None
         self._departures = 0
         self._visits: dict[str, int] = {}
 
@@ -209,7 +209,7 @@ class Asynchronous(Loop):
             elif rule.max_staleness is not None and update.staleness > rule.max_staleness:
                 reason = f"its update is {update.staleness} steps old, more than max_staleness={rule.max_staleness}"
                 if job.record is not None:
-                    engine.store.put(job.client, left_behind(server, before, job.record))
+                    engine.store.put(job.client, keep_local_record(server, before, job.record))
                 update = replace(update, error=f"client '{update.client}': {reason}", left_out=True)
             else:
                 sent, kinds = job.message.state, server.architecture(update.model).kinds
@@ -225,9 +225,9 @@ class Asynchronous(Loop):
                 raise FederationError(f"Round {server.round + 1}: {failed} visits have failed; {update.error}.")
         collector.refuse_if_too_few()
         collector.step()
-        return last_scores(collector.done)
+        return keep_last_scores(collector.done)
 
-    def _arrived(self, server: Server, engine: Engine, evaluate: Evaluate, job: InFlight, steps: int) -> Update:
+    def _arrived(self, server: Server, engine: Engine, evaluate: Evaluate, job: PendingJob, steps: int) -> Update:
         """Let a visit take effect. Scores from a round that was evaluated do not go into one that is not."""
         assert job.update is not None
         if job.record is not None:
@@ -238,16 +238,16 @@ class Asynchronous(Loop):
         late = server.round + steps - job.message.round
         return replace(job.update, staleness=late, evaluations=scores, gaps=gaps)
 
-    def _planned_by(self, engine: Engine) -> Planned:
+    def _planned_by(self, engine: Engine) -> SampleForecast:
         """Return what knows of planned samples: one for the whole run, for to find out may take time."""
         if self._planned is None or self._planned.engine is not engine:
-            self._planned = Planned(engine)
+            self._planned = SampleForecast(engine)
         return self._planned
 
     # -- what comes next -------------------------------------------------------------------------------------------
     def _next(
         self, server: Server, engine: Engine, evaluate: Evaluate, wanted: int, start: Callable[[], float]
-    ) -> InFlight | None:
+    ) -> PendingJob | None:
         """Go on to the next arrival, and take the job out. Before that, everybody starts who can."""
         first = self._earliest(server, engine, evaluate, wanted)
         while first is None or first.arrival > server.costs.virtual_time:
@@ -262,7 +262,7 @@ class Asynchronous(Loop):
         server.costs.virtual_time = first.arrival
         return first
 
-    def _earliest(self, server: Server, engine: Engine, evaluate: Evaluate, wanted: int) -> InFlight | None:
+    def _earliest(self, server: Server, engine: Engine, evaluate: Evaluate, wanted: int) -> PendingJob | None:
         """Return the job that arrives next, carried out. What its own bytes take may let another one pass."""
         while self._in_flight:
             ahead = sorted(self._in_flight, key=lambda job: job.order)
@@ -272,9 +272,9 @@ class Asynchronous(Loop):
             self._carry_out(server, engine, evaluate, waiting)
         return None
 
-    def _carry_out(self, server: Server, engine: Engine, evaluate: Evaluate, flights: list[InFlight]) -> None:
+    def _carry_out(self, server: Server, engine: Engine, evaluate: Evaluate, flights: list[PendingJob]) -> None:
         """Carry out jobs together; what the clients keep is held back until the updates arrive."""
-        store, held = engine.store, HeldRecords(engine.store)
+        store, held = engine.store, PendingRecords(engine.store)
         engine.store = held
         try:
             messages = (job.message for job in flights)
@@ -284,7 +284,7 @@ class Asynchronous(Loop):
         finally:
             engine.store = store
 
-    def _depart(self, server: Server, planned: Planned, width: int) -> float:
+    def _depart(self, server: Server, planned: SampleForecast, width: int) -> float:
         """Start idle clients that are available until `width` are at work."""
         free = width - len(self._in_flight)
         if free <= 0:
@@ -297,7 +297,7 @@ class Asynchronous(Loop):
             if len(chosen) == free:
                 break
             if self.clock.available(idle[place], server.costs.virtual_time):
-                job = allowed(server, server.job(idle[place]))
+                job = apply_job_hooks(server, server.job(idle[place]))
                 if job is not None and job.work != 0:
                     chosen[idle[place]] = job
         for client in (client for client in idle if client in chosen):
@@ -309,7 +309,7 @@ class Asynchronous(Loop):
         )
         return min((time for time in later if time > server.costs.virtual_time), default=math.inf)
 
-    def _sent_off(self, server: Server, job: Any, planned: Planned) -> InFlight:
+    def _sent_off(self, server: Server, job: Any, planned: SampleForecast) -> PendingJob:
         message = server.message(job)
         client, clock = job.client, self.clock
         message.visit = self._visits.get(client, 0)
@@ -319,7 +319,7 @@ class Asynchronous(Loop):
         computed += clock.compute(client, message.visit, planned(client, job.work))
         self._departures += 1
         arrival = computed + clock.upload(client, message.visit, 0)
-        return InFlight(self._departures - 1, message, server.costs.virtual_time, computed, arrival)
+        return PendingJob(self._departures - 1, message, server.costs.virtual_time, computed, arrival)
 
     # -- what is saved ---------------------------------------------------------------------------------------------
     def state(self) -> dict[str, Any]:
@@ -336,7 +336,7 @@ class Asynchronous(Loop):
         if set(state) != {"departures", "visits", "flights"}:
             super().load(state or {"nothing": "no jobs in flight"})
         self._departures, self._visits = int(state["departures"]), dict(state["visits"])
-        self._in_flight = [InFlight.of(job) for job in state["flights"]]
+        self._in_flight = [PendingJob.of(job) for job in state["flights"]]
 
 
 class DrawnStaleness(Asynchronous):
@@ -394,7 +394,7 @@ class DrawnStaleness(Asynchronous):
             self._draws.append((client, int(torch.randint(most + 1, (1,), generator=draws))))
         return self._draws[number]
 
-    def _depart(self, server: Server, planned: Planned, width: int) -> float:
+    def _depart(self, server: Server, planned: SampleForecast, width: int) -> float:
         """Send the present model to those whose updates will be as old as was drawn."""
         assert self.max_staleness is not None
         now = int(server.costs.virtual_time)

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fedlightning.client.record import ClientRecord
 from fedlightning.contract import POOLED, Change, Job
-from fedlightning.contract.messages import Message, Trip, Update, tree_bytes
+from fedlightning.contract.messages import JobTrace, Message, Update, tree_bytes
 from fedlightning.engines.attempts import FederationError
 from fedlightning.engines.base import Engine
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.ranges import checked
-from fedlightning.server.loop import left_behind
+from fedlightning.server.loop import keep_local_record
 from fedlightning.server.round_clock import Clock, RoundClock
 from fedlightning.server.server import Server
 from fedlightning.virtual_time.availability import AlwaysAvailable, Availability
-from fedlightning.virtual_time.in_flight import Planned
+from fedlightning.virtual_time.in_flight import SampleForecast
 from fedlightning.virtual_time.link import FixedLink, Link
 from fedlightning.virtual_time.settings import Described
 from fedlightning.virtual_time.speed import SampleSpeed, Speed
@@ -57,11 +57,11 @@ class RoundTimes(RoundClock):
 
     clock: VirtualClock
     server: Server
-    planned: Planned
+    planned: SampleForecast
     deadline: float
     late: Literal["drop", "partial"]
     first: int | None
-    trips: list[Trip] = field(default_factory=list)
+    trips: list[JobTrace] = field(default_factory=list)
     _round_began: float = 0.0
     _began: float = 0.0
     _sent: list[tuple[Message, float]] = field(default_factory=list)  # with the seconds until it has computed
@@ -87,7 +87,7 @@ class RoundTimes(RoundClock):
             raise unreachable(server)
         server.costs.virtual_time = waking
         limit = math.inf if deadline is None else deadline
-        return cls(clock, server, Planned(engine), limit, late, first, _round_began=waking)
+        return cls(clock, server, SampleForecast(engine), limit, late, first, _round_began=waking)
 
     def is_reachable(self, client: str) -> bool:
         return self.clock.available(client, self._round_began)
@@ -114,7 +114,7 @@ class RoundTimes(RoundClock):
         """Give a client whose update is too late the state back that has to agree with the server's."""
         store, before = self.planned.engine.store, self._before.get(client)
         if before is not None:
-            store.put(client, left_behind(self.server, before, store.get(client)))
+            store.put(client, keep_local_record(self.server, before, store.get(client)))
 
     def sent(self, messages: Iterable[Message]) -> Iterator[Message]:
         for message in messages:
@@ -160,7 +160,7 @@ class RoundTimes(RoundClock):
         up = 0.0 if update.error is not None else self.clock.upload(message.client, message.visit, update.num_bytes)
         self._seconds.append(computed + up)
         began, number = self._began, self.server.round
-        trip = Trip(number + 1, message.client, began, began + computed, began + computed + up, number)
+        trip = JobTrace(number + 1, message.client, began, began + computed, began + computed + up, number)
         if computed + up > self.deadline:
             self.trips.append(trip.ended("late"))
             return f"it took {computed + up:g} virtual seconds, and the deadline is {self.deadline:g}"

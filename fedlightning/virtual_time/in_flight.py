@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from fedlightning.client.record import ClientRecord
-from fedlightning.contract.messages import ClientLog, Message, Outcome, Trip, Update
-from fedlightning.engines.base import ClientStore, Engine
+from fedlightning.contract.messages import ClientLog, JobTrace, Message, Outcome, Update
+from fedlightning.engines.base import ClientRecords, Engine
 from fedlightning.errors import DamagedStateError
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class InFlight:
+class PendingJob:
     """A job between its message and the arrival of its update.
 
     Attributes:
@@ -52,10 +52,10 @@ class InFlight:
         self.update, self.record = replace(update, cause=None), record
         self.arrival = self.computed + clock.upload(self.client, self.message.visit, update.num_bytes)
 
-    def trip(self, round: int, staleness: int, outcome: Outcome) -> Trip:
+    def trip(self, round: int, staleness: int, outcome: Outcome) -> JobTrace:
         """Return the job for the timeline."""
         sent = self.message.round
-        return Trip(round + 1, self.client, self.began, self.computed, self.arrival, sent, staleness, outcome)
+        return JobTrace(round + 1, self.client, self.began, self.computed, self.arrival, sent, staleness, outcome)
 
     def select_in(self, round: int, before: ClientRecord) -> None:
         """Let models that the client has selected in this visit be of the round in which its scores arrive."""
@@ -79,7 +79,7 @@ class InFlight:
         return flat | {"message": dict(vars(self.message)), "update": update, "record": record}
 
     @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> InFlight:
+    def of(cls, plain: Mapping[str, Any]) -> PendingJob:
         """Return the job that :meth:`plain` gave."""
         try:
             message, update, record = plain["message"], plain["update"], plain["record"]
@@ -95,7 +95,7 @@ class InFlight:
             raise DamagedStateError(f"The saved state holds a job in flight that cannot be read: {error!r}.") from None
 
 
-class HeldRecords(ClientStore):
+class PendingRecords(ClientRecords):
     """Records of clients whose visits are carried out before they count: the new ones stay here.
 
     A visit takes effect when its update arrives. Until then the client's own model is the one that it had.
@@ -104,7 +104,7 @@ class HeldRecords(ClientStore):
         store: The records as they are.
     """
 
-    def __init__(self, store: ClientStore) -> None:
+    def __init__(self, store: ClientRecords) -> None:
         super().__init__(store.limit)
         self._store = store
 
@@ -117,7 +117,7 @@ class HeldRecords(ClientStore):
         return super().get(client) if client in self else None
 
 
-class Planned:
+class SampleForecast:
     """How many training samples visits go through: known before they are carried out.
 
     Args:

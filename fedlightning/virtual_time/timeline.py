@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedlightning.compat import sheets
-from fedlightning.contract.messages import Trip, Update
+from fedlightning.contract.messages import JobTrace, Update
 from fedlightning.scores.rows import Row
 from fedlightning.server.parts import Part
 from fedlightning.storage.files import add_round, writing
@@ -21,7 +21,7 @@ MOST = 40
 """Clients that a picture shows."""
 
 
-COLUMNS = tuple(entry.name for entry in fields(Trip))
+COLUMNS = tuple(entry.name for entry in fields(JobTrace))
 NUMBERS = {"round": int, "began": float, "computed": float, "arrived": float, "version": int, "staleness": int}
 
 
@@ -31,7 +31,7 @@ class Timeline(Part):
     def on_round_scored(self, federation: Federation, rows: Sequence[Row], updates: Sequence[Update]) -> None:
         folder, trips = federation.server.run_dir, federation.loop.trips
         if folder is not None and federation.recorder.writes and trips:
-            note_trips(folder, trips)
+            append_job_traces(folder, trips)
 
     def on_end(self, federation: Federation) -> None:
         folder, loop = federation.server.run_dir, federation.loop
@@ -39,7 +39,7 @@ class Timeline(Part):
             draw_timeline(folder, {int(entry["round"]): entry["time"] for entry in federation.history})
 
 
-def note_trips(folder: Path, trips: Sequence[Trip]) -> None:
+def append_job_traces(folder: Path, trips: Sequence[JobTrace]) -> None:
     """Add a round to the timeline. Rows of this round and later ones, left by a run that was resumed, go."""
     if not trips:
         return
@@ -69,7 +69,7 @@ def timeline_figure(rows: Sequence[Mapping[str, Any]], rounds: Mapping[int, floa
     """Return a picture of who was busy when: above the clients, below the staleness of what arrived.
 
     Example:
-        >>> row = Trip(1, "a", 0.0, 2.0, 2.5, version=0)
+        >>> row = JobTrace(1, "a", 0.0, 2.0, 2.5, version=0)
         >>> timeline_figure([dict(zip(COLUMNS, astuple(row)))], {1: 2.5}).axes[0].get_ylabel()
         'client'
     """

@@ -8,17 +8,17 @@ from typing import Annotated, Any
 
 from fedlightning.client.requests import Evaluate
 from fedlightning.contract import Decentralised
-from fedlightning.contract.messages import Message, Outcome, Trip, Update
+from fedlightning.contract.messages import JobTrace, Message, Outcome, Update
 from fedlightning.engines.base import Engine
 from fedlightning.errors import ConfigurationError
 from fedlightning.ranges import Range, at_most_one
-from fedlightning.server.loop import Loop, last_scores
+from fedlightning.server.loop import Loop, keep_last_scores
 from fedlightning.server.round_clock import NO_CLOCK, RoundClock
 from fedlightning.server.server import Server
 from fedlightning.server.update_collector import UpdateCollector
 from fedlightning.tensors import State
 from fedlightning.virtual_time.clock import VirtualClock, unreachable
-from fedlightning.virtual_time.in_flight import Planned
+from fedlightning.virtual_time.in_flight import SampleForecast
 
 Step = tuple[int, float, float]
 """A step that a client is taking: how many it has taken before, when it began, when it ends."""
@@ -112,7 +112,7 @@ class WaitFree(Loop):
         server.callbacks.event("on_round_start", server)
         owner = server.callbacks.answering(Decentralised, "neighbours")
         assert owner is not None
-        planned = Planned(engine)
+        planned = SampleForecast(engine)
         for client in server.clients:  # in round 1 all, later those that have joined
             if client not in self._steps and server.num_samples[client]:
                 self._begin(server, owner, client, 0, planned)
@@ -138,9 +138,9 @@ class WaitFree(Loop):
         if done:  # a period may be over before anybody's step is
             collector.refuse_if_all_failed()
             collector.refuse_if_too_few()
-        return last_scores(done)
+        return keep_last_scores(done)
 
-    def _begin(self, server: Server, owner: Decentralised, client: str, taken: int, planned: Planned) -> None:
+    def _begin(self, server: Server, owner: Decentralised, client: str, taken: int, planned: SampleForecast) -> None:
         """Let a client begin its next step, now or when it is available: its model leaves then."""
         message = server.message(server.job(client))
         begins = self.clock.next_available(client, server.costs.virtual_time)
@@ -215,7 +215,7 @@ class WaitFree(Loop):
         collector.step()
         server.clock = NO_CLOCK
 
-    def _trips(self, server: Server, owner: Decentralised, updates: list[Update]) -> list[Trip]:
+    def _trips(self, server: Server, owner: Decentralised, updates: list[Update]) -> list[JobTrace]:
         """Return the steps that have ended, for the timeline; staleness is in how many of them the oldest model was there."""
         found = []
         for update in updates:
@@ -224,7 +224,7 @@ class WaitFree(Loop):
             others = [other for other in owner.neighbours(server, update.client) if other in had]
             old = max((taken - had[other][1] for other in others), default=0)
             outcome: Outcome = "taken" if update.error is None else "failed"
-            found.append(Trip(server.round + 1, update.client, began, ended, ended, taken, old, outcome))
+            found.append(JobTrace(server.round + 1, update.client, began, ended, ended, taken, old, outcome))
         return found
 
     # -- what is saved ---------------------------------------------------------------------------------------------

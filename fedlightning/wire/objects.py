@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
-from fedlightning.client.data_summary import Description
+from fedlightning.client.data_summary import DataSummary
 from fedlightning.client.requests import Evaluate
 from fedlightning.codec.tree import NotPlainError, Reader, Refusal, Writer, is_dense, is_strided
 from fedlightning.contract.messages import ClientLog, Message, Update
@@ -126,7 +126,7 @@ KINDS: dict[str, Kind] = {
         Kind(StepTrial, narrower={"split": Literal["train", "val", "test"]}),
         Kind(StepFinding, frozenset({"cause"})),
         Kind(Deployed, frozenset({"module"})),
-        Kind(Description, narrower={"seed": Whole, "planted_groups": dict[str, Whole] | None}),
+        Kind(DataSummary, narrower={"seed": Whole, "planted_groups": dict[str, Whole] | None}),
         Kind(Row),
         Kind(Gap),
         Kind(Lost, narrower={"rows": list[Row | Gap]}, make=lambda rows: Lost(rows)),

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("opacus", reason="ClientDP counts with Opacus: pip install opacus cryptography")
 
-from fedlightning.algorithm import FederatedCallback, Outgoing
+from fedlightning.algorithm import FederatedCallback, OutgoingItem
 from fedlightning.callbacks import FedAvg, client_dp
 from fedlightning.callbacks.client_dp import next_clip, noise_of_changes, noise_of_count
 from fedlightning.callbacks.shared.secret_noise import with_noise
@@ -194,8 +194,8 @@ def test_other_participants_are_drawn_in_every_round():
 @pytest.mark.parametrize("scores", ["withheld", "in the clear"])
 def test_logged_values_go_with_scores_and_others_extras_are_in_the_clear(scores):
     kinds = {"entries": "noised", "logged": scores, "scores": scores, "extra": "in the clear", "models": "in the clear"}
-    assert {kind: dp(scores=scores).covers(Outgoing(kind, owner="Other")) for kind in kinds} == kinds
-    assert dp(scores=scores).covers(Outgoing("extra", owner="ClientDP")) == "noised"
+    assert {kind: dp(scores=scores).covers(OutgoingItem(kind, owner="Other")) for kind in kinds} == kinds
+    assert dp(scores=scores).covers(OutgoingItem("extra", owner="ClientDP")) == "noised"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 pytest.importorskip("opacus", reason="SampleDP counts with Opacus: pip install opacus cryptography")
 
-from fedlightning.algorithm import Facts, FederatedCallback, Outgoing
+from fedlightning.algorithm import Facts, FederatedCallback, OutgoingItem
 from fedlightning.callbacks import (
     MOON,
     SCAFFOLD,
@@ -263,7 +263,7 @@ def test_the_room_that_is_left():
 
 def test_models_and_means_are_told_as_noised():
     kinds = {"entries": "noised", "models": "noised", "means": "noised", "extra": "in the clear", "logged": "withheld"}
-    assert {kind: dp().covers(Outgoing(kind, owner="Other")) for kind in kinds} == kinds
+    assert {kind: dp().covers(OutgoingItem(kind, owner="Other")) for kind in kinds} == kinds
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from fedlightning.callbacks import SCAFFOLD
 from fedlightning.client.blueprint import Blueprint, ClientParts
 from fedlightning.client.fit import FitterChoice, LightningFitter
 from fedlightning.client.requests import LocalSettings
-from fedlightning.client.runtime import LocalRunner
+from fedlightning.client.runtime import ClientRuntime
 from fedlightning.contract import CallbackList
 from fedlightning.errors import ConfigurationError
 from fedlightning.parallel.worker import Switches, parts_of, take_over
@@ -53,7 +53,7 @@ def test_they_are_in_workers_beside_and_in_smaller_runs_too():
     data = toy_data([24])
     data.setup("fit")
     blueprint = Blueprint(Toy(), CallbackList([]), LocalSettings(seed=0, max_rounds=1), parts=CLIENT_PARTS)
-    runner = LocalRunner(blueprint, data)
+    runner = ClientRuntime(blueprint, data)
     worker = take_over(Switches.of_this_process(), parts_of(runner))
     for other in (worker, runner.beside(blueprint), runner.beside(blueprint.without_callbacks([]))):
         assert other.blueprint.parts == CLIENT_PARTS and other.loop.used == "fast"

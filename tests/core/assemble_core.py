@@ -18,11 +18,11 @@ from lightning.pytorch import LightningModule
 from fedlightning import callbacks
 from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.requests import LocalSettings
-from fedlightning.client.runtime import LocalRunner
+from fedlightning.client.runtime import ClientRuntime
 from fedlightning.contract import CallbackList, FederatedCallback
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner
 from fedlightning.datamodules.base import FederatedDataModule
-from fedlightning.engines.base import ClientStore
+from fedlightning.engines.base import ClientRecords
 from fedlightning.engines.sequential import SequentialEngine
 from fedlightning.models import MLP, Classifier
 from fedlightning.run.recorder import Recorder
@@ -40,8 +40,8 @@ def assemble_core(
 ) -> Federation:
     """Put a federation together out of what trains and scores."""
     settings = LocalSettings(seed=0, max_rounds=max_rounds, trainer_arguments={"accelerator": "cpu", "devices": 1})
-    blueprint, store = Blueprint(model, CallbackList(methods), settings), ClientStore()
-    engine = SequentialEngine(LocalRunner(blueprint, data), store)
+    blueprint, store = Blueprint(model, CallbackList(methods), settings), ClientRecords()
+    engine = SequentialEngine(ClientRuntime(blueprint, data), store)
     engine.set_up("fit")
     known = engine.describe()
     samples = {client: known.num_samples(client) for client in known.client_ids}

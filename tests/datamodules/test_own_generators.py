@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 import fedlightning
-from fedlightning.datamodules.sampling import going_on, readdress, seed_in_workers
+from fedlightning.datamodules.sampling import going_on, reseed_loader, seed_in_workers
 from fedlightning.options import Processes
 from tests.helpers import Toy, differs, global_state, make_trainer, mostly_slow, same
 
@@ -76,7 +76,7 @@ def test_a_generator_within_a_batch_sampler_has_an_address():
     loader = DataLoader(data(0), batch_sampler=batches)
 
     def order(visit):
-        readdress(loader, 0, "a", visit)
+        reseed_loader(loader, 0, "a", visit)
         return list(batches)
 
     first, second = order(1), order(2)

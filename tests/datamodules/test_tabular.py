@@ -339,9 +339,9 @@ def test_sites_whose_columns_are_in_another_order_do_not_train_one_network(tmp_p
         data = TabularFederatedDataModule(path, target="y", client="site")
         data.setup()
         told.append(data_summary.describe(data))
-    assert data_summary.Description.merged([told[0], told[2]]).client_ids == ["a", "c"]
+    assert data_summary.DataSummary.merged([told[0], told[2]]).client_ids == ["a", "c"]
     with pytest.raises(ValueError, match=r"sites of 'a' and 'b' have different columns, or in another order"):
-        data_summary.Description.merged(told)
+        data_summary.DataSummary.merged(told)
 
 
 def test_what_the_file_alone_decides_is_told(tmp_path):

@@ -18,10 +18,10 @@ from fedlightning.algorithm import Facts
 from fedlightning.assemble import assemble
 from fedlightning.callbacks import FedAvg, LocalCheckpoint
 from fedlightning.engines.attempts import (
-    Attempts,
     ClientFailedError,
     ClientTimeoutError,
     FederationError,
+    Retries,
     TooFewClientsError,
 )
 from fedlightning.errors import ConfigurationError
@@ -423,7 +423,7 @@ def test_attempts_are_numbered_within_a_round():
     class Task:
         address = (1, "training", "a")
 
-    attempts = Attempts()
+    attempts = Retries()
     assert [attempts.of(Task()).address[3] for _ in range(2)] == [1, 2]
     Task.address = (2, "training", "a")
     assert attempts.of(Task()).address[3] == 1

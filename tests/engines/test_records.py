@@ -10,7 +10,7 @@ from fedlightning import FederatedTrainer
 # isort: split
 from fedlightning.callbacks import FedPer
 from fedlightning.client.record import ClientRecord
-from fedlightning.engines.base import ClientStore, default_limit, tensor_bytes
+from fedlightning.engines.base import ClientRecords, default_limit, tensor_bytes
 from fedlightning.errors import ConfigurationError
 from fedlightning.tensors import equal, module_state
 from tests.helpers import Toy, federate, toy_data
@@ -29,7 +29,7 @@ def test_bytes():
 
 
 def test_memory_stays_within_the_limit_and_nothing_is_lost():
-    store = ClientStore(limit=3 * SIZE)
+    store = ClientRecords(limit=3 * SIZE)
     for index in range(10):
         store.put(str(index), record(index))
         assert store.num_bytes <= 3 * SIZE
@@ -43,7 +43,7 @@ def test_memory_stays_within_the_limit_and_nothing_is_lost():
 
 
 def test_a_newer_record_replaces_the_one_on_disk():
-    store = ClientStore(limit=SIZE)
+    store = ClientRecords(limit=SIZE)
     store.put("a", record(1.0))
     store.put("b", record(2.0))
     store.put("a", record(3.0))
@@ -54,7 +54,7 @@ def test_a_newer_record_replaces_the_one_on_disk():
 
 
 def test_what_changed_is_known_whether_on_disk_or_not():
-    store = ClientStore(limit=0)
+    store = ClientRecords(limit=0)
     store.put("a", record(1.0))
     store.put("b", record(2.0), changed=False)
     store.get("a")
@@ -63,7 +63,7 @@ def test_what_changed_is_known_whether_on_disk_or_not():
 
 
 def test_what_one_callback_keeps_is_forgotten_and_nothing_else():
-    store = ClientStore(limit=0)
+    store = ClientRecords(limit=0)
     for client, kept in (("a", {"one": 1, "other": 2}), ("b", {"other": 3})):
         store.put(client, ClientRecord(state=kept, visits=4), changed=False)
     store.forget(["a", "b", "nobody"], "one")
@@ -72,7 +72,7 @@ def test_what_one_callback_keeps_is_forgotten_and_nothing_else():
 
 
 def test_one_record_larger_than_the_limit_is_still_held():
-    store = ClientStore(limit=1)
+    store = ClientRecords(limit=1)
     store.put("a", record(1.0))
     assert store.num_bytes == SIZE
     assert 0 < default_limit() < 2**60

@@ -19,7 +19,7 @@ from lightning.pytorch import Callback
 
 from fedlightning import FederatedCallback
 from fedlightning.client.record import ClientRecord
-from fedlightning.client.runtime import LocalRunner
+from fedlightning.client.runtime import ClientRuntime
 from fedlightning.contract import Job
 from tests.helpers import Toy
 
@@ -123,13 +123,13 @@ class Work:
     def address(self) -> tuple[int, str, str]:
         return 1, "work", self.client or str(self.name)
 
-    def cost(self, runner: LocalRunner) -> float:
+    def cost(self, runner: ClientRuntime) -> float:
         return self.seconds
 
     def failure(self, answer: Any) -> tuple[str, str] | None:
         return None
 
-    def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[tuple[int, int, int], ClientRecord | None]:
+    def run(self, runner: ClientRuntime, record: ClientRecord) -> tuple[tuple[int, int, int], ClientRecord | None]:
         time.sleep(self.seconds)
         if self.error is not None:
             raise ValueError(self.error)

@@ -34,10 +34,10 @@ from fedlightning.callbacks import (
 )
 from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.requests import LocalSettings
-from fedlightning.client.runtime import LocalRunner
+from fedlightning.client.runtime import ClientRuntime
 from fedlightning.contract import CallbackList
 from fedlightning.engines.attempts import FederationError
-from fedlightning.engines.base import ClientStore
+from fedlightning.engines.base import ClientRecords
 from fedlightning.errors import ConfigurationError
 from fedlightning.options import Evaluation, Processes
 from fedlightning.parallel import scheduling
@@ -132,10 +132,10 @@ def _processes_of_others() -> None:
 @pytest.fixture(scope="module")
 def engine() -> Any:
     """One engine for all tests that give it tasks of their own."""
-    runner = LocalRunner(
+    runner = ClientRuntime(
         Blueprint(Toy(), CallbackList([]), LocalSettings(seed=0, max_rounds=1)), _ready(toy_data((24, 40, 16)))
     )
-    engine = make_engine(Processes(2), runner, ClientStore())
+    engine = make_engine(Processes(2), runner, ClientRecords())
     yield engine
     engine.close()
 

@@ -22,11 +22,11 @@ from fedlightning.assemble import make_engine
 from fedlightning.callbacks import FENDA, SCAFFOLD, FedAvg, FedMD, LocalCheckpoint
 from fedlightning.client.blueprint import Blueprint
 from fedlightning.client.requests import LocalSettings
-from fedlightning.client.runtime import LocalRunner
+from fedlightning.client.runtime import ClientRuntime
 from fedlightning.contract import CallbackList
 from fedlightning.datamodules import DigitsDataModule, DriftingDataModule, IIDPartitioner, ShiftedDataModule
 from fedlightning.engines.attempts import FederationError
-from fedlightning.engines.base import ClientStore
+from fedlightning.engines.base import ClientRecords
 from fedlightning.errors import ConfigurationError
 from fedlightning.models import MLP, Classifier
 from fedlightning.options import Evaluation, Ray
@@ -108,8 +108,8 @@ def engine(handlers: Any) -> Iterator[Any]:
     """One engine for all tests that give it tasks of their own."""
     data = toy_data((24, 40, 16))
     data.setup("fit")
-    runner = LocalRunner(Blueprint(Toy(), CallbackList([]), LocalSettings(seed=0, max_rounds=1)), data)
-    engine = make_engine(Ray(2), runner, ClientStore())
+    runner = ClientRuntime(Blueprint(Toy(), CallbackList([]), LocalSettings(seed=0, max_rounds=1)), data)
+    engine = make_engine(Ray(2), runner, ClientRecords())
     yield engine
     engine.close()
 

@@ -17,7 +17,7 @@ from fedlightning.client.requests import Evaluate, LocalSettings
 from fedlightning.contract import POOLED, CallbackList, FederatedCallback, ModelSelection, Protection
 from fedlightning.contract.messages import Extra, Message, Wire
 from fedlightning.errors import ConfigurationError
-from fedlightning.privacy.outgoing import leaving_of
+from fedlightning.privacy.outgoing import make_outgoing_filter
 from fedlightning.testing.runs import same_tree, watching
 from fedlightning.testing.toys import ToyData, ToyModule, federate
 from tests.conformance.case import Case, collect
@@ -53,7 +53,7 @@ def visit(trainer, **fields):
 )
 def test_a_message_that_asks_for_private_entries_is_a_failed_visit(algorithm, full, private, work):
     trainer = run(algorithm, full=full)
-    leaving = leaving_of(trainer.server.blueprint, "site0")
+    leaving = make_outgoing_filter(trainer.server.blueprint, "site0")
     assert not leaving.is_whole and leaving.entries
     private = private or sorted(leaving.private)[0]
     shared = sorted(leaving.entries)[0]
@@ -153,11 +153,11 @@ def test_what_is_logged_late_is_withheld_as_the_rest():
 
 def test_two_methods_leave_what_both_let_leave():
     server = run(FedPer(), others=[FedBN()], full=True).server
-    leaving = leaving_of(server.blueprint, "site0")
+    leaving = make_outgoing_filter(server.blueprint, "site0")
     assert leaving.entries == set(server.shared_names())
-    one, other = (leaving_of(_built(method, full=True), "site0").entries for method in (FedPer(), FedBN()))
+    one, other = (make_outgoing_filter(_built(method, full=True), "site0").entries for method in (FedPer(), FedBN()))
     assert leaving.entries == one & other not in (one, other)
-    assert set(leaving_of(run(SCAFFOLD()).server.blueprint, "site0").extras) == {"SCAFFOLD"}
+    assert set(make_outgoing_filter(run(SCAFFOLD()).server.blueprint, "site0").extras) == {"SCAFFOLD"}
 
 
 def test_an_entry_that_is_tied_to_a_private_one_stays_too():
@@ -168,7 +168,7 @@ def test_an_entry_that_is_tied_to_a_private_one_stays_too():
             return nn.Sequential(body, nn.ReLU(), head)
 
     blueprint = Blueprint(Tied(), CallbackList([FedPer(personal=["net.2"])]), _built(FedPer()).settings)
-    leaving = leaving_of(blueprint, "site0")
+    leaving = make_outgoing_filter(blueprint, "site0")
     assert leaving.entries == {"net.0.bias"}
     assert leaving.private == {"net.0.weight", "net.2.weight", "net.2.bias"}
 
@@ -176,10 +176,10 @@ def test_an_entry_that_is_tied_to_a_private_one_stays_too():
 @pytest.mark.parametrize("buffers", ["local", "server"])
 def test_running_statistics_leave_only_where_they_are_averaged(buffers):
     server = run(None, full=True, float_buffers=buffers).server
-    leaving = leaving_of(server.blueprint, "site0")
+    leaving = make_outgoing_filter(server.blueprint, "site0")
     assert leaving.entries == set(server.returned_names())
     assert {server.kinds[name] for name in leaving.private} == {"float_buffer", "int_buffer"}
-    assert leaving_of(server.blueprint, POOLED).is_whole
+    assert make_outgoing_filter(server.blueprint, POOLED).is_whole
 
 
 def test_a_method_that_needs_the_server_for_its_answer_is_refused_before_round_1():
@@ -194,7 +194,7 @@ def test_a_method_that_needs_the_server_for_its_answer_is_refused_before_round_1
         def wire(self, module):
             return Wire(entries=["body"])
 
-    assert not leaving_of(_built(Says()), "site0").is_whole
+    assert not make_outgoing_filter(_built(Says()), "site0").is_whole
 
 
 def _built(algorithm, **arguments):
@@ -208,6 +208,6 @@ def test_the_catalogue_says_what_can_leave(row):
     """That it is the whole model where it is, that it is not where some of it is private, and nothing where nothing is."""
     case = next(case for case in CASES.values() if type(case.algorithm).__name__ == row.name)
     arguments = {name: value for name, value in case.arguments.items() if name == "full"}
-    leaving = leaving_of(_built(copy.deepcopy(case.algorithm), **arguments), "site0")
+    leaving = make_outgoing_filter(_built(copy.deepcopy(case.algorithm), **arguments), "site0")
     assert row.leaves.startswith(WHOLE) == leaving.is_whole
     assert row.leaves.startswith("no entry") == (not leaving.entries)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedlightning.algorithm import FederatedCallback, Outgoing, Protection, Wire
+from fedlightning.algorithm import FederatedCallback, OutgoingItem, Protection, Wire
 from fedlightning.callbacks import (
     SCAFFOLD,
     ClientDP,
@@ -35,7 +35,7 @@ class Quiet(Protection):
     def __init__(self, withholds: tuple[str, ...] = ("scores", "logged")) -> None:
         self.withholds = withholds
 
-    def covers(self, item: Outgoing) -> str:
+    def covers(self, item: OutgoingItem) -> str:
         return "withheld" if item.kind in self.withholds else "noised" if item.kind == "entries" else "in the clear"
 
 
@@ -102,7 +102,9 @@ def test_a_dry_run_the_log_and_the_summary_show_how_it_is_covered(tmp_path, monk
 def test_what_a_protection_does_not_know_is_told_as_in_the_clear():
     trainer = run([SCAFFOLD(), Quiet(withholds=())])
     told = {one["what"]: one["cover"] for one in trainer.summary["leaves"]}
-    assert told["'delta_c' of SCAFFOLD"] == "in the clear" and Protection().covers(Outgoing("extra")) == "in the clear"
+    assert (
+        told["'delta_c' of SCAFFOLD"] == "in the clear" and Protection().covers(OutgoingItem("extra")) == "in the clear"
+    )
 
 
 def test_scores_of_some_rounds_are_told_as_such():
@@ -114,7 +116,7 @@ def test_scores_of_some_rounds_are_told_as_such():
 
 
 class Loud(Quiet):
-    def covers(self, item: Outgoing) -> str:
+    def covers(self, item: OutgoingItem) -> str:
         return "in the clear"
 
 
@@ -164,6 +166,6 @@ def test_who_reads_the_folder_may_read_no_model_that_clients_keep_without_noise(
     options = {"delta": 1e-3, "noise_multiplier": 1.0}
     hidden = ClientDP(**options, where=where, shares=3 if where == "masked" else None)
     for one in (hidden, SampleDP(**options)):
-        assert one.covers(Outgoing("own models")) == "in the clear"
+        assert one.covers(OutgoingItem("own models")) == "in the clear"
         readers = [promise for promise in one.promises if promise.who not in ("who reads models", "the server")]
         assert readers and all("models stay secret" in promise.provided for promise in readers)

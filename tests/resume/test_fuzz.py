@@ -27,7 +27,7 @@ from fedlightning.deployment.checkpoints import Exporter
 from fedlightning.errors import DamagedStateError
 from fedlightning.models import MLP, Classifier
 from fedlightning.resume import state_files as persistence
-from fedlightning.run.folder import folder_of
+from fedlightning.run.folder import open_run_folder
 from fedlightning.scores.rows import DamagedMetricsError, read_rows
 from fedlightning.storage.files import UnreadableError, read_tensors
 from fedlightning.study.runs import load_run
@@ -153,7 +153,7 @@ def test_manifests_with_other_values(run, tmp_path, amount):
 
 @pytest.mark.parametrize("amount", AMOUNTS)
 def test_metrics(run, amount):
-    folder = folder_of(run)
+    folder = open_run_folder(run)
     mark = json.loads((run / "checkpoints" / "last" / "manifest.json").read_text())["extra"]["metrics"]
     whole = folder.read_rows(2, mark)
 

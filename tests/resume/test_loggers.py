@@ -16,7 +16,7 @@ from fedlightning.algorithm import Facts
 from fedlightning.callbacks import LocalAdaptation
 from fedlightning.cli import main
 from fedlightning.errors import ConfigurationError
-from fedlightning.resume.loggers import BEGINNING, ROUND, Logs
+from fedlightning.resume.loggers import BEGINNING, ROUND, LoggerStates
 from fedlightning.scores.rows import Row
 from tests.experiments.tiny import small
 from tests.helpers import Toy, make_trainer, toy_data
@@ -330,7 +330,7 @@ def test_a_logger_that_nobody_knows(tmp_path, monkeypatch):
 def test_models_of_one_stage_have_values_of_their_own():
     logger = Unknown("a")
     logger.log_metrics = lambda metrics, step: logger.buffer.append(metrics)
-    Logs([logger]).log(
+    LoggerStates([logger]).log(
         [Row(1, "L2", m, "latest", "local", "val", "0", "loss", v, 1) for m, v in (("global", 1.0), ("k", 2.0))]
     )
     assert Unknown.kept.pop("a") == [{"val/L2/local/loss": 1.0, "val/L2/local/loss/k": 2.0}]
@@ -339,7 +339,7 @@ def test_models_of_one_stage_have_values_of_their_own():
 def test_loggers_get_the_models_as_they_stand():
     logger = Unknown("a")
     logger.log_metrics = lambda metrics, step: logger.buffer.append(metrics)
-    Logs([logger]).log(
+    LoggerStates([logger]).log(
         [
             Row(1, "L1", "personal", "latest", "local", "val", "0", "loss", 1.0, 1),
             Row(1, "L1", "personal", "best_local", "local", "val", "0", "loss", 2.0, 1),

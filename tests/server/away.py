@@ -10,12 +10,12 @@ from typing import Any, NoReturn
 import fedlightning  # noqa: F401  before lightning
 
 # isort: split
-from fedlightning.client.data_summary import Description
+from fedlightning.client.data_summary import DataSummary
 from fedlightning.client.record import ClientRecord
-from fedlightning.client.runtime import LocalRunner
+from fedlightning.client.runtime import ClientRuntime
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.held_out import without
-from fedlightning.engines.base import ClientStore
+from fedlightning.engines.base import ClientRecords
 from fedlightning.parallel.scheduling import ProcessesEngine
 from tests.helpers import Toy
 
@@ -69,10 +69,10 @@ class Describe:
     def address(self) -> tuple[int, str, str]:
         return 0, "description", ""
 
-    def cost(self, runner: LocalRunner) -> float:
+    def cost(self, runner: ClientRuntime) -> float:
         return 1.0
 
-    def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[Description, None]:
+    def run(self, runner: ClientRuntime, record: ClientRecord) -> tuple[DataSummary, None]:
         return runner.describe(self.leave_out, self.details), None
 
     def lost(self, reason: str) -> NoReturn:
@@ -87,7 +87,7 @@ class AwayEngine(ProcessesEngine):
 
     data_here = False
 
-    def __init__(self, runner: LocalRunner, store: ClientStore, *ignored: Any) -> None:
+    def __init__(self, runner: ClientRuntime, store: ClientRecords, *ignored: Any) -> None:
         super().__init__(runner, store, 1)
         runner.together = False
 
@@ -104,8 +104,8 @@ class AwayEngine(ProcessesEngine):
         self.runner.left_out += clients
         self.close()  # workers were sent another federation
 
-    def describe(self, leave_out: Collection[str] = (), details: Collection[Any] = ()) -> Description:
-        found: Description = self.ask(Describe(tuple(leave_out), tuple(details)))
+    def describe(self, leave_out: Collection[str] = (), details: Collection[Any] = ()) -> DataSummary:
+        found: DataSummary = self.ask(Describe(tuple(leave_out), tuple(details)))
         if not leave_out:
             self.runner.know(found)
         return replace(found, together=False)
@@ -116,8 +116,8 @@ class AwayEngine(ProcessesEngine):
     def ask(self, task: Any) -> Any:
         return next(iter([*self.map([task])]))
 
-    def beside(self, runner: LocalRunner) -> AwayEngine:
-        return AwayEngine(runner, ClientStore())
+    def beside(self, runner: ClientRuntime) -> AwayEngine:
+        return AwayEngine(runner, ClientRecords())
 
 
 class Failing(Toy):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedlightning.algorithm import GLOBAL, Client, FederatedCallback, Job, Plan, Server, Update, Wire
-from fedlightning.server.evaluation import update_rows
+from fedlightning.server.evaluation import rows_from_updates
 from fedlightning.tensors import clone
 from tests.helpers import NormNet, Toy, federate, same, toy_data
 
@@ -89,7 +89,7 @@ def test_every_model_has_rows_of_its_own(tmp_path, callback):
 def test_a_client_that_trains_its_own_model_of_the_server_has_a_personal_row():
     scores = [("L2", "local", "val", "val_loss", 0.5, 10)]
     updates = [Update(0, client, origin="second", evaluations=list(scores)) for client in ("0", "1")]
-    rows = update_rows(updates, {"0": "second", "1": GLOBAL}.__getitem__)
+    rows = rows_from_updates(updates, {"0": "second", "1": GLOBAL}.__getitem__)
     assert [(row.client, row.model) for row in rows] == [("0", "personal"), ("1", "second")]
 
 

@@ -20,7 +20,7 @@ from fedlightning.callbacks import (
 from fedlightning.contract.messages import Update, tree_bytes
 from fedlightning.engines.attempts import FederationError
 from fedlightning.engines.base import Visit
-from fedlightning.resume.config_changes import Changes
+from fedlightning.resume.config_changes import ConfigChanges
 from fedlightning.testing.runs import same_tree
 from tests.conformance.case import Case, collect
 from tests.sites.helpers import REFUSED, Line, answers_in, at_sites, exported, sites, tasks_in, together
@@ -123,7 +123,9 @@ def test_a_site_that_was_changed_goes_on_with_no_private_run(tmp_path, changed, 
     pytest.importorskip("opacus", reason="SampleDP counts with Opacus")
     algorithm = SampleDP(delta=1e-3, noise_multiplier=1.0, ledger=str(tmp_path / "ledger"))
     at_sites(Line(sites(tmp_path / "sites", algorithm)), tmp_path / "server", algorithm)
-    monkeypatch.setattr("fedlightning.resume.resumable.changes_since", lambda *_, **__: Changes())  # the server lies
+    monkeypatch.setattr(
+        "fedlightning.resume.resumable.changes_since", lambda *_, **__: ConfigChanges()
+    )  # the server lies
     lr = {"lr": 0.05} if changed == "model.lr" else {}
     there = sites(tmp_path / "sites", algorithm, max_rounds=3, **lr)
     if changed == "hash of the training data":

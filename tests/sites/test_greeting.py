@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from fedlightning.callbacks import FedMD
-from fedlightning.client.data_summary import Description, _hash
+from fedlightning.client.data_summary import DataSummary, _hash
 from fedlightning.datamodules.groups import look
 from fedlightning.sites.agreement import LEAVES, own_key
 from fedlightning.wire import read, write
@@ -41,9 +41,9 @@ def test_every_field_of_a_real_greeting_is_declared_and_described(tmp_path):
     """Of which the page of the reference is made."""
     first, *_ = greetings(Line(sites(tmp_path / "sites")), tmp_path / "server")
     answer = read(first)["answer"]
-    described = {field.name for field in fields(Description)}
-    assert {*answer} - {"data"} | described == {*LEAVES} and isinstance(answer["data"], Description)
-    attributes = str(Description.__doc__).partition("Attributes:")[2]
+    described = {field.name for field in fields(DataSummary)}
+    assert {*answer} - {"data"} | described == {*LEAVES} and isinstance(answer["data"], DataSummary)
+    attributes = str(DataSummary.__doc__).partition("Attributes:")[2]
     assert described == set(re.findall(r"^ {8}(\w+): ", attributes, re.MULTILINE))
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from fedlightning import FederatedCallback
 from fedlightning.callbacks import IFCA, FedNova, HypCluster, MaxFL
-from fedlightning.client.data_summary import Description
+from fedlightning.client.data_summary import DataSummary
 from fedlightning.contract.messages import Update
 from fedlightning.errors import ConfigurationError
 from fedlightning.scores.rows import Gap, Row
@@ -114,8 +114,8 @@ def test_a_tiny_number_ends_no_run_and_takes_no_model_over(
 
 
 # -- what a site says of itself ------------------------------------------------------------------------------------------
-def told(**counts: int) -> dict[str, Description]:
-    return {name: Description("", [name], {name: (count, 0, 0)}) for name, count in counts.items()}
+def told(**counts: int) -> dict[str, DataSummary]:
+    return {name: DataSummary("", [name], {name: (count, 0, 0)}) for name, count in counts.items()}
 
 
 def test_a_site_that_claims_most_samples_is_named_or_refused() -> None:
@@ -124,7 +124,7 @@ def test_a_site_that_claims_most_samples_is_named_or_refused() -> None:
         check_shares(told(a=10, b=10**9), 1.0)
     with pytest.raises(ConfigurationError, match=r"Site 'b' says .* more than max_share=0\.5.*uniform weights"):
         check_shares(told(a=10, b=11), 0.5)
-    later = told(a=10, b=1) | {"b": Description("", ["b"], {"b": (1, 0, 0)}, over_rounds={"b": [1, 10**9]})}
+    later = told(a=10, b=1) | {"b": DataSummary("", ["b"], {"b": (1, 0, 0)}, over_rounds={"b": [1, 10**9]})}
     with pytest.raises(ConfigurationError, match="Site 'b' says"):
         check_shares(later, 0.9)
     with warnings.catch_warnings():
@@ -132,13 +132,13 @@ def test_a_site_that_claims_most_samples_is_named_or_refused() -> None:
         for fine in (told(a=10, b=90), told(a=10), told(a=0, b=0), told(a=0)):
             check_shares(fine, 1.0)
         check_shares(told(a=10, b=10), 0.5)
-        held_out = Description("", [], {"b": (10**9, 0, 0)})  # trains nothing
+        held_out = DataSummary("", [], {"b": (10**9, 0, 0)})  # trains nothing
         check_shares(told(a=10) | {"b": held_out}, 1.0)
 
 
 @pytest.mark.parametrize("count", [-1, 2**53, 2**200])
 def test_a_number_of_samples_that_is_none_is_refused(count: int) -> None:
-    for odd in (told(b=count), {"b": Description("", [], {"b": (1, 1, count)})}):
+    for odd in (told(b=count), {"b": DataSummary("", [], {"b": (1, 1, count)})}):
         with pytest.raises(ConfigurationError, match="no such number"):
             check_shares(told(a=10) | odd, 1.0)
 

@@ -15,14 +15,14 @@ import torch
 
 from fedlightning.callbacks import DSGD, L2GD, SCAFFOLD, FedGroup, FedPer, FLoRA, MaxFL
 from fedlightning.client.requests import Evaluate
-from fedlightning.client.runtime import LocalRunner
+from fedlightning.client.runtime import ClientRuntime
 from fedlightning.contract.messages import Message, Update
 from fedlightning.deployment.export import Deploy
 from fedlightning.engines.base import Visit
 from fedlightning.engines.score_tasks import ScoreClient, ScoredModel, ScoreModel, ServerModel
 from fedlightning.guards.preflight_task import PreflightTask
 from fedlightning.guards.step_trials import StepTrial
-from fedlightning.privacy.outgoing import leaving_of
+from fedlightning.privacy.outgoing import make_outgoing_filter
 from fedlightning.server.loop import ROUNDS
 from fedlightning.sites.message_checks import ENVELOPES
 from fedlightning.sites.site import TASKS
@@ -358,7 +358,7 @@ def test_work_is_at_most_what_the_method_orders(tmp_path, algorithm, most):
 
 
 def runner_of(site):
-    return LocalRunner(site._blueprint, site._data, together=False)
+    return ClientRuntime(site._blueprint, site._data, together=False)
 
 
 def test_a_client_that_is_held_out_is_not_trained(tmp_path):
@@ -382,7 +382,7 @@ def test_what_a_method_declares_is_allowed(tmp_path):
     assert fault(scaffold, replace(message, extras={"SCAFFOLD": {"c": down}})) is None
     assert "declares 'c'" in fault(scaffold, replace(message, extras={"SCAFFOLD": {"c": torch.zeros(3)}}))
     lora = Here(runner_of(a_site(tmp_path / "c", SHARES[0], FLoRA())), client="site0")
-    name = sorted(leaving_of(lora.runner.blueprint, "site0").private)[0]
+    name = sorted(make_outgoing_filter(lora.runner.blueprint, "site0").private)[0]
     sent = replace(message, state={name: lora.state()[name]})
     assert fault(lora, Visit(sent, Evaluate())) is None
     lora.runner.callbacks.making = lambda change: []

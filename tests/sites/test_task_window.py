@@ -8,7 +8,7 @@ import pytest
 
 from fedlightning.client.requests import Evaluate
 from fedlightning.contract.messages import Message
-from fedlightning.engines.attempts import Attempts
+from fedlightning.engines.attempts import Retries
 from fedlightning.engines.base import Visit
 from fedlightning.guards.step_trials import StepTrial
 from fedlightning.sites import task_window as windows
@@ -21,7 +21,7 @@ WHERE = {"a": "x", "b": "x", "c": "x", "d": "y"}
 def entry(client, size=0, step=False):
     task = StepTrial(client, "val") if step else Visit(Message(0, client, {}, ()), Evaluate(()))
     object.__setattr__(task, "_size", size)
-    return Entry(task, client, Attempts().of(task))
+    return Entry(task, client, Retries().of(task))
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedlightning.contract.messages import Trip
+from fedlightning.contract.messages import JobTrace
 from fedlightning.report.build import PARTS
 from fedlightning.report.context import Context
 from fedlightning.report.html import Page, render
@@ -17,20 +17,27 @@ from fedlightning.report.styles import styles
 from fedlightning.study.export import write_comparison
 from fedlightning.study.runs import load_study
 from fedlightning.study.study import Study
-from fedlightning.virtual_time.timeline import COLUMNS, FILE, draw_timeline, note_trips, read_trips, timeline_figure
+from fedlightning.virtual_time.timeline import (
+    COLUMNS,
+    FILE,
+    append_job_traces,
+    draw_timeline,
+    read_trips,
+    timeline_figure,
+)
 from tests.report.made_up import make_study
 from tests.report.reader import Reader
 
 TRIPS = [
-    [Trip(1, "a", 0.0, 2.0, 3.0, 0), Trip(1, "b", 0.0, 4.0, 5.0, 0, 1)],
-    [Trip(2, "a", 3.0, 5.0, 6.0, 0, 3, "stale"), Trip(2, "a", 6.0, 9.0, 10.0, 1, 2)],
+    [JobTrace(1, "a", 0.0, 2.0, 3.0, 0), JobTrace(1, "b", 0.0, 4.0, 5.0, 0, 1)],
+    [JobTrace(2, "a", 3.0, 5.0, 6.0, 0, 3, "stale"), JobTrace(2, "a", 6.0, 9.0, 10.0, 1, 2)],
 ]
 
 
 def timed(run: Path, seconds: float = 5.0) -> None:
     """Give a made-up run a clock."""
     for trips in TRIPS:
-        note_trips(run, trips)
+        append_job_traces(run, trips)
     summary = json.loads((run / "summary.json").read_text())
     for entry in summary["per_round"]:
         entry["time"] = seconds * entry["round"]
@@ -85,15 +92,15 @@ def test_page_and_files(folder, tmp_path):
 
 
 def test_a_round_that_is_done_again_replaces_its_rows(tmp_path):
-    note_trips(tmp_path, TRIPS[0])
-    note_trips(tmp_path, TRIPS[1])
+    append_job_traces(tmp_path, TRIPS[0])
+    append_job_traces(tmp_path, TRIPS[1])
     with (tmp_path / FILE).open("a") as file:
         file.write("3,a,1.0")  # cut off
     other = [replace(TRIPS[1][0], client="c")]
-    note_trips(tmp_path, other)
+    append_job_traces(tmp_path, other)
     found = [tuple(row[name] for name in COLUMNS) for row in read_trips(tmp_path)]
     assert found == [*map(astuple, TRIPS[0]), *map(astuple, other)]
-    note_trips(tmp_path, [])
+    append_job_traces(tmp_path, [])
     assert len(read_trips(tmp_path)) == 3
 
 
@@ -106,7 +113,7 @@ def test_the_picture_shows_clients_and_staleness(tmp_path):
     assert sorted(points) == [(3.0, 0.0), (5.0, 1.0), (6.0, 3.0), (10.0, 2.0)]
     draw_timeline(tmp_path, {1: 5.0})
     assert not (tmp_path / "figures").exists()
-    note_trips(tmp_path, TRIPS[0])
+    append_job_traces(tmp_path, TRIPS[0])
     draw_timeline(tmp_path, {1: 5.0})
     assert (tmp_path / "figures" / "timeline.png").stat().st_size > 1000
 
