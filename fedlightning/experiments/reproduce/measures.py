@@ -43,10 +43,12 @@ class Value:
     Attributes:
         number: The number; NaN if a model diverged.
         beyond: Whether it is only known to be larger, as the rounds to a target that was not reached.
+        below: Whether it is only known to be smaller, as a ratio to such rounds.
     """
 
     number: float
     beyond: bool = False
+    below: bool = False
 
 
 @dataclass(frozen=True)
@@ -313,13 +315,13 @@ def model_norm(run: Run, *, client: str | None = None) -> Value:
 def difference(run: Run, *, of: Callable[[Run], Value], against: Run) -> Value:
     """Return a measure of this run minus that of another one."""
     a, b = of(run), of(against)
-    return Value(a.number - b.number, a.beyond)
+    return Value(a.number - b.number, a.beyond or b.below, a.below or b.beyond)
 
 
 def ratio(run: Run, *, of: Callable[[Run], Value], against: Run) -> Value:
     """Return a measure of this run divided by that of another one."""
     a, b = of(run), of(against)
-    return Value(a.number / b.number if b.number else math.nan, a.beyond)
+    return Value(a.number / b.number if b.number else math.nan, a.beyond or b.below, a.below or b.beyond)
 
 
 # -- no run ------------------------------------------------------------------------------------------------------------

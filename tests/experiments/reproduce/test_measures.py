@@ -110,6 +110,17 @@ def test_clients_that_gain_lose_or_stay_below_a_bar(tmp_path):
         found(runs, "opt_outs", against="local", metric="f1")
 
 
+def test_a_bound_stays_one_in_a_difference_and_turns_in_what_is_divided_by(tmp_path):
+    runs = write_run(tmp_path / "a", [row(1, "x", 0.5), row(2, "x", 0.9)])
+    runs = {**runs, "b": write_run(tmp_path / "b", [row(1, "x", 0.5), row(2, "x", 0.6)])["a"]}
+    reach = Spec("rounds_to", "", {"metric": "accuracy", "target": 0.9})
+    for kind in ("difference", "ratio"):
+        value = found(runs, kind, of=reach, against="b")
+        assert (value.beyond, value.below) == (False, True)
+        back = measure(Spec(kind, "", {"of": reach, "against": "a"}), runs, "b")
+        assert (back.beyond, back.below) == (True, False)
+
+
 def test_a_client_whose_model_diverged_is_not_left_out_of_a_count(tmp_path):
     """Its accuracy may be a number, or is left out: then a run would gain by losing clients."""
     runs = {}

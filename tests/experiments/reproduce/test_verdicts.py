@@ -75,6 +75,12 @@ def test_a_target_that_was_not_reached_never_agrees():
     assert judge([50.0, 50.0], published=20, tolerance=10, beyond=True).word == "disagrees"
 
 
+def test_a_ratio_to_a_target_that_was_not_reached_is_an_upper_bound():
+    assert judge([2.0, 2.0], published=2, tolerance=1, below=True).word == "inconclusive"
+    assert judge([9.0, 9.0], published=2, tolerance=1, below=True).word == "inconclusive"
+    assert judge([0.5, 0.5], published=2, tolerance=1, below=True).word == "disagrees"
+
+
 def test_chance_counts_intervals_that_have_a_width():
     verdicts = [judge([0.5], 0.5, 0.1, exact=True), judge([0.4, 0.5], 0.5, 0.3), judge_order([0.1, 0.2], [0.0, 0.0])]
     lines = [Line("a", verdict, dict(enumerate((0.4, 0.5)))) for verdict in verdicts]  # orders: no published value
