@@ -116,7 +116,8 @@ def _line(recorded: Mapping[str, Any]) -> Line:
     confidence = recorded.get("confidence", 0.95)
     verdict = Verdict(word, recorded["mean"], recorded["low"], recorded["high"], why, confidence)
     values, published = recorded["values"], recorded["published"]
-    return Line(recorded["name"], verdict, values, published=published, tolerance=recorded["tolerance"])
+    looks = [*(look["seeds"] for look in recorded.get("looks", ())), len(values)]
+    return Line(recorded["name"], verdict, values, published=published, tolerance=recorded["tolerance"], looks=looks)
 
 
 def _other_tolerances(table: Table, record: Mapping[str, Any]) -> list[str]:

@@ -161,6 +161,7 @@ class Line:
         row: Row of a cell.
         column: Column of a cell.
         asked: Whether its runs were asked for; those of another set were not.
+        looks: Numbers of seeds that it is judged at.
     """
 
     name: str
@@ -173,6 +174,7 @@ class Line:
     row: str = ""
     column: str = ""
     asked: bool = True
+    looks: Sequence[int] = ()
 
     @property
     def is_order(self) -> bool:
@@ -182,6 +184,7 @@ class Line:
     def plain(self) -> dict[str, Any]:
         """Return it as plain values."""
         found = asdict(self)
+        del found["looks"]  # those of the table's plan
         verdict = found.pop("verdict")
         values = {str(seed): value for seed, value in found.pop("values").items()}
         return {**found, "verdict": verdict.pop("word"), "note": verdict.pop("why"), **verdict, "values": values}
@@ -263,9 +266,8 @@ class _Measurer:
     loaded: dict[str, Run] = field(default_factory=dict)
 
     def cell(self, cell: Cell) -> Line:
-        line = partial(
-            Line, cell.name, published=cell.published, tolerance=cell.tolerance, row=cell.row, column=cell.column
-        )
+        published = {"published": cell.published, "tolerance": cell.tolerance, "row": cell.row, "column": cell.column}
+        line: partial[Line] = partial(Line, cell.name, looks=self.table.looks, **published)  # type: ignore[arg-type]
         values = self._values(cell.run, cell.measure)
         if isinstance(values, Place):
             word = DISAGREES if values.diverged and not cell.because else NOT_RUN
@@ -374,7 +376,8 @@ def wrong_by_chance(line: Line) -> tuple[float, float]:
 
     With the true mean at one end of the tolerance, the interval lies beyond that end with 2.5 %, and beyond the other end
     with less: with almost as much where the tolerance is small beside the standard error. That part is the non-central t
-    distribution's, with the standard deviation that the seeds have. An order has one end. Several looks share the 2.5 %.
+    distribution's, with the standard deviation that the seeds have; an earlier look has a larger error. An order has one end.
+    Several looks share the 2.5 %.
     """
     side = ERROR / 2
     n, verdict = len(line.values), line.verdict
@@ -382,11 +385,15 @@ def wrong_by_chance(line: Line) -> tuple[float, float]:
         return side, side
     from scipy.stats import nct, t  # here: it costs half a second
 
-    quantile = float(t.ppf((1 + verdict.confidence) / 2, n - 1))
-    error = (verdict.high - verdict.low) / 2 / quantile
-    looks = ERROR / (1 - verdict.confidence)
-    beyond = float(nct.sf(quantile, n - 1, -2 * line.tolerance / error))  # the lower tail, where `cdf` ends in NaN
-    return side + looks * beyond, side
+    at = (1 + verdict.confidence) / 2
+    deviation = (verdict.high - verdict.low) / 2 / float(t.ppf(at, n - 1)) * math.sqrt(n)
+    planned = [*line.looks, *[n] * (round(ERROR / (1 - verdict.confidence)) - len(line.looks))]
+    beyond = sum(  # the lower tail, where `cdf` ends in NaN
+        float(nct.sf(t.ppf(at, look - 1), look - 1, -2 * line.tolerance * math.sqrt(look) / deviation))
+        for look in planned
+        if look > 1
+    )
+    return side + beyond, side
 
 
 def digits(line: Line) -> int:

@@ -101,6 +101,18 @@ def test_disagreements_by_chance_are_as_many_as_said(tolerance):
     assert 0.025 <= said / 2000 <= 0.05
 
 
+def test_disagreements_by_chance_at_an_early_small_look_are_counted():
+    """With two seeds the mean lies far off more often than with twenty: then the interval lies beyond the other end."""
+    numbers, wrong, said, looks = random.Random(5), 0, 0.0, (2, 20)
+    for _ in range(3000):
+        values = [numbers.gauss(0.05, 0.3) for _ in range(looks[-1])]
+        verdicts = [judge(values[:n], 0.0, 0.05, confidence=0.975) for n in looks]
+        wrong += "disagrees" in [verdict.word for verdict in verdicts]
+        line = Line("a", verdicts[-1], dict(enumerate(values)), published=0.0, tolerance=0.05, looks=looks)
+        said += wrong_by_chance(line)[0]
+    assert wrong / 3000 == pytest.approx(said / 3000, abs=0.007) and said / 3000 > 0.03
+
+
 def test_agreements_by_chance_are_not_more_than_said():
     numbers = random.Random(2)
     words = [judge([numbers.gauss(0.6, 0.02) for _ in range(5)], 0.5, 0.1).word for _ in range(4000)]
