@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from fedlightning.compat.system import file_name_of
 from fedlightning.config.errors import suggestion
-from fedlightning.experiments.yaml_blocks import Block
-from fedlightning.ranges import Length
+from fedlightning.experiments.yaml_blocks import Block, Number
+from fedlightning.ranges import Length, Natural, NonNegativeFloat, Range, Share
 from fedlightning.scores.metrics import bare, higher_is_better
 from fedlightning.scores.rows import Row
 from fedlightning.study.columns import GLOBAL, LOCAL, PERSONAL
@@ -26,6 +26,7 @@ Stage = Literal["G", "L1", "L2"]
 Model = Literal["personal", "global", "unseen"]
 Data = Literal["local", "pooled"]
 Split = Literal["val", "test"]
+Order = Annotated[float, Range("(1, inf)")]
 CLIENT = "client:"
 """Before the id of a client in the column `data` of scores of all models on its data."""
 OVER = ("mean", "weighted", "median", "worst", "best", "std", "variance", "tenth_percentile")
@@ -155,7 +156,7 @@ def best_round(
 
 
 def rounds_to(
-    run: Run, *, metric: str, target: float, stage: Stage = "G", data: Data = "local", over: str = "mean"
+    run: Run, *, metric: str, target: Number, stage: Stage = "G", data: Data = "local", over: str = "mean"
 ) -> Value:
     """Return the rounds until the best score so far reaches a target, interpolated between rounds (McMahan et al. 2017).
 
@@ -221,7 +222,7 @@ def clients_below(
     run: Run,
     *,
     metric: str,
-    bar: float,
+    bar: Number,
     checkpoint: Checkpoint = "deployed",
     stage: Stage | None = None,
     data: Data = "local",
@@ -326,7 +327,13 @@ def ratio(run: Run, *, of: Callable[[Run], Value], against: Run) -> Value:
 
 # -- no run ------------------------------------------------------------------------------------------------------------
 def epsilon(
-    *, q: float, sigma: float, steps: int, delta: float, accountant: str = "rdp", orders: list[float] | None = None
+    *,
+    q: Share,
+    sigma: NonNegativeFloat,
+    steps: Natural,
+    delta: Annotated[float, Range("(0, 1)")],
+    accountant: Literal["rdp", "prv"] = "rdp",
+    orders: Annotated[list[Order], Length(1)] | None = None,
 ) -> Value:
     """Return the epsilon that ClientDP and SampleDP would count for a sampled Gaussian mechanism. No run is needed.
 
@@ -421,6 +428,10 @@ def read_measure(given: Any, at: Block, runs: Collection[str], measures: Mapping
     block.take_arguments(KINDS[kind], ["against"])
     if "of" in options:
         options["of"] = read_measure(options["of"], block, runs, measures)
+        if options["of"].kind == epsilon.__name__:
+            raise block.error(
+                "is of an epsilon, which is of no run, so that two runs have the same. Give another measure."
+            )
     over = options.get("over", "mean")
     if over not in OVER and not str(over).startswith("client:"):
         raise block.error(f"has over: {over}. Give {', '.join(OVER)} or client:NAME.")
